@@ -1,0 +1,44 @@
+# Everything starts from a bare python3: the first target that needs it builds .venv, later ones reuse it.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Ranks are processes here: one thread each, or they fight for the cores.
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-slow lint clean
+
+help: ## print the targets
+	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## create or reuse .venv with everything installed
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "could not create $(VENV): install the venv module of your python3 (Debian and Ubuntu: apt install python3-venv)"; rm -rf $(VENV); exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all]"
+	@touch $@
+
+demo: $(STAMP) ## train a GPT-2 on four ranks that pose as two nodes, about two minutes
+	$(BIN)/python examples/train_gpt2.py --demo
+
+lint: $(STAMP) ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint ## style, types and the tests of every change (without those marked slow)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## the full matrices
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+clean: ## remove caches, build products and .venv
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The Lightning face of torch-smp: `Trainer(strategy="smp_sharded")`."""
