@@ -1,0 +1,313 @@
+"""SmpConfig: every knob of torch-smp once, validated, with the value that took effect and why.
+
+Owns the knobs' names, defaults and rules, the ways to build them (keywords, dict, YAML, environment, the `parameters`
+block of SageMaker SMP) and the record of what each one became. A knob is never dropped in silence: an unknown name, a
+value out of range and a feature that is not built yet are errors that say what to type.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from smp_core.config_sources import knobs_in_environment, knobs_in_yaml
+from smp_core.knob_rules import NOT_BUILT, READERS, unknown_knob
+from smp_core.smp_parameters import translate_smp_parameters
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import nn
+
+logger = logging.getLogger("smp")
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+WrapRule = Callable[[str, "nn.Module"], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmpConfig:
+    """All knobs of torch-smp. Frozen; a knob that is read as an attribute gives the value in effect.
+
+    Text is accepted for every value where it can mean one thing only ("4", "true", '["Block"]'), because YAML files,
+    command lines and environment variables carry text.
+
+    Args:
+        shard_degree: Ranks that together hold one copy of parameters, gradients and optimizer states (the partition
+            group of MiCS); the world is filled with world / shard_degree replicas of it. An integer >= 1 that divides
+            the world and fits whole nodes (1: plain replicas, nothing is sharded), "node" (the ranks of one node),
+            "world" (all ranks, no replicas) or "auto" (default; the smallest degree whose model states fit the device
+            once the model is known; on CPU "node").
+        context_parallel_degree: Ranks that hold pieces of the same sequence, inside the partition group: at most
+            shard_degree, and a divisor of it. Integer >= 1; default 1 (each rank has whole sequences).
+        tensor_parallel_degree: Ranks that split each matrix product. Integer >= 1; default 1 (off).
+        pipeline_parallel_degree: Stages the layers are dealt out to. Integer >= 1; default 1 (off).
+        hierarchical: Whether a partition group that spans nodes gathers parameters and reduces gradients in two
+            stages, between nodes and inside them, which sends fewer bytes over the slow link. True, False or "auto"
+            (default; on when the group spans more than one node and has more than one rank on each).
+        reshard_after_forward: Whether a unit frees its gathered parameters after forward and gathers them again in
+            backward. True (default; least memory), False (kept until backward: one gather less), an integer >= 2 that
+            divides shard_degree or "node" (a copy sharded over that many ranks, or inside the node, is kept).
+        wrap: Which modules become FSDP units, each gathered and freed as a whole. "auto" (default; the blocks a
+            Transformers model names, otherwise repeated blocks of an nn.ModuleList), a list of class names or globs
+            over module names (["GPT2Block", "encoder.layers.*"]), or a function (module_name, module) -> bool. The
+            root is always a unit, so that every parameter is sharded.
+        wrap_min_parameters: Modules that hold at least this many own parameters (elements, not bytes) become units
+            too, for example a large embedding. Integer >= 0; default 0 (off).
+        forward_methods: Methods besides forward that use parameters and therefore have to gather them: a method of the
+            root ("generate") or of a submodule ("model.encode"). List of names; default none.
+        delayed_init: Whether the model is built on the meta device and materialised shard by shard, so that no rank
+            ever holds the whole model. The numbers depend only on init_seed and parameter names, not on the number of
+            ranks. True or False (default).
+        init_seed: Seed of the delayed initialisation. Integer >= 0; default 0.
+        param_dtype: Dtype of the gathered parameters, in which forward and backward compute. "float32", "bfloat16",
+            "float16", None (the parameters' own dtype) or "auto" (default; follows the trainer's precision).
+        reduce_dtype: Dtype in which gradients are reduced. "float32", "bfloat16", "float16", None (the gradients' own
+            dtype) or "auto" (default; float32 for half precision parameters, otherwise their own).
+        on_nonfinite_grad_norm: What a gradient norm that is inf or nan does. "ignore" (default; the step is taken, as
+            plain torch does), "skip" (the optimizer step is left out and counted) or "raise".
+        memory_headroom: Share of device memory that shard_degree="auto" leaves to activations and buffers. A number in
+            [0, 1); default 0.35.
+        device_memory_gib: Device memory in GiB that shard_degree="auto" plans for. A number > 0, or None (default; the
+            device is asked).
+        save_full_state_dict: Whether a checkpoint is one ordinary file with the full state dict instead of a folder
+            that every rank writes its shards to. True or False (default).
+        comm_meter: Whether bytes and seconds of collectives are counted by kind and link class. True (default) or
+            False.
+        fp8: FP8 recipe for the linear layers. None (default; off). Not built yet.
+        activation_checkpointing: Which activations are recomputed in backward. "none" (default), "full" (each wrapped
+            block), "every:N" (each N-th block) or "selective" (keeps matrix products). Others than "none" are not
+            built yet.
+        activation_offloading: Whether inputs of checkpointed blocks wait in host memory for backward. True or False
+            (default). True is not built yet.
+        activation_loading_horizon: How many blocks' offloaded inputs may be on the device at once. Integer >= 1;
+            default 2. Others are not built yet.
+        quantized_all_gather: Payload of the parameter gather between nodes. None (default; as is), "int8" or "fp8".
+            Others than None are not built yet.
+        quantized_reduce: Payload of the gradient reduction between nodes. None (default; as is), "int8" or "int4".
+            Others than None are not built yet.
+        optimizer_shard: Where optimizer states live. "shard" (default; sharded like the parameters, over the partition
+            group) or "world" (over all ranks). "world" is not built yet.
+        state_offload: What waits in host memory. None (default; nothing), "optimizer" or "all". Others than None are
+            not built yet.
+
+    Raises:
+        ValueError: a value is not allowed, or two knobs contradict each other; the message says what to type.
+    """
+
+    shard_degree: int | Literal["node", "world", "auto"] = "auto"
+    context_parallel_degree: int = 1
+    tensor_parallel_degree: int = 1
+    pipeline_parallel_degree: int = 1
+    hierarchical: bool | Literal["auto"] = "auto"
+    reshard_after_forward: bool | int | Literal["node"] = True
+    wrap: Literal["auto"] | tuple[str, ...] | WrapRule = "auto"
+    wrap_min_parameters: int = 0
+    forward_methods: tuple[str, ...] = ()
+    delayed_init: bool = False
+    init_seed: int = 0
+    param_dtype: DtypeName | None = "auto"
+    reduce_dtype: DtypeName | None = "auto"
+    on_nonfinite_grad_norm: Literal["ignore", "skip", "raise"] = "ignore"
+    memory_headroom: float = 0.35
+    device_memory_gib: float | None = None
+    save_full_state_dict: bool = False
+    comm_meter: bool = True
+    fp8: Any = None
+    activation_checkpointing: str = "none"
+    activation_offloading: bool = False
+    activation_loading_horizon: int = 2
+    quantized_all_gather: Literal["int8", "fp8"] | None = None
+    quantized_reduce: Literal["int8", "int4"] | None = None
+    optimizer_shard: Literal["shard", "world"] = "shard"
+    state_offload: Literal["optimizer", "all"] | None = None
+
+    # Records beside the knobs; not compared, and not carried over by dataclasses.replace.
+    _resolved: Mapping[str, tuple[Any, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _origins: Mapping[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for knob, reader in READERS.items():
+            object.__setattr__(self, knob, reader(knob, getattr(self, knob)))
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        degree, context, kept = self.shard_degree, self.context_parallel_degree, self.reshard_after_forward
+        if not isinstance(degree, int):
+            return
+        if context > degree:
+            raise ValueError(
+                f"context_parallel_degree={context} is larger than shard_degree={degree}; context ranks are part of "
+                f"the partition group: write shard_degree={context} or more, or context_parallel_degree={degree}"
+            )
+        if degree % context:
+            allowed = ", ".join(str(n) for n in range(1, degree + 1) if degree % n == 0)
+            raise ValueError(
+                f"context_parallel_degree={context} does not divide shard_degree={degree}; allowed: {allowed}"
+            )
+        if not isinstance(kept, bool) and isinstance(kept, int) and degree % kept:
+            allowed = ", ".join(["true", "false", *(str(n) for n in range(2, degree + 1) if degree % n == 0)])
+            raise ValueError(f"reshard_after_forward={kept} does not divide shard_degree={degree}; allowed: {allowed}")
+
+    @classmethod
+    def knobs(cls) -> tuple[str, ...]:
+        """The names of all knobs, in the order of their documentation."""
+        return tuple(READERS)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SmpConfig:
+        """The configuration with the knobs in `values`, the others at their defaults.
+
+        Raises:
+            ValueError: a name is not a knob (the nearest one is named), or a value is not allowed.
+        """
+        for name in values:
+            if name not in READERS:
+                raise unknown_knob(str(name))
+        return cls(**values)
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> SmpConfig:
+        """The configuration in a YAML file: its `smp_config:` section, or the knobs at its top level.
+
+        Raises:
+            ValueError: no such file, no valid YAML, neither section nor knobs in it, a knob written twice, an unknown
+                knob, or a value that is not allowed; the file is named.
+        """
+        values = knobs_in_yaml(path)
+        return cls.from_dict(values)._with_origins({knob: os.path.basename(path) for knob in values})
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> SmpConfig:
+        """The configuration in environment variables: SMP_ and the knob's name, as in SMP_SHARD_DEGREE=4.
+
+        SMP_CONFIG_FILE names a YAML file that the other variables override. Lists are written as JSON:
+        SMP_WRAP='["GPT2Block"]'.
+
+        Args:
+            environ: variables and their text; default os.environ.
+
+        Raises:
+            ValueError: a value is not allowed, or a variable looks like a misspelt knob. A variable that does not look
+                like one (another program's) is named in a warning.
+        """
+        values, origins = knobs_in_environment(os.environ if environ is None else environ)
+        return cls.from_dict(values)._with_origins(origins)
+
+    @classmethod
+    def from_smp_parameters(cls, parameters: Mapping[str, Any], *, sharding_strategy: str | None = None) -> SmpConfig:
+        """The configuration that does what a `parameters` block of SageMaker SMP v1 or v2 asks for.
+
+        Every option is translated, accepted without effect where there is nothing to set here, or refused with what to
+        use instead; the logger "smp" says which, one line for each option. docs/migrating-from-smp.md lists them.
+
+        Args:
+            parameters: the dict under `smdistributed: modelparallel: parameters`.
+            sharding_strategy: the FSDP sharding strategy of the training script, which `hybrid_shard_degree=0` stands
+                for: "FULL_SHARD", "HYBRID_SHARD" or "NO_SHARD".
+
+        Raises:
+            ValueError: an option is unknown (the nearest one is named), refused, or has a value that is not allowed.
+        """
+        translation = translate_smp_parameters(parameters, sharding_strategy=sharding_strategy)
+        for line in translation.lines:
+            logger.info("%s", line)
+        for line in translation.warnings:
+            logger.warning("%s", line)
+        return cls.from_dict(translation.knobs)._with_origins(translation.origins)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Knob -> value as it was asked for, such that `from_dict(to_dict())` equals the configuration as asked.
+
+        The values can be written as JSON or YAML, except a function given as `wrap`.
+        """
+        asked = {knob: self.asked(knob) for knob in READERS}
+        return {knob: list(value) if isinstance(value, tuple) else value for knob, value in asked.items()}
+
+    def asked(self, knob: str) -> Any:
+        """The value that was asked for; differs from the attribute once `with_resolved` was called for the knob."""
+        return self._resolved[knob][0] if knob in self._resolved else getattr(self, knob)
+
+    def with_resolved(self, knob: str, value: Any, why: str) -> SmpConfig:
+        """A copy in which `knob` has the value in effect; what was asked for and `why` it became this are remembered.
+
+        Args:
+            knob: name of the knob.
+            value: the value in effect. It need not be one that can be asked for (a resolved dtype may be "float64").
+            why: one short sentence for the table of effective values.
+
+        Raises:
+            ValueError: unknown knob, or the value contradicts another knob.
+        """
+        if knob not in READERS:
+            raise unknown_knob(knob)
+        resolved = copy.copy(self)
+        object.__setattr__(resolved, "_resolved", {**self._resolved, knob: (self.asked(knob), why)})
+        object.__setattr__(resolved, knob, value)
+        resolved._check_combinations()
+        return resolved
+
+    def require_built(self) -> None:
+        """Refuse the knobs whose feature this version does not have.
+
+        Raises:
+            ValueError: names each such knob, its value, and what to write instead.
+        """
+        refused = [
+            f"{knob}={_shown(getattr(self, knob))}: {missing.feature} not built yet; {missing.instead}"
+            for knob, missing in NOT_BUILT.items()
+            if not missing.is_built(getattr(self, knob))
+        ]
+        if refused:
+            raise ValueError("\n".join(refused))
+
+    def effective(self) -> dict[str, Any]:
+        """Knob -> value in effect, in plain JSON types, for experiment loggers."""
+        return {knob: _plain(getattr(self, knob)) for knob in READERS}
+
+    def effective_table(self) -> Table:
+        """A table for the terminal: knob, value asked, value in effect, and why."""
+        from rich.table import Table
+
+        table = Table(title="torch-smp: knobs in effect")
+        for column in ("knob", "asked", "in effect", "why"):
+            table.add_column(column, overflow="fold")
+        for knob in READERS:
+            table.add_row(knob, _shown(self.asked(knob)), _shown(getattr(self, knob)), self._why(knob))
+        return table
+
+    def _why(self, knob: str) -> str:
+        origin = self._origins.get(knob)
+        if knob in self._resolved:
+            why = self._resolved[knob][1]
+            return f"{why} (asked by {origin})" if origin else why
+        if origin:
+            return origin
+        return "default" if getattr(self, knob) == type(self).__dataclass_fields__[knob].default else "as asked"
+
+    def _with_origins(self, origins: Mapping[str, str]) -> SmpConfig:
+        config = copy.copy(self)
+        object.__setattr__(config, "_origins", dict(origins))
+        return config
+
+
+def _plain(value: Any) -> Any:
+    """The value in types that JSON has; a function or an object by its name."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return _shown(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return getattr(value, "__qualname__", None) or str(value)

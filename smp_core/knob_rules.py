@@ -1,0 +1,126 @@
+"""What each knob of SmpConfig accepts, and which features behind the knobs are not built yet.
+
+A table for each: `READERS` (knob -> strict reader of its value; it also fixes the knobs' order) and `NOT_BUILT` (knob
+-> the values that work today). Whoever builds a feature removes its line from `NOT_BUILT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from smp_core import knob_values as read
+from smp_core.smp_parameters import SMP_OPTIONS
+
+_DEGREE = read.integer(minimum=1)
+_BOOLEAN = read.boolean()
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPE = read.either(
+    read.nothing(), read.dtype_name(*_DTYPES), allowed="'auto', 'float32', 'bfloat16', 'float16', none"
+)
+
+READERS: dict[str, read.Reader] = {
+    "shard_degree": read.either(
+        _DEGREE, read.word("node", "world", "auto"), allowed="an integer of at least 1, 'node', 'world', 'auto'"
+    ),
+    "context_parallel_degree": _DEGREE,
+    "tensor_parallel_degree": _DEGREE,
+    "pipeline_parallel_degree": _DEGREE,
+    "hierarchical": read.either(_BOOLEAN, read.word("auto"), allowed="true, false, 'auto'"),
+    "reshard_after_forward": read.either(
+        # The integer first where text could be either: "1" is refused as a degree and then read as true.
+        read.integer(minimum=2),
+        _BOOLEAN,
+        read.word("node"),
+        allowed="true, false, an integer of at least 2, 'node'",
+    ),
+    "wrap": read.either(
+        read.word("auto"),
+        read.names(),
+        read.function("(module_name, module) -> bool"),
+        allowed="""'auto', a list of class names or globs (in text a JSON list: '["GPT2Block"]'), a function""",
+    ),
+    "wrap_min_parameters": read.integer(minimum=0),
+    "forward_methods": read.names(),
+    "delayed_init": _BOOLEAN,
+    "init_seed": read.integer(minimum=0),
+    "param_dtype": _DTYPE,
+    "reduce_dtype": _DTYPE,
+    "on_nonfinite_grad_norm": read.word("ignore", "skip", "raise"),
+    "memory_headroom": read.number(0.0, 1.0, include_lowest=True),
+    "device_memory_gib": read.either(read.nothing(), read.number(0.0), allowed="a number above 0, none"),
+    "save_full_state_dict": _BOOLEAN,
+    "comm_meter": _BOOLEAN,
+    "fp8": read.either(read.nothing(), read.anything(), allowed="none, a recipe"),
+    "activation_checkpointing": read.either(
+        read.word("none", "full", "selective"),
+        read.pattern(r"every:[1-9][0-9]*"),
+        allowed="'none', 'full', 'every:N', 'selective'",
+    ),
+    "activation_offloading": _BOOLEAN,
+    "activation_loading_horizon": _DEGREE,
+    "quantized_all_gather": read.either(read.nothing(), read.word("int8", "fp8"), allowed="none, 'int8', 'fp8'"),
+    "quantized_reduce": read.either(read.nothing(), read.word("int8", "int4"), allowed="none, 'int8', 'int4'"),
+    "optimizer_shard": read.word("shard", "world"),
+    "state_offload": read.either(read.nothing(), read.word("optimizer", "all"), allowed="none, 'optimizer', 'all'"),
+}
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """A feature that this version lacks.
+
+    Attributes:
+        feature: its name with the verb, as in "tensor parallelism is".
+        instead: what to write until it is there.
+        is_built: whether a value of the knob works without it.
+    """
+
+    feature: str
+    instead: str
+    is_built: Callable[[Any], bool]
+
+
+def _only(*built: Any) -> Callable[[Any], bool]:
+    return lambda value: any(value is ok or (type(value) is type(ok) and value == ok) for ok in built)
+
+
+NOT_BUILT: dict[str, NotBuilt] = {
+    "context_parallel_degree": NotBuilt("context parallelism is", "leave it at 1", _only(1)),
+    "tensor_parallel_degree": NotBuilt(
+        "tensor parallelism is", "leave it at 1 and raise shard_degree until the model fits", _only(1)
+    ),
+    "pipeline_parallel_degree": NotBuilt(
+        "pipeline parallelism is", "leave it at 1 and raise shard_degree until the model fits", _only(1)
+    ),
+    "reshard_after_forward": NotBuilt(
+        "a secondary shard (an integer or 'node') is", "write true or false", _only(True, False)
+    ),
+    "fp8": NotBuilt("FP8 training is", "leave it at none and train in bfloat16", _only(None)),
+    "activation_checkpointing": NotBuilt(
+        "activation checkpointing is",
+        "write 'none' and use the model's own gradient checkpointing",
+        _only("none"),
+    ),
+    "activation_offloading": NotBuilt("activation offloading is", "write false", _only(False)),
+    "activation_loading_horizon": NotBuilt("activation offloading is", "leave it at 2", _only(2)),
+    "quantized_all_gather": NotBuilt("quantised communication is", "leave it at none", _only(None)),
+    "quantized_reduce": NotBuilt("quantised communication is", "leave it at none", _only(None)),
+    "optimizer_shard": NotBuilt(
+        "sharding of optimizer states over the world is",
+        "write 'shard', with shard_degree='node' or 'world' to shard them together with the parameters",
+        _only("shard"),
+    ),
+    "state_offload": NotBuilt("offloading of model and optimizer states is", "leave it at none", _only(None)),
+}
+
+
+def unknown_knob(name: str) -> ValueError:
+    """The complaint about a name that is not a knob, with the nearest knob, or the way to read an option of SMP."""
+    if name in SMP_OPTIONS:
+        return ValueError(
+            f"{name!r} is an option of SageMaker SMP, not a knob; build the configuration with "
+            f"SmpConfig.from_smp_parameters({{{name!r}: ...}}), or see docs/migrating-from-smp.md for the knob"
+        )
+    return read.unknown_name("knob", name, tuple(READERS))

@@ -1,0 +1,211 @@
+"""Strict reading of one knob's value, whether it comes from Python, a YAML file or an environment variable.
+
+Text is accepted where it can mean only one thing: `"4"` is 4, `"true"` is True, `'["Block"]'` is a list. Nothing is
+guessed: `"4.0"` is no integer, `1` is no boolean, and a misspelt word is answered with the words that are allowed. Each
+function here makes a *reader*, called as `reader(knob, value)`, which returns the value or raises a `ValueError` that
+names the knob, the value, what is allowed and what to type.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Reader = Callable[[str, Any], Any]
+
+_TRUE = ("true", "yes", "on", "1")
+_FALSE = ("false", "no", "off", "0")
+_NONE = ("none", "null")
+
+
+def refusal(knob: str, value: Any, allowed: str, fix: str = "") -> ValueError:
+    """The one shape of our complaints: `knob=value is not allowed; allowed: ...; write ...`."""
+    text = f"{knob}={value!r} is not allowed; allowed: {allowed}"
+    return ValueError(f"{text}; {fix}" if fix else text)
+
+
+def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The known name that is most like `name` (difflib ratio of at least `cutoff`), or None when none is like it."""
+    found = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def unknown_name(what: str, name: str, known: Sequence[str]) -> ValueError:
+    """The complaint about a name that is not in `known`: the nearest known one, or all of them when none is near."""
+    near = nearest_name(name, known)
+    hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(known))}"
+    return ValueError(f"unknown {what} {name!r}; {hint}")
+
+
+def boolean() -> Reader:
+    """True or False; in text also yes/no, on/off, 1/0."""
+
+    def read(knob: str, value: Any) -> bool:
+        if isinstance(value, bool):
+            return value
+        word = value.strip().lower() if isinstance(value, str) else None
+        if word in _TRUE:
+            return True
+        if word in _FALSE:
+            return False
+        raise refusal(knob, value, "true, false", f"write {knob}=true or {knob}=false")
+
+    return read
+
+
+def integer(minimum: int) -> Reader:
+    """An integer of at least `minimum`; booleans and floats are refused."""
+
+    def read(knob: str, value: Any) -> int:
+        number = _integer_in(value)
+        if number is None or number < minimum:
+            raise refusal(knob, value, f"an integer of at least {minimum}", f"write for example {knob}={minimum}")
+        return number
+
+    return read
+
+
+def number(above: float, below: float = math.inf, *, include_lowest: bool = False) -> Reader:
+    """A finite float in (above, below), or in [above, below) with `include_lowest`."""
+    bracket = "[" if include_lowest else "("
+    allowed = f"a number in {bracket}{above:g}, {below:g})"
+
+    def read(knob: str, value: Any) -> float:
+        parsed: float | None = None
+        if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            try:
+                parsed = float(value)
+            except ValueError:
+                parsed = None
+        if parsed is None or not math.isfinite(parsed) or parsed >= below:
+            raise refusal(knob, value, allowed)
+        if parsed < above or (parsed == above and not include_lowest):
+            raise refusal(knob, value, allowed)
+        return parsed
+
+    return read
+
+
+def word(*choices: str) -> Reader:
+    """One of the words given, in any case."""
+
+    def read(knob: str, value: Any) -> str:
+        found = value.strip().lower() if isinstance(value, str) else None
+        if found not in choices:
+            near = nearest_name(found, choices) if found else None
+            raise refusal(knob, value, ", ".join(map(repr, choices)), f"did you mean {near!r}?" if near else "")
+        return found
+
+    return read
+
+
+def dtype_name(*choices: str) -> Reader:
+    """One of the dtype names given; `torch.bfloat16` and `"torch.bfloat16"` are read as `"bfloat16"`."""
+    read_word = word(*choices)
+
+    def read(knob: str, value: Any) -> str:
+        text = str(value) if type(value).__name__ == "dtype" else value
+        return read_word(knob, text.strip().removeprefix("torch.") if isinstance(text, str) else value)
+
+    return read
+
+
+def names() -> Reader:
+    """A list of non-empty strings, as a tuple; in text a JSON list, or one name by itself."""
+
+    def read(knob: str, value: Any) -> tuple[str, ...]:
+        example = f"""write for example {knob}='["first", "second"]'"""
+        listed: Any = value
+        if isinstance(value, str):
+            listed = [value.strip()]
+            if value.strip().startswith("["):
+                try:
+                    listed = json.loads(value)
+                except json.JSONDecodeError as error:
+                    raise refusal(knob, value, f"a JSON list of names ({error})", example) from None
+            elif "," in value:
+                raise refusal(knob, value, "one name, or a JSON list of names", example)
+        if isinstance(listed, (set, frozenset)) or not isinstance(listed, Iterable):
+            raise refusal(knob, value, "a list of names", example)
+        found = tuple(listed)
+        if not all(isinstance(name, str) and name.strip() for name in found):
+            raise refusal(knob, value, "a list of names, none of them empty", example)
+        return tuple(name.strip() for name in found)
+
+    return read
+
+
+def pattern(expression: str) -> Reader:
+    """Text that matches the whole regular expression."""
+
+    def read(knob: str, value: Any) -> str:
+        if not isinstance(value, str) or not re.fullmatch(expression, value.strip()):
+            raise refusal(knob, value, f"text that matches {expression}")
+        return value.strip()
+
+    return read
+
+
+def function(signature: str) -> Reader:
+    """A callable that is not a class, taken as it is; `signature` is shown in the complaint."""
+
+    def read(knob: str, value: Any) -> Any:
+        if not callable(value) or isinstance(value, type):
+            raise refusal(knob, value, f"a function {signature}")
+        return value
+
+    return read
+
+
+def anything() -> Reader:
+    """Any value, taken as it is."""
+    return lambda knob, value: value
+
+
+def nothing() -> Reader:
+    """None; in text `none` or `null`."""
+
+    def read(knob: str, value: Any) -> None:
+        if value is None or (isinstance(value, str) and value.strip().lower() in _NONE):
+            return None
+        raise refusal(knob, value, "none")
+
+    return read
+
+
+def either(*readers: Reader, allowed: str) -> Reader:
+    """The first of `readers` that accepts the value; `allowed` describes them together in the complaint."""
+
+    def read(knob: str, value: Any) -> Any:
+        for reader in readers:
+            try:
+                return reader(knob, value)
+            except ValueError:
+                continue
+        raise refusal(knob, value, allowed, _word_hint(value, allowed))
+
+    return read
+
+
+def _integer_in(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        digits = value.strip()
+        return int(digits) if digits.removeprefix("-").isdecimal() else None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _word_hint(value: Any, allowed: str) -> str:
+    """`did you mean 'world'?` when the text given is almost one of the words quoted in `allowed`."""
+    quoted = allowed.replace('"', "'").split("'")[1::2]
+    near = nearest_name(value, quoted, cutoff=0.6) if isinstance(value, str) else None
+    return f"did you mean {near!r}?" if near else ""

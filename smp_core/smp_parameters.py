@@ -1,0 +1,284 @@
+"""The `parameters` block of SageMaker SMP v1 and v2 in the words of SmpConfig.
+
+Owns the list of SMP's options (`SMP_OPTIONS`) and what each becomes here: a knob, nothing (with the sentence that says
+why there is nothing to set), or a refusal that says what to use instead. Options and their meaning: the SageMaker Python
+SDK's `smd_model_parallel_general` page (v1) and AWS's "distributed-model-parallel-v2-reference" page (v2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from smp_core import knob_values as read
+
+_SHARDING_STRATEGIES: dict[str, Any] = {
+    "FULL_SHARD": "world",
+    "HYBRID_SHARD": "node",
+    "NO_SHARD": 1,
+}
+
+
+@dataclass
+class Translation:
+    """What became of a block of SMP options.
+
+    Attributes:
+        knobs: SmpConfig knob -> value.
+        origins: SmpConfig knob -> the SMP option and value it comes from.
+        lines: one sentence for each option, for the log.
+        warnings: differences from SMP that change training results, for the log.
+    """
+
+    knobs: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def set(self, option: str, asked: Any, knob: str, value: Any, note: str = "") -> None:
+        """Record `knob` = `value` for the option; two options that disagree about a knob are an error."""
+        origin = f"{option}={asked!r}"
+        if knob in self.knobs and self.knobs[knob] != value:
+            raise ValueError(
+                f"{origin} and {self.origins[knob]} contradict each other about {knob}; keep the one that is meant"
+            )
+        self.knobs[knob] = value
+        self.origins[knob] = f"SMP {origin}"
+        self.lines.append(f"{origin}: {knob}={value!r}" + (f"; {note}" if note else ""))
+
+    def without_effect(self, option: str, asked: Any, why: str) -> None:
+        """Record that there is nothing to set for the option."""
+        self.lines.append(f"{option}={asked!r}: no effect here; {why}")
+
+
+Handler = Callable[[str, Any, Mapping[str, Any], Translation], None]
+
+
+def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy: str | None = None) -> Translation:
+    """Translate a `parameters` block.
+
+    Args:
+        parameters: SMP option -> value.
+        sharding_strategy: what `hybrid_shard_degree=0` stands for: "FULL_SHARD", "HYBRID_SHARD" or "NO_SHARD".
+
+    Raises:
+        ValueError: an option is unknown, refused, contradicts another, or has a value that is not allowed.
+    """
+    for wrapper in ("smdistributed", "modelparallel", "parameters"):
+        if wrapper in parameters:
+            raise ValueError(
+                f"this is the whole `distribution` argument (it has the key {wrapper!r}); pass the block inside: "
+                'distribution["smdistributed"]["modelparallel"]["parameters"]'
+            )
+    for option in parameters:
+        if option not in SMP_OPTIONS:
+            raise read.unknown_name("SageMaker SMP option", str(option), tuple(SMP_OPTIONS))
+    if sharding_strategy is not None:
+        if sharding_strategy not in _SHARDING_STRATEGIES:
+            raise read.refusal("sharding_strategy", sharding_strategy, ", ".join(_SHARDING_STRATEGIES))
+        if read.integer(0)("hybrid_shard_degree", parameters.get("hybrid_shard_degree", 0)) != 0:
+            raise ValueError(
+                f"sharding_strategy={sharding_strategy!r} only stands for hybrid_shard_degree=0, but the block has "
+                f"hybrid_shard_degree={parameters['hybrid_shard_degree']!r}; leave sharding_strategy out"
+            )
+        if "hybrid_shard_degree" not in parameters:
+            parameters = {"hybrid_shard_degree": 0, **parameters}
+    translation = Translation()
+    options = {**parameters, "sharding_strategy": sharding_strategy}
+    for option, value in parameters.items():
+        SMP_OPTIONS[option](option, value, options, translation)
+    _warn_of_silent_clipping(parameters, translation)
+    return translation
+
+
+def _knob(knob: str, reader: read.Reader, note: str = "") -> Handler:
+    def handle(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+        to.set(option, value, knob, reader(option, value), note)
+
+    return handle
+
+
+def _no_effect(reader: read.Reader, why: str) -> Handler:
+    def handle(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+        reader(option, value)
+        to.without_effect(option, value, why)
+
+    return handle
+
+
+def _only(allowed: Any, reader: read.Reader, why: str, instead: str) -> Handler:
+    """The one value that is the case here anyway is accepted; any other is refused with what to use instead."""
+
+    def handle(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+        if reader(option, value) != allowed:
+            raise ValueError(f"{option}={value!r} cannot be had here; {instead}")
+        to.without_effect(option, value, why)
+
+    return handle
+
+
+def _half_precision(dtype: str) -> Handler:
+    short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    trainer = {
+        "bf16": 'Trainer(precision="bf16-true"), or "bf16-mixed" for float32 weights',
+        "fp16": 'Trainer(precision="16-mixed"), which scales the loss',
+    }[short]
+    flag = f"set the trainer's precision to match: Lightning {trainer}; HF TrainingArguments({short}=True)"
+
+    def handle(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+        if read.boolean()(option, value):
+            to.set(option, value, "param_dtype", dtype, flag)
+        else:
+            to.without_effect(option, value, "param_dtype follows the trainer's precision")
+
+    return handle
+
+
+def _hybrid_shard_degree(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    degree = read.integer(0)(option, value)
+    strategy = options["sharding_strategy"]
+    if degree == 0 and strategy is None:
+        raise ValueError(
+            f"{option}=0 takes the sharding strategy from the FSDP call in the training script, which is not part of "
+            'this block; pass it: SmpConfig.from_smp_parameters(..., sharding_strategy="FULL_SHARD") for '
+            'shard_degree="world", "HYBRID_SHARD" for shard_degree="node", "NO_SHARD" for shard_degree=1'
+        )
+    if degree == 0:
+        to.set(option, value, "shard_degree", _SHARDING_STRATEGIES[strategy], f"FSDP's {strategy}")
+    else:
+        to.set(option, value, "shard_degree", degree, "plain replicas, nothing is sharded" if degree == 1 else "")
+
+
+def _horizon(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    blocks = read.integer(1)(option, value)
+    asked = [name for name in ("offload_activations", "sm_activation_offloading") if name in options]
+    if any(read.boolean()(name, options[name]) for name in asked):
+        to.set(option, value, "activation_loading_horizon", blocks)
+    else:
+        to.without_effect(option, value, "nothing is offloaded unless offload_activations or sm_activation_offloading")
+
+
+def _shard_optimizer_state(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    if not read.boolean()(option, value):
+        to.without_effect(option, value, "optimizer states are sharded exactly like their parameters (shard_degree)")
+        return
+    if "sharded_data_parallel_degree" not in options and "hybrid_shard_degree" not in options:
+        to.set(option, value, "shard_degree", 1, "parameters stay whole on each rank")
+    to.set(option, value, "optimizer_shard", "world", "optimizer states sharded over all ranks")
+
+
+def _gradient_clipping(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    clip = read.number(0.0, include_lowest=True)(option, value)
+    if clip:
+        raise ValueError(
+            f"{option}={value!r} is not a matter of the sharding here; remove it and write "
+            f"Trainer(gradient_clip_val={clip:g}), or TrainingArguments(max_grad_norm={clip:g}) with HF: the norm is "
+            "taken over all shards"
+        )
+    to.without_effect(option, value, "gradients are clipped only where the trainer is told to")
+
+
+def _microbatches(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    count = read.integer(1)(option, value)
+    if count > 1:
+        raise ValueError(
+            f"{option}={count} splits a batch inside @smp.step, which does not exist here; remove it, write "
+            f"Trainer(accumulate_grad_batches={count}) and divide the data loader's batch size by {count}"
+        )
+    to.without_effect(option, value, "a batch is one micro-batch unless accumulate_grad_batches says otherwise")
+
+
+def _deepspeed_json(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    raise ValueError(
+        f"{option}={value!r} names a private JSON file of SMP v1; remove it and write what it sets as knobs of "
+        "SmpConfig (shard_degree, hierarchical, ...)"
+    )
+
+
+def _placement(knob: str, value: Any) -> str:
+    text = value.strip() if isinstance(value, str) else ""
+    if text not in ("cluster", "spread") and sorted(text) != ["D", "P", "T"]:
+        raise read.refusal(knob, value, "'cluster', 'spread', a permutation of 'DPT'")
+    return text
+
+
+def _warn_of_silent_clipping(parameters: Mapping[str, Any], to: Translation) -> None:
+    degree = to.knobs.get("shard_degree")
+    if "sharded_data_parallel_degree" not in parameters or "sdp_gradient_clipping" in parameters or degree == 1:
+        return
+    to.warnings.append(
+        "SMP v1 clips gradients to a norm of 1.0 by default under sharded data parallelism; here nothing is clipped "
+        "unless the trainer is told: Trainer(gradient_clip_val=1.0)"
+    )
+
+
+_DEGREE = read.integer(1)
+_BOOLEAN = read.boolean()
+_STAGES = "it arranges pipeline stages, and there is one stage"
+_UNIT = (
+    "parameters are gathered and gradients reduced unit by unit; the knobs `wrap` and `wrap_min_parameters` size them"
+)
+
+# Option of SMP -> what becomes of it. v1 first, then v2; options that both have stand once.
+SMP_OPTIONS: dict[str, Handler] = {
+    "partitions": _knob("pipeline_parallel_degree", _DEGREE),
+    "pipeline_parallel_degree": _knob("pipeline_parallel_degree", _DEGREE),
+    "microbatches": _microbatches,
+    "pipeline": _no_effect(read.word("interleaved", "simple"), _STAGES),
+    "optimize": _no_effect(read.word("memory", "speed"), _STAGES),
+    "placement_strategy": _no_effect(_placement, "a partition group is always consecutive ranks, node by node"),
+    "auto_partition": _no_effect(_BOOLEAN, _STAGES),
+    "default_partition": _no_effect(read.integer(0), _STAGES),
+    "ddp": _only(
+        True,
+        _BOOLEAN,
+        "all ranks always train data-parallel",
+        "ranks always train data-parallel: remove it or write True",
+    ),
+    "memory_weight": _no_effect(read.number(0.0, 1.0 + 1e-9, include_lowest=True), _STAGES),
+    "active_microbatches": _no_effect(_DEGREE, _STAGES),
+    "deterministic_server": _no_effect(_BOOLEAN, _STAGES),
+    "offload_activations": _knob("activation_offloading", _BOOLEAN),
+    "activation_loading_horizon": _horizon,
+    "tensor_parallel_degree": _knob("tensor_parallel_degree", _DEGREE),
+    "fp16": _half_precision("float16"),
+    "fp16_params": _half_precision("float16"),
+    "bf16": _half_precision("bfloat16"),
+    "shard_optimizer_state": _shard_optimizer_state,
+    "prescaled_batch": _no_effect(_BOOLEAN, "it concerns tensor parallel ranks, and there are none"),
+    "skip_tracing": _no_effect(_BOOLEAN, "the model is not traced"),
+    "delayed_parameter_initialization": _knob("delayed_init", _BOOLEAN),
+    "sharded_data_parallel_degree": _knob("shard_degree", _DEGREE),
+    "sdp_reduce_bucket_size": _no_effect(_DEGREE, _UNIT),
+    "sdp_param_persistence_threshold": _no_effect(
+        read.integer(0), "every parameter is sharded, except 0-d ones; small ones travel with their unit"
+    ),
+    "sdp_max_live_parameters": _no_effect(_DEGREE, _UNIT),
+    "sdp_hierarchical_allgather": _knob("hierarchical", _BOOLEAN),
+    "sdp_gradient_clipping": _gradient_clipping,
+    "ddp_dist_backend": _no_effect(
+        read.word("auto", "nccl", "smddp"),
+        "the trainer picks the backend: SmpShardedStrategy(process_group_backend=...)",
+    ),
+    "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": _no_effect(read.integer(0), "SMDDP's collectives are not used"),
+    "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": _no_effect(read.integer(0), "SMDDP's collectives are not used"),
+    "_sharded_data_parallelism_config": _deepspeed_json,
+    "hybrid_shard_degree": _hybrid_shard_degree,
+    "sm_activation_offloading": _knob("activation_offloading", _BOOLEAN),
+    "fsdp_cache_flush_warnings": _no_effect(
+        _BOOLEAN, "torch.cuda.memory_stats()['num_alloc_retries'] counts the allocator's flushes"
+    ),
+    "allow_empty_shards": _no_effect(_BOOLEAN, "a tensor with fewer rows than ranks is always accepted"),
+    "context_parallel_degree": _knob("context_parallel_degree", _DEGREE),
+    "expert_parallel_degree": _only(
+        1,
+        _DEGREE,
+        "experts are sharded like every other layer",
+        "expert parallelism does not exist here: write 1 and raise the shard degree; experts are sharded like every "
+        "other layer",
+    ),
+    "random_seed": _no_effect(
+        read.integer(0), "it seeds tensor and expert parallel ranks, and there are none; call seed_everything(seed)"
+    ),
+}
