@@ -1,8 +1,8 @@
 """The `parameters` block of SageMaker SMP v1 and v2 in the words of SmpConfig.
 
 Owns the list of SMP's options (`SMP_OPTIONS`) and what each becomes here: a knob, nothing (with the sentence that says
-why there is nothing to set), or a refusal that says what to use instead. Options and their meaning: the SageMaker Python
-SDK's `smd_model_parallel_general` page (v1) and AWS's "distributed-model-parallel-v2-reference" page (v2).
+why there is nothing to set), or a refusal that says what to use instead. Options and their meaning: the SageMaker
+Python SDK's `smd_model_parallel_general` page (v1), AWS's "distributed-model-parallel-v2-reference" page (v2).
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _warn_of_silent_clipping(parameters: Mapping[str, Any], to: Translation) -> 
 
 _DEGREE = read.integer(1)
 _BOOLEAN = read.boolean()
-_STAGES = "it arranges pipeline stages, and there is one stage"
+_STAGES = "it arranges pipeline stages, which this version does not have"
 _UNIT = (
     "parameters are gathered and gradients reduced unit by unit; the knobs `wrap` and `wrap_min_parameters` size them"
 )
@@ -246,7 +246,7 @@ SMP_OPTIONS: dict[str, Handler] = {
     "fp16_params": _half_precision("float16"),
     "bf16": _half_precision("bfloat16"),
     "shard_optimizer_state": _shard_optimizer_state,
-    "prescaled_batch": _no_effect(_BOOLEAN, "it concerns tensor parallel ranks, and there are none"),
+    "prescaled_batch": _no_effect(_BOOLEAN, "it concerns tensor parallel ranks, which this version does not have"),
     "skip_tracing": _no_effect(_BOOLEAN, "the model is not traced"),
     "delayed_parameter_initialization": _knob("delayed_init", _BOOLEAN),
     "sharded_data_parallel_degree": _knob("shard_degree", _DEGREE),
@@ -279,6 +279,7 @@ SMP_OPTIONS: dict[str, Handler] = {
         "other layer",
     ),
     "random_seed": _no_effect(
-        read.integer(0), "it seeds tensor and expert parallel ranks, and there are none; call seed_everything(seed)"
+        read.integer(0),
+        "it seeds tensor and expert parallel ranks, which this version lacks; call seed_everything(seed)",
     ),
 }

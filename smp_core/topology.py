@@ -1,0 +1,321 @@
+"""Topology: which rank sits on which node.
+
+Owns the map from global ranks to nodes. Every process reports where it runs (hostname and boot id; two containers on
+one host share the boot id but not the hostname, two hosts may share a hostname but not the boot id), the reports are
+exchanged over the process group, and every rank draws the same conclusion from the same reports, errors included.
+`SMP_RANKS_PER_NODE` overrides the finding, so that processes of one machine can pose as a cluster.
+
+The partition groups of MiCS (arXiv 2205.00119, section 3) are consecutive ranks, which is why a layout must be node by
+node and even.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+logger = logging.getLogger("smp")
+
+RANKS_PER_NODE_VARIABLE = "SMP_RANKS_PER_NODE"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_REMEDY = (
+    "start the same number of processes on each node, numbered node by node: torchrun --nproc-per-node=N; "
+    "srun --ntasks-per-node=N --distribution=block; mpirun --map-by ppr:N:node"
+)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Nodes and their ranks. Ranks are numbered node by node and every node has the same number of them.
+
+    Args:
+        nodes: global ranks of each node, in rank order, as in ((0, 1), (2, 3)).
+        node_names: a name for each node, for people.
+
+    Raises:
+        ValueError: uneven nodes, or ranks that are not numbered node by node; the layout is printed.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    node_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.nodes) != len(self.node_names) or not self.nodes or not all(self.nodes):
+            raise ValueError(
+                f"nodes={self.nodes} and node_names={self.node_names} do not describe a cluster; "
+                "give at least one node, one name for each node, and at least one rank on each"
+            )
+        ranks = [rank for node in self.nodes for rank in node]
+        if sorted(ranks) != list(range(len(ranks))):
+            raise ValueError(f"nodes hold the ranks {ranks}; each rank from 0 to {len(ranks) - 1} must be there once")
+        if len({len(node) for node in self.nodes}) > 1:
+            raise ValueError(f"nodes have different numbers of ranks ({self._layout()}); {_REMEDY}")
+        if ranks != sorted(ranks):
+            raise ValueError(f"ranks are not numbered node by node ({self._layout()}); {_REMEDY}")
+
+    @classmethod
+    def uniform(cls, world_size: int, ranks_per_node: int) -> Topology:
+        """The topology of `world_size` ranks with `ranks_per_node` on each node, without asking any process.
+
+        Raises:
+            ValueError: `ranks_per_node` does not divide `world_size`.
+        """
+        if ranks_per_node < 1 or world_size < 1 or world_size % ranks_per_node:
+            raise ValueError(
+                f"ranks_per_node={ranks_per_node} does not divide the world of {world_size} ranks; "
+                f"allowed: {_listed(_divisors(world_size))}"
+            )
+        nodes = tuple(tuple(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node))
+        return cls(nodes, tuple(f"node{index}" for index in range(len(nodes))))
+
+    @classmethod
+    def discover(cls, group: dist.ProcessGroup | None = None) -> Topology:
+        """Ask all ranks of the process group where they run. Collective: every rank of the group has to call it.
+
+        Args:
+            group: process group to ask; default the whole world. Ranks are numbered as in the group. Without an
+                initialised process group the answer is one node with one rank.
+
+        Raises:
+            ValueError: uneven nodes, ranks that are not numbered node by node, or an SMP_RANKS_PER_NODE that differs
+                between ranks or does not divide the world. All ranks raise the same error.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(((0,),), (socket.gethostname(),))
+        reports: list[RankReport] = [RankReport.of_this_process()] * dist.get_world_size(group)
+        dist.all_gather_object(reports, RankReport.of_this_process(), group=group)
+        topology, warnings = topology_of_reports(reports)
+        if dist.get_rank(group) == 0:
+            for warning in warnings:
+                logger.warning("%s", warning)
+        return topology
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return len(self.nodes[0])
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    def node_of(self, rank: int) -> int:
+        """Index of the node that `rank` sits on."""
+        return self._position(rank)[0]
+
+    def local_rank_of(self, rank: int) -> int:
+        """Position of `rank` among the ranks of its node."""
+        return self._position(rank)[1]
+
+    def same_node(self, a: int, b: int) -> bool:
+        """Whether two ranks share a node, and with it the fast link."""
+        return self.node_of(a) == self.node_of(b)
+
+    def spans_nodes(self, ranks: Iterable[int]) -> bool:
+        """Whether the ranks sit on more than one node."""
+        return len({self.node_of(rank) for rank in ranks}) > 1
+
+    def allowed_shard_degrees(self) -> tuple[int, ...]:
+        """Degrees whose partition groups fill the world and cut it along nodes: parts of a node, or whole nodes."""
+        per_node = self.ranks_per_node
+        return tuple(n for n in _divisors(self.world_size) if per_node % n == 0 or n % per_node == 0)
+
+    def resolve_shard_degree(self, requested: int | str) -> int:
+        """The number of ranks in a partition group.
+
+        Args:
+            requested: an integer, "node" or "world". "auto" is planning's business and refused here.
+
+        Raises:
+            ValueError: the degree does not divide the world, or its groups would straddle nodes unevenly.
+        """
+        if requested == "node":
+            return self.ranks_per_node
+        if requested == "world":
+            return self.world_size
+        allowed = self.allowed_shard_degrees()
+        if not isinstance(requested, int) or isinstance(requested, bool):
+            raise ValueError(
+                f"shard_degree={requested!r} is not a number of ranks; allowed here: {_listed(allowed)}, 'node', "
+                "'world' ('auto' is resolved once the model is known)"
+            )
+        if requested < 1 or self.world_size % requested:
+            raise ValueError(
+                f"shard_degree={requested} does not divide the world of {_ranks(self.world_size)}; "
+                f"allowed: {_listed(allowed)}"
+            )
+        if requested not in allowed:
+            raise ValueError(
+                f"shard_degree={requested} makes partition groups that straddle nodes of {_ranks(self.ranks_per_node)} "
+                f"unevenly; allowed: {_listed(allowed)}"
+            )
+        return requested
+
+    def describe(self) -> str:
+        """A few lines for people: the number of nodes and ranks, and the ranks of each node."""
+        nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        width = max(len(name) for name in self.node_names)
+        lines = [f"{nodes} x {_ranks(self.ranks_per_node)}"]
+        shown = list(zip(self.node_names, self.nodes, strict=True))
+        if len(shown) > 8:
+            shown = [*shown[:4], *shown[-3:]]
+        for name, ranks in shown:
+            if len(lines) == 5 and self.num_nodes > 8:
+                lines.append(f"  ... {self.num_nodes - 7} more nodes")
+            lines.append(f"  {name:<{width}}  {_span(ranks)}")
+        return "\n".join(lines)
+
+    def _position(self, rank: int) -> tuple[int, int]:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank={rank} is not in the world of {_ranks(self.world_size)}")
+        return divmod(rank, self.ranks_per_node)
+
+    def _layout(self) -> str:
+        return "; ".join(
+            f"node {name}: {'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}"
+            for name, ranks in zip(self.node_names, self.nodes, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Where one process says that it runs. Variables are reported as text, so that all ranks judge them alike.
+
+    Attributes:
+        hostname: name of the host, or of the container.
+        boot_id: the kernel's boot id, "" where there is none.
+        local_rank: LOCAL_RANK, None when not set.
+        local_world_size: LOCAL_WORLD_SIZE, None when not set.
+        ranks_per_node: SMP_RANKS_PER_NODE, None when not set.
+    """
+
+    hostname: str
+    boot_id: str = ""
+    local_rank: str | None = None
+    local_world_size: str | None = None
+    ranks_per_node: str | None = None
+
+    @classmethod
+    def of_this_process(cls) -> RankReport:
+        """The report of the calling process."""
+        try:
+            boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
+        except OSError:
+            boot_id = ""
+        return cls(
+            socket.gethostname(),
+            boot_id,
+            os.environ.get("LOCAL_RANK"),
+            os.environ.get("LOCAL_WORLD_SIZE"),
+            os.environ.get(RANKS_PER_NODE_VARIABLE),
+        )
+
+
+def topology_of_reports(reports: Sequence[RankReport]) -> tuple[Topology, list[str]]:
+    """The topology that follows from the ranks' reports, and warnings about reports that do not fit it.
+
+    Args:
+        reports: one for each rank, in rank order.
+
+    Raises:
+        ValueError: as `Topology.discover`.
+    """
+    found = _found_nodes(reports)
+    posed = _posed_ranks_per_node(reports)
+    if posed is None:
+        names = _distinct_names([reports[ranks[0]] for ranks in found])
+        topology = Topology(tuple(map(tuple, found)), names)
+        return topology, _misfits(topology, reports)
+    topology = Topology.uniform(len(reports), posed)
+    merged = [
+        f"{RANKS_PER_NODE_VARIABLE}={posed} counts {_listed(sorted(hosts))} as one node"
+        for hosts in ({reports[rank].hostname for rank in node} for node in topology.nodes)
+        if len(hosts) > 1
+    ]
+    return topology, merged[:1]
+
+
+def _found_nodes(reports: Sequence[RankReport]) -> list[list[int]]:
+    nodes: dict[tuple[str, str], list[int]] = {}
+    for rank, report in enumerate(reports):
+        nodes.setdefault((report.hostname, report.boot_id), []).append(rank)
+    return list(nodes.values())
+
+
+def _posed_ranks_per_node(reports: Sequence[RankReport]) -> int | None:
+    values = [report.ranks_per_node for report in reports]
+    if len(set(values)) > 1:
+        told = "; ".join(
+            f"{'not set' if value is None else value!r} on {_span([r for r, v in enumerate(values) if v == value])}"
+            for value in sorted(set(values), key=values.index)
+        )
+        raise ValueError(
+            f"{RANKS_PER_NODE_VARIABLE} differs between ranks ({told}); export the same value to all of them"
+        )
+    text = values[0]
+    if text is None:
+        return None
+    world = len(reports)
+    if not text.strip().isdecimal() or int(text) not in _divisors(world):
+        raise ValueError(
+            f"{RANKS_PER_NODE_VARIABLE}={text} does not divide the world of {_ranks(world)}; "
+            f"allowed: {_listed(_divisors(world))}; or unset it to have the nodes found"
+        )
+    return int(text)
+
+
+def _distinct_names(reports: Sequence[RankReport]) -> tuple[str, ...]:
+    """Hostnames; where hosts share one, the beginning of the boot id tells them apart."""
+    names = [report.hostname for report in reports]
+    return tuple(
+        f"{report.hostname}/{report.boot_id[:8]}" if names.count(report.hostname) > 1 else report.hostname
+        for report in reports
+    )
+
+
+def _misfits(topology: Topology, reports: Sequence[RankReport]) -> list[str]:
+    warnings = []
+    sizes = {report.local_world_size for report in reports if report.local_world_size is not None}
+    if sizes and sizes != {str(topology.ranks_per_node)}:
+        warnings.append(
+            f"LOCAL_WORLD_SIZE={_listed(sorted(sizes))} but {_ranks(topology.ranks_per_node)} were found on each node "
+            f"({topology._layout()}); the found nodes are used, set {RANKS_PER_NODE_VARIABLE} if they are wrong"
+        )
+    for name, ranks in zip(topology.node_names, topology.nodes, strict=True):
+        local = [reports[rank].local_rank for rank in ranks if reports[rank].local_rank is not None]
+        if not warnings and len(set(local)) < len(local):
+            warnings.append(
+                f"{_span(ranks)} on node {name} have LOCAL_RANK {_listed(map(str, local))}; ranks of a node with "
+                "equal LOCAL_RANK may share a device"
+            )
+    return warnings
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _listed(items: Iterable[object]) -> str:
+    return ", ".join(map(str, items))
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _span(ranks: Sequence[int]) -> str:
+    """`ranks 0-3` for consecutive ranks, `ranks 0, 2` for others."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {_listed(ranks)}"
