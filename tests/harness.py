@@ -1,0 +1,202 @@
+"""What tests call: `run_ranks` for functions on gloo ranks, `run_script` for whole programs.
+
+`run_ranks(fn, 4)` calls a module-level function on four rank processes that stay alive from case to case (one pool per
+world size, so that torch is imported once), each case in a process group of its own. A rank that raises, hangs or dies
+fails the case with every rank's traceback or stack, and takes its pool with it: the next case starts a fresh one.
+`run_script` runs a program as a user would, for end-to-end tests.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from tests.rank_pool import ROOT, RankPool, RanksFailed, base_environ
+from tests.rank_worker import STORE_HOST
+
+__all__ = ["ROOT", "RanksFailed", "ScriptTimedOut", "close_pools", "free_port", "run_ranks", "run_script"]
+
+T = TypeVar("T")
+
+# More ranks than this are never kept alive at once: each takes a few hundred MB.
+MAX_IDLE_RANKS = 16
+
+SCRIPT_OUTPUT_TAIL = 20000
+
+
+class ScriptTimedOut(AssertionError):
+    """A script ran past its limit and was killed; the message has its output and its Python stacks."""
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def _pool(world_size: int) -> RankPool:
+    pool = _pools.pop(world_size, None)
+    if pool is None or not pool.alive:
+        while _pools and sum(_pools) + world_size > MAX_IDLE_RANKS:
+            _pools.pop(next(iter(_pools))).close()
+        pool = RankPool(world_size)
+    _pools[world_size] = pool  # last: the pool unused for longest is the first one to make room
+    return pool
+
+
+@atexit.register
+def close_pools() -> None:
+    """Kill and reap the ranks of all pools."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind((STORE_HOST, 0))
+        return int(sock.getsockname()[1])
+
+
+def run_ranks(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    ranks_per_node: int | None = None,
+    timeout: float = 60.0,
+    env: Mapping[str, str | None] | None = None,
+    **kwargs: Any,
+) -> list[T]:
+    """Call ``fn(*args, **kwargs)`` on every rank of a gloo process group and return the results in rank order.
+
+    The default process group is initialised; RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT are set as torchrun sets them on one machine. Nothing is seeded. The environment is this process's own
+    at the time of the call, without what a launcher would set (RANK, SLURM_*, SMP_*, ...).
+
+    Args:
+        fn: a module-level function; it, its arguments and its results travel by pickle (no DTensors, no modules with
+            hooks). It is imported on the ranks under the name it has here.
+        world_size: number of ranks.
+        *args: positional arguments of `fn`.
+        ranks_per_node: pose as nodes of this many ranks: sets SMP_RANKS_PER_NODE.
+        timeout: seconds the case may take, importing its module excluded. Collectives give up after three quarters.
+        env: environment variables of the case; None removes one.
+        **kwargs: keyword arguments of `fn`.
+
+    Returns:
+        One result per rank.
+
+    Raises:
+        RanksFailed: a rank raised, hung or died; the message has all tracebacks, stacks and output.
+        TypeError: `fn` or an argument cannot be pickled.
+    """
+    __tracebackhide__ = True
+    name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"
+    try:
+        call = pickle.dumps((fn, args, kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"{name} or one of its arguments does not pickle; use a function at module level: {error}"
+        ) from error
+    port = str(free_port())
+    environs = []
+    for rank in range(world_size):
+        environ: dict[str, str | None] = {
+            **base_environ(),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": STORE_HOST,
+            "MASTER_PORT": port,
+            "SMP_RANKS_PER_NODE": None if ranks_per_node is None else str(ranks_per_node),
+            **(env or {}),
+        }
+        environs.append({key: value for key, value in environ.items() if value is not None})
+    return _pool(world_size).run(call, name, timeout, environs)
+
+
+def run_script(
+    args: Sequence[str | os.PathLike[str]],
+    nproc: int | None = None,
+    env: Mapping[str, str | None] | None = None,
+    timeout: float = 120.0,
+    cwd: str | os.PathLike[str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python script (``["script.py", "--flag"]``) or module (``["-m", "module"]``) to its end.
+
+    Args:
+        args: what follows ``python`` on the command line.
+        nproc: run it under torchrun with this many processes; None runs it directly.
+        env: environment variables on top of this process's own (without what a launcher would set); None removes one.
+        timeout: seconds, after which the program and everything it started are killed.
+        cwd: working directory; the repository's root if None.
+
+    Returns:
+        The finished process with its exit status, `stdout` and `stderr`; no status is an error here.
+
+    Raises:
+        ScriptTimedOut: it ran past `timeout`; the message has its output and the Python stacks of its processes.
+    """
+    __tracebackhide__ = True
+    command = [sys.executable, *(os.fspath(arg) for arg in args)]
+    if nproc is not None:
+        # torchrun takes a module as `-m module`, the same as python does.
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    wishes: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **(env or {})}
+    environ = {key: value for key, value in {**base_environ(), **wishes}.items() if value is not None}
+    # Into files: a pipe would stay open, and its reader wait, for as long as any grandchild lives.
+    with tempfile.TemporaryDirectory(prefix="smp-script-") as directory:
+        streams = [Path(directory, name) for name in ("stdout", "stderr")]
+        with streams[0].open("wb") as out, streams[1].open("wb") as err:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environ,
+                cwd=cwd or ROOT,
+                start_new_session=True,
+            )
+        timed_out = False
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            if process.returncode is None:
+                _kill_tree(process)
+        stdout, stderr = (stream.read_text(errors="replace") for stream in streams)
+    if timed_out:
+        raise ScriptTimedOut(
+            f"{' '.join(command)}\ndid not end within {timeout:g} s\n"
+            f"--- stdout:\n{stdout[-SCRIPT_OUTPUT_TAIL:]}\n--- stderr:\n{stderr[-SCRIPT_OUTPUT_TAIL:]}"
+        )
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its descendants, after they have written their Python stacks to stderr.
+
+    torchrun puts its workers into sessions of their own, so that killing the process group would miss them.
+    """
+    family = psutil.Process(process.pid).children(recursive=True)
+    family.append(psutil.Process(process.pid))
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER answers it with the stacks
+    time.sleep(1.0)
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()

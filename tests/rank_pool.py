@@ -1,0 +1,255 @@
+"""Pools of rank processes: start them, run a case on all of them, tell what went wrong, kill them.
+
+A pool serves one world size. The first failure of any kind (a rank raised, hung or died) closes it for good; what the
+message says about each rank is the point of this file. `tests.harness` is what tests call; the other end of the pipes
+is `tests/rank_worker.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from tests.rank_worker import STACK_SIGNAL, STORE_HOST, Case
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Seconds. Importing torch on a loaded machine is slow, and is no fault of the case that happens to come first.
+START_LIMIT = 180.0
+LOAD_LIMIT = 180.0
+CLEAN_LIMIT = 20.0
+# After the first failure: how long the others may still report by themselves, and how long failed ranks keep their
+# connections open so that the others' own errors come before "connection closed by peer".
+GRACE = 5.0
+HOLD = 1.0
+
+OUTPUT_TAIL = 4000
+
+# What a launcher or a user's shell may have set and no case may see by accident.
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME")
+_LAUNCH_PREFIXES = ("LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "SM_", "SMP_")
+
+
+class RanksFailed(AssertionError):
+    """A case failed on at least one rank; the message has every rank's traceback, stack or exit status."""
+
+
+@dataclass
+class _Rank:
+    process: subprocess.Popen[bytes]
+    conn: Connection
+    stack_file: Path
+    output_file: Path
+    output_start: int = 0
+
+    def output(self) -> str:
+        """What the rank has printed since its case began."""
+        with self.output_file.open("rb") as file:
+            file.seek(self.output_start)
+            return file.read().decode(errors="replace")
+
+    def exit_status(self) -> str | None:
+        """How the process ended, None while it runs. Leaves it unreaped, so that its id stays its own until `kill`."""
+        info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if info is None:
+            return None
+        if info.si_code == os.CLD_EXITED:
+            return f"exited with status {info.si_status}"
+        return f"was killed by {signal.Signals(info.si_status).name}"
+
+    def stack(self) -> str:
+        """Every thread's Python stack, asked for by signal."""
+        self.process.send_signal(STACK_SIGNAL)
+        text = ""
+        for _ in range(20):
+            time.sleep(0.1)
+            before, text = text, self.stack_file.read_text()
+            if text and text == before:
+                return text
+        return text or "(no answer to the request for its stack)\n"
+
+    def kill(self) -> None:
+        """End the process and whatever it started (it leads a session of its own)."""
+        self.conn.close()
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class RankPool:
+    """`world_size` rank processes that run one case after another.
+
+    Args:
+        world_size: number of ranks.
+
+    Raises:
+        RanksFailed: a rank did not come up.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.alive = True
+        self._directory = tempfile.TemporaryDirectory(prefix="smp-ranks-")
+        self._ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                self._ranks.append(self._start(rank))
+            self._await("ready", START_LIMIT, "starting a rank")
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, rank: int) -> _Rank:
+        ours, theirs = Pipe()
+        stack_file = Path(self._directory.name, f"rank{rank}.stack")
+        output_file = Path(self._directory.name, f"rank{rank}.out")
+        # Not by the worker's path: that would put tests/ first on sys.path, where `lightning` is ours.
+        program = (
+            f"import sys; sys.path[:] = {[str(ROOT), *filter(None, sys.path)]!r}; "
+            f"from tests.rank_worker import serve; serve({theirs.fileno()}, {str(stack_file)!r})"
+        )
+        with output_file.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env={**base_environ(), "PYTHONUNBUFFERED": "1"},
+                cwd=ROOT,
+                start_new_session=True,
+            )
+        theirs.close()
+        return _Rank(process, ours, stack_file, output_file)
+
+    def run(self, call: bytes, name: str, timeout: float, environs: list[dict[str, str]]) -> list[Any]:
+        """Run one case; the pool is closed if it fails in any way.
+
+        Args:
+            call: pickled ``(fn, args, kwargs)``.
+            name: what to call the case in messages.
+            timeout: seconds for the function, its process group included.
+            environs: the whole environment of each rank.
+
+        Returns:
+            What the function returned on each rank, in rank order.
+
+        Raises:
+            RanksFailed: a rank raised, hung or died.
+        """
+        store = dist.TCPStore(STORE_HOST, 0, None, True, wait_for_workers=False)
+        # A collective whose peer never comes should end as an error with a traceback, before the case's own limit.
+        collective_timeout = 0.75 * timeout
+        try:
+            for rank, environ in zip(self._ranks, environs, strict=True):
+                rank.output_start = rank.output_file.stat().st_size
+                with suppress(OSError):
+                    rank.conn.send(("case", Case(call, environ, os.getcwd(), store.port, collective_timeout)))
+            self._await("loaded", LOAD_LIMIT, f"importing {name}")
+            self._tell("go")
+            results = self._await("returned", timeout, name)
+            self._tell("clean")
+            self._await("ready", CLEAN_LIMIT, f"cleaning up after {name}")
+        except BaseException:
+            self.close()
+            raise
+        for number, rank in enumerate(self._ranks):
+            for line in rank.output().splitlines():
+                print(f"[rank {number}] {line}")
+        return [pickle.loads(result) for result in results]
+
+    def close(self) -> None:
+        """Kill and reap every rank."""
+        self.alive = False
+        for rank in self._ranks:
+            rank.kill()
+        self._directory.cleanup()
+
+    def _tell(self, word: str) -> None:
+        for rank in self._ranks:
+            with suppress(OSError):  # a dead rank is noticed, and reported, where its answer is awaited
+                rank.conn.send((word, None))
+
+    def _await(self, wanted: str, limit: float, name: str) -> list[Any]:
+        """Wait until every rank has reported `wanted`; return what came with it, in rank order."""
+        start = time.monotonic()
+        deadline, told, first_failure = start + limit, False, None
+        reports: dict[int, tuple[str, Any]] = {}
+        hung_up: set[int] = set()
+        while len(reports) < self.world_size and (now := time.monotonic()) < deadline:
+            silent = {rank.conn: number for number, rank in enumerate(self._ranks) if number not in reports}
+            for conn in wait(list(silent), timeout=min(0.2, deadline - now)):
+                assert isinstance(conn, Connection)
+                try:
+                    reports[silent[conn]] = conn.recv()
+                except (EOFError, OSError):
+                    hung_up.add(silent[conn])
+            for number, rank in enumerate(self._ranks):
+                # A child of a dead rank may hold its pipe open: end of file is not the only sign.
+                if number not in reports and (number in hung_up or not rank.conn.poll()):
+                    if status := rank.exit_status():
+                        reports[number] = ("died", status)
+            if first_failure is None and any(word != wanted for word, _ in reports.values()):
+                first_failure = time.monotonic()
+                deadline = min(deadline, first_failure + GRACE)
+            if first_failure is not None and not told and time.monotonic() > first_failure + HOLD:
+                told = True
+                for number, (word, _) in reports.items():
+                    if word == "raised":
+                        with suppress(OSError):
+                            self._ranks[number].conn.send(("leave", None))
+        if len(reports) == self.world_size and first_failure is None:
+            return [reports[number][1] for number in range(self.world_size)]
+        self._fail(wanted, limit, name, time.monotonic() - start, reports)
+
+    def _fail(
+        self, wanted: str, limit: float, name: str, seconds: float, reports: dict[int, tuple[str, Any]]
+    ) -> NoReturn:
+        hung = [number for number in range(self.world_size) if number not in reports]
+        failed = [number for number, (word, _) in reports.items() if word != wanted]
+        cause = f"ranks {sorted(failed)} failed" if failed else f"ranks {hung} did not finish within {limit:g} s"
+        parts = [f"{name} on {self.world_size} ranks: {cause}"]
+        for number, rank in enumerate(self._ranks):
+            word, detail = reports.get(number, ("hung", None))
+            if word == "hung":
+                parts.append(f"--- rank {number}: still running after {seconds:.1f} s, killed; its stack:")
+                parts.append(rank.stack())
+            elif word == "died":
+                parts.append(f"--- rank {number}: {detail} without a word")
+            elif word == "raised":
+                parts.append(f"--- rank {number}: raised")
+                parts.append(detail)
+            else:
+                parts.append(f"--- rank {number}: {word}")
+            if output := rank.output().strip():
+                parts.append(f"... rank {number} had printed:\n{output[-OUTPUT_TAIL:]}\n")
+        raise RanksFailed("\n".join(parts))
+
+
+def base_environ() -> dict[str, str]:
+    """This process's environment without what a launcher would have set, one thread per rank."""
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCH_VARIABLES and not name.startswith(_LAUNCH_PREFIXES)
+    }
+    environ["OMP_NUM_THREADS"] = "1"
+    environ["TOKENIZERS_PARALLELISM"] = "false"
+    if sys.platform.startswith("linux"):
+        # Otherwise gloo resolves the host's name, which on some machines leads nowhere.
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environ
