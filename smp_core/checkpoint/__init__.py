@@ -1,0 +1,36 @@
+"""Sharded checkpoints that survive crashes, load on any number of ranks and never run code from a file.
+
+The format is described in docs/checkpoint-format.md.
+"""
+
+from __future__ import annotations
+
+from smp_core.checkpoint.layout import CheckpointError, Index, Manifest
+from smp_core.checkpoint.opening import is_checkpoint
+from smp_core.checkpoint.reader import (
+    load_checkpoint,
+    read_index,
+    read_manifest,
+    read_per_rank,
+    read_rest,
+    read_tensors,
+)
+from smp_core.checkpoint.storage import remove_checkpoint
+from smp_core.checkpoint.verify import verify_checkpoint
+from smp_core.checkpoint.writer import save_checkpoint
+
+__all__ = [
+    "CheckpointError",
+    "Index",
+    "Manifest",
+    "is_checkpoint",
+    "load_checkpoint",
+    "read_index",
+    "read_manifest",
+    "read_per_rank",
+    "read_rest",
+    "read_tensors",
+    "remove_checkpoint",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

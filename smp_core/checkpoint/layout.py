@@ -1,0 +1,307 @@
+"""What a checkpoint folder looks like: file names, the manifest, the tensor index, digests and dtype names.
+
+One folder per checkpoint (see docs/checkpoint-format.md):
+
+    manifest.json                          written last; a folder without it is not a checkpoint
+    index.json                             every tensor: global shape, dtype, and which file holds which slice
+    rest.json                              everything that is not a tensor, types kept by tags
+    rest.pt                                what JSON cannot hold, read with torch.load(weights_only=True)
+    tensors-00000-of-00004.safetensors     one per writing rank
+    extra/...                              files stored along (model config, tokenizer)
+
+The manifest lists the size and digest of every other file and carries a digest of itself, so that a lost, cut,
+swapped or edited file is noticed before any number from it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+import xxhash
+
+FORMAT = "torch-smp-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+TEMPORARY_PREFIX = ".tmp-"
+PREVIOUS_PREFIX = ".prev-"
+DIGESTS = ("xxh3", "sha256")
+
+_SAFETENSORS_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+class CheckpointError(RuntimeError, ValueError):
+    """A checkpoint cannot be written, read or trusted. The message names the file or tensor and what to do."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``: the name used in index.json."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The inverse of :func:`dtype_name`; also takes the short names ``bf16``, ``fp16``, ``fp32``, ``fp64``.
+
+    Raises:
+        CheckpointError: the name is no torch dtype.
+    """
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    dtype = getattr(torch, short.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"dtype={name!r} is not a torch dtype; write e.g. bfloat16, float16 or float32")
+    return dtype
+
+
+def safetensors_dtype(dtype: torch.dtype) -> str | None:
+    """The safetensors name of a dtype, or None where safetensors has none (stored as bytes, dtype in the index)."""
+    return _SAFETENSORS_NAMES.get(dtype)
+
+
+class Digest(Protocol):
+    """The part of a hashlib object that is used here."""
+
+    def update(self, data: Any, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def new_digest(algorithm: str) -> Digest:
+    """A running digest: ``xxh3`` (XXH3-128, more than 5 GB/s on one core) or ``sha256`` (slower, cryptographic).
+
+    Raises:
+        CheckpointError: another name.
+    """
+    if algorithm == "xxh3":
+        return xxhash.xxh3_128()
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    raise CheckpointError(f"digest={algorithm!r} is not known; allowed: {', '.join(DIGESTS)}")
+
+
+def digest_of(data: bytes, algorithm: str) -> str:
+    """Hexadecimal digest of a byte string."""
+    digest = new_digest(algorithm)
+    digest.update(data)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint: its size in bytes and its digest; for tensor files also those of its header."""
+
+    bytes: int
+    digest: str
+    header_bytes: int = 0
+    header_digest: str = ""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One slice of a tensor: where it sits in the tensor (offset, shape) and in which bytes of which file."""
+
+    file: str
+    entry: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One tensor of a checkpoint: global shape, dtype, its path in the saved state, its slices."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    path: tuple[Any, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole tensor in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Index:
+    """All tensors of a checkpoint by name. ``aliases`` maps a name to the tensor that shares its storage."""
+
+    tensors: dict[str, TensorRecord]
+    aliases: dict[str, str] = field(default_factory=dict)
+    alias_paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def record(self, name: str) -> TensorRecord:
+        """The record of a tensor or of the tensor that an alias stands for."""
+        return self.tensors[self.aliases.get(name, name)]
+
+    def names(self) -> list[str]:
+        """Every name, aliases included, in saved order."""
+        return [*self.tensors, *self.aliases]
+
+    def by_path(self) -> dict[tuple[Any, ...], str]:
+        """Path in the saved state -> name."""
+        return {record.path: name for name, record in self.tensors.items()} | {
+            path: name for name, path in self.alias_paths.items()
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of index.json."""
+        tensors = {
+            name: {
+                "dtype": dtype_name(record.dtype),
+                "shape": list(record.shape),
+                "path": path_to_json(record.path),
+                **optimizer_part(record.path),
+                "chunks": [
+                    {
+                        "file": chunk.file,
+                        "entry": chunk.entry,
+                        "offset": list(chunk.offset),
+                        "shape": list(chunk.shape),
+                        "bytes": [chunk.begin, chunk.end],
+                    }
+                    for chunk in record.chunks
+                ],
+            }
+            for name, record in self.tensors.items()
+        }
+        aliases = {
+            name: {"tensor": target, "path": path_to_json(self.alias_paths[name])}
+            for name, target in self.aliases.items()
+        }
+        return {"format": FORMAT, "version": VERSION, "tensors": tensors, "aliases": aliases}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Index:
+        """The inverse of :meth:`to_json`."""
+        tensors = {
+            name: TensorRecord(
+                shape=tuple(entry["shape"]),
+                dtype=dtype_from_name(entry["dtype"]),
+                path=path_from_json(entry["path"]),
+                chunks=tuple(
+                    Chunk(c["file"], c["entry"], tuple(c["offset"]), tuple(c["shape"]), c["bytes"][0], c["bytes"][1])
+                    for c in entry["chunks"]
+                ),
+            )
+            for name, entry in data["tensors"].items()
+        }
+        aliases = {name: entry["tensor"] for name, entry in data["aliases"].items()}
+        paths = {name: path_from_json(entry["path"]) for name, entry in data["aliases"].items()}
+        return cls(tensors, aliases, paths)
+
+
+def optimizer_part(path: tuple[Any, ...]) -> dict[str, Any]:
+    """``{"optimizer_state": {"parameter": ..., "name": ...}}`` for ``(..., "state", parameter, name)``, else empty."""
+    if len(path) >= 4 and path[-3] == "state":
+        return {"optimizer_state": {"parameter": path[-2], "name": path[-1]}}
+    return {}
+
+
+def path_to_json(path: tuple[Any, ...]) -> list[Any]:
+    """Keys of a path as JSON: strings and integers as they are, a tuple key as ``{"tuple": [...]}``."""
+    return [{"tuple": path_to_json(key)} if isinstance(key, tuple) else key for key in path]
+
+
+def path_from_json(path: list[Any]) -> tuple[Any, ...]:
+    """The inverse of :func:`path_to_json`."""
+    return tuple(path_from_json(key["tuple"]) if isinstance(key, dict) else key for key in path)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """manifest.json: what was saved, by whom, and the size and digest of every file.
+
+    Attributes:
+        id: random identity of this save; also in the header of every tensor file.
+        created: UTC time, ISO 8601.
+        step: the optimizer step, when the caller gave ``metadata["step"]``.
+        world_size: ranks that saved.
+        meshes: device meshes of the DTensors saved by rank 0 (axis names, shape, ranks).
+        versions: torch, python, torch-smp, ...
+        metadata: the caller's own dictionary.
+        algorithm: digest algorithm of all files.
+        files: every other file of the folder.
+        index, rest, rest_pt, rest_pickle: names of these files (the last two may be absent).
+        pickled: where in the state the values in ``rest_pickle`` stand; only saved with ``allow_pickle=True``.
+        extra: name -> file of the files stored along.
+    """
+
+    id: str
+    created: str
+    step: int | None
+    world_size: int
+    meshes: list[dict[str, Any]]
+    versions: dict[str, str]
+    metadata: dict[str, Any]
+    algorithm: str
+    files: dict[str, FileRecord]
+    index: str
+    rest: str
+    rest_pt: str | None = None
+    rest_pickle: str | None = None
+    pickled: list[str] = field(default_factory=list)
+    extra: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files but the manifest, in bytes."""
+        return sum(record.bytes for record in self.files.values())
+
+    def to_bytes(self) -> bytes:
+        """The file's content, with the digest of everything else in it as its last entry."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content["manifest_digest"] = digest_of(_canonical(content), "xxh3")
+        return json.dumps(content, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Manifest:
+        """Parse and check.
+
+        Raises:
+            CheckpointError: not JSON, not of this format, of a later version, or changed since it was written.
+        """
+        try:
+            content = json.loads(data)
+        except ValueError as error:
+            raise CheckpointError(f"{where} is damaged: not readable as JSON ({error})") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise CheckpointError(f"{where} is not the manifest of a {FORMAT} folder")
+        if content.get("version") != VERSION:
+            raise CheckpointError(
+                f"{where} has format version {content.get('version')!r}; this torch-smp reads version {VERSION}: "
+                "install the version that wrote it (see 'versions' in the file)"
+            )
+        expected = content.pop("manifest_digest", None)
+        if expected != digest_of(_canonical(content), "xxh3"):
+            raise CheckpointError(f"{where} is damaged or was edited: its content does not fit its own digest")
+        del content["format"], content["version"]
+        try:
+            content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
+            return cls(**content)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{where} is damaged: {error}") from None
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,159 @@
+"""Opening a checkpoint folder: is it one, is it whole, and if it is something else, what."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smp_core.checkpoint.layout import (
+    FORMAT,
+    MANIFEST,
+    PREVIOUS_PREFIX,
+    TEMPORARY_PREFIX,
+    CheckpointError,
+    Index,
+    Manifest,
+    digest_of,
+)
+from smp_core.checkpoint.storage import Folder, is_address, missing, open_folder
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint whose manifest, index and rest have been read and checked against their digests."""
+
+    folder: Folder
+    manifest: Manifest
+
+    @property
+    def address(self) -> str:
+        """The folder as the user named it."""
+        return self.folder.address
+
+    @functools.cached_property
+    def index(self) -> Index:
+        """The tensor index."""
+        return Index.from_json(self._json(self.manifest.index))
+
+    @functools.cached_property
+    def tree(self) -> Any:
+        """The JSON tree of everything that is not a tensor."""
+        return self._json(self.manifest.rest)["tree"]
+
+    @functools.cached_property
+    def _plain(self) -> dict[str, Any]:
+        if self.manifest.rest_pt is None:
+            return {}
+        data = self.checked(self.manifest.rest_pt)
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.address}/{self.manifest.rest_pt} cannot be read with weights_only=True: {error}"
+            ) from error
+
+    def plain_entries(self) -> dict[str, Any]:
+        """Entries of rest.pt."""
+        return self._plain
+
+    def pickle_entries(self) -> dict[str, Any]:
+        """Entries of the pickle file. Runs code from the file: only for ``allow_pickle=True``."""
+        if self.manifest.rest_pickle is None:
+            return {}
+        return torch.load(io.BytesIO(self.checked(self.manifest.rest_pickle)), map_location="cpu", weights_only=False)
+
+    def checked(self, name: str) -> bytes:
+        """A whole small file, its digest checked.
+
+        Raises:
+            CheckpointError: missing or damaged.
+        """
+        where = f"{self.address}/{name}"
+        record = self.manifest.files.get(name)
+        if record is None:
+            raise CheckpointError(f"{where} is not listed in the manifest")
+        try:
+            data = self.folder.read(name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{where} is missing") from None
+        if len(data) != record.bytes:
+            raise CheckpointError(f"{where} has {len(data)} bytes, the manifest says {record.bytes}: it is damaged")
+        if digest_of(data, self.manifest.algorithm) != record.digest:
+            raise CheckpointError(f"{where} is damaged: its {self.manifest.algorithm} digest does not fit the manifest")
+        return data
+
+    def _json(self, name: str) -> Any:
+        content = json.loads(self.checked(name))
+        if content.get("format") != FORMAT:
+            raise CheckpointError(f"{self.address}/{name} is not part of a {FORMAT}")
+        return content
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
+    """Open a checkpoint folder.
+
+    Raises:
+        CheckpointError: missing, half (no manifest), damaged, or of another program; the message says which and what
+            to do.
+    """
+    folder = open_folder(path)
+    try:
+        data = folder.read(MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        raise _refusal(folder, os.fspath(path)) from None
+    return OpenCheckpoint(folder, Manifest.from_bytes(data, f"{folder.address}/{MANIFEST}"))
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a torch-smp checkpoint with a readable manifest is at the path."""
+    try:
+        open_checkpoint(path)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _refusal(folder: Folder, path: str) -> CheckpointError:
+    if not folder.exists():
+        return missing(path)
+    names = folder.names()
+    kind = foreign_kind(path, names)
+    if kind is not None:
+        return CheckpointError(f"{path} is not a torch-smp checkpoint but {kind}")
+    own = [name for name in names if name.startswith(("tensors-", "index", "rest"))]
+    if own or os.path.basename(path).startswith((TEMPORARY_PREFIX, PREVIOUS_PREFIX)):
+        return CheckpointError(
+            f"{path} is half a checkpoint: {MANIFEST} is missing, so the save did not finish or the file was lost. "
+            "Use an earlier checkpoint (`smp checkpoint list` shows those that are whole)"
+        )
+    if not names:
+        return CheckpointError(f"{path} is an empty folder, not a checkpoint")
+    return CheckpointError(f"{path} is not a torch-smp checkpoint: no {MANIFEST}; it holds {', '.join(names[:5])}")
+
+
+def foreign_kind(path: str, names: list[str]) -> str | None:
+    """What another program's checkpoint looks like, with what to do; None when it looks like nothing known."""
+    if not is_address(path) and os.path.isfile(path):
+        what = "a single file, as Lightning's or torch.save's checkpoints are"
+        return f"{what}; convert it with `smp checkpoint import {path} OUT`"
+    known = [
+        (".metadata" in names and "meta.pt" in names, "a sharded checkpoint of Lightning (ModelParallel or FSDP)"),
+        (".metadata" in names, "a torch.distributed.checkpoint folder"),
+        (any(name.startswith("pytorch_model_fsdp") for name in names), "a folder of Accelerate (FSDP)"),
+        (any(name.endswith("smp_rank_0.pt") or "_partial" in name for name in names), "a folder of SageMaker SMP"),
+        ("model.safetensors.index.json" in names or "model.safetensors" in names, "a Hugging Face safetensors folder"),
+        (any(name.endswith(".distcp") for name in names), "half a torch.distributed.checkpoint (no .metadata)"),
+    ]
+    for matches, what in known:
+        if matches:
+            return f"{what}; convert it with `smp checkpoint import {path} OUT`"
+    checkpoints = sorted({name.split("/")[0] for name in names if name.endswith(f"/{MANIFEST}")})
+    if checkpoints:
+        return f"a folder of checkpoints; give one of them: {', '.join(checkpoints[-3:])}"
+    return None

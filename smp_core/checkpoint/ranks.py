@@ -1,0 +1,88 @@
+"""Steps that all ranks of a process group take together: an error on any of them is raised on every one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from smp_core.checkpoint.layout import CheckpointError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks that save or load together; one rank without torch.distributed.
+
+    Args:
+        group: process group, None for the default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.distributed = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.rank = dist.get_rank(group) if self.distributed else 0
+        self.size = dist.get_world_size(group) if self.distributed else 1
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def together(self, what: str, action: Callable[[], T]) -> T:
+        """Run something on every rank and return each rank's own result.
+
+        Raises:
+            CheckpointError: it failed somewhere; the message names the ranks. The local error is the cause.
+        """
+        result, error = _attempt(action)
+        raise_any(what, self.gather(None if error is None else _describe(error)), error)
+        return cast(T, result)
+
+    def on_first(self, what: str, action: Callable[[], T]) -> T:
+        """Run something on rank 0 and return its result on every rank.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        outcome: list[Any] = [None, None]
+        error: BaseException | None = None
+        if self.rank == 0:
+            result, error = _attempt(action)
+            outcome = [result, None if error is None else _describe(error)]
+        if self.size > 1:
+            source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+            dist.broadcast_object_list(outcome, src=source, group=self.group)
+        raise_any(what, [outcome[1]], error)
+        return cast(T, outcome[0])
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return action(), None
+    except BaseException as error:  # a rank that leaves a collective alone would hang the others
+        return None, error
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def raise_any(what: str, messages: list[str | None], local: BaseException | None = None) -> None:
+    """Raise one error out of each rank's message (None: no error there)."""
+    failed: dict[str, list[int]] = {}
+    for rank, message in enumerate(messages):
+        if message is not None:
+            failed.setdefault(message, []).append(rank)
+    if local is not None and not isinstance(local, Exception):
+        raise local  # KeyboardInterrupt and SystemExit stay what they are
+    if not failed:
+        return
+    if len(failed) == 1 and (len(messages) == 1 or len(next(iter(failed.values()))) == len(messages)):
+        raise CheckpointError(f"{what}: {next(iter(failed))}") from local
+    parts = [f"rank {','.join(map(str, ranks))}: {message}" for message, ranks in list(failed.items())[:4]]
+    raise CheckpointError(f"{what}: {'; '.join(parts)}") from local

@@ -1,0 +1,364 @@
+"""Loading: torch's DCP load planner computes which stored slices overlap which local shards; our storage reader fetches
+them from the safetensors files, straight into the tensors that are there.
+
+Nothing is unpickled but rest.pt (weights_only=True) and, when asked for by name, rest-pickle.pt. Sizes of all files and
+the headers of the files in use are always checked; digests of everything when asked, or when something beside the
+folder shows that a save was interrupted.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from smp_core.checkpoint.layout import CheckpointError, Chunk, Index, Manifest, TensorRecord
+from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
+from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.tensor_file import TensorFile
+from smp_core.checkpoint.tree import DROP, Path, decode_rest, holds_tensor, iterate_tensors, path_text, subtree
+from smp_core.checkpoint.verify import check_files
+
+logger = logging.getLogger("smp")
+
+_SHOWN = 5
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    verify: str | None = "auto",
+    allow_dtype_cast: bool = False,
+    allow_pickle: bool = False,
+) -> None:
+    """Load a checkpoint in place into a nested state. Collective over all ranks of the group.
+
+    Tensors of ``state`` (DTensors over any mesh, plain tensors, any world size) are filled in place. Parts of ``state``
+    that hold no tensor (``param_groups``, counters) are replaced by what was saved there. Only the top-level keys that
+    ``state`` has are looked at: ``{"state_dict": ...}`` loads the weights alone.
+
+    Args:
+        path: checkpoint folder or fsspec address.
+        state: the template.
+        strict: tensors missing in the checkpoint, or in the template (under its top-level keys), are errors; otherwise
+            they keep their values and are logged.
+        process_group: the ranks that load together; None: all.
+        verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: digests when an interrupted save lies beside the
+            folder, sizes otherwise.
+        allow_dtype_cast: convert where the saved dtype differs, instead of refusing.
+        allow_pickle: read values that were saved with ``allow_pickle=True``. This runs code from the file.
+
+    Raises:
+        CheckpointError: on every rank when any rank failed: missing, half, damaged or foreign folder, tensors that do
+            not fit; the message names the first few.
+    """
+    ranks = Ranks(process_group)
+    what = f"checkpoint {os.fspath(path)} was not loaded"
+    opened = ranks.together(what, lambda: open_checkpoint(path))
+    mode = ranks.on_first(what, lambda: _verify_mode(verify, opened))
+    ranks.together(what, lambda: check_files(opened, mode, ranks.rank, ranks.size))
+    tensors, replacements = ranks.together(what, lambda: _match(opened, state, strict, allow_dtype_cast, allow_pickle))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(
+                tensors,
+                storage_reader=SmpStorageReader(opened, tensors),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=ranks.group,
+                no_dist=not ranks.distributed,
+            )
+    except CheckpointException as error:
+        causes = [wrapped[0] if isinstance(wrapped, tuple) else wrapped for wrapped in error.failures.values()]
+        texts = dict.fromkeys(str(c) if isinstance(c, CheckpointError) else f"{type(c).__name__}: {c}" for c in causes)
+        raise CheckpointError(f"{what}: {'; '.join(list(texts)[:3])}") from error
+    for container, key, value in replacements:
+        container[key] = value
+
+
+def _verify_mode(verify: str | None, opened: OpenCheckpoint) -> str | None:
+    if verify == "auto":
+        crashed = opened.folder.signs_of_crash()
+        if crashed:
+            logger.warning("an interrupted save lies beside %s: checking all digests", opened.address)
+        return "digests" if crashed else "sizes"
+    if verify not in ("sizes", "digests", None):
+        raise CheckpointError(f"verify={verify!r} is not known; allowed: 'auto', 'sizes', 'digests', None")
+    return verify
+
+
+def _match(
+    opened: OpenCheckpoint, state: dict[str, Any], strict: bool, allow_dtype_cast: bool, allow_pickle: bool
+) -> tuple[dict[str, torch.Tensor], list[tuple[Any, Any, Any]]]:
+    """Pair the template's tensors with the checkpoint's; also the values that replace tensor-free parts."""
+    index = opened.index
+    by_path = index.by_path()
+    wanted = dict(iterate_tensors(state))
+    missing = [path_text(path) for path in wanted if path not in by_path]
+    unexpected = [name for path, name in by_path.items() if path and path[0] in state and path not in wanted]
+    found = {by_path[path]: tensor for path, tensor in wanted.items() if path in by_path}
+    shapes = [
+        f"{name}: checkpoint {list(index.record(name).shape)}, model {list(tensor.shape)}"
+        for name, tensor in found.items()
+        if tuple(tensor.shape) != index.record(name).shape
+    ]
+    dtypes = [
+        f"{name}: checkpoint {index.record(name).dtype}, model {tensor.dtype}"
+        for name, tensor in found.items()
+        if tensor.dtype != index.record(name).dtype
+    ]
+    problems = []
+    if strict and missing:
+        problems.append(_listing("not in the checkpoint", missing))
+    if strict and unexpected:
+        problems.append(_listing("in the checkpoint but not in the model", unexpected))
+    if shapes:
+        problems.append(_listing("of another shape (another architecture?)", shapes))
+    if dtypes and not allow_dtype_cast:
+        problems.append(_listing("of another dtype (pass allow_dtype_cast=True to convert)", dtypes))
+    if problems:
+        hint = "; strict=False loads what fits by name" if strict and (missing or unexpected) else ""
+        raise CheckpointError("; ".join(problems) + hint)
+    for text, names in (("missing in the checkpoint, kept", missing), ("in the checkpoint only, not used", unexpected)):
+        if names:
+            logger.warning("%s: %s", opened.address, _listing(text, names))
+    replacements: list[tuple[Any, Any, Any]] = []
+    _collect_rest(opened, state, (), replacements, allow_pickle)
+    return found, replacements
+
+
+def _listing(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} tensors {what}: {', '.join(names[:_SHOWN])}{more}"
+
+
+def _collect_rest(
+    opened: OpenCheckpoint, node: Any, path: Path, replacements: list[tuple[Any, Any, Any]], allow_pickle: bool
+) -> None:
+    entries = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, value in entries:
+        here = (*path, key)
+        if isinstance(value, torch.Tensor):
+            continue
+        if isinstance(value, (dict, list, tuple)) and holds_tensor(value):
+            _collect_rest(opened, value, here, replacements, allow_pickle)
+            continue
+        try:
+            saved = subtree(opened.tree, ("state", *here))
+        except KeyError:
+            logger.warning("%s has no %s: the value at hand is kept", opened.address, path_text(here))
+            continue
+        if isinstance(node, tuple):
+            continue  # immutable: what stands beside a tensor in a tuple stays
+        replacements.append((node, key, _decode(opened, saved, lambda name: DROP, allow_pickle)))
+
+
+def _decode(opened: OpenCheckpoint, tree: Any, tensor: Any, allow_pickle: bool) -> Any:
+    def pickled(key: str) -> Any:
+        if not allow_pickle:
+            raise CheckpointError(
+                f"{opened.address} holds values that only unrestricted unpickling can read "
+                f"({', '.join(opened.manifest.pickled[:_SHOWN])}); pass allow_pickle=True if you trust its origin"
+            )
+        return opened.pickle_entries()[key]
+
+    return decode_rest(tree, tensor, opened.plain_entries(), pickled)
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: the folder is missing, half, damaged or foreign; the message says which.
+    """
+    return open_checkpoint(path).manifest
+
+
+def read_index(path: str | os.PathLike[str]) -> Index:
+    """The tensor index of a checkpoint: names, shapes, dtypes, files, slices.
+
+    Raises:
+        CheckpointError: as in :func:`read_manifest`.
+    """
+    return open_checkpoint(path).index
+
+
+def read_rest(
+    path: str | os.PathLike[str],
+    prefix: str | Path | None = None,
+    *,
+    tensors: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    allow_pickle: bool = False,
+) -> Any:
+    """What was saved, without its tensors, in the structure it had. Not collective.
+
+    Args:
+        path: checkpoint folder or address.
+        prefix: only this part: ``"hyper_parameters"`` or a path such as ``("loops", "fit_loop")``.
+        tensors: globs over tensor names; those are filled in (whole, on the CPU). Other tensors are left out of their
+            dicts; in lists and tuples a ``TensorReference`` stands for them.
+        exclude: globs over tensor names taken back out of ``tensors``.
+        allow_pickle: read values saved with ``allow_pickle=True``. This runs code from the file.
+
+    Raises:
+        CheckpointError: as in :func:`read_manifest`, or there is no such part.
+    """
+    opened = open_checkpoint(path)
+    steps = () if prefix is None else (prefix,) if isinstance(prefix, str) else tuple(prefix)
+    try:
+        tree = subtree(opened.tree, ("state", *steps))
+    except KeyError:
+        known = list(subtree(opened.tree, ("state",)))
+        raise CheckpointError(f"{opened.address} has no {path_text(steps)!r}; at the top it has {known}") from None
+    names = set(_select(opened.index, tensors)) - set(_select(opened.index, exclude, must_match=False))
+    with _Files(opened) as files:
+        return _decode(opened, tree, lambda name: files.whole(name) if name in names else DROP, allow_pickle)
+
+
+def read_per_rank(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> list[Any]:
+    """What each rank gave as ``per_rank``, by rank of the saving run.
+
+    Raises:
+        CheckpointError: as in :func:`read_manifest`.
+    """
+    opened = open_checkpoint(path)
+    return _decode(opened, subtree(opened.tree, ("per_rank",)), lambda name: DROP, allow_pickle)
+
+
+def read_tensors(path: str | os.PathLike[str], names: str | Iterable[str] = "*") -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU, by name. Not collective.
+
+    Args:
+        path: checkpoint folder or address.
+        names: names or globs (``"state_dict.*"``).
+
+    Raises:
+        CheckpointError: as in :func:`read_manifest`, or a name or glob that matches nothing.
+    """
+    opened = open_checkpoint(path)
+    patterns = [names] if isinstance(names, str) else list(names)
+    with _Files(opened) as files:
+        return {name: files.whole(name) for name in _select(opened.index, patterns)}
+
+
+def _select(index: Index, patterns: Iterable[str], must_match: bool = True) -> list[str]:
+    names = index.names()
+    known = set(names)
+    selected: dict[str, None] = {}
+    for pattern in patterns:
+        matches = [pattern] if pattern in known else [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matches and must_match and pattern != "*":
+            raise CheckpointError(f"no tensor fits {pattern!r}; the checkpoint has e.g. {', '.join(names[:_SHOWN])}")
+        selected.update(dict.fromkeys(matches))
+    return list(selected)
+
+
+class _Files:
+    """Open tensor files of a checkpoint, each opened once."""
+
+    def __init__(self, opened: OpenCheckpoint) -> None:
+        self.opened = opened
+        self.files: dict[str, TensorFile] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for file in self.files.values():
+            file.close()
+
+    def get(self, name: str) -> TensorFile:
+        if name not in self.files:
+            self.files[name] = TensorFile(self.opened.folder, self.opened.manifest, name)
+        return self.files[name]
+
+    def whole(self, name: str) -> torch.Tensor:
+        record = self.opened.index.record(name)
+        result = torch.empty(record.shape, dtype=record.dtype)
+        for chunk in record.chunks:
+            part = result
+            for dim, (offset, size) in enumerate(zip(chunk.offset, chunk.shape, strict=True)):
+                part = part.narrow(dim, offset, size)
+            self.get(chunk.file).read(chunk, record.dtype, [0] * len(chunk.shape), chunk.shape, part)
+        return result
+
+
+class SmpStorageReader(StorageReader):
+    """DCP storage over the files of one checkpoint.
+
+    Args:
+        opened: the checkpoint.
+        names: the tensors that will be asked for.
+    """
+
+    def __init__(self, opened: OpenCheckpoint, names: Iterable[str]) -> None:
+        self.opened = opened
+        self.records: dict[str, TensorRecord] = {name: opened.index.record(name) for name in names}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing to do: one reader serves one load."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=record.dtype),
+                    torch.Size(record.shape),
+                    [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in record.chunks],
+                )
+                for name, record in self.records.items()
+            }
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: the folder is open."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        chunks = _chunks_by_place(self.records)
+        jobs = [(chunks[item.storage_index], item) for item in plan.items]
+        with _Files(self.opened) as files, torch.no_grad():
+            for chunk, item in sorted(jobs, key=lambda job: (job[0].file, job[0].begin)):
+                target = planner.resolve_tensor(item).detach()
+                dtype = self.records[item.storage_index.fqn].dtype
+                files.get(chunk.file).read(chunk, dtype, item.storage_offsets, item.lengths, target)
+                planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def _chunks_by_place(records: Mapping[str, TensorRecord]) -> dict[MetadataIndex, Chunk]:
+    return {MetadataIndex(name, chunk.offset): chunk for name, record in records.items() for chunk in record.chunks}

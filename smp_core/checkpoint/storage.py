@@ -1,0 +1,225 @@
+"""Where checkpoint files live: the interface that the writer and the reader use, and the choice between local folders
+and fsspec addresses.
+
+A `Folder` is read; a `Transaction` is written and becomes visible as a whole at `commit` or not at all. The two
+implementations are smp_core.checkpoint.local_folder (rename is the commit) and smp_core.checkpoint.object_folder
+(writing the manifest last is the commit).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from typing import Any, BinaryIO
+
+from smp_core.checkpoint.layout import CheckpointError, FileRecord, digest_of, new_digest
+
+PIECE_BYTES = 8 << 20  # large enough for the disk, small enough that a piece is still in cache when it is hashed
+
+
+class Sink:
+    """One file being written: every byte goes through the digest on its way.
+
+    Args:
+        raw: an unbuffered binary file.
+        name: name in the folder, for messages.
+        algorithm: digest algorithm.
+        sync: make the content durable (called once, before closing).
+    """
+
+    def __init__(self, raw: BinaryIO, name: str, algorithm: str, sync: bool = True) -> None:
+        self.raw = raw
+        self.name = name
+        self.algorithm = algorithm
+        self.sync = sync
+        self.digest = new_digest(algorithm)
+        self.bytes = 0
+        self.header_bytes = 0
+        self.header_digest = ""
+
+    def write(self, data: Any) -> None:
+        """Write all of a bytes-like object."""
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), PIECE_BYTES):
+            piece = view[begin : begin + PIECE_BYTES]
+            self.digest.update(piece)
+            while len(piece):
+                written = self.raw.write(piece)
+                piece = piece[written:]
+        self.bytes += len(view)
+
+    def write_header(self, data: bytes) -> None:
+        """Write the head of a tensor file, whose own digest is kept for a quick check at each opening."""
+        self.header_bytes = len(data)
+        self.header_digest = digest_of(data, self.algorithm)
+        self.write(data)
+
+    def close(self) -> FileRecord:
+        """Make durable, close, and say what was written."""
+        try:
+            if self.sync:
+                self.raw.flush()
+                os.fsync(self.raw.fileno())
+        finally:
+            self.raw.close()
+        return FileRecord(self.bytes, self.digest.hexdigest(), self.header_bytes, self.header_digest)
+
+    def abandon(self) -> None:
+        """Close without making anything durable."""
+        with contextlib.suppress(OSError):
+            self.raw.close()
+
+
+class RangeFile(ABC):
+    """An open file that is read by byte ranges."""
+
+    @abstractmethod
+    def read_into(self, begin: int, target: memoryview) -> None:
+        """Fill ``target`` from byte ``begin`` on.
+
+        Raises:
+            CheckpointError: the file ends before.
+        """
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class Folder(ABC):
+    """A checkpoint folder for reading.
+
+    Attributes:
+        address: what the user gave, for messages.
+    """
+
+    address: str
+
+    @abstractmethod
+    def exists(self) -> bool:
+        """Whether the folder is there at all."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Names of the files in the folder, ``extra/NAME`` included."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Size of a file in bytes.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """A whole (small) file.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+
+    @abstractmethod
+    def open(self, name: str) -> RangeFile:
+        """Open a file for reading ranges."""
+
+    def signs_of_crash(self) -> bool:
+        """Whether an unfinished save lies beside this folder."""
+        return False
+
+
+class Transaction(ABC):
+    """One save of one checkpoint.
+
+    Rank 0 calls `begin`, hands `token()` to the others, which call `join`; all create files; rank 0 ends it with
+    `commit` or `abort`.
+    """
+
+    address: str
+
+    @abstractmethod
+    def begin(self, save_id: str, overwrite: bool) -> None:
+        """Make room for a new save.
+
+        Raises:
+            CheckpointError: something else is there, or ``overwrite`` is False and a checkpoint is.
+        """
+
+    @abstractmethod
+    def join(self, save_id: str) -> None:
+        """Take part in a save that rank 0 began.
+
+        Raises:
+            CheckpointError: this rank does not see what rank 0 made (no shared file system).
+        """
+
+    @abstractmethod
+    def file_name(self, stem: str, suffix: str) -> str:
+        """The name under which a file of this save is created."""
+
+    @abstractmethod
+    def create(self, name: str, algorithm: str) -> Sink:
+        """Open a new file of this save for writing."""
+
+    @abstractmethod
+    def commit(self, manifest: bytes) -> None:
+        """Write the manifest and make the save visible as a whole."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Remove what was written; whatever was there before stays."""
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is an fsspec address such as ``s3://bucket/run`` rather than a local path."""
+    text = os.fspath(path)
+    return "://" in text and not text.startswith("file://")
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """A local path without ``file://`` and without a trailing slash."""
+    text = os.fspath(path).removeprefix("file://")
+    return text.rstrip("/") or "/"
+
+
+def open_folder(path: str | os.PathLike[str]) -> Folder:
+    """The folder at a local path or fsspec address, for reading."""
+    if is_address(path):
+        from smp_core.checkpoint.object_folder import ObjectFolder
+
+        return ObjectFolder(os.fspath(path))
+    from smp_core.checkpoint.local_folder import LocalFolder
+
+    return LocalFolder(local_path(path))
+
+
+def open_transaction(path: str | os.PathLike[str]) -> Transaction:
+    """A save to a local path or fsspec address."""
+    if is_address(path):
+        from smp_core.checkpoint.object_folder import ObjectTransaction
+
+        return ObjectTransaction(os.fspath(path))
+    from smp_core.checkpoint.local_folder import LocalTransaction
+
+    return LocalTransaction(local_path(path))
+
+
+def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint folder so that a kill in between leaves no half one behind.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint.
+    """
+    if is_address(path):
+        from smp_core.checkpoint.object_folder import remove_objects
+
+        remove_objects(os.fspath(path))
+        return
+    from smp_core.checkpoint.local_folder import remove_local
+
+    remove_local(local_path(path))
+
+
+def missing(address: str) -> CheckpointError:
+    """The error for a path where nothing is."""
+    return CheckpointError(f"there is no checkpoint at {address}: nothing exists under this path")

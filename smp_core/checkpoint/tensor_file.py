@@ -1,0 +1,188 @@
+"""Safetensors files, streamed: a writer that hashes while it writes and never holds a second copy of the data, and a
+reader of single slices.
+
+The format (https://github.com/huggingface/safetensors#format) is a length, a JSON header with dtype, shape and byte
+range of each entry, then the bytes. All sizes are known from the plan, so the header goes first and the tensors follow
+one by one. A dtype that safetensors does not know is stored as bytes (U8, last dim times the item size); index.json has
+its true dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from smp_core.checkpoint.layout import (
+    CheckpointError,
+    Chunk,
+    FileRecord,
+    Manifest,
+    digest_of,
+    safetensors_dtype,
+)
+from smp_core.checkpoint.storage import Folder, RangeFile, Sink
+
+_SPAN_BYTES = 64 << 20  # most memory that a slice with gaps takes while it is read
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file to be written: its key in the file, shape and dtype."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def bytes_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied. The tensor must outlive the view."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous CPU tensor with the same values; the tensor itself where it is one."""
+    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+
+
+def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes, list[tuple[int, int]]]:
+    """The head of a safetensors file (length and JSON, padded to 8 bytes) and the absolute byte range of each entry."""
+    content: dict[str, object] = {"__metadata__": metadata}
+    position = 0
+    for entry in entries:
+        name = safetensors_dtype(entry.dtype)
+        shape = list(entry.shape)
+        if name is None:
+            name, shape = "U8", [*shape[:-1], shape[-1] * entry.dtype.itemsize] if shape else [entry.dtype.itemsize]
+        content[entry.key] = {"dtype": name, "shape": shape, "data_offsets": [position, position + entry.bytes]}
+        position += entry.bytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    ranges, position = [], start
+    for entry in entries:
+        ranges.append((position, position + entry.bytes))
+        position += entry.bytes
+    return struct.pack("<Q", len(text)) + text, ranges
+
+
+def write_tensor_file(
+    sink: Sink, entries: Sequence[Entry], tensors: Iterable[torch.Tensor], metadata: dict[str, str]
+) -> tuple[FileRecord, list[tuple[int, int]]]:
+    """Write a safetensors file.
+
+    Args:
+        sink: open file; closed on return and abandoned on an error.
+        entries: what the file holds, in order.
+        tensors: the values, in the same order; taken one at a time.
+        metadata: text for the header's ``__metadata__``.
+
+    Returns:
+        the file's record and the absolute byte range of each entry.
+
+    Raises:
+        CheckpointError: a tensor does not have the shape or dtype of its entry.
+        OSError: from the disk.
+    """
+    try:
+        header, ranges = header_of(entries, metadata)
+        sink.write_header(header)
+        for entry, tensor in zip(entries, tensors, strict=True):
+            if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
+                raise CheckpointError(
+                    f"tensor {entry.key} changed while it was saved: planned {entry.shape} {entry.dtype}, "
+                    f"found {tuple(tensor.shape)} {tensor.dtype}"
+                )
+            host = host_tensor(tensor)
+            sink.write(bytes_view(host))
+        return sink.close(), ranges
+    except BaseException:
+        sink.abandon()
+        raise
+
+
+class TensorFile:
+    """A tensor file of a checkpoint, opened for slices; its header is checked against the manifest.
+
+    Raises:
+        CheckpointError: missing, cut short, or not the file that was written under this name.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest, name: str) -> None:
+        self.name = name
+        self.where = f"{folder.address}/{name}"
+        record = manifest.files.get(name)
+        if record is None:
+            raise CheckpointError(f"{self.where} is not listed in the manifest: index and manifest do not fit")
+        try:
+            self.file: RangeFile = folder.open(name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.where} is missing") from None
+        header = bytearray(record.header_bytes)
+        self.file.read_into(0, memoryview(header))
+        if digest_of(bytes(header), manifest.algorithm) != record.header_digest:
+            self.file.close()
+            raise CheckpointError(f"{self.where} is damaged, or is not the file that this save wrote under this name")
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def read(
+        self,
+        chunk: Chunk,
+        dtype: torch.dtype,
+        offset: Sequence[int],
+        lengths: Sequence[int],
+        target: torch.Tensor,
+    ) -> None:
+        """Copy a box of a stored slice into a tensor of the box's shape, any device, layout and dtype.
+
+        Args:
+            chunk: the stored slice.
+            dtype: its dtype.
+            offset, lengths: the box, in coordinates of the stored slice.
+            target: filled in place.
+        """
+        if math.prod(lengths) == 0:
+            return
+        itemsize = dtype.itemsize
+        strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
+        first = sum(o * s for o, s in zip(offset, strides, strict=True))
+        span = sum((n - 1) * s for n, s in zip(lengths, strides, strict=True)) + 1
+        begin = chunk.begin + first * itemsize
+        direct = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+        if span == math.prod(lengths) and direct:
+            self.file.read_into(begin, bytes_view(target))
+            return
+        if span * itemsize > _SPAN_BYTES and lengths:
+            self._read_in_parts(chunk, dtype, offset, lengths, target)
+            return
+        buffer = torch.empty(span, dtype=dtype)
+        self.file.read_into(begin, bytes_view(buffer))
+        target.copy_(buffer.as_strided(tuple(lengths), strides))
+
+    def _read_in_parts(
+        self, chunk: Chunk, dtype: torch.dtype, offset: Sequence[int], lengths: Sequence[int], target: torch.Tensor
+    ) -> None:
+        dim = next(d for d, length in enumerate(lengths) if length > 1)
+        stride_bytes = math.prod(chunk.shape[dim + 1 :]) * dtype.itemsize
+        step = min(max(1, _SPAN_BYTES // stride_bytes), math.ceil(lengths[dim] / 2))
+        for start in range(0, lengths[dim], step):
+            size = min(step, lengths[dim] - start)
+            part_offset = [*offset[:dim], offset[dim] + start, *offset[dim + 1 :]]
+            part_lengths = [*lengths[:dim], size, *lengths[dim + 1 :]]
+            self.read(chunk, dtype, part_offset, part_lengths, target.narrow(dim, start, size))

@@ -1,0 +1,247 @@
+"""Nested state <-> (named tensors, JSON tree, what JSON cannot hold).
+
+A state is a nest of dicts, lists and tuples. Tensors are taken out under a name made of their path; the rest becomes
+JSON in which values that JSON has no type for carry a tag, so that every type comes back as it was:
+
+    {"$tensor": name}                a tensor
+    {"$tuple": [...]}, {"$set": [...]}, {"$frozenset": [...]}
+    {"$dict": [[key, value], ...]}   a dict with keys that are not strings (or begin with "$"); "$odict": OrderedDict
+    {"$float": "nan" | "inf" | "-inf"}
+    {"$numpy": dtype, "shape": [...], "data": base64}   a numpy array or scalar ("scalar": true)
+    {"$pt": "12"}                    entry 12 of rest.pt (read with weights_only=True)
+    {"$pickle": "3"}                 entry 3 of rest-pickle.pt (only with allow_pickle=True)
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from smp_core.checkpoint.layout import CheckpointError, path_to_json
+
+Path = tuple[Any, ...]
+DROP = object()
+
+
+@dataclass(frozen=True)
+class TensorReference:
+    """Stands in a list or tuple for a tensor that was not asked for."""
+
+    name: str
+
+
+@dataclass
+class EncodedRest:
+    """The non-tensor part of a state: JSON tree, entries of rest.pt, entries that need pickle and where they stand."""
+
+    tree: Any = None
+    plain: dict[str, Any] = field(default_factory=dict)
+    pickle: dict[str, Any] = field(default_factory=dict)
+    pickled_paths: list[str] = field(default_factory=list)
+
+
+def path_text(path: Path) -> str:
+    """``("optimizer_states", 0, "lr")`` -> ``"optimizer_states.0.lr"``."""
+    return ".".join(str(key) for key in path)
+
+
+def iterate_tensors(state: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Every tensor of a nested state with its path, in order."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            yield from iterate_tensors(value, (*path, key))
+    elif isinstance(state, (list, tuple)):
+        for position, value in enumerate(state):
+            yield from iterate_tensors(value, (*path, position))
+
+
+def name_tensors(state: Any) -> dict[Path, tuple[str, torch.Tensor]]:
+    """Give every tensor a name: its path joined by dots, or the path as JSON where two paths would join alike."""
+    found = dict(iterate_tensors(state))
+    count: dict[str, int] = defaultdict(int)
+    for path in found:
+        count[path_text(path)] += 1
+    named = {}
+    for path, tensor in found.items():
+        name = path_text(path)
+        if count[name] > 1:
+            name = str(path_to_json(path))
+        named[path] = (name, tensor)
+    return named
+
+
+def holds_tensor(state: Any) -> bool:
+    """Whether any leaf of the nested state is a tensor."""
+    return next(iterate_tensors(state), None) is not None
+
+
+def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) -> EncodedRest:
+    """Encode everything but tensors.
+
+    Args:
+        state: the nested state; its top-level keys are sections that messages leave out of paths.
+        names: path -> name of each tensor.
+        allow_pickle: keep values that torch.load(weights_only=True) refuses, in a file of their own.
+
+    Raises:
+        CheckpointError: a value that could only be read back by unrestricted unpickling; names every such path.
+    """
+    result = EncodedRest()
+    refused: list[str] = []
+
+    def encode(value: Any, path: Path) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": str(value)}
+        if isinstance(value, torch.Tensor) and path in names:
+            return {"$tensor": names[path]}
+        if kind is dict or kind is OrderedDict:
+            if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+                return {key: encode(item, (*path, key)) for key, item in value.items()}
+            tag = "$dict" if kind is dict else "$odict"
+            return {tag: [[encode(key, (*path, "<key>")), encode(item, (*path, key))] for key, item in value.items()]}
+        if kind is list:
+            return [encode(item, (*path, position)) for position, item in enumerate(value)]
+        if kind is tuple:
+            return {"$tuple": [encode(item, (*path, position)) for position, item in enumerate(value)]}
+        if kind is set or kind is frozenset:
+            return {f"${kind.__name__}": [encode(item, (*path, "<item>")) for item in value]}
+        if kind.__module__ == "numpy":
+            encoded = _encode_numpy(value)
+            if encoded is not None:
+                return encoded
+        problem = _weights_only_problem(value)
+        if problem is None:
+            key = str(len(result.plain))
+            result.plain[key] = value
+            return {"$pt": key}
+        if allow_pickle and holds_tensor(value) is False:
+            key = str(len(result.pickle))
+            result.pickle[key] = value
+            result.pickled_paths.append(path_text(path[1:]))
+            return {"$pickle": key}
+        refused.append(f"{path_text(path[1:])} ({kind.__module__}.{kind.__qualname__}: {problem})")
+        return None
+
+    result.tree = encode(state, ())
+    if refused:
+        shown = "; ".join(refused[:5]) + (f"; and {len(refused) - 5} more" if len(refused) > 5 else "")
+        raise CheckpointError(
+            "these values cannot be saved so that loading needs no unrestricted unpickling: "
+            f"{shown}. Turn them into plain values (str, int, dict, dataclasses.asdict(...), ...), or pass "
+            "allow_pickle=True to saving and to loading"
+        )
+    return result
+
+
+def decode_rest(
+    tree: Any, tensor: Callable[[str], Any], plain: dict[str, Any] | None, pickled: Callable[[str], Any]
+) -> Any:
+    """The inverse of :func:`encode_rest`.
+
+    Args:
+        tree: the JSON tree.
+        tensor: name -> value; ``DROP`` leaves the entry out of its dict (in a list: a :class:`TensorReference`).
+        plain: entries of rest.pt.
+        pickled: key -> entry of the pickle file.
+    """
+
+    def decode(node: Any) -> Any:
+        if isinstance(node, list):
+            return [keep(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        tag = next(iter(node), "")
+        if not tag.startswith("$"):
+            return {key: value for key, item in node.items() if (value := decode(item)) is not DROP}
+        content = node[tag]
+        if tag == "$tensor":
+            return tensor(content)
+        if tag == "$tuple":
+            return tuple(keep(item) for item in content)
+        if tag in ("$set", "$frozenset"):
+            return {"$set": set, "$frozenset": frozenset}[tag](decode(item) for item in content)
+        if tag in ("$dict", "$odict"):
+            pairs = [(decode(key), value) for key, item in content if (value := decode(item)) is not DROP]
+            return dict(pairs) if tag == "$dict" else OrderedDict(pairs)
+        if tag == "$float":
+            return float(content)
+        if tag == "$numpy":
+            return _decode_numpy(node)
+        if tag == "$pt" and plain is not None:
+            return plain[content]
+        if tag == "$pickle":
+            return pickled(content)
+        raise CheckpointError(f"rest.json holds a tag this torch-smp does not know: {tag}")
+
+    def keep(item: Any) -> Any:
+        value = decode(item)
+        return TensorReference(item["$tensor"]) if value is DROP else value
+
+    return decode(tree)
+
+
+def subtree(tree: Any, path: Path) -> Any:
+    """The node of the JSON tree at a path of the state.
+
+    Raises:
+        KeyError: there is none.
+    """
+    for key in path:
+        if isinstance(tree, dict) and tree and next(iter(tree)).startswith("$"):
+            tag, content = next(iter(tree.items()))
+            if tag in ("$dict", "$odict"):
+                matches = [item for found, item in content if found == key and type(found) is type(key)]
+                if not matches:
+                    raise KeyError(key)
+                tree = matches[0]
+                continue
+            tree = content if tag == "$tuple" else None
+        in_list = isinstance(tree, list) and isinstance(key, int) and 0 <= key < len(tree)
+        if in_list or (isinstance(tree, dict) and key in tree):
+            tree = tree[key]
+        else:
+            raise KeyError(key)
+    return tree
+
+
+def _weights_only_problem(value: Any) -> str | None:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:
+        return f"torch.save fails: {type(error).__name__}"
+    buffer.seek(0)
+    try:
+        restored = torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception:
+        return "torch.load(weights_only=True) refuses it"
+    return None if type(restored) is type(value) else f"comes back as {type(restored).__name__}"
+
+
+def _encode_numpy(value: Any) -> dict[str, Any] | None:
+    import numpy
+
+    if not isinstance(value, (numpy.ndarray, numpy.generic)) or value.dtype.kind not in "biufc":
+        return None
+    data = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
+    encoded = {"$numpy": value.dtype.str, "shape": list(value.shape), "data": data}
+    return encoded | {"scalar": True} if isinstance(value, numpy.generic) else encoded
+
+
+def _decode_numpy(node: dict[str, Any]) -> Any:
+    import numpy
+
+    array = numpy.frombuffer(base64.b64decode(node["data"]), dtype=numpy.dtype(node["$numpy"])).reshape(node["shape"])
+    return array[()] if node.get("scalar") else array.copy()

@@ -1,0 +1,92 @@
+"""Checking files against the manifest: sizes (cheap), digests (reads everything)."""
+
+from __future__ import annotations
+
+import os
+
+from smp_core.checkpoint.layout import CheckpointError, FileRecord, Manifest, new_digest
+from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
+from smp_core.checkpoint.storage import PIECE_BYTES, Folder
+from smp_core.checkpoint.tensor_file import TensorFile
+
+
+def check_files(opened: OpenCheckpoint, mode: str | None, rank: int = 0, size: int = 1) -> None:
+    """Check this rank's share of the files.
+
+    Args:
+        opened: the checkpoint.
+        mode: ``"sizes"``, ``"digests"`` or None.
+        rank, size: each of ``size`` ranks checks every ``size``-th file.
+
+    Raises:
+        CheckpointError: names every broken file.
+    """
+    if mode is None:
+        return
+    problems = [
+        problem
+        for number, (name, record) in enumerate(sorted(opened.manifest.files.items()))
+        if number % size == rank and (problem := file_problem(opened.folder, opened.manifest, name, record, mode))
+    ]
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def file_problem(folder: Folder, manifest: Manifest, name: str, record: FileRecord, mode: str) -> str | None:
+    """What is wrong with a file, or None."""
+    where = f"{folder.address}/{name}"
+    try:
+        size = folder.size(name)
+    except FileNotFoundError:
+        return f"{where} is missing"
+    if size != record.bytes:
+        return f"{where} has {size} bytes, the manifest says {record.bytes}: it is damaged"
+    try:
+        if record.header_bytes:
+            TensorFile(folder, manifest, name).close()
+        if mode == "digests" and _digest_file(folder, name, record.bytes, manifest.algorithm) != record.digest:
+            return f"{where} is damaged: its {manifest.algorithm} digest does not fit the manifest"
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _digest_file(folder: Folder, name: str, size: int, algorithm: str) -> str:
+    digest = new_digest(algorithm)
+    buffer = memoryview(bytearray(min(PIECE_BYTES, max(size, 1))))
+    file = folder.open(name)
+    try:
+        for begin in range(0, size, len(buffer)):
+            piece = buffer[: min(len(buffer), size - begin)]
+            file.read_into(begin, piece)
+            digest.update(piece)
+    finally:
+        file.close()
+    return digest.hexdigest()
+
+
+def verify_checkpoint(path: str | os.PathLike[str], deep: bool = False) -> list[str]:
+    """Everything that is wrong with a checkpoint; an empty list when it is whole.
+
+    Args:
+        path: checkpoint folder or address.
+        deep: also compute every digest (reads all bytes).
+
+    Returns:
+        one line per problem, each naming a file.
+    """
+    try:
+        opened = open_checkpoint(path)
+    except CheckpointError as error:
+        return [str(error)]
+    mode = "digests" if deep else "sizes"
+    files = sorted(opened.manifest.files.items())
+    problems = [file_problem(opened.folder, opened.manifest, name, record, mode) for name, record in files]
+    found = [problem for problem in problems if problem]
+    if found:
+        return found
+    try:
+        _ = opened.index, opened.tree, opened.plain_entries()
+    except CheckpointError as error:
+        return [str(error)]
+    return []

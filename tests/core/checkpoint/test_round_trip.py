@@ -1,0 +1,58 @@
+"""What is saved comes back exactly, on any number of ranks and any shard degree."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smp_core.checkpoint import load_checkpoint, read_index, read_per_rank, read_rest, read_tensors, save_checkpoint
+from tests.core.checkpoint.states import differences, gathered, sharded_state
+from tests.harness import run_ranks
+
+LAYOUTS = [(world, degree) for world in (1, 2, 4) for degree in (1, 2, 4) if degree <= world]
+PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
+SAMPLE = [((4, 2), (2, 2)), ((2, 2), (4, 4)), ((4, 4), (1, 1))]
+
+
+def save(path: str, shard_degree: int) -> Any:
+    state = sharded_state(shard_degree, seed=1)
+    save_checkpoint(path, state, metadata={"step": 7}, per_rank={"rng": torch.get_rng_state()})
+    return gathered(state)
+
+
+def load(path: str, shard_degree: int) -> Any:
+    state = sharded_state(shard_degree, seed=-1)
+    load_checkpoint(path, state, verify="digests")
+    # The rest's template is empty: what was saved replaces it whole.
+    return gathered(state)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.slow, id=str(pair)) for pair in PAIRS],
+)
+def test_state_is_the_same_after_other_ranks_load_it(
+    tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]
+) -> None:
+    path = str(tmp_path / "epoch=0-step=10.ckpt")
+    expected = run_ranks(save, saved[0], path, saved[1])[0]
+    for found in run_ranks(load, loaded[0], path, loaded[1]):
+        assert differences(found, expected) == []
+
+
+def test_replicas_share_the_writing_and_write_nothing_twice(tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    expected = run_ranks(save, 4, str(path), 2)[0]
+    index = read_index(path)
+    stored = sum(chunk.end - chunk.begin for record in index.tensors.values() for chunk in record.chunks)
+    assert stored == sum(record.bytes for record in index.tensors.values())
+    assert len(list(path.glob("tensors-*.safetensors"))) == 4
+    assert index.aliases == {"state_dict.tied.weight": "state_dict.wide.weight"}
+    everything = read_tensors(path)
+    assert torch.equal(everything["state_dict.tied.weight"], expected["state_dict"]["wide.weight"])
+    assert differences(read_rest(path, tensors=["*"]), expected) == []
+    assert len(read_per_rank(path)) == 4
