@@ -109,8 +109,8 @@ class ProcessState:
         gc.collect()
 
     def _forget_meshes(self) -> None:
-        # DTensor remembers results by mesh, and meshes of the same shape are equal across cases, while the process
-        # groups inside the remembered ones are gone or mean other ranks now.
+        # DTensor remembers its plans by mesh, and meshes of the same shape are equal across cases, while the process
+        # groups inside the remembered ones are gone or mean other ranks now (errors and hangs, seen with torch 2.13).
         if "torch.distributed.tensor" in sys.modules:
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
