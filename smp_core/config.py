@@ -178,7 +178,11 @@ class SmpConfig:
                 knob, or a value that is not allowed; the file is named.
         """
         values = knobs_in_yaml(path)
-        return cls.from_dict(values)._with_origins({knob: os.path.basename(path) for knob in values})
+        try:
+            config = cls.from_dict(values)
+        except ValueError as error:  # knobs that contradict each other; the others already name the file
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+        return config._with_origins({knob: os.path.basename(path) for knob in values})
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> SmpConfig:
@@ -206,8 +210,9 @@ class SmpConfig:
 
         Args:
             parameters: the dict under `smdistributed: modelparallel: parameters`.
-            sharding_strategy: the FSDP sharding strategy of the training script, which `hybrid_shard_degree=0` stands
-                for: "FULL_SHARD", "HYBRID_SHARD" or "NO_SHARD".
+            sharding_strategy: the FSDP sharding strategy of the training script, which SMP v2 takes the shard degree
+                from when `hybrid_shard_degree` is 0: "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD",
+                "_HYBRID_SHARD_ZERO2" or "NO_SHARD".
 
         Raises:
             ValueError: an option is unknown (the nearest one is named), refused, or has a value that is not allowed.
@@ -246,7 +251,7 @@ class SmpConfig:
             raise unknown_knob(knob)
         resolved = copy.copy(self)
         object.__setattr__(resolved, "_resolved", {**self._resolved, knob: (self.asked(knob), why)})
-        object.__setattr__(resolved, knob, value)
+        object.__setattr__(resolved, knob, tuple(value) if isinstance(value, list) else value)
         resolved._check_combinations()
         return resolved
 

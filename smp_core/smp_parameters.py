@@ -13,11 +13,16 @@ from typing import Any
 
 from smp_core import knob_values as read
 
-_SHARDING_STRATEGIES: dict[str, Any] = {
-    "FULL_SHARD": "world",
-    "HYBRID_SHARD": "node",
-    "NO_SHARD": 1,
+# FSDP1's ShardingStrategy -> (shard_degree, reshard_after_forward).
+_SHARDING_STRATEGIES: dict[str, tuple[int | str, bool]] = {
+    "FULL_SHARD": ("world", True),
+    "SHARD_GRAD_OP": ("world", False),
+    "HYBRID_SHARD": ("node", True),
+    "_HYBRID_SHARD_ZERO2": ("node", False),
+    "NO_SHARD": (1, True),
 }
+# Key under which the handlers find the sharding strategy; not an identifier, so that no option can have this name.
+_STRATEGY = "sharding strategy"
 
 
 @dataclass
@@ -60,7 +65,8 @@ def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy
 
     Args:
         parameters: SMP option -> value.
-        sharding_strategy: what `hybrid_shard_degree=0` stands for: "FULL_SHARD", "HYBRID_SHARD" or "NO_SHARD".
+        sharding_strategy: FSDP's strategy in the training script, a key of `_SHARDING_STRATEGIES` in any case. It
+            gives the shard degree when `hybrid_shard_degree` is 0 or missing.
 
     Raises:
         ValueError: an option is unknown, refused, contradicts another, or has a value that is not allowed.
@@ -74,20 +80,23 @@ def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy
     for option in parameters:
         if option not in SMP_OPTIONS:
             raise read.unknown_name("SageMaker SMP option", str(option), tuple(SMP_OPTIONS))
-    if sharding_strategy is not None:
-        if sharding_strategy not in _SHARDING_STRATEGIES:
-            raise read.refusal("sharding_strategy", sharding_strategy, ", ".join(_SHARDING_STRATEGIES))
-        if read.integer(0)("hybrid_shard_degree", parameters.get("hybrid_shard_degree", 0)) != 0:
-            raise ValueError(
-                f"sharding_strategy={sharding_strategy!r} only stands for hybrid_shard_degree=0, but the block has "
-                f"hybrid_shard_degree={parameters['hybrid_shard_degree']!r}; leave sharding_strategy out"
-            )
-        if "hybrid_shard_degree" not in parameters:
-            parameters = {"hybrid_shard_degree": 0, **parameters}
     translation = Translation()
-    options = {**parameters, "sharding_strategy": sharding_strategy}
-    for option, value in parameters.items():
-        SMP_OPTIONS[option](option, value, options, translation)
+    options = dict(parameters)
+    if sharding_strategy is not None:
+        strategy = sharding_strategy.upper()
+        if strategy not in _SHARDING_STRATEGIES:
+            raise read.refusal("sharding_strategy", sharding_strategy, ", ".join(_SHARDING_STRATEGIES))
+        options = {"hybrid_shard_degree": 0, **options, _STRATEGY: strategy}
+        if not _SHARDING_STRATEGIES[strategy][1]:
+            translation.set("sharding_strategy", strategy, "reshard_after_forward", False)
+    for option, value in options.items():
+        if option != _STRATEGY:
+            SMP_OPTIONS[option](option, value, options, translation)
+    if "shard_degree" not in translation.knobs:
+        translation.lines.append(
+            "neither sharded_data_parallel_degree nor hybrid_shard_degree: shard_degree stays 'auto', the smallest "
+            "degree that fits the device; write shard_degree=1 for plain replicas"
+        )
     _warn_of_silent_clipping(parameters, translation)
     return translation
 
@@ -137,15 +146,15 @@ def _half_precision(dtype: str) -> Handler:
 
 def _hybrid_shard_degree(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
     degree = read.integer(0)(option, value)
-    strategy = options["sharding_strategy"]
+    strategy = options.get(_STRATEGY)
     if degree == 0 and strategy is None:
         raise ValueError(
             f"{option}=0 takes the sharding strategy from the FSDP call in the training script, which is not part of "
             'this block; pass it: SmpConfig.from_smp_parameters(..., sharding_strategy="FULL_SHARD") for '
             'shard_degree="world", "HYBRID_SHARD" for shard_degree="node", "NO_SHARD" for shard_degree=1'
         )
-    if degree == 0:
-        to.set(option, value, "shard_degree", _SHARDING_STRATEGIES[strategy], f"FSDP's {strategy}")
+    if degree == 0 and strategy is not None:
+        to.set(option, value, "shard_degree", _SHARDING_STRATEGIES[strategy][0], f"FSDP's {strategy}")
     else:
         to.set(option, value, "shard_degree", degree, "plain replicas, nothing is sharded" if degree == 1 else "")
 
@@ -184,7 +193,8 @@ def _microbatches(option: str, value: Any, options: Mapping[str, Any], to: Trans
     if count > 1:
         raise ValueError(
             f"{option}={count} splits a batch inside @smp.step, which does not exist here; remove it, write "
-            f"Trainer(accumulate_grad_batches={count}) and divide the data loader's batch size by {count}"
+            f"Trainer(accumulate_grad_batches={count}) (HF: gradient_accumulation_steps={count}) and divide the data "
+            f"loader's batch size by {count}"
         )
     to.without_effect(option, value, "a batch is one micro-batch unless accumulate_grad_batches says otherwise")
 
