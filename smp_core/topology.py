@@ -255,7 +255,7 @@ def _posed_ranks_per_node(reports: Sequence[RankReport]) -> int | None:
     values = [report.ranks_per_node for report in reports]
     if len(set(values)) > 1:
         told = "; ".join(
-            f"{'not set' if value is None else value!r} on {_span([r for r, v in enumerate(values) if v == value])}"
+            f"{'not set' if value is None else repr(value)} on {_span([r for r, v in enumerate(values) if v == value])}"
             for value in sorted(set(values), key=values.index)
         )
         raise ValueError(
