@@ -140,9 +140,10 @@ class _LentEntries(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self._real.get(name) is None:
-            self._real[name] = value
-        else:
-            self._assign(name, value)
+            if value is None and name in self._real:
+                return
+            raise TypeError(f"an initialiser may not add {name!r}: the model is sharded already")
+        self._assign(name, value)
 
     def __delitem__(self, name: str) -> None:
         raise TypeError(f"an initialiser may not delete {name!r}: the model is sharded already")
@@ -160,14 +161,15 @@ class _LentEntries(MutableMapping[str, Any]):
 class _Materialization:
     def __init__(self, model: nn.Module, device: torch.device, seed: int, init_fn: InitFn | None) -> None:
         self.model, self.device, self.seed, self.init_fn = model, device, seed, init_fn
-        self.slots: dict[int, Slot] = {}  # by id of the registered object, which never changes
+        self.slots: dict[torch.Tensor, Slot] = {}  # tensors hash by identity
         for fqn, module in model.named_modules():
-            for entries in (module._parameters, module._buffers):
-                for name, tensor in entries.items():
-                    if tensor is not None and id(tensor) not in self.slots:
-                        full_name = f"{fqn}.{name}" if fqn else name
-                        is_parameter = entries is module._parameters
-                        self.slots[id(tensor)] = Slot(tensor, module, name, full_name, is_parameter, is_meta(tensor))
+            for name, tensor in _own_tensors(module):
+                if tensor in self.slots:
+                    self.slots[tensor].places.append((module, name))
+                else:
+                    full_name = f"{fqn}.{name}" if fqn else name
+                    is_parameter = name in module._parameters
+                    self.slots[tensor] = Slot(tensor, full_name, [(module, name)], is_parameter, is_meta(tensor))
 
     def run(self) -> None:
         for fqn, module, model_init_owner in _children_first(self.model):
@@ -177,7 +179,7 @@ class _Materialization:
 
     def _initialize(self, fqn: str, module: nn.Module, model_init_owner: nn.Module | None) -> None:
         holders = [m for m in module.modules() if m._parameters or m._buffers]
-        reachable = {self.slots[id(t)] for m in holders for t in _own_tensors(m)}
+        reachable = {self.slots[tensor] for holder in holders for _, tensor in _own_tensors(holder)}
         own = {slot for slot in reachable if slot.delayed and slot.owner is module}
         leaf = all(holder is module for holder in holders)
         if not own and (leaf or not any(slot.delayed for slot in reachable)):
@@ -191,6 +193,7 @@ class _Materialization:
         assert attempt is not None  # the second attempt raises instead
         for slot in attempt.filled:
             slot.store(attempt.lent.pop(slot), attempt.level_of(slot), self.device)
+            self.slots[slot.tensor] = slot
 
     def _steps(self, module: nn.Module, model_init_owner: nn.Module | None) -> list[_Step]:
         # Methods are looked up on classes: wrappers forward unknown attributes to the module inside, which would run
@@ -242,8 +245,8 @@ class _Materialization:
 
     def _lent_entries(self, module: nn.Module, real: dict[str, Any], attempt: _Attempt) -> _LentEntries:
         def store_of(name: str) -> tuple[Slot, dict[Slot, torch.Tensor]]:
-            slot = self.slots[id(real[name])]
-            first_name = slot.owner is module and slot.name == name
+            slot = self.slots[real[name]]
+            first_name = slot.places[0] == (module, name)
             level = max(slot.level, attempt.written_at.get(slot, -1))
             if slot.delayed and first_name and attempt.level >= level:
                 attempt.seen_at[slot] = attempt.level
@@ -270,10 +273,10 @@ class _Materialization:
         return _LentEntries(real, lend, assign)
 
     def _check_complete(self) -> None:
-        missing = [slot for slot in self.slots.values() if slot.delayed and slot.level < 0]
         problems = [
             f"{'parameter' if slot.is_parameter else 'buffer'} {slot.fqn!r} of {type(slot.owner).__name__}"
-            for slot in missing
+            for slot in self.slots.values()
+            if slot.delayed and slot.level < 0
         ]
         problems += [f"tensor attribute {name!r}" for name in _meta_attributes(self.model)]
         if problems:
@@ -312,9 +315,9 @@ def _accepts(function: object, *args: object) -> bool:
     return True
 
 
-def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for entries in (module._parameters, module._buffers):
-        yield from (tensor for tensor in entries.values() if tensor is not None)
+        yield from ((name, tensor) for name, tensor in entries.items() if tensor is not None)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ that values an initialiser forgot are seen; integer and bool ones are recognised
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,12 +22,15 @@ class Slot:
     """One registered tensor. Tied tensors are one slot that belongs to the first module that names it."""
 
     tensor: torch.Tensor
-    owner: nn.Module
-    name: str
     fqn: str
+    places: list[tuple[nn.Module, str]]  # every (module, name) it is registered under, the owner's first
     is_parameter: bool
     delayed: bool  # born on meta; tensors that were real are lent as scratch copies and never written
     level: int = -1  # highest level of initialiser that has written it, -1: has no values yet
+
+    @property
+    def owner(self) -> nn.Module:
+        return self.places[0][0]
 
     def full_copy(self, with_values: bool) -> torch.Tensor:
         """A full-size host copy: the present values if asked for and there are any (a collective for DTensors that
@@ -54,8 +58,8 @@ class Slot:
             self.tensor.copy_(full)
 
     def _give_storage(self, device: torch.device) -> None:
-        # The registered object stays the same one: ties, FSDP's references and anybody else's hold. Assigning `.data`
-        # instead would be lost, because FSDP keeps its own view.
+        # The registered object stays the same one where torch allows it: ties, FSDP's references and anybody else's
+        # hold. Assigning `.data` instead would be lost, because FSDP keeps its own view.
         old, new = self.tensor, self.tensor
         if isinstance(old, DTensor):
             local = torch.empty_like(old.to_local(), device=device)
@@ -67,7 +71,13 @@ class Slot:
         if self.is_parameter:
             new = nn.Parameter(new, requires_grad=old.requires_grad)
         _copy_attributes(old, new)
-        torch.utils.swap_tensors(old, new)
+        if weakref.getweakrefs(old):
+            # Recurrent layers keep weak references, which swap_tensors refuses; `Module.to()` renews them
+            self.tensor = new
+            for module, name in self.places:
+                setattr(module, name, new)
+        else:
+            torch.utils.swap_tensors(old, new)
 
 
 def holds_values(full: torch.Tensor) -> bool:
