@@ -1,0 +1,104 @@
+"""One-stage all-gather, reduce-scatter and all-reduce over a partition or replication group, metered.
+
+The first two are communication objects in the sense of FSDP2 (``FSDPModule.set_custom_all_gather`` and
+``set_custom_reduce_scatter``): ``allocate`` makes the buffers, the call moves the data. FSDP2 hands the input of an
+all-gather over as a view into its output, at the slot of this rank.
+
+Shape letters: P ranks of the group, N elements of one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_core.comm.exchange import exchange, prefers_messages, sum_in_order
+from smp_core.comm.meter import CommMeter
+
+
+class CommObject:
+    """What every communication object shares: the meter, plain allocation and the global ranks of a group."""
+
+    def __init__(self, meter: CommMeter) -> None:
+        self.meter = meter
+        self._ranks: dict[dist.ProcessGroup, list[int]] = {}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def ranks_of(self, group: dist.ProcessGroup) -> list[int]:
+        if group not in self._ranks:
+            self._ranks[group] = dist.get_process_group_ranks(group)
+        return self._ranks[group]
+
+
+def average_divisor(op: Any, group_size: int) -> int:
+    """The number a sum over ``group_size`` ranks has to be divided by to honour ``op`` (SUM or AVG).
+
+    Raises:
+        NotImplementedError: for any other reduction; gradients are only ever summed or averaged.
+    """
+    if op == dist.ReduceOp.SUM:
+        return 1
+    if op == dist.ReduceOp.AVG:
+        return group_size
+    raise NotImplementedError(f"reduce-scatter with {op}: only ReduceOp.SUM and ReduceOp.AVG are defined here")
+
+
+class FlatAllGather(CommObject):
+    """All-gather in one stage: ``output[P * N]`` from ``input[N]`` of every rank of ``group``."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        n_bytes = output_tensor.numel() * output_tensor.element_size()
+        with self.meter.ring("all_gather", self.ranks_of(group), n_bytes):
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class FlatReduceScatter(CommObject):
+    """Reduce-scatter in one stage: ``output[N]`` is this rank's slot of the reduced ``input[P * N]``."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        ranks = self.ranks_of(group)
+        if not prefers_messages(group, input_tensor.device):
+            n_bytes = input_tensor.numel() * input_tensor.element_size()
+            with self.meter.ring("reduce_scatter", ranks, n_bytes):
+                return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+        divisor = average_divisor(op, len(ranks))
+        me = dist.get_rank(group)
+        input_PN = input_tensor.view(len(ranks), -1)
+        received_PN = torch.empty_like(input_PN)
+        received_PN[me] = input_PN[me]
+        others = [i for i in range(len(ranks)) if i != me]
+        shard_bytes = input_PN[0].numel() * input_PN.element_size()
+        link = "inter" if self.meter.topology.spans_nodes(ranks) else "intra"
+        with self.meter.point_to_point("reduce_scatter", [(ranks[i], shard_bytes) for i in others], link):
+            exchange([(input_PN[i], ranks[i]) for i in others], [(received_PN[i], ranks[i]) for i in others], group)
+            sum_in_order(list(received_PN), output_tensor)
+        if divisor != 1:
+            output_tensor /= divisor
+        return None
+
+
+class FlatAllReduce(CommObject):
+    """Sum over a replication group, in place; with ``async_op`` the library's handle is returned."""
+
+    def __call__(self, tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+        with self.meter.ring("all_reduce", self.ranks_of(group), tensor.numel() * tensor.element_size()):
+            return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)

@@ -1,0 +1,176 @@
+"""All-gather and reduce-scatter in two stages for partition groups that span nodes (MiCS, arXiv 2205.00119, section 3.2).
+
+A partition group of P = M * K ranks covers M nodes with K ranks each, in node order. A flat ring over it carries
+(P - 1) / P of the tensor across every node's link; in two stages it is (P - K) / P:
+
+    all-gather       1. between nodes: K gathers side by side, each over the M ranks of equal local rank;
+                     2. inside a node: M gathers, each straight into its node's contiguous part of the output.
+    reduce-scatter   1. inside a node: M reduce-scatters, one for each node's part of the input;
+                     2. between nodes: the M partial sums of this local rank's slot are added up.
+
+On gloo each stage is made of messages into their final place (see :mod:`smp_core.comm.exchange`); elsewhere of the
+library's collectives. The reduce-scatter adds in another order than a flat one, so it agrees to rounding, not bitwise.
+
+Shape letters: M nodes, K ranks per node, N elements of one shard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_core.comm.exchange import exchange, prefers_messages, sum_in_order
+from smp_core.comm.flat import CommObject, average_divisor
+from smp_core.comm.meter import CommMeter
+
+
+class _TwoStage(CommObject):
+    """The two sub-groups of this rank's partition group.
+
+    Args:
+        intra_group: the K ranks of the partition group on this node.
+        inter_group: the M ranks of the partition group with this rank's local rank.
+    """
+
+    def __init__(self, meter: CommMeter, intra_group: dist.ProcessGroup, inter_group: dist.ProcessGroup) -> None:
+        super().__init__(meter)
+        self.intra_group, self.inter_group = intra_group, inter_group
+        self.nodes, self.local_ranks = dist.get_world_size(inter_group), dist.get_world_size(intra_group)
+        self.node, self.local_rank = dist.get_rank(inter_group), dist.get_rank(intra_group)
+
+    def _check(self, group: dist.ProcessGroup) -> None:
+        if dist.get_world_size(group) != self.nodes * self.local_ranks:
+            raise ValueError(
+                f"a two-stage collective made for {self.nodes} nodes x {self.local_ranks} ranks was called with a group "
+                f"of {dist.get_world_size(group)} ranks"
+            )
+
+
+class HierarchicalAllGather(_TwoStage):
+    """Bit-identical to the flat all-gather: ``output[M * K * N]`` from ``input[N]`` of every rank."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._check(group)
+        output_MKN = output_tensor.view(self.nodes, self.local_ranks, -1)
+        if prefers_messages(group, output_tensor.device):
+            self._by_messages(output_MKN, input_tensor)
+        else:
+            self._by_collectives(output_MKN, input_tensor)
+        return None
+
+    def _by_messages(self, output_MKN: torch.Tensor, input_N: torch.Tensor) -> None:
+        node_ranks, local_ranks = self.ranks_of(self.inter_group), self.ranks_of(self.intra_group)
+        shard_bytes = input_N.numel() * input_N.element_size()
+        me, here = self.local_rank, self.node
+        if input_N.data_ptr() != output_MKN[here, me].data_ptr():
+            output_MKN[here, me].copy_(input_N)
+        mine = output_MKN[here, me]
+
+        nodes = [m for m in range(self.nodes) if m != here]
+        sent = [(node_ranks[m], shard_bytes) for m in nodes]
+        with self.meter.point_to_point("all_gather", sent, "inter"):
+            exchange(
+                [(mine, node_ranks[m]) for m in nodes],
+                [(output_MKN[m, me], node_ranks[m]) for m in nodes],
+                self.inter_group,
+            )
+        peers = [k for k in range(self.local_ranks) if k != me]
+        sent = [(local_ranks[k], shard_bytes * self.nodes) for k in peers]
+        with self.meter.point_to_point("all_gather", sent, "intra", new_call=False):
+            exchange(
+                [(output_MKN[m, me], local_ranks[k]) for k in peers for m in range(self.nodes)],
+                [(output_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)],
+                self.intra_group,
+            )
+
+    def _by_collectives(self, output_MKN: torch.Tensor, input_N: torch.Tensor) -> None:
+        shard_bytes = input_N.numel() * input_N.element_size()
+        column_MN = input_N.new_empty(self.nodes, input_N.numel())
+        with self.meter.ring("all_gather", self.ranks_of(self.inter_group), shard_bytes * self.nodes):
+            dist.all_gather_into_tensor(column_MN, input_N, group=self.inter_group)
+        node_bytes = shard_bytes * self.local_ranks * self.nodes
+        with self.meter.ring("all_gather", self.ranks_of(self.intra_group), node_bytes, new_call=False):
+            works = [
+                dist.all_gather_into_tensor(output_MKN[m], column_MN[m], group=self.intra_group, async_op=True)
+                for m in range(self.nodes)
+            ]
+            for work in works:
+                work.wait()
+
+
+class HierarchicalReduceScatter(_TwoStage):
+    """``output[N]`` is this rank's slot of the reduced ``input[M * K * N]``; ``op`` is SUM or AVG."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._check(group)
+        divisor = average_divisor(op, self.nodes * self.local_ranks)
+        input_MKN = input_tensor.view(self.nodes, self.local_ranks, -1)
+        if prefers_messages(group, input_tensor.device):
+            self._by_messages(output_tensor, input_MKN)
+        else:
+            self._by_collectives(output_tensor, input_MKN)
+        if divisor != 1:
+            output_tensor /= divisor
+        return None
+
+    def _by_messages(self, output_N: torch.Tensor, input_MKN: torch.Tensor) -> None:
+        node_ranks, local_ranks = self.ranks_of(self.inter_group), self.ranks_of(self.intra_group)
+        shard_bytes = output_N.numel() * output_N.element_size()
+        me, here = self.local_rank, self.node
+
+        received_KMN = input_MKN.new_empty(self.local_ranks, self.nodes, output_N.numel())
+        received_KMN[me] = input_MKN[:, me]
+        peers = [k for k in range(self.local_ranks) if k != me]
+        sent = [(local_ranks[k], shard_bytes * self.nodes) for k in peers]
+        with self.meter.point_to_point("reduce_scatter", sent, "intra"):
+            exchange(
+                [(input_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)],
+                [(received_KMN[k, m], local_ranks[k]) for k in peers for m in range(self.nodes)],
+                self.intra_group,
+            )
+            partial_MN = received_KMN[0]
+            sum_in_order(list(received_KMN), partial_MN)
+
+        nodes = [m for m in range(self.nodes) if m != here]
+        # The peers' parts of the first stage are summed and free now: receive into one of them.
+        gathered_MN = received_KMN[1] if self.local_ranks > 1 else torch.empty_like(partial_MN)
+        gathered_MN[here] = partial_MN[here]
+        sent = [(node_ranks[m], shard_bytes) for m in nodes]
+        with self.meter.point_to_point("reduce_scatter", sent, "inter", new_call=False):
+            exchange(
+                [(partial_MN[m], node_ranks[m]) for m in nodes],
+                [(gathered_MN[m], node_ranks[m]) for m in nodes],
+                self.inter_group,
+            )
+            sum_in_order(list(gathered_MN), output_N)
+
+    def _by_collectives(self, output_N: torch.Tensor, input_MKN: torch.Tensor) -> None:
+        n_bytes = input_MKN.numel() * input_MKN.element_size()
+        partial_MN = input_MKN.new_empty(self.nodes, output_N.numel())
+        with self.meter.ring("reduce_scatter", self.ranks_of(self.intra_group), n_bytes):
+            works = [
+                dist.reduce_scatter_tensor(
+                    partial_MN[m], input_MKN[m].reshape(-1), group=self.intra_group, async_op=True
+                )
+                for m in range(self.nodes)
+            ]
+            for work in works:
+                work.wait()
+        column_bytes = partial_MN.numel() * partial_MN.element_size()
+        with self.meter.ring("reduce_scatter", self.ranks_of(self.inter_group), column_bytes, new_call=False):
+            dist.reduce_scatter_tensor(output_N, partial_MN.view(-1), group=self.inter_group)

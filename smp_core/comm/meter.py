@@ -1,0 +1,150 @@
+"""Bytes and seconds per kind of collective and class of link.
+
+Owns the accounting only; the communication objects in this package call it. Bytes are those that *leave this
+rank*: exact for point-to-point stages, and for a library's own collective the bytes of the ring algorithm over the
+group's rank order (NCCL's and gloo's default for large messages), where every rank sends to its right neighbour:
+
+    all-gather, reduce-scatter: (g - 1) / g * M      all-reduce: 2 (g - 1) / g * M      broadcast: M (all but the last)
+
+with g ranks and M bytes of the full tensor. A link class is "intra" (both ends on one node) or "inter".
+Seconds are wall time on the CPU and time between two recorded events on an accelerator; the events are read only when
+somebody asks, so that counting never waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from smp_core.topology import Topology
+
+LinkClass = Literal["intra", "inter"]
+LINK_CLASSES: tuple[LinkClass, ...] = ("intra", "inter")
+
+_RING_FACTOR = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
+
+
+@dataclass
+class _Tally:
+    calls: int = 0
+    seconds: float = 0.0
+    bytes_: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LINK_CLASSES, 0.0))
+    # (start, end) events of an accelerator, not read yet
+    events: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
+
+
+class CommMeter:
+    """Counts what this rank sends, per collective kind and link class, step by step.
+
+    Args:
+        topology: which rank sits on which node.
+        rank: this process's global rank.
+        device_type: ``"cpu"`` or an accelerator's type; decides how seconds are taken.
+        enabled: with ``False`` every call is a no-op and all figures stay empty.
+    """
+
+    def __init__(self, topology: Topology, rank: int, device_type: str = "cpu", *, enabled: bool = True) -> None:
+        self.topology = topology
+        self.rank = rank
+        self.enabled = enabled
+        self._on_device = device_type != "cpu"
+        self._current: dict[tuple[str, str], _Tally] = defaultdict(_Tally)
+        self._last: dict[tuple[str, str], _Tally] = {}
+        self._total: dict[str, float] = defaultdict(float)
+        self.steps = 0
+
+    @contextlib.contextmanager
+    def ring(self, kind: str, ranks: Sequence[int], full_bytes: int, *, new_call: bool = True) -> Iterator[None]:
+        """Count one collective that the library runs as a ring over ``ranks`` (global, in group order).
+
+        Args:
+            kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+            full_bytes: bytes of the whole tensor (the gathered one, the one to be reduced).
+            new_call: ``False`` for the second stage of one collective, so that it counts as one call.
+        """
+        if not self.enabled or len(ranks) == 1:
+            yield
+            return
+        sent = _RING_FACTOR[kind] * full_bytes * (len(ranks) - 1) / len(ranks)
+        right = ranks[(ranks.index(self.rank) + 1) % len(ranks)]
+        # A ring is as slow as its slowest link, so its time belongs to that class on every rank.
+        slowest: LinkClass = "inter" if self.topology.spans_nodes(ranks) else "intra"
+        with self._timed(kind, slowest, new_call):
+            yield
+        self._current[kind, self._link(right)].bytes_[self._link(right)] += sent
+
+    @contextlib.contextmanager
+    def point_to_point(
+        self, kind: str, sends: Sequence[tuple[int, int]], link: LinkClass, *, new_call: bool = True
+    ) -> Iterator[None]:
+        """Count one stage made of messages.
+
+        Args:
+            sends: (destination's global rank, bytes) of every message this rank sends.
+            link: the class the stage's time belongs to.
+            new_call: ``False`` for the second stage of one collective, so that it counts as one call.
+        """
+        if not self.enabled:
+            yield
+            return
+        with self._timed(kind, link, new_call):
+            yield
+        for destination, n_bytes in sends:
+            self._current[kind, self._link(destination)].bytes_[self._link(destination)] += n_bytes
+
+    def close_step(self) -> None:
+        """End the present step: what was counted since the last call becomes :meth:`per_step`'s answer."""
+        self._last, self._current = dict(self._current), defaultdict(_Tally)
+        self.steps += 1
+        for (kind, link), tally in self._last.items():
+            self._total[f"{kind}/{link}_bytes"] += sum(tally.bytes_.values())
+
+    def per_step(self) -> dict[str, float]:
+        """Figures of the last closed step: ``{"all_gather/inter_bytes": ..., "all_gather/inter_seconds": ...,
+        "all_gather/calls": ..., "inter_bytes": ..., "intra_bytes": ...}``; bytes sent by this rank, seconds."""
+        return self._figures(self._last)
+
+    def unfinished(self) -> dict[str, float]:
+        """The same figures of the step that is still open."""
+        return self._figures(self._current)
+
+    def totals(self) -> dict[str, float]:
+        """Bytes of all closed steps: ``{"all_gather/inter_bytes": ...}``."""
+        return dict(self._total)
+
+    def _figures(self, tallies: dict[tuple[str, str], _Tally]) -> dict[str, float]:
+        figures: dict[str, float] = {"intra_bytes": 0.0, "inter_bytes": 0.0}
+        for (kind, link), tally in tallies.items():
+            while tally.events:
+                start, end = tally.events.pop()
+                end.synchronize()
+                tally.seconds += start.elapsed_time(end) / 1e3
+            figures[f"{kind}/calls"] = figures.get(f"{kind}/calls", 0.0) + tally.calls
+            figures[f"{kind}/{link}_seconds"] = tally.seconds
+            figures[f"{kind}/{link}_bytes"] = tally.bytes_[link]
+            figures[f"{link}_bytes"] += tally.bytes_[link]
+        return figures
+
+    def _link(self, other: int) -> LinkClass:
+        return "intra" if self.topology.same_node(self.rank, other) else "inter"
+
+    @contextlib.contextmanager
+    def _timed(self, kind: str, link: LinkClass, new_call: bool) -> Iterator[None]:
+        tally = self._current[kind, link]
+        tally.calls += new_call
+        if self._on_device:
+            start, end = torch.Event(enable_timing=True), torch.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            tally.events.append((start, end))
+        else:
+            began = time.perf_counter()
+            yield
+            tally.seconds += time.perf_counter() - began

@@ -1,0 +1,217 @@
+"""parallelize_model(): the one place that knows the order of all conversions.
+
+1. (FP8 linear conversion)            later issue
+2. (tensor and context parallelism)   later issue
+3. (activation checkpointing)         later issue
+4. equal initial weights: rank 0's, unit by unit, while a unit is still whole
+5. fully_shard of blocks, then roots, with our communication objects
+6. materialisation of what is on the meta device, shard by shard
+7. the accumulation window with the hop across replicas
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+
+from smp_core.comm.flat import CommObject, FlatAllGather, FlatAllReduce, FlatReduceScatter
+from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
+from smp_core.comm.meter import CommMeter
+from smp_core.config import SmpConfig
+from smp_core.mesh import SmpMesh
+from smp_core.sharding.accumulation import AccumulationWindow
+from smp_core.sharding.delayed_init import materialize
+from smp_core.sharding.fsdp import ShardedUnit, reshard, shard_units
+from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
+from smp_core.sharding.wrap import Entry, WrapPlan, plan_units
+
+logger = logging.getLogger("smp")
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A parallelized module with what steps it: units, window, meter, mesh."""
+
+    module: nn.Module
+    mesh: SmpMesh
+    config: SmpConfig
+    plan: WrapPlan
+    units: tuple[ShardedUnit, ...]
+    window: AccumulationWindow
+    meter: CommMeter
+
+    def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
+        for unit in self.units:
+            if unit.module is self.module:
+                return unit.run_as_forward(method, *args, **kwargs)
+        return method(*args, **kwargs)
+
+    def reshard(self) -> None:
+        """Free gathered parameters, e.g. after an evaluation or before weights are loaded."""
+        reshard(self.module)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+    ) -> torch.Tensor:
+        """Clip by the norm over all ranks (see :func:`smp_core.sharding.grad_norm.clip_grad_norm_`); closes the window
+        if it is open. ``parameters``: only these, e.g. one optimizer's; default all."""
+        self.window.close()
+        return clip_grad_norm_(
+            self.module.parameters() if parameters is None else parameters,
+            max_norm,
+            norm_type=norm_type,
+            shard_group=self.mesh.shard_group,
+            on_nonfinite=self.config.on_nonfinite_grad_norm,
+        )
+
+    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
+        """The gradients' norm over all ranks: a plain 0-d tensor, equal everywhere."""
+        return grad_norm(
+            self.module.parameters() if parameters is None else parameters,
+            shard_group=self.mesh.shard_group,
+            norm_type=norm_type,
+        )
+
+    @torch.no_grad()
+    def broadcast_buffers(self) -> None:
+        """Give every rank rank 0's buffers (BatchNorm statistics), as DDP does: before evaluation and saving."""
+        _broadcast(self.module.buffers(), self.mesh.device)
+
+
+def parallelize_model(
+    model: nn.Module,
+    mesh: SmpMesh,
+    config: SmpConfig,
+    *,
+    entry: Entry = "forward",
+    cast_forward_inputs: bool = True,
+    init_fn: Callable[[nn.Module], None] | None = None,
+) -> ParallelModel:
+    """Shard ``model`` over the partition group and synchronise it across replicas. In place; collective over the world.
+
+    Args:
+        model: on any device or on meta. What is on meta is initialised shard by shard, keyed by parameter name and
+            ``config.init_seed``; everything else becomes what rank 0 holds.
+        entry: what a step calls (see :func:`smp_core.sharding.wrap.plan_units`).
+        cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype`` (not under autocast).
+        init_fn: initialises one module in place, for modules on meta that cannot do it themselves.
+
+    Returns:
+        the handle whose ``window``, ``clip_grad_norm_`` and ``meter`` a training loop uses.
+
+    Raises:
+        ValueError: a knob that is not built yet, a wrap rule that matches nothing, a module without initialiser.
+    """
+    config.require_built()
+    plan = plan_units(model, config, entry=entry)
+    meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=config.comm_meter)
+    all_gather, reduce_scatter = _comm_objects(mesh, meter)
+
+    def equal_weights(_: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        _broadcast(parameters, mesh.device)
+
+    by_name = dict(model.named_parameters())
+    _broadcast((by_name[name] for name in plan.replicated), mesh.device)
+    _broadcast(model.buffers(), mesh.device)
+    on_meta = [name for name, tensor in [*by_name.items(), *model.named_buffers()] if tensor.is_meta]
+    units = shard_units(
+        model,
+        plan,
+        mesh.shard_mesh,
+        mp_policy=_mixed_precision(config, by_name.values(), cast_forward_inputs),
+        reshard_after_forward=bool(config.reshard_after_forward),
+        all_gather=all_gather,
+        reduce_scatter=reduce_scatter,
+        before_shard=equal_weights,
+    )
+    if on_meta:
+        materialize(model, mesh.device, seed=config.init_seed, init_fn=init_fn)
+    _move_plain_tensors(model, mesh.device)
+    _register_forward_methods(model, plan, config.forward_methods)
+    by_name = dict(model.named_parameters())
+    window = AccumulationWindow(units, {name: by_name[name] for name in plan.replicated}, mesh, FlatAllReduce(meter))
+    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter)
+
+
+def _comm_objects(mesh: SmpMesh, meter: CommMeter) -> tuple[CommObject, CommObject]:
+    if not mesh.hierarchical:
+        return FlatAllGather(meter), FlatReduceScatter(meter)
+    assert mesh.intra_group is not None and mesh.inter_group is not None
+    groups = (mesh.intra_group, mesh.inter_group)
+    return HierarchicalAllGather(meter, *groups), HierarchicalReduceScatter(meter, *groups)
+
+
+def _mixed_precision(
+    config: SmpConfig, parameters: Iterable[nn.Parameter], cast_forward_inputs: bool
+) -> MixedPrecisionPolicy:
+    """``param_dtype="auto"`` has been settled by the trainer's precision or means the parameters' own dtype here;
+    ``reduce_dtype="auto"`` is float32 where gradients would be half precision."""
+    param_dtype = _dtype(config.param_dtype)
+    reduce_dtype = _dtype(config.reduce_dtype)
+    if config.reduce_dtype == "auto":
+        half = (torch.float16, torch.bfloat16)
+        if param_dtype in half or (param_dtype is None and any(p.dtype in half for p in parameters)):
+            reduce_dtype = torch.float32
+    if reduce_dtype == torch.float16:
+        raise ValueError(
+            "reduce_dtype='float16': gradients are added up before they are divided and would overflow; "
+            "allowed: 'auto', 'float32', 'bfloat16'"
+        )
+    return MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name in (None, "auto") else getattr(torch, name)
+
+
+@torch.no_grad()
+def _broadcast(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Rank 0's values everywhere, one tensor at a time; meta tensors have none yet."""
+    if dist.get_world_size() == 1:
+        return
+    for tensor in tensors:
+        if tensor.is_meta or tensor.numel() == 0:
+            continue
+        there = tensor.detach().to(device).contiguous()
+        dist.broadcast(there, src=0)
+        if there.data_ptr() != tensor.data_ptr():
+            tensor.copy_(there)
+
+
+@torch.no_grad()
+def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
+    """FSDP2 moves what it manages; replicated parameters and buffers of modules outside every unit are left to us."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.device.type != device.type:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device.type != device.type:
+                setattr(module, name, buffer.to(device))
+
+
+def _register_forward_methods(model: nn.Module, plan: WrapPlan, methods: Iterable[str]) -> None:
+    """``"generate"`` on every root that has it, ``"encoder.encode"`` on the named unit."""
+    by_name = {unit.name: unit for unit in plan.units}
+    for entry in methods:
+        owner, _, method = entry.rpartition(".")
+        targets = [by_name[owner]] if owner in by_name and owner else [u for u in plan.units if u.is_root and not owner]
+        targets = [unit for unit in targets if callable(getattr(unit.module, method, None))]
+        if not targets:
+            units = ", ".join(repr(unit.name) for unit in plan.units if unit.name)
+            raise ValueError(
+                f"forward_methods={entry!r}: no unit has this method; write 'method' for a root's or 'unit.method', "
+                f"units are: {units}"
+            )
+        for unit in targets:
+            register_fsdp_forward_method(unit.module, method)

@@ -1,0 +1,298 @@
+"""Two-hop gradient synchronisation and its window (MiCS, arXiv 2205.00119, section 3.4).
+
+A window is the micro-batches of one optimizer step. Hop one: FSDP2 reduce-scatters every micro-batch's gradients inside
+the partition group and hands the unit's flat sum to our hook, which adds it to the unit's partial sum. Hop two: in the
+window's last backward pass each unit's partial sum is added up across replicas as soon as it is complete, behind the
+rest of the pass; when the pass ends the sums are divided by the number of data-parallel ranks and become ``.grad``.
+
+Between micro-batches ``.grad`` is what it was before the window: nothing half-summed can be clipped, logged or saved.
+
+A parameter that no rank reached keeps its ``.grad`` (None, as in one process, so that weight decay leaves it alone);
+one that only other ranks reached gets their gradient. Ranks tell each other which they reached once per window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.comm.flat import FlatAllReduce
+from smp_core.mesh import SmpMesh
+from smp_core.sharding.fsdp import ShardedUnit, Slot, at_end_of_backward, backward_pass
+
+
+@dataclass
+class _UnitSum:
+    """A unit's partial sum inside the present window."""
+
+    slots: list[Slot] = field(default_factory=list)
+    flat: torch.Tensor | None = None
+    in_flight: dist.Work | None = None
+    # What came after the sum was sent off: a unit that is used twice in one forward reduces twice in one backward.
+    late: list[tuple[list[Slot], torch.Tensor]] = field(default_factory=list)
+    # ``.grad`` from before this backward pass, by slot index; FSDP2 must not add to it.
+    kept: dict[int, torch.Tensor] | None = None
+
+    def add(self, slots: list[Slot], flat: torch.Tensor) -> None:
+        if self.flat is None:
+            # FSDP2 makes ``.grad`` views of this very tensor; they are dropped when the pass ends, so no copy is needed.
+            self.slots, self.flat = slots, flat
+        elif slots == self.slots:
+            self.flat += flat
+        else:
+            self._widen(slots)
+            _add_by_slot(self.flat, self.slots, flat, slots)
+
+    def _widen(self, more: list[Slot]) -> None:
+        """Make room for parameters that were frozen or unused in earlier micro-batches."""
+        sizes = {slot.index: slot.padded for slot in [*self.slots, *more]}
+        wide, offset = [], 0
+        for index in sorted(sizes):
+            wide.append(Slot(index, offset, sizes[index]))
+            offset += sizes[index]
+        assert self.flat is not None
+        widened = self.flat.new_zeros(offset)
+        _add_by_slot(widened, wide, self.flat, self.slots)
+        self.slots, self.flat = wide, widened
+
+
+def _add_by_slot(target: torch.Tensor, target_slots: list[Slot], source: torch.Tensor, slots: list[Slot]) -> None:
+    where = {slot.index: slot.offset for slot in target_slots}
+    for slot in slots:
+        start = where[slot.index]
+        target[start : start + slot.padded] += source[slot.offset : slot.offset + slot.padded]
+
+
+class AccumulationWindow:
+    """Owns the gradients between the first micro-batch of an optimizer step and the step.
+
+    Every backward pass is the window's last unless it runs inside :meth:`accumulate`. ``close`` is called by the last
+    pass itself; call it by hand only to end a window whose micro-batches all ran inside ``accumulate``.
+
+    Args:
+        units: the sharded units.
+        replicated: plain trainable parameters, equal on all ranks, by name (0-d and tied across units).
+        mesh: partition and replication groups.
+        all_reduce: carries the replica hop.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[ShardedUnit],
+        replicated: dict[str, nn.Parameter],
+        mesh: SmpMesh,
+        all_reduce: FlatAllReduce,
+    ) -> None:
+        self._units = list(units)
+        self._replicated = replicated
+        self._mesh = mesh
+        self._all_reduce = all_reduce
+        self._sums = [_UnitSum() for _ in self._units]
+        self._plain_sums: dict[str, torch.Tensor] = {}
+        self._plain_kept: dict[str, torch.Tensor | None] = {}
+        self._reached_plain: set[str] = set()
+        self._last = True
+        self._running_pass: int | None = None
+        self.micro_batches = 0
+        """Backward passes whose gradients are held and not closed yet."""
+        for number, unit in enumerate(self._units):
+            unit.module.set_all_reduce_hook(self._hook(number))  # type: ignore[operator]
+        for name, parameter in replicated.items():
+            if parameter.requires_grad:
+                parameter.register_hook(self._plain_hook(name, parameter))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients are held that no ``.grad`` shows yet."""
+        return self.micro_batches > 0
+
+    @contextlib.contextmanager
+    def accumulate(self, enabled: bool = True) -> Iterator[None]:
+        """Backward passes inside are not the window's last: no replica hop, no ``.grad``."""
+        before, self._last = self._last, self._last and not enabled
+        try:
+            yield
+        finally:
+            self._last = before
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Reduce across replicas, divide, and set ``.grad``; a closed window is left as it is. Collective."""
+        if not self.is_open:
+            return
+        for unit_sum in self._sums:
+            if unit_sum.in_flight is None and unit_sum.flat is not None:
+                unit_sum.in_flight = self._send(unit_sum.flat)
+        reached, telling = self._tell_what_was_reached()
+        self._close_replicated()
+        for unit_sum in self._sums:
+            if unit_sum.in_flight is not None:
+                unit_sum.in_flight.wait()
+            for slots, flat in unit_sum.late:
+                work = self._send(flat)
+                if work is not None:
+                    work.wait()
+                unit_sum.in_flight = None
+                unit_sum.add(slots, flat)
+        if telling is not None:
+            telling.wait()
+        everyone = self._everyone_reached()
+        seen = None if everyone else reached.cpu()
+        position = 0
+        for unit, unit_sum in zip(self._units, self._sums, strict=True):
+            count = len(unit.parameters())
+            if unit_sum.flat is not None:
+                unit_sum.flat /= self._mesh.data_size
+                parameters = unit.parameters()
+                for slot in unit_sum.slots:
+                    if seen is None or seen[position + slot.index]:
+                        _accumulate(parameters[slot.index], unit.local_gradient(slot, unit_sum.flat))
+            position += count
+        self._restore_plain(None if seen is None else seen[position:])
+        self._forget()
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Drop the window's gradients, held and closed: nothing of it reaches the next step."""
+        for unit, unit_sum in zip(self._units, self._sums, strict=True):
+            if unit_sum.in_flight is not None:
+                unit_sum.in_flight.wait()
+            for parameter in unit.parameters():
+                parameter.grad = None
+        for parameter in self._replicated.values():
+            parameter.grad = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sums = [_UnitSum() for _ in self._units]
+        self._plain_sums.clear()
+        self._plain_kept.clear()
+        self._reached_plain.clear()
+        for unit in self._units:
+            unit.reached.clear()
+        self._running_pass = None
+        self.micro_batches = 0
+
+    def _hook(self, number: int):  # type: ignore[no-untyped-def]
+        unit = self._units[number]
+
+        @torch.no_grad()
+        def hook(reduced: torch.Tensor) -> None:
+            self._queue_end()
+            unit_sum = self._sums[number]
+            parameters = unit.parameters()
+            slots = unit.slots(reduced.numel())
+            if unit_sum.kept is None:
+                unit_sum.kept = {i: p.grad for i, p in enumerate(parameters) if p.grad is not None}
+            for parameter in parameters:
+                parameter.grad = None
+            if unit_sum.in_flight is not None:
+                unit_sum.late.append((slots, reduced))
+                return
+            unit_sum.add(slots, reduced)
+            if self._last:
+                assert unit_sum.flat is not None
+                unit_sum.in_flight = self._send(unit_sum.flat)
+
+        return hook
+
+    def _plain_hook(self, name: str, parameter: nn.Parameter):  # type: ignore[no-untyped-def]
+        @torch.no_grad()
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            self._queue_end()
+            self._reached_plain.add(name)
+            self._plain_kept.setdefault(name, parameter.grad)
+            if name in self._plain_sums:
+                self._plain_sums[name] += gradient
+            else:
+                self._plain_sums[name] = gradient.clone()
+            # Autograd adds what comes back to ``.grad``; zeros leave an earlier closed pass's gradient as it is.
+            return torch.zeros_like(gradient)
+
+        return hook
+
+    def _queue_end(self) -> None:
+        this_pass = backward_pass()
+        if self._running_pass == this_pass:
+            return
+        if self._running_pass is not None:
+            raise RuntimeError(
+                "an earlier backward pass failed and left part of its gradients behind; call window.abandon() before "
+                "the next forward (in Lightning: trainer.strategy.window.abandon())"
+            )
+        self._running_pass = this_pass
+        at_end_of_backward(self._end_of_backward)
+
+    @torch.no_grad()
+    def _end_of_backward(self) -> None:
+        self._running_pass = None
+        self.micro_batches += 1
+        for unit, unit_sum in zip(self._units, self._sums, strict=True):
+            if unit_sum.kept is not None:
+                for index, parameter in enumerate(unit.parameters()):
+                    parameter.grad = unit_sum.kept.get(index)
+                unit_sum.kept = None
+        for name, kept in self._plain_kept.items():
+            self._replicated[name].grad = kept
+        self._plain_kept.clear()
+        if self._last:
+            self.close()
+
+    def _send(self, flat: torch.Tensor) -> dist.Work | None:
+        if self._mesh.replicate_degree == 1:
+            return None
+        return self._all_reduce(flat, self._mesh.replicate_group, async_op=True)
+
+    def _everyone_reached(self) -> bool:
+        """Whether this rank reached every trainable parameter, and so need not read what the others tell."""
+        return all(
+            index in unit.reached
+            for unit, unit_sum in zip(self._units, self._sums, strict=True)
+            for index in (slot.index for slot in unit_sum.slots)
+        ) and all(name in self._reached_plain for name, p in self._replicated.items() if p.requires_grad)
+
+    def _tell_what_was_reached(self) -> tuple[torch.Tensor, dist.Work | None]:
+        """One small MAX all-reduce over all ranks: per parameter, units first, then replicated ones."""
+        flags: list[int] = []
+        for unit in self._units:
+            flags += [int(index in unit.reached) for index in range(len(unit.parameters()))]
+        flags += [int(name in self._reached_plain) for name in self._replicated]
+        reached = torch.tensor(flags, dtype=torch.int32, device=self._mesh.device)
+        if self._mesh.topology.world_size == 1:
+            return reached, None
+        return reached, dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self._mesh.world_group, async_op=True)
+
+    def _close_replicated(self) -> None:
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, parameter in self._replicated.items():
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(name)
+        for names in by_dtype.values():
+            parts = [self._plain_sums.get(name, torch.zeros_like(self._replicated[name])) for name in names]
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            if self._mesh.topology.world_size > 1:
+                self._all_reduce(flat, self._mesh.world_group)
+            flat /= self._mesh.data_size
+            for name, part in zip(names, flat.split([part.numel() for part in parts]), strict=True):
+                self._plain_sums[name] = part.view_as(self._replicated[name])
+
+    def _restore_plain(self, seen: torch.Tensor | None) -> None:
+        for index, (name, parameter) in enumerate(self._replicated.items()):
+            if parameter.requires_grad and (seen is None or seen[index]):
+                _accumulate(parameter, self._plain_sums[name])
+
+
+def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Add to ``.grad``, which holds the gradients of an earlier closed pass of the same step, if any."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    elif isinstance(parameter.grad, DTensor) and isinstance(gradient, DTensor):
+        parameter.grad.to_local().add_(gradient.to_local())
+    else:
+        parameter.grad += gradient

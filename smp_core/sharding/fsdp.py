@@ -1,0 +1,210 @@
+"""FSDP2 units on the 1-D shard mesh: the only file that touches FSDP2's internals.
+
+FSDP2 shards, gathers and reduces inside the partition group; the hop across replicas is ours
+(:mod:`smp_core.sharding.accumulation`). What is read here beyond the public API, and why no public one will do:
+
+- ``module._get_fsdp_state()._fsdp_param_group.fsdp_params``: which parameters, in which order and padding, make up the
+  flat tensor that ``set_all_reduce_hook`` hands out;
+- ``_unsharded_param``: the leaf autograd writes to; a hook on it tells which parameters a backward pass reached;
+- ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
+  whose signature Lightning misreads;
+- ``torch.autograd.Variable._execution_engine.queue_callback`` and ``torch._C._current_graph_task_id``: the end of a
+  backward pass, as FSDP2 itself finds it, and which pass it is.
+
+FSDP2 is told to add up and never to divide (``set_force_sum_reduction_for_comms`` with a divide factor of 1), so that
+every gradient is divided exactly once, by us, whatever the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from smp_core.comm.flat import CommObject
+from smp_core.sharding.wrap import WrapPlan
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter's local gradient lies in its unit's flat reduced gradient.
+
+    ``offset`` and ``padded`` count elements; ``padded`` is ceil(rows / shard degree) x row size.
+    """
+
+    index: int
+    offset: int
+    padded: int
+
+
+class ShardedUnit:
+    """One wrapped module: its trainable parameters in FSDP2's order, and which of them autograd reached."""
+
+    def __init__(self, name: str, module: nn.Module, parameter_names: Sequence[str]) -> None:
+        assert isinstance(module, FSDPModule)
+        self.name = name
+        self.module = module
+        self.parameter_names = tuple(parameter_names)
+        self.reached: set[int] = set()
+        self._watched = False
+        self._watching = module.register_forward_pre_hook(self._watch, with_kwargs=True)
+
+    @property
+    def _fsdp_parameters(self) -> list[Any]:
+        group = self.module._get_fsdp_state()._fsdp_param_group
+        return [] if group is None else group.fsdp_params
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters (DTensors), trainable or not, in FSDP2's order."""
+        return [fsdp_parameter.sharded_param for fsdp_parameter in self._fsdp_parameters]
+
+    def slots(self, n_elements: int) -> list[Slot]:
+        """The layout of a flat reduced gradient of ``n_elements``.
+
+        torch >= 2.13 was told to send zeros for parameters autograd did not reach, so all trainable ones are there;
+        older versions leave those out.
+        """
+        everyone = self._layout(lambda i, p: p._unsharded_param.requires_grad)
+        for slots in (everyone, self._layout(lambda i, p: i in self.reached)):
+            if slots and slots[-1].offset + slots[-1].padded == n_elements:
+                return slots
+        raise AssertionError(f"unit {self.name!r}: a reduced gradient of {n_elements} elements fits no layout")
+
+    def full_layout(self) -> list[Slot]:
+        """The layout with every parameter that has been gathered at least once and is trainable."""
+        return self._layout(lambda i, p: p._unsharded_param.requires_grad)
+
+    def _layout(self, takes_part: Callable[[int, Any], bool]) -> list[Slot]:
+        slots, offset = [], 0
+        for index, parameter in enumerate(self._fsdp_parameters):
+            if hasattr(parameter, "_unsharded_param") and takes_part(index, parameter):
+                padded = parameter.padded_sharded_param_size.numel()
+                slots.append(Slot(index, offset, padded))
+                offset += padded
+        return slots
+
+    def local_gradient(self, slot: Slot, flat: torch.Tensor) -> DTensor:
+        """The parameter's gradient as a DTensor like the parameter, viewed from ``flat`` (cast if dtypes differ)."""
+        parameter = self._fsdp_parameters[slot.index]
+        flat = flat.to(parameter.orig_dtype)
+        local = flat.as_strided(parameter.sharded_size, parameter.contiguous_sharded_stride, slot.offset)
+        return parameter.to_sharded_dtensor(local)
+
+    def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``method`` of the module with the unit's parameters gathered, as if it were the module's forward."""
+        state = self.module._get_fsdp_state()
+        args, kwargs = state._pre_forward(self.module, args, kwargs)
+        self._watch(self.module, args, kwargs)
+        return state._post_forward(self.module, args, method(*args, **kwargs))
+
+    @torch.compiler.disable
+    def _watch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Once the parameters have been gathered, note which of them get a gradient in each backward pass."""
+        if self._watched:
+            return
+        self._watched = True
+        self._watching.remove()
+        for index, parameter in enumerate(self._fsdp_parameters):
+            whole = parameter._unsharded_param
+            if whole.requires_grad:
+                whole.register_post_accumulate_grad_hook(self._note(index))
+            else:
+                # Frozen now, perhaps trained later: the hook can only be registered while it requires a gradient.
+                whole.requires_grad_(True)
+                whole.register_post_accumulate_grad_hook(self._note(index))
+                whole.requires_grad_(False)
+
+    def _note(self, index: int) -> Callable[[torch.Tensor], None]:
+        reached = self.reached
+
+        def note(_: torch.Tensor) -> None:
+            reached.add(index)
+
+        return note
+
+
+def shard_units(
+    model: nn.Module,
+    plan: WrapPlan,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool,
+    all_gather: CommObject,
+    reduce_scatter: CommObject,
+    before_shard: Callable[[nn.Module, Iterable[nn.Parameter]], None] | None = None,
+) -> list[ShardedUnit]:
+    """``fully_shard`` every planned unit, innermost first, with our communication objects.
+
+    Args:
+        mesh: the 1-D mesh over the partition group.
+        before_shard: called with each unit's module and its parameters just before they are sharded, while they are
+            whole (equal initial weights are made there, one unit at a time).
+
+    Returns:
+        the units in the plan's order; roots keep their parameters gathered after forward, as FSDP2 does.
+    """
+    by_name = dict(model.named_parameters())
+    replicated = {by_name[name] for name in plan.replicated}
+    units = []
+    for planned in plan.units:
+        if before_shard is not None:
+            before_shard(planned.module, [by_name[name] for name in planned.parameters])
+        fully_shard(
+            planned.module,
+            mesh=mesh,
+            reshard_after_forward=None if planned.is_root and reshard_after_forward else reshard_after_forward,
+            mp_policy=mp_policy,
+            offload_policy=OffloadPolicy(),
+            ignored_params=replicated,
+        )
+        unit_module = planned.module
+        assert isinstance(unit_module, FSDPModule)
+        unit_module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
+        unit_module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+        unit_module.set_force_sum_reduction_for_comms(True)
+        unit_module.set_gradient_divide_factor(1.0)
+        # Zeros instead of nothing for a parameter autograd did not reach, so that ranks that took another branch still
+        # send tensors of one size (torch >= 2.13).
+        if hasattr(unit_module, "set_reduce_scatter_unused_params"):
+            unit_module.set_reduce_scatter_unused_params(True, recurse=False)
+        units.append(ShardedUnit(planned.name, planned.module, planned.parameters))
+    return units
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what roots keep gathered after a forward without backward, so that ``model.parameters()`` are shards again
+    and nothing reads weights from before a checkpoint was loaded."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def fsdp_roots(units: Sequence[ShardedUnit]) -> Iterator[FSDPModule]:
+    """The outermost unit modules."""
+    inner = {m for unit in units for m in unit.module.modules() if m is not unit.module}
+    for unit in units:
+        if unit.module not in inner:
+            assert isinstance(unit.module, FSDPModule)
+            yield unit.module
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the present backward pass is over and FSDP2 has finished it for every root.
+
+    FSDP2's roots queue their own final callbacks while the pass runs, some perhaps after this call; queueing once more
+    from the end of the pass puts ours behind all of them.
+    """
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(lambda: engine.queue_callback(callback))
+
+
+def backward_pass() -> int:
+    """A number for the backward pass that is running, to tell it from the one before."""
+    return torch._C._current_graph_task_id()

@@ -1,0 +1,122 @@
+"""Norm and clipping of gradients over every mesh axis, DTensor and plain parameters together.
+
+A DTensor's shards are spread over the partition group and repeated on every replica; a plain parameter is repeated on
+every rank. So the p-th powers of local shards are added up over the partition group, those of plain gradients once.
+Replicas hold the same gradients and find the same norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+OnNonfinite = Literal["ignore", "skip", "raise"]
+
+
+class NonfiniteGradNormError(RuntimeError):
+    """The gradient norm is inf or nan and ``on_nonfinite_grad_norm="raise"``."""
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: Iterable[torch.Tensor], *, shard_group: dist.ProcessGroup, norm_type: float = 2.0
+) -> torch.Tensor:
+    """The norm of all gradients, as one process would find it. Collective over the partition group.
+
+    Args:
+        parameters: trainable parameters; those whose ``.grad`` is None count nothing.
+        shard_group: the partition group over which DTensor gradients are sharded.
+        norm_type: p of the p-norm, > 0, or ``inf``.
+
+    Returns:
+        a plain 0-d tensor, float32 (float64 if a gradient is), equal on all ranks that share the model.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type!r}: allowed are numbers above 0 and math.inf")
+    sharded: list[torch.Tensor] = []
+    whole: list[torch.Tensor] = []
+    device = None
+    for parameter in parameters:
+        device = device or parameter.device
+        if parameter.grad is None:
+            continue
+        if isinstance(parameter.grad, DTensor):
+            sharded.append(parameter.grad.to_local())
+        else:
+            whole.append(parameter.grad)
+    double = any(gradient.dtype == torch.float64 for gradient in [*sharded, *whole])
+    device = device or torch.device("cpu")
+    local, once = _reduced(sharded, norm_type, device), _reduced(whole, norm_type, device)
+    biggest = math.isinf(norm_type)
+    if dist.get_world_size(shard_group) > 1:
+        dist.all_reduce(local, op=dist.ReduceOp.MAX if biggest else dist.ReduceOp.SUM, group=shard_group)
+    total = torch.maximum(local, once) if biggest else (local + once) ** (1.0 / norm_type)
+    return total if double else total.float()
+
+
+def _reduced(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Sum of p-th powers (p = inf: the largest magnitude), in float64: powers of large gradients overflow float32."""
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+    norms = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype)).double()
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    *,
+    shard_group: dist.ProcessGroup,
+    norm_type: float = 2.0,
+    on_nonfinite: OnNonfinite = "ignore",
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Args:
+        on_nonfinite: what to do when the norm is inf or nan: ``"ignore"`` (clip as torch does), ``"skip"`` (set every
+            gradient to None, so that the optimizer step changes nothing) or ``"raise"``.
+
+    Returns:
+        the norm before clipping (see :func:`grad_norm`).
+
+    Raises:
+        NonfiniteGradNormError: with ``on_nonfinite="raise"``, on all ranks.
+    """
+    parameters = list(parameters)
+    total = grad_norm(parameters, shard_group=shard_group, norm_type=norm_type)
+    if on_nonfinite != "ignore" and settle_nonfinite(parameters, total, on_nonfinite):
+        return total
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    local = [
+        parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        for parameter in parameters
+        if parameter.grad is not None
+    ]
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in local:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, gradients in by_dtype.items():
+        torch._foreach_mul_(gradients, scale.to(dtype))
+    return total
+
+
+def settle_nonfinite(parameters: Iterable[torch.Tensor], total: torch.Tensor, on_nonfinite: OnNonfinite) -> bool:
+    """Apply ``on_nonfinite_grad_norm`` to a norm; ``True`` if the gradients were dropped ("skip")."""
+    if on_nonfinite == "ignore" or bool(torch.isfinite(total)):
+        return False
+    if on_nonfinite == "raise":
+        raise NonfiniteGradNormError(
+            f"the gradient norm is {total.item()}; on_nonfinite_grad_norm='raise' ends the run here. Lower the learning "
+            "rate, look for bad samples, or set on_nonfinite_grad_norm='skip' to leave such steps out"
+        )
+    for parameter in parameters:
+        parameter.grad = None
+    return True

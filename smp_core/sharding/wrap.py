@@ -1,0 +1,268 @@
+"""Which modules become FSDP units, and which parameters cannot live in one.
+
+A unit's parameters are gathered in one collective and its gradients reduced in one. The plan is made before anything
+is sharded, so that what FSDP2 would refuse later (a parameter tied across units, two trainable dtypes in one unit,
+0-d parameters) is settled here:
+
+- blocks: classes a Transformers model lists in ``_no_split_modules``, else the repeated members of ``nn.ModuleList`` and
+  ``nn.Sequential``; or class names, globs over module names, a callable; plus every module whose own parameters reach
+  ``wrap_min_parameters``;
+- roots: the model itself, or, for a module whose own forward is not what a step calls (a LightningModule), its
+  callable children, and itself only where it owns parameters;
+- a leaf with another trainable dtype than the rest of its unit becomes a unit of its own;
+- replicated: 0-d parameters, and those tied across units; they stay plain tensors, equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from smp_core.config import SmpConfig
+
+logger = logging.getLogger("smp")
+
+Entry = Literal["forward", "steps", "children"]
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A module to be wrapped: its name in the model ("" for the model itself) and the names of its parameters."""
+
+    name: str
+    module: nn.Module
+    parameters: tuple[str, ...]
+    is_root: bool
+
+
+@dataclass(frozen=True)
+class WrapPlan:
+    """Units, innermost first; names of replicated parameters; and, for the log, how the blocks were chosen."""
+
+    units: tuple[PlannedUnit, ...]
+    replicated: tuple[str, ...]
+    why: str
+
+    def unit_parameters(self) -> list[list[str]]:
+        """Parameter names unit by unit, for :mod:`smp_core.planning.memory`."""
+        return [list(unit.parameters) for unit in self.units]
+
+
+def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward") -> WrapPlan:
+    """Decide the units of ``model``.
+
+    Args:
+        entry: what a step calls. ``"forward"``: the model itself, which is the root. ``"steps"``: methods of it
+            (``training_step``, run through :func:`smp_core.sharding.fsdp.run_as_forward`): each callable child is a
+            root, unless the model owns parameters itself; then it is the root above them. ``"children"``: the same,
+            but the model's own parameters are replicated, because backward runs in the middle of a step (manual
+            optimization).
+
+    Raises:
+        ValueError: ``wrap`` names a class or glob that matches nothing; the model has no parameters.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    blocks, why = _blocks(model, config)
+    children = [] if entry == "forward" else list(_callable_children(model))
+    above_children = entry == "steps" and len(_outside(model, children)) > 0
+    roots = [model] if entry == "forward" or above_children else children
+    chosen = {module for module in [*blocks, *children, *roots] if _callable(module) or module is model}
+    if config.wrap_min_parameters > 0:
+        chosen |= _by_size(model, chosen, config.wrap_min_parameters, within=roots)
+
+    replicated = _scalars(model)
+    chosen -= _leaves_tied_elsewhere(model, chosen, keep=set(roots))
+    owner = _owners(model, chosen)
+    tied = _tied_across_units(model, owner)
+    replicated |= tied
+    chosen |= _other_dtype_leaves(model, owner, replicated)
+    owner = _owners(model, chosen)
+    replicated |= _second_dtypes(owner, replicated)
+
+    members: dict[nn.Module, list[str]] = defaultdict(list)
+    plain: list[str] = []
+    for name, parameter in model.named_parameters():
+        if parameter in replicated or not owner[parameter]:
+            plain.append(name)
+        else:
+            members[next(iter(owner[parameter]))].append(name)
+    if not members and not plain:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    # named_modules lists parents first; FSDP2 wants children first.
+    ordered = [module for module in names if module in chosen and (module in members or module in roots)]
+    units = tuple(
+        PlannedUnit(names[module], module, tuple(members[module]), module in roots) for module in reversed(ordered)
+    )
+    if tied:
+        shown = [name for name, parameter in model.named_parameters() if parameter in tied]
+        logger.info("parameters shared by several units stay whole on every rank: %s", ", ".join(shown))
+    return WrapPlan(units, tuple(plain), why)
+
+
+def _callable(module: nn.Module) -> bool:
+    """Whether the module has a forward of its own; FSDP2's hooks sit there."""
+    return type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if not any(True for _ in child.parameters()):
+            continue
+        if _callable(child):
+            yield child
+        else:
+            yield from _callable_children(child)
+
+
+def _outside(model: nn.Module, modules: list[nn.Module]) -> set[nn.Parameter]:
+    inside = {parameter for module in modules for parameter in module.parameters()}
+    return {parameter for parameter in model.parameters() if parameter.ndim > 0} - inside
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(getattr(module, "_orig_mod", module)).__name__  # torch.compile keeps the module it wraps there
+
+
+def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
+    if config.wrap == "auto":
+        return _auto_blocks(model)
+    if isinstance(config.wrap, Callable):  # type: ignore[arg-type]
+        choose = config.wrap
+        return [m for n, m in model.named_modules() if m is not model and choose(n, m)], "wrap: callable"  # type: ignore[operator]
+    found: list[nn.Module] = []
+    for pattern in config.wrap:
+        matching = [
+            module
+            for name, module in model.named_modules()
+            if module is not model and (_class_name(module) == pattern or fnmatch.fnmatchcase(name, pattern))
+        ]
+        if not matching:
+            classes = sorted({_class_name(module) for module in model.modules()})
+            near = difflib.get_close_matches(pattern, classes, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"wrap={pattern!r} matches no class name and no module name of {type(model).__name__}{hint}. "
+                f"Its classes: {', '.join(classes)}"
+            )
+        found += matching
+    return found, f"wrap: {', '.join(config.wrap)}"
+
+
+def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:
+    declared = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
+    found = [module for module in model.modules() if _class_name(module) in declared]
+    if found:
+        return found, f"_no_split_modules: {', '.join(sorted({_class_name(m) for m in found}))}"
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module in inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        children = [child for child in module if any(True for _ in child.parameters())]
+        kinds = defaultdict(list)
+        for child in children:
+            kinds[_class_name(child)].append(child)
+        for alike in kinds.values():
+            # A repeated leaf (two Linear in a Sequential) is not a block: units of one small layer only add latency.
+            if len(alike) > 1 and all(any(True for _ in child.children()) for child in alike):
+                found += alike
+                inside.update(descendant for child in alike for descendant in child.modules())
+    if found:
+        return found, f"repeated blocks: {', '.join(sorted({_class_name(m) for m in found}))}"
+    return [], "no repeated blocks found: roots only"
+
+
+def _by_size(model: nn.Module, chosen: set[nn.Module], threshold: int, within: list[nn.Module]) -> set[nn.Module]:
+    """Modules, innermost first, whose parameters outside smaller units reach the threshold."""
+    added: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> int:
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        own += sum(visit(child) for child in module.children())
+        if module in chosen:
+            return 0
+        if own >= threshold and _callable(module) and module is not model:
+            added.add(module)
+            return 0
+        return own
+
+    for root in within:
+        visit(root)
+    return added
+
+
+def _scalars(model: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in model.parameters() if parameter.ndim == 0}
+
+
+def _owners(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Parameter, dict[nn.Module, None]]:
+    """Per parameter the innermost chosen modules that hold it (several only if it is tied across units)."""
+    owner: dict[nn.Parameter, dict[nn.Module, None]] = {parameter: {} for parameter in model.parameters()}
+
+    def visit(module: nn.Module, unit: nn.Module | None) -> None:
+        unit = module if module in chosen else unit
+        for parameter in module.parameters(recurse=False):
+            if unit is not None:
+                owner[parameter][unit] = None
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, None)
+    return owner
+
+
+def _leaves_tied_elsewhere(model: nn.Module, chosen: set[nn.Module], keep: set[nn.Module]) -> set[nn.Module]:
+    """Chosen modules that hold nothing but parameters tied with another unit: the unit around them can own those."""
+    owner = _owners(model, chosen)
+    return {module for module in chosen - keep if all(len(owner[parameter]) > 1 for parameter in module.parameters())}
+
+
+def _tied_across_units(model: nn.Module, owner: dict[nn.Parameter, dict[nn.Module, None]]) -> set[nn.Parameter]:
+    return {parameter for parameter, units in owner.items() if len(units) > 1}
+
+
+def _other_dtype_leaves(
+    model: nn.Module, owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
+) -> set[nn.Module]:
+    """Leaves whose trainable dtype is not the most common one of their unit."""
+    dtype_of = _main_dtypes(owner, replicated)
+    leaves: set[nn.Module] = set()
+    for module in model.modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in replicated]
+        if not own or not _callable(module):
+            continue
+        if all(owner[p] and p.dtype != dtype_of[next(iter(owner[p]))] for p in own):
+            leaves.add(module)
+    return leaves
+
+
+def _second_dtypes(
+    owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
+) -> set[nn.Parameter]:
+    """What is left of two trainable dtypes in one module."""
+    dtype_of = _main_dtypes(owner, replicated)
+    return {
+        parameter
+        for parameter, units in owner.items()
+        if parameter.requires_grad
+        and parameter not in replicated
+        and any(parameter.dtype != dtype_of[unit] for unit in units)
+    }
+
+
+def _main_dtypes(
+    owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
+) -> dict[nn.Module, torch.dtype]:
+    counts: dict[nn.Module, dict[torch.dtype, int]] = defaultdict(lambda: defaultdict(int))
+    for parameter, units in owner.items():
+        for unit in units:
+            if parameter.requires_grad and parameter not in replicated:
+                counts[unit][parameter.dtype] += parameter.numel()
+    return {unit: max(by_dtype, key=lambda dtype: by_dtype[dtype]) for unit, by_dtype in counts.items()}

@@ -1,0 +1,137 @@
+"""Any partitioning trains like one process on the same global batch.
+
+float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another order, and any wrong factor, missing
+reduction or stale weight is many orders larger. Every case has other seeds on each rank and a tied, a frozen, an unused,
+an uneven and a 0-d parameter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from smp_core.config import SmpConfig
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import ParallelModel, parallelize_model
+from smp_core.topology import Topology
+from tests.core.models import Trajectory, TroubledModel, global_batches, loss_of, train_alone
+from tests.harness import run_ranks
+
+STEPS, SAMPLES = 5, 8
+
+
+def build(dtype: torch.dtype, **knobs) -> ParallelModel:
+    torch.manual_seed(dist.get_rank())
+    model = TroubledModel().to(dtype)
+    mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
+    return parallelize_model(model, mesh, config)
+
+
+def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def train_together(dtype: torch.dtype, micro_batches: int, mutation: str | None = None, **knobs) -> Trajectory:
+    parallel = build(dtype, **knobs)
+    model, mesh = parallel.module, parallel.mesh
+    if mutation == "no replica hop":
+        parallel.window._send = lambda flat: None
+    elif mutation == "one parameter left out":
+        parallel.window._close_replicated = lambda: None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    seen = Trajectory()
+    for micro in global_batches(STEPS, micro_batches, SAMPLES):
+        total = torch.zeros((), dtype=dtype)
+        for number, tokens in enumerate(micro):
+            mine = tokens.chunk(mesh.data_size)[mesh.data_rank]
+            with parallel.window.accumulate(number < micro_batches - 1):
+                loss = loss_of(model, mine) / micro_batches
+                loss.backward()
+            total += loss.detach()
+        norm = parallel.clip_grad_norm_(0.1)
+        assert not isinstance(norm, DTensor) and norm.ndim == 0
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        seen.losses.append(total.item() / mesh.data_size)
+        seen.norms.append(norm.item())
+    seen.weights = full_weights(model)
+    return seen
+
+
+def assert_close(seen: Trajectory, expected: Trajectory, loss_tolerance, weight_tolerance: float) -> None:
+    for step, (ours, theirs) in enumerate(zip(seen.losses, expected.losses, strict=True)):
+        assert abs(ours - theirs) <= loss_tolerance(step), f"loss of step {step}: {ours} against {theirs}"
+    for step, (ours, theirs) in enumerate(zip(seen.norms, expected.norms, strict=True)):
+        assert abs(ours - theirs) <= loss_tolerance(step), f"norm of step {step}: {ours} against {theirs}"
+    assert seen.weights.keys() == expected.weights.keys()
+    for name, value in expected.weights.items():
+        worst = (seen.weights[name] - value).abs().max().item()
+        assert worst <= weight_tolerance, f"{name} is {worst} off"
+
+
+CASES = [
+    {"shard_degree": degree, "hierarchical": hierarchical, "reshard_after_forward": reshard, "micro_batches": micro}
+    for degree, hierarchical, reshard, micro in itertools.product((1, 2, 4), ("auto", False), (True, False), (1, 2, 3))
+    if degree == 4 or hierarchical == "auto"
+]
+SAMPLE = [case for case in CASES if case["reshard_after_forward"] and case["micro_batches"] == 2]
+
+
+def check_float64(case: dict) -> None:
+    expected = train_alone(torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES))
+    for seen in run_ranks(train_together, 4, torch.float64, ranks_per_node=2, **case):
+        assert_close(seen, expected, lambda step: 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_float64_training_equals_one_process(case: dict) -> None:
+    check_float64(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float64_training_equals_one_process_everywhere(case: dict) -> None:
+    check_float64(case)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_two_ranks_equal_one_process(degree: int) -> None:
+    expected = train_alone(torch.float64, global_batches(STEPS, 2, SAMPLES))
+    for seen in run_ranks(train_together, 2, torch.float64, 2, shard_degree=degree):
+        assert_close(seen, expected, lambda step: 1e-12, 1e-12)
+
+
+def reordered_alone(dtype: torch.dtype, batches: torch.Tensor) -> Trajectory:
+    """One process again, samples in another order: what float32 itself leaves open."""
+    order = list(range(batches.shape[2]))
+    random.Random(3).shuffle(order)
+    return train_alone(dtype, batches[:, :, order])
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_float32_training_stays_within_summation_order(degree: int) -> None:
+    """Losses and norms to 1e-6 + 2e-7 per step; weights to 5x what one process differs from itself by when it adds up
+    in another order (AdamW divides noise by noise where a gradient is zero up to rounding)."""
+    batches = global_batches(STEPS, 2, SAMPLES)
+    expected, other = train_alone(torch.float32, batches), reordered_alone(torch.float32, batches)
+    noise = max((expected.weights[n] - other.weights[n]).abs().max().item() for n in expected.weights)
+    for seen in run_ranks(train_together, 4, torch.float32, 2, ranks_per_node=2, shard_degree=degree):
+        assert_close(seen, expected, lambda step: 1e-6 + 2e-7 * step, 5 * noise)
+
+
+@pytest.mark.parametrize("mutation", ["no replica hop", "one parameter left out"])
+def test_the_proof_fails_for_a_broken_engine(mutation: str) -> None:
+    expected = train_alone(torch.float64, global_batches(STEPS, 2, SAMPLES))
+    results = run_ranks(train_together, 4, torch.float64, 2, mutation, ranks_per_node=2, shard_degree=2)
+    with pytest.raises(AssertionError):
+        for seen in results:
+            assert_close(seen, expected, lambda step: 1e-12, 1e-12)
