@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +34,8 @@ T = TypeVar("T")
 MAX_IDLE_RANKS = 16
 
 SCRIPT_OUTPUT_TAIL = 20000
+# Seconds that a script past its limit has to write its stacks.
+STACK_LIMIT = 5.0
 
 
 class ScriptTimedOut(AssertionError):
@@ -190,13 +191,16 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
 
     torchrun puts its workers into sessions of their own, so that killing the process group would miss them.
     """
-    family = psutil.Process(process.pid).children(recursive=True)
-    family.append(psutil.Process(process.pid))
-    for member in family:
+    root = psutil.Process(process.pid)
+    family = root.children(recursive=True)
+    for member in [*family, root]:
         with suppress(psutil.NoSuchProcess):
             member.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER answers it with the stacks
-    time.sleep(1.0)
-    for member in family:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STACK_LIMIT)
+    _, alive = psutil.wait_procs(family, timeout=STACK_LIMIT)
+    for member in alive:
         with suppress(psutil.NoSuchProcess):
             member.kill()
+    process.kill()
     process.wait()
