@@ -5,6 +5,7 @@ The format is described in docs/checkpoint-format.md.
 
 from __future__ import annotations
 
+from smp_core.checkpoint.full_state import consolidate, full_state_dict
 from smp_core.checkpoint.layout import CheckpointError, Index, Manifest
 from smp_core.checkpoint.opening import is_checkpoint
 from smp_core.checkpoint.reader import (
@@ -23,6 +24,8 @@ __all__ = [
     "CheckpointError",
     "Index",
     "Manifest",
+    "consolidate",
+    "full_state_dict",
     "is_checkpoint",
     "load_checkpoint",
     "read_index",

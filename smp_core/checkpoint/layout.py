@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -137,9 +138,14 @@ class TensorRecord:
     chunks: tuple[Chunk, ...]
 
     @property
+    def numel(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @property
     def bytes(self) -> int:
         """Size of the whole tensor in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

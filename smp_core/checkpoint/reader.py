@@ -234,7 +234,7 @@ def read_rest(
         known = list(subtree(opened.tree, ("state",)))
         raise CheckpointError(f"{opened.address} has no {path_text(steps)!r}; at the top it has {known}") from None
     names = set(_select(opened.index, tensors)) - set(_select(opened.index, exclude, must_match=False))
-    with _Files(opened) as files:
+    with TensorFiles(opened) as files:
         return _decode(opened, tree, lambda name: files.whole(name) if name in names else DROP, allow_pickle)
 
 
@@ -260,7 +260,7 @@ def read_tensors(path: str | os.PathLike[str], names: str | Iterable[str] = "*")
     """
     opened = open_checkpoint(path)
     patterns = [names] if isinstance(names, str) else list(names)
-    with _Files(opened) as files:
+    with TensorFiles(opened) as files:
         return {name: files.whole(name) for name in _select(opened.index, patterns)}
 
 
@@ -276,14 +276,14 @@ def _select(index: Index, patterns: Iterable[str], must_match: bool = True) -> l
     return list(selected)
 
 
-class _Files:
+class TensorFiles:
     """Open tensor files of a checkpoint, each opened once."""
 
     def __init__(self, opened: OpenCheckpoint) -> None:
         self.opened = opened
         self.files: dict[str, TensorFile] = {}
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> TensorFiles:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -349,7 +349,7 @@ class SmpStorageReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         chunks = _chunks_by_place(self.records)
         jobs = [(chunks[item.storage_index], item) for item in plan.items]
-        with _Files(self.opened) as files, torch.no_grad():
+        with TensorFiles(self.opened) as files, torch.no_grad():
             for chunk, item in sorted(jobs, key=lambda job: (job[0].file, job[0].begin)):
                 target = planner.resolve_tensor(item).detach()
                 dtype = self.records[item.storage_index.fqn].dtype

@@ -46,7 +46,7 @@ class Sink:
             self.digest.update(piece)
             while len(piece):
                 written = self.raw.write(piece)
-                piece = piece[written:]
+                piece = piece[len(piece) if written is None else written :]
         self.bytes += len(view)
 
     def write_header(self, data: bytes) -> None:

@@ -1,0 +1,120 @@
+"""`smp checkpoint inspect | verify | list | consolidate`: thin commands over this package's functions.
+
+An error of a checkpoint is one line on stderr and exit status 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from smp_core.checkpoint.full_state import consolidate
+from smp_core.checkpoint.inspection import checkpoint_tables, list_table, plot_bytes
+from smp_core.checkpoint.layout import CheckpointError
+from smp_core.checkpoint.verify import verify_checkpoint
+
+app = typer.Typer(help="Look at, check and convert checkpoint folders.", no_args_is_help=True)
+
+_Directory = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint folder or fsspec address (s3://...).")]
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("writing", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+@app.command()
+def inspect(
+    directory: _Directory,
+    all_tensors: Annotated[bool, typer.Option("--all", help="List every tensor, not the largest ones only.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also write a plot of bytes per rank to this PNG.")] = None,
+) -> None:
+    """Show what a checkpoint holds: step, mesh, versions, files, tensors."""
+    with _one_line_errors():
+        console = Console()
+        for table in checkpoint_tables(directory, all_tensors):
+            console.print(table)
+        if plot is not None:
+            plot_bytes(directory, plot)
+            typer.echo(f"plot written to {plot}")
+
+
+@app.command()
+def verify(
+    directory: _Directory,
+    deep: Annotated[bool, typer.Option("--deep", help="Compute every digest (reads all bytes).")] = False,
+) -> None:
+    """Check that every file is there and as it was written; exit status 1 if not."""
+    with _one_line_errors():
+        problems = verify_checkpoint(directory, deep)
+    for problem in problems:
+        typer.echo(f"broken: {problem}", err=True)
+    if problems:
+        raise typer.Exit(1)
+    checked = "sizes, headers and digests" if deep else "sizes and headers (--deep also checks digests)"
+    typer.echo(f"{directory} is whole: {checked}")
+
+
+@app.command("list")
+def list_root(root: Annotated[str, typer.Argument(metavar="ROOT", help="A folder of checkpoints.")]) -> None:
+    """List the checkpoints in a folder, with what is whole, half and newest."""
+    with _one_line_errors():
+        Console().print(list_table(root))
+
+
+@app.command("consolidate")
+def consolidate_command(
+    directory: _Directory,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder (safetensors) or file (.ckpt, .pt) to make.")],
+    dtype: Annotated[str | None, typer.Option(help="Cast floating-point model tensors: bf16, fp16, fp32.")] = None,
+    output_format: Annotated[str, typer.Option("--format", help="auto (by OUT), safetensors, ckpt or pt.")] = "auto",
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="Also the optimizer states.")] = False,
+    workers: Annotated[int, typer.Option(help="Threads; each makes one safetensors file at a time.")] = 1,
+    max_shard_size: Annotated[str, typer.Option(help="Size of a safetensors file.")] = "5GB",
+    strip_prefix: Annotated[
+        str | None, typer.Option(help="Taken off tensor names; default: the prefix the checkpoint recorded.")
+    ] = None,
+    verify_mode: Annotated[str, typer.Option("--verify", help="Check before: digests, sizes or none.")] = "digests",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at OUT.")] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read values saved with allow_pickle. RUNS CODE from the file.")
+    ] = False,
+) -> None:
+    """Bring a sharded checkpoint back as whole tensors.
+
+    Safetensors are streamed. One .ckpt or .pt file needs memory for everything at once.
+    """
+    with _one_line_errors():
+        made = consolidate(
+            directory,
+            out,
+            dtype=dtype,
+            output_format=output_format,
+            optimizer=optimizer,
+            workers=workers,
+            max_shard_size=max_shard_size,
+            strip_prefix=strip_prefix,
+            verify=None if verify_mode == "none" else verify_mode,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            progress=_progress_bar,
+        )
+    typer.echo(f"{out}: {', '.join(made)}")

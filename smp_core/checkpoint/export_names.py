@@ -1,0 +1,98 @@
+"""Which tensors of a checkpoint are the model, which are optimizer states, and what they are called outside."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from smp_core.checkpoint.layout import CheckpointError, optimizer_part
+from smp_core.checkpoint.opening import OpenCheckpoint
+from smp_core.checkpoint.tree import path_text, subtree
+
+logger = logging.getLogger("smp")
+
+MODEL_KEYS = ("state_dict", "model", "module")
+
+
+@dataclass(frozen=True)
+class ExportNames:
+    """Names for export.
+
+    Attributes:
+        model: name outside -> name in the checkpoint, in saved order; tied tensors under their first name only.
+        ties: dropped name outside -> the name outside that is kept.
+        optimizer: name in the checkpoint of every optimizer state tensor.
+        optimizer_keys: top-level keys of the state that hold optimizers.
+        model_key: top-level key of the model, None when the model's tensors are at the top.
+    """
+
+    model: dict[str, str]
+    ties: dict[str, str]
+    optimizer: list[str]
+    optimizer_keys: list[str]
+    model_key: str | None
+
+
+def export_names(opened: OpenCheckpoint, strip_prefix: str | None = None) -> ExportNames:
+    """Sort the tensors of a checkpoint.
+
+    The model is what stands under ``metadata["model_key"]``, else under ``state_dict``, ``model`` or ``module``, else
+    every tensor outside of optimizer states.
+
+    Args:
+        opened: the checkpoint.
+        strip_prefix: taken off the front of names; None: ``metadata["module_prefix"]``, or nothing.
+
+    Raises:
+        CheckpointError: no tensor belongs to the model, the prefix fits none, or two names become the same.
+    """
+    index, metadata = opened.index, opened.manifest.metadata
+    paths = {name: path for path, name in index.by_path().items()}
+    optimizer = [name for name, path in paths.items() if optimizer_part(path)]
+    optimizer_keys = list(dict.fromkeys(str(paths[name][0]) for name in optimizer)) or _optimizer_like(opened)
+    top = {path[0] for path in paths.values()}
+    wished = metadata.get("model_key")
+    key = next((k for k in ([wished] if wished is not None else MODEL_KEYS) if k in top), None)
+    if wished is not None and key is None:
+        raise CheckpointError(f"{opened.address} has no tensors under its model_key {wished!r}")
+    states = set(optimizer)
+    chosen = {
+        path_text(path if key is None else path[1:]): name
+        for name, path in paths.items()
+        if name not in states and (key is None or path[0] == key)
+    }
+    if not chosen:
+        raise CheckpointError(
+            f"{opened.address} holds no model tensors; its top-level keys are {sorted(map(str, top))}"
+        )
+    prefix = metadata.get("module_prefix", "") if strip_prefix is None else strip_prefix
+    outside = _without_prefix(chosen, prefix, must_fit=strip_prefix is not None)
+    kept = {name: text for text, name in outside.items() if name not in index.aliases}
+    ties = {text: kept[index.aliases[name]] for text, name in outside.items() if index.aliases.get(name) in kept}
+    model = {text: name for text, name in outside.items() if text not in ties}
+    return ExportNames(model, ties, optimizer, optimizer_keys, key)
+
+
+def _optimizer_like(opened: OpenCheckpoint) -> list[str]:
+    top: Mapping[str, Any] = subtree(opened.tree, ("state",))
+    return [key for key in ("optimizer_states", "optimizer") if key in top]
+
+
+def _without_prefix(names: dict[str, str], prefix: str, must_fit: bool) -> dict[str, str]:
+    if not prefix:
+        return names
+    fitting = [text for text in names if text.startswith(prefix)]
+    if must_fit and not fitting:
+        raise CheckpointError(f"strip_prefix={prefix!r} fits no tensor; names are e.g. {', '.join(list(names)[:3])}")
+    if len(fitting) < len(names):
+        others = [text for text in names if not text.startswith(prefix)]
+        logger.warning("%d tensors do not begin with %r and keep their names: %s", len(others), prefix, others[:5])
+    stripped: dict[str, str] = {}
+    for text, name in names.items():
+        short = text.removeprefix(prefix)
+        if short in stripped:
+            raise CheckpointError(f"without {prefix!r} two tensors would be called {short!r}; use strip_prefix=''")
+        stripped[short] = name
+    return stripped

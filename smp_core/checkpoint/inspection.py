@@ -1,0 +1,131 @@
+"""What a checkpoint or a folder of checkpoints holds, as rich tables and as a plot."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+from rich.table import Table
+
+from smp_core.checkpoint.layout import CheckpointError, dtype_name
+from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
+from smp_core.checkpoint.root import find_checkpoints, read_latest
+from smp_core.checkpoint.verify import verify_checkpoint
+
+_LARGEST = 20
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def checkpoint_tables(path: str | os.PathLike[str], all_tensors: bool = False) -> list[Table]:
+    """Tables: the manifest's facts, the files, the tensors (the largest ones, or all).
+
+    Raises:
+        CheckpointError: not a readable checkpoint.
+    """
+    opened = open_checkpoint(path)
+    return [_facts(opened), _files(opened), _tensors(opened, all_tensors)]
+
+
+def _facts(opened: OpenCheckpoint) -> Table:
+    manifest, index = opened.manifest, opened.index
+    table = Table("fact", "value", title=opened.address, title_justify="left")
+    table.add_row("step", "-" if manifest.step is None else str(manifest.step))
+    table.add_row("created", manifest.created)
+    table.add_row("saved by", f"{manifest.world_size} ranks")
+    for mesh in manifest.meshes:
+        axes = ", ".join(f"{axis}={size}" for axis, size in zip(mesh["axes"], mesh["shape"], strict=False))
+        table.add_row("mesh of rank 0", f"{axes or mesh['shape']} over ranks {mesh['ranks']}")
+    table.add_row("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+    table.add_row(
+        "tensors", f"{len(index.tensors)}, {sum(record.numel for record in index.tensors.values()):,} elements"
+    )
+    dtypes = Counter(dtype_name(record.dtype) for record in index.tensors.values())
+    table.add_row("dtypes", ", ".join(f"{name}: {count}" for name, count in dtypes.most_common()))
+    if index.aliases:
+        table.add_row("tied", ", ".join(f"{name} = {target}" for name, target in index.aliases.items()))
+    table.add_row("bytes", _size(manifest.total_bytes))
+    for key, value in manifest.metadata.items():
+        table.add_row(f"metadata.{key}", str(value))
+    if manifest.pickled:
+        table.add_row("needs allow_pickle", ", ".join(manifest.pickled))
+    return table
+
+
+def _files(opened: OpenCheckpoint) -> Table:
+    table = Table("file", "bytes", opened.manifest.algorithm, title="files", title_justify="left")
+    for name, record in sorted(opened.manifest.files.items()):
+        table.add_row(name, _size(record.bytes), record.digest)
+    return table
+
+
+def _tensors(opened: OpenCheckpoint, all_tensors: bool) -> Table:
+    records = list(opened.index.tensors.items())
+    if not all_tensors and len(records) > _LARGEST:
+        records = sorted(records, key=lambda item: -item[1].bytes)[:_LARGEST]
+        title = f"the {_LARGEST} largest of {len(opened.index.tensors)} tensors (--all lists every one)"
+    else:
+        title = "tensors"
+    table = Table("tensor", "shape", "dtype", "bytes", "slices", title=title, title_justify="left")
+    for name, record in records:
+        table.add_row(
+            name, str(list(record.shape)), dtype_name(record.dtype), _size(record.bytes), str(len(record.chunks))
+        )
+    return table
+
+
+def list_table(root: str | os.PathLike[str]) -> Table:
+    """One row per checkpoint in a folder, oldest first: step, time, ranks, size, whether it is whole.
+
+    Raises:
+        CheckpointError: no such folder.
+    """
+    latest = read_latest(root)
+    table = Table("checkpoint", "step", "created", "ranks", "bytes", "state", title=str(root), title_justify="left")
+    for name in find_checkpoints(root, broken_too=True):
+        address = f"{os.fspath(root).rstrip('/')}/{name}"
+        problems = verify_checkpoint(address)
+        state = "[red]broken: " + problems[0] if problems else "whole"
+        state += " (LATEST)" if name == latest else ""
+        try:
+            manifest = open_checkpoint(address).manifest
+        except CheckpointError:
+            table.add_row(name, "", "", "", "", state)
+            continue
+        step = "-" if manifest.step is None else str(manifest.step)
+        table.add_row(name, step, manifest.created, str(manifest.world_size), _size(manifest.total_bytes), state)
+    return table
+
+
+def plot_bytes(path: str | os.PathLike[str], out: Path) -> None:
+    """A bar chart of the bytes that each rank wrote, as PNG.
+
+    Raises:
+        CheckpointError: matplotlib is not installed, or not a readable checkpoint.
+    """
+    opened = open_checkpoint(path)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise CheckpointError("--plot needs matplotlib: pip install 'torch-smp[plot]'") from None
+    written = {
+        int(name.split("tensors-")[1].split("-")[0]): record.bytes
+        for name, record in opened.manifest.files.items()
+        if name.startswith("tensors-")
+    }
+    ranks = range(opened.manifest.world_size)
+    figure = Figure(figsize=(max(5.0, 0.3 * len(ranks)), 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.bar(list(ranks), [written.get(rank, 0) / 1e6 for rank in ranks])
+    axes.set_xlabel("rank")
+    axes.set_ylabel("MB written")
+    axes.set_title(f"{os.path.basename(opened.address)}: bytes by rank")
+    figure.savefig(out)

@@ -1,0 +1,191 @@
+"""Checkpoint folders on object stores and other fsspec addresses (``s3://``, ``gs://``, ``memory://``).
+
+There is no rename to commit with. Every file of a save carries the save's identity in its name, so that nothing is
+written over; writing ``manifest.json``, one atomic put, is the commit. Over an earlier checkpoint, its manifest is
+replaced by that put and its files are removed afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import fsspec
+
+from smp_core.checkpoint.layout import MANIFEST, CheckpointError, Manifest
+from smp_core.checkpoint.storage import Folder, RangeFile, Sink, Transaction
+
+logger = logging.getLogger("smp")
+
+_OWN = ("tensors-", "index-", "rest-", "extra/")
+_STALE_SECONDS = 24 * 3600.0
+
+
+def _open_fs(address: str) -> tuple[Any, str]:
+    try:
+        fs, path = fsspec.core.url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{address} cannot be opened: {error}") from None
+    fs.invalidate_cache()
+    return fs, path.rstrip("/")
+
+
+class _ObjectRangeFile(RangeFile):
+    def __init__(self, fs: Any, path: str) -> None:
+        self.fs = fs
+        self.path = path
+
+    def read_into(self, begin: int, target: memoryview) -> None:
+        data = self.fs.cat_file(self.path, start=begin, end=begin + len(target))
+        if len(data) != len(target):
+            raise CheckpointError(f"{self.path} is cut short: it ends at byte {begin + len(data)}, more was expected")
+        target[:] = data
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class ObjectFolder(Folder):
+    """A checkpoint under an fsspec address."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        self.fs, self.path = _open_fs(address)
+
+    def exists(self) -> bool:
+        return bool(self.fs.exists(self.path))
+
+    def names(self) -> list[str]:
+        try:
+            found = self.fs.find(self.path)
+        except FileNotFoundError:
+            return []
+        return sorted(name[len(self.path) + 1 :] for name in found if name.startswith(self.path + "/"))
+
+    def size(self, name: str) -> int:
+        return int(self.fs.size(f"{self.path}/{name}"))
+
+    def read(self, name: str) -> bytes:
+        return bytes(self.fs.cat_file(f"{self.path}/{name}"))
+
+    def open(self, name: str) -> RangeFile:
+        if not self.fs.exists(f"{self.path}/{name}"):
+            raise FileNotFoundError(name)
+        return _ObjectRangeFile(self.fs, f"{self.path}/{name}")
+
+
+class ObjectTransaction(Transaction):
+    """A save under an fsspec address, committed by writing the manifest."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        self.fs, self.path = _open_fs(address)
+        self.mark = ""
+        self.replaced: list[str] = []
+
+    def begin(self, save_id: str, overwrite: bool) -> None:
+        folder = ObjectFolder(self.address)
+        names = folder.names()
+        if MANIFEST in names:
+            if not overwrite:
+                raise CheckpointError(f"{self.address} exists already; choose another path or pass overwrite=True")
+            self.replaced = _listed_files(folder.read(MANIFEST), self.address)
+        foreign = [name for name in names if name != MANIFEST and not name.startswith(_OWN)]
+        if foreign:
+            raise CheckpointError(
+                f"{self.address} holds something that is not a torch-smp checkpoint ({foreign[0]}, ...); it is not "
+                "overwritten. Choose another path, or remove it first"
+            )
+        self._sweep([name for name in names if name != MANIFEST and name not in self.replaced])
+        self.fs.makedirs(self.path, exist_ok=True)
+        self.join(save_id)
+
+    def join(self, save_id: str) -> None:
+        self.mark = save_id.rsplit("-", 1)[-1]
+
+    def _sweep(self, names: list[str]) -> None:
+        for name in names:
+            try:
+                changed = self.fs.modified(f"{self.path}/{name}").timestamp()
+            except (NotImplementedError, AttributeError, KeyError, OSError):
+                continue
+            if time.time() - changed > _STALE_SECONDS:
+                logger.warning("removing %s/%s, which an interrupted save left", self.address, name)
+                self.fs.rm_file(f"{self.path}/{name}")
+
+    def file_name(self, stem: str, suffix: str) -> str:
+        return f"{stem}-{self.mark}{suffix}"
+
+    def create(self, name: str, algorithm: str) -> Sink:
+        if "/" in name:
+            self.fs.makedirs(f"{self.path}/{name.rsplit('/', 1)[0]}", exist_ok=True)
+        return Sink(self.fs.open(f"{self.path}/{name}", "wb"), name, algorithm, sync=False)
+
+    def commit(self, manifest: bytes) -> None:
+        self.fs.pipe_file(f"{self.path}/{MANIFEST}", manifest)
+        for name in self.replaced:
+            try:
+                self.fs.rm_file(f"{self.path}/{name}")
+            except OSError as error:
+                logger.warning("%s/%s of the replaced checkpoint could not be removed: %s", self.address, name, error)
+
+    def abort(self) -> None:
+        if not self.mark:
+            return
+        for name in ObjectFolder(self.address).names():
+            if self.mark in name:
+                self.fs.rm_file(f"{self.path}/{name}")
+
+
+def _listed_files(manifest: bytes, address: str) -> list[str]:
+    try:
+        return list(Manifest.from_bytes(manifest, f"{address}/{MANIFEST}").files)
+    except CheckpointError as error:
+        logger.warning("the checkpoint to be replaced is broken, its files stay: %s", error)
+        return []
+
+
+def remove_objects(address: str) -> None:
+    """Remove a checkpoint: its manifest first, so that no half of it is ever taken for a whole one.
+
+    Raises:
+        CheckpointError: there is no manifest under the address.
+    """
+    fs, path = _open_fs(address)
+    if not fs.exists(path):
+        return
+    if not fs.exists(f"{path}/{MANIFEST}"):
+        raise CheckpointError(f"{address} is not a torch-smp checkpoint and is not removed")
+    fs.rm_file(f"{path}/{MANIFEST}")
+    fs.rm(path, recursive=True)
+
+
+def list_objects(address: str) -> dict[str, float]:
+    """Names of the folders under an address (with 0 for a time, which stores do not keep for folders).
+
+    Raises:
+        CheckpointError: nothing is there.
+    """
+    fs, path = _open_fs(address)
+    try:
+        entries = fs.ls(path, detail=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no folder of checkpoints at {address}") from None
+    return {entry["name"].rstrip("/").rsplit("/", 1)[-1]: 0.0 for entry in entries if entry["type"] == "directory"}
+
+
+def read_object(address: str) -> bytes | None:
+    """One small object, None where there is none."""
+    fs, path = _open_fs(address)
+    try:
+        return bytes(fs.cat_file(path))
+    except FileNotFoundError:
+        return None
+
+
+def write_object(address: str, data: bytes) -> None:
+    """Write one small object."""
+    fs, path = _open_fs(address)
+    fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+    fs.pipe_file(path, data)

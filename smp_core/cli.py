@@ -1,0 +1,26 @@
+"""The `smp` command. Each group of commands is a typer application of its own; `main` is the entry point."""
+
+from __future__ import annotations
+
+import logging
+
+import typer
+
+from smp_core.checkpoint.commands import app as checkpoint_app
+
+app = typer.Typer(name="smp", help="torch-smp on the command line.", no_args_is_help=True, add_completion=False)
+app.add_typer(checkpoint_app, name="checkpoint")
+
+
+@app.callback()
+def _logging() -> None:
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+
+
+def main() -> None:
+    """Run the `smp` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
