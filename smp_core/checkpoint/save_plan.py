@@ -11,9 +11,29 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedTensor:
+    """A host copy of what one rank holds of a tensor; plans like the tensor it was copied from.
+
+    Attributes:
+        items: DCP's write items of the tensor.
+        slices: offset in the tensor -> host tensor.
+        tie: :func:`tie_key` of the original.
+        can_tie: False for tensor types of other packages, whose memory says nothing about ties.
+    """
+
+    items: list[WriteItem]
+    slices: dict[torch.Size | None, torch.Tensor]
+    tie: Any
+    can_tie: bool
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        return self.items
 
 
 class SmpSavePlanner(DefaultSavePlanner):
@@ -31,6 +51,10 @@ class SmpSavePlanner(DefaultSavePlanner):
         items = [item for item in plan.items if _carries_data(item)]
         self.plan = dataclasses.replace(plan, items=items, planner_data=_ties(self.state_dict))
         return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        held = self.state_dict[index.fqn]
+        return held.slices[index.offset] if isinstance(held, StagedTensor) else super().lookup_object(index)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         aliases = _agreed_aliases([plan.planner_data for plan in all_plans])
@@ -65,21 +89,30 @@ def _one_chunk_when_empty(plans: list[SavePlan]) -> list[SavePlan]:
     return result
 
 
-def _ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str | None]:
+def tie_key(tensor: torch.Tensor) -> Any:
+    """What two tensors over the same memory have in common; None where this rank's slice is empty."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.numel() == 0:
+        return None
+    placements = tensor.placements if isinstance(tensor, DTensor) else None
+    layout = (tuple(local.shape), local.stride(), local.dtype, tuple(tensor.shape), placements)
+    return (str(local.device), local.data_ptr(), layout)
+
+
+def _ties(tensors: Mapping[str, torch.Tensor | StagedTensor]) -> dict[str, str | None]:
     """Name -> the first name over the same memory (itself when there is none), None where this rank cannot tell."""
     first: dict[Any, str] = {}
     ties: dict[str, str | None] = {}
     for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        placements = tensor.placements if isinstance(tensor, DTensor) else None
-        if hasattr(tensor, "__create_write_items__") and placements is None:
-            ties[name] = name
-        elif local.numel() == 0:
-            ties[name] = None
+        if isinstance(tensor, StagedTensor):
+            can_tie, key = tensor.can_tie, tensor.tie
         else:
-            layout = (tuple(local.shape), local.stride(), local.dtype, tuple(tensor.shape), placements)
-            key = (str(local.device), local.data_ptr(), layout)
-            ties[name] = first.setdefault(key, name)
+            can_tie = isinstance(tensor, DTensor) or not hasattr(tensor, "__create_write_items__")
+            key = tie_key(tensor) if can_tie else None
+        if not can_tie:
+            ties[name] = name
+        else:
+            ties[name] = None if key is None else first.setdefault(key, name)
     return ties
 
 

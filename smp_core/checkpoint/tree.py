@@ -18,7 +18,7 @@ import base64
 import io
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,7 +88,7 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
     """Encode everything but tensors.
 
     Args:
-        state: the nested state; its top-level keys are sections that messages leave out of paths.
+        state: the nested state.
         names: path -> name of each tensor.
         allow_pickle: keep values that torch.load(weights_only=True) refuses, in a file of their own.
 
@@ -129,9 +129,9 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
         if allow_pickle and holds_tensor(value) is False:
             key = str(len(result.pickle))
             result.pickle[key] = value
-            result.pickled_paths.append(path_text(path[1:]))
+            result.pickled_paths.append(path_text(path) or "(the whole value)")
             return {"$pickle": key}
-        refused.append(f"{path_text(path[1:])} ({kind.__module__}.{kind.__qualname__}: {problem})")
+        refused.append(f"{path_text(path) or '(the whole value)'} ({kind.__module__}.{kind.__qualname__}: {problem})")
         return None
 
     result.tree = encode(state, ())
@@ -143,6 +143,28 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
             "allow_pickle=True to saving and to loading"
         )
     return result
+
+
+def merge_rest(rest: EncodedRest, per_rank: Sequence[EncodedRest]) -> EncodedRest:
+    """One tree ``{"state": ..., "per_rank": [...]}`` out of the state's rest and each rank's own value."""
+    merged = EncodedRest(plain=dict(rest.plain), pickle=dict(rest.pickle), pickled_paths=list(rest.pickled_paths))
+    for rank, own in enumerate(per_rank):
+        merged.plain.update({f"rank{rank}.{key}": value for key, value in own.plain.items()})
+        merged.pickle.update({f"rank{rank}.{key}": value for key, value in own.pickle.items()})
+        merged.pickled_paths += [f"per_rank.{rank}.{path}" for path in own.pickled_paths]
+    trees = [_renumbered(own.tree, f"rank{rank}.") for rank, own in enumerate(per_rank)]
+    merged.tree = {"state": rest.tree, "per_rank": trees}
+    return merged
+
+
+def _renumbered(node: Any, prefix: str) -> Any:
+    if isinstance(node, list):
+        return [_renumbered(item, prefix) for item in node]
+    if isinstance(node, dict):
+        return {
+            key: prefix + item if key in ("$pt", "$pickle") else _renumbered(item, prefix) for key, item in node.items()
+        }
+    return node
 
 
 def decode_rest(

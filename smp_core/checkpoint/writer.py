@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from smp_core.checkpoint.layout import (
@@ -44,13 +43,12 @@ from smp_core.checkpoint.layout import (
 from smp_core.checkpoint.local_folder import new_save_id
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import SmpSavePlanner
+from smp_core.checkpoint.staging import Staged, stage
 from smp_core.checkpoint.storage import Transaction, open_transaction
 from smp_core.checkpoint.tensor_file import Entry, write_tensor_file
-from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, name_tensors
+from smp_core.checkpoint.tree import EncodedRest, Path, merge_rest
 
 logger = logging.getLogger("smp")
-
-Named = dict[Path, tuple[str, torch.Tensor]]
 
 
 def save_checkpoint(
@@ -85,28 +83,48 @@ def save_checkpoint(
         CheckpointError: on every rank when any rank failed; what was at ``path`` before is untouched.
     """
     ranks = Ranks(process_group)
-    what = f"checkpoint {os.fspath(path)} was not saved"
-    named = ranks.together(what, lambda: _named_tensors(state, digest))
-    everyone = ranks.gather(per_rank)
-    transaction = open_transaction(path)
+    options = SaveOptions(dict(metadata or {}), dict(extra_files or {}), overwrite, digest)
+    staged = ranks.together(not_saved(path), lambda: stage(state, per_rank, ranks.rank, allow_pickle))
+    write_staged(path, staged, options, ranks)
 
-    rest: EncodedRest | None = None
+
+@dataclasses.dataclass(frozen=True)
+class SaveOptions:
+    """The arguments of :func:`save_checkpoint` that concern the writing."""
+
+    metadata: dict[str, Any]
+    extra_files: dict[str, bytes | str]
+    overwrite: bool
+    digest: str
+
+
+def not_saved(path: str | os.PathLike[str]) -> str:
+    """How messages about a failed save begin."""
+    return f"checkpoint {os.fspath(path)} was not saved"
+
+
+def write_staged(path: str | os.PathLike[str], staged: Staged, options: SaveOptions, ranks: Ranks) -> None:
+    """Write and commit what every rank has staged. Collective.
+
+    Raises:
+        CheckpointError: as :func:`save_checkpoint`.
+    """
+    what = not_saved(path)
+    transaction = open_transaction(path)
+    own = ranks.gather(staged.own)
 
     def prepare() -> str:
-        # On rank 0 only; the other ranks learn the identity of the save.
-        nonlocal rest
-        rest = _encode(state, named, everyone, allow_pickle)
-        _check_metadata(metadata)
+        _check_options(options)
         save_id = new_save_id()
-        transaction.begin(save_id, overwrite)
+        transaction.begin(save_id, options.overwrite)
         return save_id
 
     try:
         save_id = ranks.on_first(what, prepare)
         ranks.together(what, lambda: None if ranks.rank == 0 else transaction.join(save_id))
-        facts = _Facts(save_id, dict(metadata or {}), dict(extra_files or {}), rest, digest, ranks.size, _meshes(named))
-        writer = SmpStorageWriter(transaction, facts, ranks.rank, {name: path for path, (name, _) in named.items()})
-        _run_dcp_save(dict(named.values()), writer, ranks)
+        rest = None if staged.rest is None else merge_rest(staged.rest, own)
+        writer = SmpStorageWriter(transaction, save_id, staged, rest, options, ranks)
+        _run_dcp_save(staged.tensors, writer, ranks)
     except BaseException as error:
         if ranks.rank == 0:
             transaction.abort()
@@ -119,7 +137,7 @@ def save_checkpoint(
         logger.debug("checkpoint %s saved", os.fspath(path))
 
 
-def _run_dcp_save(tensors: dict[str, torch.Tensor], writer: SmpStorageWriter, ranks: Ranks) -> None:
+def _run_dcp_save(tensors: dict[str, Any], writer: SmpStorageWriter, ranks: Ranks) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
@@ -140,31 +158,12 @@ def _failures(error: CheckpointException) -> str:
     return "; ".join(parts[:4])
 
 
-def _named_tensors(state: Mapping[str, Any], digest: str) -> Named:
-    new_digest(digest)  # refuses an unknown name
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"state must be a dict, not {type(state).__name__}")
-    named = name_tensors(dict(state))
-    for name, tensor in named.values():
-        if isinstance(tensor, DTensor):
-            if any(placement.is_partial() for placement in tensor.placements):
-                raise CheckpointError(f"{name} is a partial sum over its mesh; reduce it first (redistribute)")
-            tensor = tensor.to_local()
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise CheckpointError(f"{name} is {tensor.layout}; only dense tensors can be saved: call .to_dense()")
-        if tensor.is_meta:
-            raise CheckpointError(f"{name} is on the meta device: it has no values to save")
-    return named
-
-
-def _encode(state: Mapping[str, Any], named: Named, per_rank: list[Any], allow_pickle: bool) -> EncodedRest:
-    names = {("state", *path): name for path, (name, _) in named.items()}
-    whole = {"state": dict(state), "per_rank": per_rank}
-    return encode_rest(whole, names, allow_pickle)
-
-
-def _check_metadata(metadata: Mapping[str, Any] | None) -> None:
-    for key, value in (metadata or {}).items():
+def _check_options(options: SaveOptions) -> None:
+    new_digest(options.digest)  # refuses an unknown name
+    for name in options.extra_files:
+        if os.path.basename(name) != name or name in ("", ".", ".."):
+            raise CheckpointError(f"extra_files[{name!r}]: only plain file names, no directories")
+    for key, value in options.metadata.items():
         try:
             same = json.loads(json.dumps({key: value})) == {key: value}
         except (TypeError, ValueError):
@@ -173,45 +172,33 @@ def _check_metadata(metadata: Mapping[str, Any] | None) -> None:
             raise CheckpointError(f"metadata[{key!r}] must be plain JSON (str keys, lists, no tuples); got {value!r}")
 
 
-def _meshes(named: Named) -> list[dict[str, Any]]:
-    meshes = {}
-    for _, tensor in named.values():
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            ranks = mesh.mesh.flatten().tolist()
-            described = {"axes": list(mesh.mesh_dim_names or []), "shape": list(mesh.mesh.shape), "ranks": ranks}
-            meshes[json.dumps(described)] = described
-    return list(meshes.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Facts:
-    """What the manifest says beyond the tensors; ``rest`` is None on ranks other than 0."""
-
-    save_id: str
-    metadata: dict[str, Any]
-    extra_files: dict[str, bytes | str]
-    rest: EncodedRest | None
-    algorithm: str
-    world_size: int
-    meshes: list[dict[str, Any]]
-
-
 class SmpStorageWriter(StorageWriter):
     """DCP storage that writes one safetensors file per rank and commits on the coordinator.
 
     Args:
         transaction: the save, already begun or joined.
-        facts: what goes into the manifest.
-        rank: this rank in the saving group.
-        paths: tensor name -> path in the state.
+        save_id: its identity.
+        staged: this rank's tensors and where they stand in the state.
+        rest: the rest of the state and of all ranks; None on ranks other than 0.
+        options: how to save.
+        ranks: who saves together.
     """
 
-    def __init__(self, transaction: Transaction, facts: _Facts, rank: int, paths: dict[str, Path]) -> None:
+    def __init__(
+        self,
+        transaction: Transaction,
+        save_id: str,
+        staged: Staged,
+        rest: EncodedRest | None,
+        options: SaveOptions,
+        ranks: Ranks,
+    ) -> None:
         self.transaction = transaction
-        self.facts = facts
-        self.rank = rank
-        self.paths = paths
+        self.save_id = save_id
+        self.staged = staged
+        self.rest = rest
+        self.options = options
+        self.ranks = ranks
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to do: one writer serves one save."""
@@ -234,10 +221,10 @@ class SmpStorageWriter(StorageWriter):
         items = sorted(plan.items, key=lambda item: -_entry(item, "").dtype.itemsize)
         results: list[WriteResult] = []
         if items:
-            name = self.transaction.file_name(f"tensors-{self.rank:05d}-of-{self.facts.world_size:05d}", ".safetensors")
+            name = self.transaction.file_name(f"tensors-{self.ranks.rank:05d}-of-{self.ranks.size:05d}", ".safetensors")
             entries = _entries(items)
-            header = {"format": "pt", FORMAT: self.facts.save_id, "file": name}
-            sink = self.transaction.create(name, self.facts.algorithm)
+            header = {"format": "pt", FORMAT: self.save_id, "file": name}
+            sink = self.transaction.create(name, self.options.digest)
 
             def values() -> Iterator[torch.Tensor]:
                 for item in items:
@@ -261,8 +248,54 @@ class SmpStorageWriter(StorageWriter):
             chunk, record = result.storage_data
             files[chunk.file] = record
             chunks.setdefault(result.index.fqn, []).append(chunk)
-        index = _index(metadata, chunks, self.paths)
-        _finish(self.transaction, self.facts, index, files)
+        index = _index(metadata, chunks, self.staged.paths)
+        self._commit(index, files)
+
+    def _commit(self, index: Index, files: dict[str, FileRecord]) -> None:
+        """Write everything but the tensors, then commit."""
+        assert self.rest is not None, "only rank 0 commits"
+
+        def write(stem: str, suffix: str, data: bytes) -> str:
+            name = self.transaction.file_name(stem, suffix)
+            sink = self.transaction.create(name, self.options.digest)
+            try:
+                sink.write(data)
+                files[name] = sink.close()
+            except BaseException:
+                sink.abandon()
+                raise
+            return name
+
+        def torch_file(stem: str, content: dict[str, Any]) -> str | None:
+            if not content:
+                return None
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
+            return write(stem, ".pt", buffer.getvalue())
+
+        extra = {}
+        for name, content in self.options.extra_files.items():
+            stem, suffix = os.path.splitext(name)
+            extra[name] = write(f"extra/{stem}", suffix, content.encode() if isinstance(content, str) else content)
+        step = self.options.metadata.get("step")
+        manifest = Manifest(
+            id=self.save_id,
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
+            step=step if isinstance(step, int) else None,
+            world_size=self.ranks.size,
+            meshes=self.staged.meshes,
+            versions=_versions(),
+            metadata=self.options.metadata,
+            algorithm=self.options.digest,
+            index=write("index", ".json", json.dumps(index.to_json()).encode()),
+            rest=write("rest", ".json", json.dumps({"format": FORMAT, "tree": self.rest.tree}).encode()),
+            rest_pt=torch_file("rest", self.rest.plain),
+            rest_pickle=torch_file("rest-pickle", self.rest.pickle),
+            pickled=self.rest.pickled_paths,
+            extra=extra,
+            files=files,
+        )
+        self.transaction.commit(manifest.to_bytes())
 
 
 def _entry(item: WriteItem, key: str) -> Entry:
@@ -293,56 +326,6 @@ def _index(metadata: Metadata, chunks: dict[str, list[Chunk]], paths: dict[str, 
         tensors[name] = TensorRecord(tuple(record.size), record.properties.dtype, path, ordered)
     aliases: dict[str, str] = metadata.planner_data
     return Index(tensors, aliases, {name: paths.get(name, (name,)) for name in aliases})
-
-
-def _finish(transaction: Transaction, facts: _Facts, index: Index, files: dict[str, FileRecord]) -> None:
-    """Write everything but the tensors, then commit. Rank 0 only."""
-    assert facts.rest is not None
-
-    def write(stem: str, suffix: str, data: bytes) -> str:
-        name = transaction.file_name(stem, suffix)
-        sink = transaction.create(name, facts.algorithm)
-        try:
-            sink.write(data)
-            files[name] = sink.close()
-        except BaseException:
-            sink.abandon()
-            raise
-        return name
-
-    def torch_file(stem: str, content: dict[str, Any]) -> str | None:
-        if not content:
-            return None
-        buffer = io.BytesIO()
-        torch.save(content, buffer)
-        return write(stem, ".pt", buffer.getvalue())
-
-    extra = {}
-    for name, content in facts.extra_files.items():
-        if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise CheckpointError(f"extra_files[{name!r}]: only plain file names, no directories")
-        stem, suffix = os.path.splitext(name)
-        data = content.encode() if isinstance(content, str) else content
-        extra[name] = write(f"extra/{stem}", suffix, data)
-    step = facts.metadata.get("step")
-    manifest = Manifest(
-        id=facts.save_id,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        step=step if isinstance(step, int) else None,
-        world_size=facts.world_size,
-        meshes=facts.meshes,
-        versions=_versions(),
-        metadata=facts.metadata,
-        algorithm=facts.algorithm,
-        index=write("index", ".json", json.dumps(index.to_json()).encode()),
-        rest=write("rest", ".json", json.dumps({"format": FORMAT, "tree": facts.rest.tree}).encode()),
-        rest_pt=torch_file("rest", facts.rest.plain),
-        rest_pickle=torch_file("rest-pickle", facts.rest.pickle),
-        pickled=facts.rest.pickled_paths,
-        extra=extra,
-        files=files,
-    )
-    transaction.commit(manifest.to_bytes())
 
 
 def _versions() -> dict[str, str]:

@@ -1,0 +1,152 @@
+"""What one rank brings to a save: its named tensors and the encoded rest, either as they are or copied to host memory.
+
+A staged copy no longer depends on the live model: training may go on while it is written. Host buffers are kept from
+save to save (pinned where the tensors are on a GPU), so that staging is one copy and no allocation.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.utils import find_tensor_shard
+from torch.distributed.tensor import DTensor
+
+from smp_core.checkpoint.layout import CheckpointError
+from smp_core.checkpoint.save_plan import StagedTensor, tie_key
+from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, name_tensors
+
+
+@dataclass
+class Staged:
+    """One rank's part of a save.
+
+    Attributes:
+        tensors: name -> tensor, or its staged copy.
+        paths: name -> path in the state.
+        rest: the encoded non-tensor part of the state; only on rank 0.
+        own: the encoded ``per_rank`` value.
+        meshes: device meshes of the DTensors, for the manifest.
+    """
+
+    tensors: dict[str, torch.Tensor | StagedTensor] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    rest: EncodedRest | None = None
+    own: EncodedRest = field(default_factory=EncodedRest)
+    meshes: list[dict[str, Any]] = field(default_factory=list)
+
+
+def stage(
+    state: Mapping[str, Any], per_rank: Any, rank: int, allow_pickle: bool, buffers: HostBuffers | None = None
+) -> Staged:
+    """Name, check and encode what this rank saves. Not collective.
+
+    Args:
+        state: the nested state.
+        per_rank: this rank's own value.
+        rank: the rest of the state is encoded on rank 0 only.
+        allow_pickle: see :func:`smp_core.checkpoint.save_checkpoint`.
+        buffers: copy the tensors into these; None: refer to the live ones.
+
+    Raises:
+        CheckpointError: a tensor or value that cannot be saved; the message names it.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"state must be a dict, not {type(state).__name__}")
+    named = name_tensors(dict(state))
+    for name, tensor in named.values():
+        _check(name, tensor)
+    names = {path: name for path, (name, _) in named.items()}
+    rest = encode_rest(dict(state), names, allow_pickle) if rank == 0 else None
+    own = encode_rest(per_rank, {}, allow_pickle)
+    tensors: dict[str, torch.Tensor | StagedTensor] = dict(named.values())
+    if buffers is not None:
+        tensors = buffers.fill(dict(named.values()))
+        rest, own = None if rest is None else _frozen(rest), _frozen(own)
+    return Staged(tensors, {name: path for path, name in names.items()}, rest, own, _meshes(dict(named.values())))
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise CheckpointError(f"{name} is a partial sum over its mesh; reduce it first (redistribute)")
+        tensor = tensor.to_local()
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{name} is {tensor.layout}; only dense tensors can be saved: call .to_dense()")
+    if tensor.is_meta:
+        raise CheckpointError(f"{name} is on the meta device: it has no values to save")
+
+
+def _frozen(rest: EncodedRest) -> EncodedRest:
+    return EncodedRest(rest.tree, copy.deepcopy(rest.plain), copy.deepcopy(rest.pickle), rest.pickled_paths)
+
+
+def _meshes(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
+    meshes = {}
+    for tensor in tensors.values():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            ranks = mesh.mesh.flatten().tolist()
+            described = {"axes": list(mesh.mesh_dim_names or []), "shape": list(mesh.mesh.shape), "ranks": ranks}
+            meshes[json.dumps(described)] = described
+    return list(meshes.values())
+
+
+class HostBuffers:
+    """Host memory for staged tensors, kept for the next save of the same shapes."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], torch.Tensor] = {}
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | StagedTensor]:
+        """Copy this rank's slices; returns when all values have arrived. Tied tensors are copied once."""
+        staged: dict[str, torch.Tensor | StagedTensor] = {}
+        copied: dict[Any, list[torch.Tensor]] = {}
+        used: dict[tuple[str, int], torch.Tensor] = {}
+        devices: set[torch.device] = set()
+        for name, tensor in tensors.items():
+            key = tie_key(tensor) if _can_tie(tensor) else None
+            items = _write_items(name, tensor)
+            slices = [_slice(tensor, item.index) for item in items]
+            if key is None or key not in copied:
+                hosts = [self._copy((name, number), part, used) for number, part in enumerate(slices)]
+                devices |= {part.device for part in slices if part.device.type != "cpu"}
+                if key is not None:
+                    copied[key] = hosts
+            else:
+                hosts = copied[key]
+            by_offset = {item.index.offset: host for item, host in zip(items, hosts, strict=True)}
+            staged[name] = StagedTensor(items, by_offset, key, can_tie=_can_tie(tensor))
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        self._kept = used
+        return staged
+
+    def _copy(self, place: tuple[str, int], source: torch.Tensor, used: dict[Any, torch.Tensor]) -> torch.Tensor:
+        source = source.detach()
+        on_device = source.device.type != "cpu"
+        host = self._kept.get(place)
+        if host is None or (host.shape, host.dtype) != (source.shape, source.dtype):
+            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=on_device and torch.cuda.is_available())
+        host.copy_(source, non_blocking=on_device)
+        used[place] = host
+        return host
+
+
+def _can_tie(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor) or not hasattr(tensor, "__create_write_items__")
+
+
+def _write_items(name: str, tensor: torch.Tensor) -> list[WriteItem]:
+    return list(create_default_local_save_plan({name: tensor}, is_coordinator=True).items)
+
+
+def _slice(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+    return find_tensor_shard(tensor, index)
