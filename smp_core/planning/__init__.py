@@ -1,0 +1,1 @@
+"""Planning: what a run will need, before it is started."""
