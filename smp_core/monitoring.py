@@ -46,7 +46,6 @@ _PEAK_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
     ("A800", 312.0),
     ("A30", 165.0),
     ("A40", 149.7),
-    ("A10G", 125.0),
     ("A10", 125.0),
     ("A6000", 154.8),
     ("L40S", 362.1),
@@ -63,8 +62,8 @@ _PEAK_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 peak of a device in FLOP/s, None if it is not known (or has none: CPU, V100, T4).
 
-    Sources: the vendors' data sheets (NVIDIA A100, A10, A30, A40, L4, L40S, H100, H200, HGX B200/B300, GB200, RTX A6000;
-    AMD Instinct MI250X, MI300X, MI325X, MI355X). NVIDIA prints Hopper's, Ada's and Blackwell's figures with 2:4
+    Sources: the vendors' data sheets (NVIDIA A100, A10, A30, A40, L4, L40S, H100, H200, HGX B200 and B300, GB200, RTX
+    A6000; AMD Instinct MI250X, MI300X, MI325X, MI355X). NVIDIA prints Hopper's, Ada's and Blackwell's figures with 2:4
     sparsity; half of that is the dense peak. MIG slices and laptop parts are not known.
     """
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))

@@ -297,4 +297,4 @@ def _does_not_fit(largest: MemoryEstimate, share: str, topology: Topology) -> st
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f}" if nbytes < GIB else f"{nbytes / GIB:.1f}"
+    return f"{nbytes / GIB:.2g}" if nbytes < GIB else f"{nbytes / GIB:.1f}"

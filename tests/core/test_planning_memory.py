@@ -1,0 +1,200 @@
+"""Model-state memory: every figure here is worked out by hand in the comments."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from smp_core.config import SmpConfig
+from smp_core.planning.memory import GIB, MemoryEstimate, model_state_bytes, plan_table, smallest_shard_degree
+from smp_core.topology import Topology
+
+
+class TwoBlocks(nn.Module):
+    """Embedding 10x8 (tied head), blocks of 7x8 + 7 and 16x8 (frozen), a 0-d parameter, a buffer of 5 int64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.first = nn.Linear(8, 7)
+        self.second = nn.Linear(8, 16, bias=False).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("counts", torch.zeros(5, dtype=torch.int64))
+
+
+UNITS = [["first.weight", "first.bias"], ["second.weight"]]
+
+
+def estimate(shard_degree: int, dtype: torch.dtype = torch.float32, **knobs: Any) -> MemoryEstimate:
+    with torch.device("meta"):
+        model = TwoBlocks().to(dtype)
+    return model_state_bytes(model, SmpConfig(**knobs), shard_degree=shard_degree, units=UNITS)
+
+
+def test_every_part_on_three_ranks_counts_padding_frozen_and_tied_parameters() -> None:
+    # Shards: embed ceil(10/3)=4 rows x 8 = 32, first.weight 3 x 8 = 24, first.bias 3, second 6 x 8 = 48, scale 1
+    trainable, frozen = 32 + 24 + 3 + 1, 48
+    # Gathered: root embed 3*32 = 96 elements; units first 3*(24+3) = 81 and second 3*48 = 144, the larger one twice
+    assert estimate(3) == MemoryEstimate(
+        shard_degree=3,
+        parameters=4 * (trainable + frozen),
+        gradients=4 * trainable,
+        partial_sums=0,
+        optimizer_states=2 * 4 * trainable,
+        buffers=40,
+        gathered=4 * (96 + 2 * 144),
+    )
+
+
+def test_parameters_that_stay_gathered_are_counted_once_each() -> None:
+    assert estimate(3, reshard_after_forward=False).gathered == 4 * (96 + 81 + 144)
+
+
+def test_gather_dtype_halves_the_gathered_units_and_float32_sums_stay_float32() -> None:
+    mixed = estimate(3, param_dtype="bfloat16")
+    assert mixed.gathered == 2 * (96 + 2 * 144)
+    assert (mixed.parameters, mixed.gradients, mixed.partial_sums) == (4 * 108, 4 * 60, 0)
+
+
+def test_half_precision_parameters_are_summed_in_float32_unless_told_otherwise() -> None:
+    half = estimate(3, torch.bfloat16)
+    assert (half.parameters, half.gradients, half.partial_sums) == (2 * 108, 2 * 60, 4 * 60)
+    assert half.optimizer_states == 2 * 2 * 60
+    assert estimate(3, torch.bfloat16, reduce_dtype="bfloat16").partial_sums == 0
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [("adamw", 2), ("sgd-momentum", 1), ("sgd", 0)])
+def test_optimizer_states(optimizer: str, states: int) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    assert model_state_bytes(model, SmpConfig(), optimizer).optimizer_states == states * 64
+
+
+def test_unknown_optimizer_and_parameter_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"optimizer='adamv'.*allowed: adamw"):
+        model_state_bytes(nn.Linear(2, 2), SmpConfig(), "adamv")
+    with pytest.raises(ValueError, match=r"'wieght', which Linear does not have"):
+        model_state_bytes(nn.Linear(2, 2), SmpConfig(), units=[["wieght"]])
+
+
+class Gpt2Shapes(nn.Module):
+    """The parameters of GPT-2 of width 7168 and 48 layers, shapes only."""
+
+    def __init__(self, width: int = 7168, layers: int = 48) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(50257, width)
+        self.wpe = nn.Embedding(1024, width)
+        self.h = nn.ModuleList(
+            nn.ModuleList(
+                [
+                    nn.LayerNorm(width),
+                    nn.Linear(width, 3 * width),
+                    nn.Linear(width, width),
+                    nn.LayerNorm(width),
+                    nn.Linear(width, 4 * width),
+                    nn.Linear(4 * width, width),
+                ]
+            )
+            for _ in range(layers)
+        )
+        self.ln_f = nn.LayerNorm(width)
+
+
+@pytest.fixture(scope="module")
+def gpt2_30b() -> tuple[nn.Module, list[list[str]]]:
+    with torch.device("meta"):
+        model = Gpt2Shapes()
+    return model, [[f"h.{i}.{name}" for name, _ in block.named_parameters()] for i, block in enumerate(model.h)]
+
+
+def test_gpt2_of_30_billion_parameters_needs_four_nodes_of_eight_40_gib_devices(
+    gpt2_30b: tuple[nn.Module, list[list[str]]],
+) -> None:
+    model, units = gpt2_30b
+    # A block has 12 d^2 + 13 d = 616,655,872 parameters, the root (50257 + 1024) d + 2 d = 367,596,544;
+    # together 48 * 616,655,872 + 367,596,544 = 29,967,078,400.
+    block, root = 616_655_872, 367_596_544
+    degree, why, at32 = smallest_shard_degree(model, Topology.uniform(256, 8), SmpConfig(), 40 * GIB, units=units)
+    assert degree == 32
+    # All rows but the embedding's 50257 divide by 32: it is padded to 32 * 1571 = 50272, 15 rows more.
+    padding = 15 * 7168
+    assert at32.parameters == at32.gradients == 4 * (48 * block + root + padding) // 32
+    assert at32.optimizer_states == 2 * at32.parameters
+    assert at32.gathered == 4 * (2 * block + root + padding)
+    # 16 bytes per parameter / 32 = 13.955 GiB, gathered 5.964 GiB; allowed is 65 % of 40 GiB = 26 GiB.
+    assert at32.total / GIB == pytest.approx(13.955 + 5.964, abs=0.01)
+    # Over 16 ranks: 27.909 + 5.964 GiB do not fit.
+    assert why == "needs 19.9 GiB of 26.0 GiB (memory_headroom=0.35 of 40.0 GiB); degree 16 would need 33.9 GiB"
+
+
+def test_memory_knob_overrides_the_device_and_headroom_moves_the_limit(
+    gpt2_30b: tuple[nn.Module, list[list[str]]],
+) -> None:
+    model, units = gpt2_30b
+    topology = Topology.uniform(256, 8)
+    # Over 8 ranks: 55.818 + 5.964 = 61.78 GiB, which is 77.2 % of 80 GiB
+    for config, degree in [
+        (SmpConfig(device_memory_gib=80, memory_headroom=0.22), 8),
+        (SmpConfig(device_memory_gib=80, memory_headroom=0.23), 16),
+    ]:
+        assert smallest_shard_degree(model, topology, config, 40 * GIB, units=units)[0] == degree
+
+
+def test_degrees_are_parts_of_a_node_and_then_whole_nodes() -> None:
+    # 3072 x 1024 in float32: 12 MiB gathered and 48 / p MiB of states; 24 divides the rows. 8 ranks straddle nodes.
+    model = nn.Linear(1024, 3072, bias=False, device="meta")
+    needs = {1: 60, 2: 36, 3: 28, 6: 20, 12: 16, 24: 14}
+    larger = [*needs][1:]
+    for degree, mib in needs.items():
+        enough = SmpConfig(memory_headroom=0.0)
+        assert smallest_shard_degree(model, Topology.uniform(24, 6), enough, mib * 2**20)[0] == degree
+        if degree < 24:
+            one_byte_less = smallest_shard_degree(model, Topology.uniform(24, 6), enough, mib * 2**20 - 1)
+            assert one_byte_less[0] == larger[[*needs].index(degree)]
+
+
+def test_degree_holds_whole_context_groups() -> None:
+    config = SmpConfig(context_parallel_degree=4)
+    assert smallest_shard_degree(nn.Linear(2, 2), Topology.uniform(16, 8), config, GIB)[0] == 4
+    with pytest.raises(ValueError, match=r"context_parallel_degree=3 fits no partition group of 2 x 8 ranks"):
+        smallest_shard_degree(nn.Linear(2, 2), Topology.uniform(16, 8), SmpConfig(context_parallel_degree=3), GIB)
+
+
+def test_cpu_takes_the_ranks_of_a_node() -> None:
+    degree, why, estimate = smallest_shard_degree(nn.Linear(2, 2), Topology.uniform(8, 4), SmpConfig(), None)
+    assert degree == estimate.shard_degree == 4
+    assert "CPU" in why and estimate.budget is None
+
+
+def test_model_that_fits_nowhere_is_refused_with_figures_and_a_way_out(
+    gpt2_30b: tuple[nn.Module, list[list[str]]],
+) -> None:
+    model, units = gpt2_30b
+    # Over 8 ranks 61.8 GiB. 446.5 GiB of states into the 26 - 5.96 GiB beside the gathered units: 22.3 ranks, 3 nodes
+    with pytest.raises(
+        ValueError, match=r"61\.8 GiB per device even sharded over 8 ranks.*26\.0 GiB.*about 3 nodes of 8"
+    ):
+        smallest_shard_degree(model, Topology.uniform(8, 8), SmpConfig(), 40 * GIB, units=units)
+    with pytest.raises(ValueError, match=r"More ranks do not help.*wrap smaller modules"):
+        smallest_shard_degree(model, Topology.uniform(8, 8), SmpConfig(), 40 * GIB)
+
+
+def test_plan_table_shows_every_allowed_degree_and_marks_the_choice(
+    gpt2_30b: tuple[nn.Module, list[list[str]]],
+) -> None:
+    model, units = gpt2_30b
+    output = io.StringIO()
+    table = plan_table(model, Topology.uniform(256, 8), SmpConfig(), 40 * GIB, units=units)
+    Console(file=output, width=140).print(table)
+    text = output.getvalue()
+    rows = [line.replace("│", " ").split() for line in text.splitlines() if line.startswith("│")]
+    assert [int(row[0]) for row in rows] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert [row[0] for row in rows if "(auto)" in row] == ["32"]
+    assert rows[5][:8] == ["32", "4", "8", "3.5", "3.5", "7.0", "6.0", "19.9"]
+    assert "29.97 billion parameters on 32 x 8 ranks" in text
