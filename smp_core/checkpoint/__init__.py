@@ -5,6 +5,7 @@ The format is described in docs/checkpoint-format.md.
 
 from __future__ import annotations
 
+from smp_core.checkpoint.async_save import AsyncCheckpointer
 from smp_core.checkpoint.full_state import consolidate, full_state_dict
 from smp_core.checkpoint.layout import CheckpointError, Index, Manifest
 from smp_core.checkpoint.opening import is_checkpoint
@@ -16,18 +17,22 @@ from smp_core.checkpoint.reader import (
     read_rest,
     read_tensors,
 )
+from smp_core.checkpoint.root import find_checkpoints, newest_checkpoint, save_step
 from smp_core.checkpoint.storage import remove_checkpoint
 from smp_core.checkpoint.verify import verify_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 
 __all__ = [
+    "AsyncCheckpointer",
     "CheckpointError",
     "Index",
     "Manifest",
     "consolidate",
+    "find_checkpoints",
     "full_state_dict",
     "is_checkpoint",
     "load_checkpoint",
+    "newest_checkpoint",
     "read_index",
     "read_manifest",
     "read_per_rank",
@@ -35,5 +40,6 @@ __all__ = [
     "read_tensors",
     "remove_checkpoint",
     "save_checkpoint",
+    "save_step",
     "verify_checkpoint",
 ]

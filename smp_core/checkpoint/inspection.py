@@ -10,7 +10,7 @@ from rich.table import Table
 
 from smp_core.checkpoint.layout import CheckpointError, dtype_name
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
-from smp_core.checkpoint.root import find_checkpoints, read_latest
+from smp_core.checkpoint.root import find_checkpoints, join, read_latest
 from smp_core.checkpoint.verify import verify_checkpoint
 
 _LARGEST = 20
@@ -91,7 +91,7 @@ def list_table(root: str | os.PathLike[str]) -> Table:
     latest = read_latest(root)
     table = Table("checkpoint", "step", "created", "ranks", "bytes", "state", title=str(root), title_justify="left")
     for name in find_checkpoints(root, broken_too=True):
-        address = f"{os.fspath(root).rstrip('/')}/{name}"
+        address = join(root, name)
         problems = verify_checkpoint(address)
         state = "[red]broken: " + problems[0] if problems else "whole"
         state += " (LATEST)" if name == latest else ""
@@ -101,7 +101,7 @@ def list_table(root: str | os.PathLike[str]) -> Table:
             table.add_row(name, "", "", "", "", state)
             continue
         step = "-" if manifest.step is None else str(manifest.step)
-        table.add_row(name, step, manifest.created, str(manifest.world_size), _size(manifest.total_bytes), state)
+        table.add_row(name, step, manifest.created[:19], str(manifest.world_size), _size(manifest.total_bytes), state)
     return table
 
 

@@ -261,6 +261,11 @@ def previous_of(path: str) -> str | None:
     return max(found, key=os.path.getmtime, default=None)
 
 
+def own_name(entry: str) -> str:
+    """The name of the checkpoint that a temporary or previous directory belongs to."""
+    return entry.removeprefix(TEMPORARY_PREFIX).removeprefix(PREVIOUS_PREFIX)[:-22]
+
+
 def _siblings(path: str, prefix: str) -> list[str]:
     parent = os.path.dirname(os.path.abspath(path))
     start = f"{prefix}{os.path.basename(path)}-"

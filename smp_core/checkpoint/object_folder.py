@@ -161,8 +161,8 @@ def remove_objects(address: str) -> None:
     fs.rm(path, recursive=True)
 
 
-def list_objects(address: str) -> dict[str, float]:
-    """Names of the folders under an address (with 0 for a time, which stores do not keep for folders).
+def list_objects(address: str) -> list[str]:
+    """Names of the folders under an address.
 
     Raises:
         CheckpointError: nothing is there.
@@ -172,7 +172,7 @@ def list_objects(address: str) -> dict[str, float]:
         entries = fs.ls(path, detail=True)
     except FileNotFoundError:
         raise CheckpointError(f"there is no folder of checkpoints at {address}") from None
-    return {entry["name"].rstrip("/").rsplit("/", 1)[-1]: 0.0 for entry in entries if entry["type"] == "directory"}
+    return [entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory"]
 
 
 def read_object(address: str) -> bytes | None:

@@ -1,15 +1,28 @@
-"""A folder of checkpoints: ``root/step-00001000/``, the file ``LATEST``, keep-last-k and the newest whole one."""
+"""A folder of checkpoints: ``root/step-00001000/``, the file ``LATEST``, keep-last-k and the newest whole one.
+
+LATEST is a convenience for people and other programs. What counts is what lies in the folders: a crash between the
+commit of a checkpoint and the writing of LATEST must not hide the checkpoint, so the newest one is found by the
+creation times in the manifests (a run that was set back to an earlier step is newer with a smaller step).
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREFIX, CheckpointError
-from smp_core.checkpoint.opening import is_checkpoint
-from smp_core.checkpoint.storage import is_address, local_path
+from smp_core.checkpoint.local_folder import fsync_directory, new_save_id, own_name
+from smp_core.checkpoint.opening import open_checkpoint
+from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.storage import is_address, local_path, remove_checkpoint
+from smp_core.checkpoint.verify import verify_checkpoint
+from smp_core.checkpoint.writer import save_checkpoint
 
 logger = logging.getLogger("smp")
 
@@ -30,7 +43,7 @@ def step_of(name: str) -> int | None:
 
 
 def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False) -> list[str]:
-    """Names of the checkpoints in a folder: by step where the name says it, by time of change otherwise.
+    """Names of the checkpoints in a folder, the one created last at the end; broken ones before all others.
 
     Args:
         root: the folder.
@@ -39,15 +52,27 @@ def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False) -> 
     Raises:
         CheckpointError: no such folder.
     """
-    entries = list_entries(root)
     found = []
-    for name in entries:
+    entries = list_entries(root)
+    # What an interrupted overwrite moved aside is read under its own name (local_folder.LocalFolder).
+    moved = {own_name(entry) for entry in entries if entry.startswith(PREVIOUS_PREFIX)}
+    for name in sorted(moved.union(entries)):
         if name.startswith((TEMPORARY_PREFIX, PREVIOUS_PREFIX)):
             continue
-        address = f"{os.fspath(root).rstrip('/')}/{name}"
-        if is_checkpoint(address) or (broken_too and _looks_like_one(address, name)):
-            found.append((step_of(name) if step_of(name) is not None else -1, entries[name], name))
+        address = join(root, name)
+        try:
+            manifest = open_checkpoint(address).manifest
+        except (CheckpointError, OSError):
+            if broken_too and _looks_like_one(address, name):
+                found.append(("", step_of(name) or 0, name))
+        else:
+            found.append((manifest.created, manifest.step or 0, name))
     return [name for _, _, name in sorted(found)]
+
+
+def join(root: str | os.PathLike[str], name: str) -> str:
+    """The path or address of an entry of a folder."""
+    return f"{os.fspath(root).rstrip('/')}/{name}"
 
 
 def _looks_like_one(address: str, name: str) -> bool:
@@ -56,8 +81,8 @@ def _looks_like_one(address: str, name: str) -> bool:
     return not is_address(address) and os.path.exists(os.path.join(address, MANIFEST))
 
 
-def list_entries(root: str | os.PathLike[str]) -> dict[str, float]:
-    """Directories in a folder and when each changed last (0 on object stores).
+def list_entries(root: str | os.PathLike[str]) -> list[str]:
+    """Names of the directories in a folder.
 
     Raises:
         CheckpointError: no such folder.
@@ -69,7 +94,7 @@ def list_entries(root: str | os.PathLike[str]) -> dict[str, float]:
     path = Path(local_path(root))
     if not path.is_dir():
         raise CheckpointError(f"there is no folder of checkpoints at {path}")
-    return {entry.name: entry.stat().st_mtime for entry in path.iterdir() if entry.is_dir()}
+    return [entry.name for entry in path.iterdir() if entry.is_dir()]
 
 
 def read_latest(root: str | os.PathLike[str]) -> str | None:
@@ -77,8 +102,96 @@ def read_latest(root: str | os.PathLike[str]) -> str | None:
     if is_address(root):
         from smp_core.checkpoint.object_folder import read_object
 
-        data = read_object(f"{os.fspath(root).rstrip('/')}/{LATEST}")
+        data = read_object(join(root, LATEST))
     else:
         file = Path(local_path(root), LATEST)
         data = file.read_bytes() if file.is_file() else None
     return data.decode().strip() if data is not None else None
+
+
+def write_latest(root: str | os.PathLike[str], name: str) -> None:
+    """Make LATEST say a name, in one step."""
+    data = f"{name}\n".encode()
+    if is_address(root):
+        from smp_core.checkpoint.object_folder import write_object
+
+        write_object(join(root, LATEST), data)
+        return
+    path = Path(local_path(root), LATEST)
+    temporary = path.with_name(f".{LATEST}-{new_save_id()}")
+    with open(temporary, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_directory(path.parent)
+
+
+def newest_checkpoint(root: str | os.PathLike[str], verify: str | None = "sizes") -> str | None:
+    """The path of the newest whole checkpoint in a folder, None where there is none. Not collective.
+
+    Broken ones are skipped, with a warning that names them and what is wrong.
+
+    Args:
+        root: the folder; one that does not exist holds no checkpoint.
+        verify: ``"sizes"``, ``"digests"`` or None (only a readable manifest).
+    """
+    try:
+        names = find_checkpoints(root)
+        unreadable = sorted(set(find_checkpoints(root, broken_too=True)) - set(names))
+    except CheckpointError:
+        return None
+    for name in unreadable:
+        logger.warning("BROKEN CHECKPOINT SKIPPED: %s", "; ".join(verify_checkpoint(join(root, name))))
+    for name in reversed(names):
+        problems = [] if verify is None else verify_checkpoint(join(root, name), deep=verify == "digests")
+        if not problems:
+            return join(root, name)
+        logger.warning("BROKEN CHECKPOINT SKIPPED: %s", "; ".join(problems[:3]))
+    return None
+
+
+def save_step(
+    root: str | os.PathLike[str],
+    step: int,
+    state: Mapping[str, Any],
+    *,
+    keep_last: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> str:
+    """Save ``root/step-<step>``, make LATEST say so, and remove all but the newest. Collective.
+
+    Args:
+        root: the folder, made when missing.
+        step: the optimizer step; also goes into the manifest.
+        keep_last: how many checkpoints stay, the new one included; None: all. Only those named ``step-*`` count.
+        overwrite: replace a checkpoint of the same step instead of refusing.
+        state, process_group, metadata, **options: as in :func:`smp_core.checkpoint.save_checkpoint`.
+
+    Returns:
+        the path of the checkpoint.
+
+    Raises:
+        CheckpointError: on every rank when any rank failed; nothing is removed then.
+    """
+    if keep_last is not None and keep_last < 1:
+        raise CheckpointError(f"keep_last={keep_last} must be 1 or more, or None to keep all")
+    path = join(root, step_name(step))
+    facts = {**(metadata or {}), "step": step}
+    save_checkpoint(path, state, process_group=process_group, metadata=facts, overwrite=overwrite, **options)
+    ranks = Ranks(process_group)
+    ranks.on_first(f"{path} was saved, but the folder was not tidied", lambda: tidy(root, step_name(step), keep_last))
+    return path
+
+
+def tidy(root: str | os.PathLike[str], newest: str, keep_last: int | None) -> None:
+    """After a commit: make LATEST name it and remove the oldest ``step-*`` checkpoints beyond ``keep_last``."""
+    write_latest(root, newest)
+    if keep_last is None:
+        return
+    whole = [name for name in find_checkpoints(root) if step_of(name) is not None and name != newest]
+    for name in whole[: max(0, len(whole) + 1 - keep_last)]:
+        remove_checkpoint(join(root, name))

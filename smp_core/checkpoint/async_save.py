@@ -1,0 +1,185 @@
+"""Saving behind training: staged to host memory, then written by a thread of its own over a process group of its own.
+
+Training stalls for the copy to host memory only. At most one save is in flight; its error is raised at the next call,
+on every rank, because the writing agrees on errors. A removal asked for while a save is in flight happens after that
+save has committed, and not at all if it failed: the last good checkpoint is never given up for one that does not exist.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from smp_core.checkpoint.layout import CheckpointError
+from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.staging import HostBuffers, Staged, stage
+from smp_core.checkpoint.storage import remove_checkpoint
+from smp_core.checkpoint.writer import SaveOptions, not_saved, write_staged
+
+logger = logging.getLogger("smp")
+
+
+class AsyncCheckpointer:
+    """Saves checkpoints behind training. Creating it is collective.
+
+    Args:
+        process_group: the ranks that save together; None: all. The thread does not use this group but a gloo group of
+            the same ranks, made here.
+        timeout: of that group: the longest that one rank may wait for the slowest rank's writing.
+
+    Attributes:
+        stall_seconds: how long the last :meth:`save` kept training waiting (waiting for the save before included).
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: datetime.timedelta = datetime.timedelta(hours=1),
+    ) -> None:
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_available() and dist.is_initialized():
+            members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+            self._group = dist.new_group(members, timeout=timeout, backend="gloo", group_desc="smp checkpoints")
+        self._ranks = Ranks(self._group)
+        self._buffers = HostBuffers()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._removals: list[str] = []
+        self._pending = False  # from the start of a save until it has committed, or its error was raised
+        self._lock = threading.Lock()
+        self.stall_seconds = 0.0
+        atexit.register(_finish_at_exit, weakref.ref(self))
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        extra_files: Mapping[str, bytes | str] | None = None,
+        per_rank: Any = None,
+        overwrite: bool = True,
+        digest: str = "xxh3",
+        allow_pickle: bool = False,
+    ) -> None:
+        """Stage a checkpoint and return; the arguments are those of :func:`smp_core.checkpoint.save_checkpoint`.
+
+        Collective, but without communication on the calling thread. After it returns, ``state`` may change.
+
+        Raises:
+            CheckpointError: the save before this one failed.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        options = SaveOptions(dict(metadata or {}), dict(extra_files or {}), overwrite, digest)
+        staged: Staged | None = None
+        problem: Exception | None = None
+        try:
+            staged = stage(state, per_rank, self._ranks.rank, allow_pickle, self._buffers)
+        except Exception as error:  # told to the other ranks by the thread: they are on their way to its collectives
+            problem = error
+        self._pending = True
+        self._thread = threading.Thread(
+            target=self._write, args=(os.fspath(path), staged, problem, options), name="smp-checkpoint", daemon=False
+        )
+        self._thread.start()
+        self.stall_seconds = time.perf_counter() - begin
+
+    def _write(self, path: str, staged: Staged | None, problem: Exception | None, options: SaveOptions) -> None:
+        def staged_here() -> Staged:
+            if problem is not None:
+                raise problem
+            assert staged is not None
+            return staged
+
+        try:
+            mine = self._ranks.together(not_saved(path), staged_here)
+            write_staged(path, mine, options, self._ranks)
+        except BaseException as error:
+            self._error = error
+            return
+        with self._lock:
+            removals, self._removals = self._removals, []
+            self._pending = False
+        for old in removals:
+            _remove(old)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed meanwhile; cheap, for once per step.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            CheckpointError: it failed. Removals that waited for it are given up and logged.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            with self._lock:
+                kept, self._removals = self._removals, []
+                self._pending = False
+            if kept:
+                logger.warning("not removed, because the save that was to follow them failed: %s", ", ".join(kept))
+            raise CheckpointError(str(error)) from error
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint, once the save in flight has committed. Call it on one rank.
+
+        Raises:
+            CheckpointError: nothing is in flight and the path is not a checkpoint.
+        """
+        with self._lock:
+            if self._pending:
+                self._removals.append(os.fspath(path))
+                return
+        remove_checkpoint(path)
+
+    def close(self) -> None:
+        """Wait for the save in flight and let go of the host buffers; the process group stays torch's to end.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._buffers = HostBuffers()
+
+
+def _remove(path: str) -> None:
+    try:
+        remove_checkpoint(path)
+    except (CheckpointError, OSError) as error:
+        logger.error("%s was not removed: %s", path, error)
+
+
+def _finish_at_exit(reference: weakref.ref[AsyncCheckpointer]) -> None:
+    checkpointer = reference()
+    if checkpointer is not None:
+        try:
+            checkpointer.wait()
+        except CheckpointError as error:
+            logger.error("%s", error)
