@@ -1,1 +1,25 @@
-"""The Lightning face of torch-smp: `Trainer(strategy="smp_sharded")`."""
+"""torch-smp for Lightning: ``import lightning_smp; Trainer(strategy="smp_sharded")``.
+
+Importing registers the strategy's names and does nothing else:
+
+    smp_sharded         shard degree "auto": the smallest partition group that holds the model's states
+    smp_sharded_node    one node is one partition group
+    smp_sharded_world   all ranks are one partition group (what plain FSDP does)
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_smp.strategy import SmpShardedStrategy
+
+for _name, _degree in (("smp_sharded", "auto"), ("smp_sharded_node", "node"), ("smp_sharded_world", "world")):
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(
+            _name,
+            SmpShardedStrategy,
+            description=f"MiCS sharding on FSDP2, shard_degree={_degree!r}",
+            shard_degree=_degree,
+        )
+
+__all__ = ["SmpShardedStrategy"]

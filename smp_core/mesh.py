@@ -77,8 +77,8 @@ class SmpMesh:
         context = config.context_parallel_degree
         if degree % context:
             raise ValueError(
-                f"context_parallel_degree={context} does not divide shard_degree={degree}: context ranks are part of the "
-                f"partition group; allowed: {', '.join(str(c) for c in range(1, degree + 1) if degree % c == 0)}"
+                f"context_parallel_degree={context} does not divide shard_degree={degree}: context ranks are part of "
+                f"the partition group; allowed: {', '.join(str(c) for c in range(1, degree + 1) if degree % c == 0)}"
             )
         hierarchical, why = _resolve_hierarchical(config.hierarchical, degree, topology)
         if hierarchical is not config.hierarchical:

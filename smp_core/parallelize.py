@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from smp_core.comm.flat import CommObject, FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
@@ -80,6 +81,43 @@ class ParallelModel:
             norm_type=norm_type,
         )
 
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer over this model's parameters right for them.
+
+        ``zero_grad`` also drops what the open window holds of its parameters, as it would without a window; and a
+        parameter group with plain and sharded tensors steps them one by one, because torch's fused and foreach
+        kernels take only one kind at a time.
+        """
+        for group in optimizer.param_groups:
+            kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+            if len(kinds) > 1:
+                asked = [flag for flag in ("fused", "foreach") if group.get(flag)]
+                if asked:
+                    logger.info("%s=True has no effect where 0-d or shared parameters are in the group", asked[0])
+                group.update({flag: False for flag in ("fused", "foreach") if flag in group})
+        window, kind = self.window, type(optimizer)
+
+        def zero_grad(this: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            if window.is_open:
+                window.drop(p for group in this.param_groups for p in group["params"])
+            kind.zero_grad(this, set_to_none)
+
+        # A subclass, not an attribute of the instance: Lightning derives its own wrapper's class from this one.
+        optimizer.__class__ = type(kind.__name__, (kind,), {"zero_grad": zero_grad, "__module__": kind.__module__})
+
+    def describe(self) -> str:
+        """A few lines for people: the layout, the units, what is replicated."""
+        mesh, total = self.mesh, sum(parameter.numel() for parameter in self.module.parameters())
+        lines = [
+            mesh.topology.describe(),
+            f"{mesh.replicate_degree} x {mesh.shard_degree}: {mesh.replicate_degree} replicas of the model states, "
+            f"each over {mesh.shard_degree} ranks" + (", collectives in two stages" if mesh.hierarchical else ""),
+            f"{total:,} parameters in {len(self.units)} units ({self.plan.why})",
+        ]
+        if self.plan.replicated:
+            lines.append(f"whole on every rank: {', '.join(self.plan.replicated)}")
+        return "\n".join(lines)
+
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
         """Give every rank rank 0's buffers (BatchNorm statistics), as DDP does: before evaluation and saving."""
@@ -132,6 +170,10 @@ def parallelize_model(
         reduce_scatter=reduce_scatter,
         before_shard=equal_weights,
     )
+    if config.delayed_init and not on_meta:
+        why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
+        logger.warning("delayed_init=True has no effect: %s", why)
+        config = config.with_resolved("delayed_init", False, why)
     if on_meta:
         materialize(model, mesh.device, seed=config.init_seed, init_fn=init_fn)
     _move_plain_tensors(model, mesh.device)

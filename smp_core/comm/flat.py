@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from smp_core.comm.exchange import exchange, prefers_messages, sum_in_order
-from smp_core.comm.meter import CommMeter
+from smp_core.comm.meter import CommMeter, LinkClass
+from smp_core.compat import all_gather_single, reduce_scatter_single
 
 
 class CommObject:
@@ -60,7 +61,7 @@ class FlatAllGather(CommObject):
     ) -> dist.Work | None:
         n_bytes = output_tensor.numel() * output_tensor.element_size()
         with self.meter.ring("all_gather", self.ranks_of(group), n_bytes):
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class FlatReduceScatter(CommObject):
@@ -78,7 +79,7 @@ class FlatReduceScatter(CommObject):
         if not prefers_messages(group, input_tensor.device):
             n_bytes = input_tensor.numel() * input_tensor.element_size()
             with self.meter.ring("reduce_scatter", ranks, n_bytes):
-                return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+                return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
         divisor = average_divisor(op, len(ranks))
         me = dist.get_rank(group)
@@ -87,7 +88,7 @@ class FlatReduceScatter(CommObject):
         received_PN[me] = input_PN[me]
         others = [i for i in range(len(ranks)) if i != me]
         shard_bytes = input_PN[0].numel() * input_PN.element_size()
-        link = "inter" if self.meter.topology.spans_nodes(ranks) else "intra"
+        link: LinkClass = "inter" if self.meter.topology.spans_nodes(ranks) else "intra"
         with self.meter.point_to_point("reduce_scatter", [(ranks[i], shard_bytes) for i in others], link):
             exchange([(input_PN[i], ranks[i]) for i in others], [(received_PN[i], ranks[i]) for i in others], group)
             sum_in_order(list(received_PN), output_tensor)

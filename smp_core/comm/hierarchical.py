@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter in two stages for partition groups that span nodes (MiCS, arXiv 2205.00119, section 3.2).
+"""All-gather and reduce-scatter in two stages for partition groups that span nodes (MiCS, arXiv 2205.00119, 3.2).
 
 A partition group of P = M * K ranks covers M nodes with K ranks each, in node order. A flat ring over it carries
 (P - 1) / P of the tensor across every node's link; in two stages it is (P - K) / P:
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from smp_core.comm.exchange import exchange, prefers_messages, sum_in_order
 from smp_core.comm.flat import CommObject, average_divisor
 from smp_core.comm.meter import CommMeter
+from smp_core.compat import all_gather_single, reduce_scatter_single
 
 
 class _TwoStage(CommObject):
@@ -43,8 +44,8 @@ class _TwoStage(CommObject):
     def _check(self, group: dist.ProcessGroup) -> None:
         if dist.get_world_size(group) != self.nodes * self.local_ranks:
             raise ValueError(
-                f"a two-stage collective made for {self.nodes} nodes x {self.local_ranks} ranks was called with a group "
-                f"of {dist.get_world_size(group)} ranks"
+                f"a two-stage collective made for {self.nodes} nodes x {self.local_ranks} ranks was called with a "
+                f"group of {dist.get_world_size(group)} ranks"
             )
 
 
@@ -95,11 +96,11 @@ class HierarchicalAllGather(_TwoStage):
         shard_bytes = input_N.numel() * input_N.element_size()
         column_MN = input_N.new_empty(self.nodes, input_N.numel())
         with self.meter.ring("all_gather", self.ranks_of(self.inter_group), shard_bytes * self.nodes):
-            dist.all_gather_into_tensor(column_MN, input_N, group=self.inter_group)
+            all_gather_single(column_MN, input_N, group=self.inter_group)
         node_bytes = shard_bytes * self.local_ranks * self.nodes
         with self.meter.ring("all_gather", self.ranks_of(self.intra_group), node_bytes, new_call=False):
             works = [
-                dist.all_gather_into_tensor(output_MKN[m], column_MN[m], group=self.intra_group, async_op=True)
+                all_gather_single(output_MKN[m], column_MN[m], group=self.intra_group, async_op=True)
                 for m in range(self.nodes)
             ]
             for work in works:
@@ -164,13 +165,11 @@ class HierarchicalReduceScatter(_TwoStage):
         partial_MN = input_MKN.new_empty(self.nodes, output_N.numel())
         with self.meter.ring("reduce_scatter", self.ranks_of(self.intra_group), n_bytes):
             works = [
-                dist.reduce_scatter_tensor(
-                    partial_MN[m], input_MKN[m].reshape(-1), group=self.intra_group, async_op=True
-                )
+                reduce_scatter_single(partial_MN[m], input_MKN[m].reshape(-1), group=self.intra_group, async_op=True)
                 for m in range(self.nodes)
             ]
             for work in works:
                 work.wait()
         column_bytes = partial_MN.numel() * partial_MN.element_size()
         with self.meter.ring("reduce_scatter", self.ranks_of(self.inter_group), column_bytes, new_call=False):
-            dist.reduce_scatter_tensor(output_N, partial_MN.view(-1), group=self.inter_group)
+            reduce_scatter_single(output_N, partial_MN.view(-1), group=self.inter_group)

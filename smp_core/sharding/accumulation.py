@@ -14,7 +14,7 @@ one that only other ranks reached gets their gradient. Ranks tell each other whi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,7 +41,7 @@ class _UnitSum:
 
     def add(self, slots: list[Slot], flat: torch.Tensor) -> None:
         if self.flat is None:
-            # FSDP2 makes ``.grad`` views of this very tensor; they are dropped when the pass ends, so no copy is needed.
+            # FSDP2 makes ``.grad`` views of this very tensor; they are dropped when the pass ends: no copy is needed.
             self.slots, self.flat = slots, flat
         elif slots == self.slots:
             self.flat += flat
@@ -168,6 +168,29 @@ class AccumulationWindow:
         for parameter in self._replicated.values():
             parameter.grad = None
         self._forget()
+
+    @torch.no_grad()
+    def drop(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Drop what the open window holds of these parameters (what ``optimizer.zero_grad()`` means in its middle)."""
+        dropped = {id(parameter) for parameter in parameters}
+        kept_any = False
+        for unit, unit_sum in zip(self._units, self._sums, strict=True):
+            members = unit.parameters()
+            for slot in unit_sum.slots:
+                if id(members[slot.index]) in dropped:
+                    assert unit_sum.flat is not None
+                    unit_sum.flat[slot.offset : slot.offset + slot.padded] = 0
+                    unit.reached.discard(slot.index)
+                elif slot.index in unit.reached:
+                    kept_any = True
+        for name, parameter in self._replicated.items():
+            if id(parameter) in dropped:
+                self._plain_sums.pop(name, None)
+                self._reached_plain.discard(name)
+            elif name in self._reached_plain:
+                kept_any = True
+        if not kept_any:
+            self._forget()
 
     def _forget(self) -> None:
         self._sums = [_UnitSum() for _ in self._units]

@@ -114,9 +114,18 @@ def settle_nonfinite(parameters: Iterable[torch.Tensor], total: torch.Tensor, on
         return False
     if on_nonfinite == "raise":
         raise NonfiniteGradNormError(
-            f"the gradient norm is {total.item()}; on_nonfinite_grad_norm='raise' ends the run here. Lower the learning "
-            "rate, look for bad samples, or set on_nonfinite_grad_norm='skip' to leave such steps out"
+            f"the gradient norm is {total.item()}; on_nonfinite_grad_norm='raise' ends the run here. Lower the "
+            "learning rate, look for bad samples, or set on_nonfinite_grad_norm='skip' to leave such steps out"
         )
     for parameter in parameters:
         parameter.grad = None
     return True
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    """Limit every gradient element to [-clip_value, clip_value], DTensor and plain alike. Local."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            gradient.clamp_(-clip_value, clip_value)

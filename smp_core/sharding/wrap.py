@@ -4,8 +4,8 @@ A unit's parameters are gathered in one collective and its gradients reduced in 
 is sharded, so that what FSDP2 would refuse later (a parameter tied across units, two trainable dtypes in one unit,
 0-d parameters) is settled here:
 
-- blocks: classes a Transformers model lists in ``_no_split_modules``, else the repeated members of ``nn.ModuleList`` and
-  ``nn.Sequential``; or class names, globs over module names, a callable; plus every module whose own parameters reach
+- blocks: classes a Transformers model lists in ``_no_split_modules``, else the repeated members of ``nn.ModuleList``
+  and ``nn.Sequential``; or class names, globs over module names, a callable; plus every module whose own parameters reach
   ``wrap_min_parameters``;
 - roots: the model itself, or, for a module whose own forward is not what a step calls (a LightningModule), its
   callable children, and itself only where it owns parameters;
@@ -19,7 +19,7 @@ import difflib
 import fnmatch
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,11 +134,12 @@ def _class_name(module: nn.Module) -> str:
 def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
     if config.wrap == "auto":
         return _auto_blocks(model)
-    if isinstance(config.wrap, Callable):  # type: ignore[arg-type]
+    if callable(config.wrap):
         choose = config.wrap
-        return [m for n, m in model.named_modules() if m is not model and choose(n, m)], "wrap: callable"  # type: ignore[operator]
+        return [m for n, m in model.named_modules() if m is not model and choose(n, m)], "wrap: callable"
     found: list[nn.Module] = []
-    for pattern in config.wrap:
+    patterns = tuple(config.wrap)
+    for pattern in patterns:
         matching = [
             module
             for name, module in model.named_modules()
@@ -153,7 +154,7 @@ def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
                 f"Its classes: {', '.join(classes)}"
             )
         found += matching
-    return found, f"wrap: {', '.join(config.wrap)}"
+    return found, f"wrap: {', '.join(patterns)}"
 
 
 def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:

@@ -1,8 +1,8 @@
 """Any partitioning trains like one process on the same global batch.
 
 float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another order, and any wrong factor, missing
-reduction or stale weight is many orders larger. Every case has other seeds on each rank and a tied, a frozen, an unused,
-an uneven and a 0-d parameter.
+reduction or stale weight is many orders larger. Every case has other seeds on each rank and a tied, a frozen, an
+unused, an uneven and a 0-d parameter.
 """
 
 from __future__ import annotations

@@ -1,0 +1,237 @@
+"""A Lightning checkpoint as one folder of sharded tensors, or as one ordinary ``.ckpt``; and back, on any sharding.
+
+What is in the folder is Lightning's checkpoint dictionary: ``state_dict`` and ``optimizer_states`` as tensors (the
+latter by parameter name), everything else as the rest. An ordinary file of any other strategy loads too.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from smp_core.checkpoint import (
+    CheckpointError,
+    full_state_dict,
+    is_checkpoint,
+    load_checkpoint,
+    read_rest,
+    remove_checkpoint,
+    save_checkpoint,
+)
+from smp_core.checkpoint.optimizers import (
+    clean_name,
+    copy_into,
+    load_named_optimizer_state,
+    load_whole_optimizer_state,
+    named_optimizer_state,
+)
+
+if TYPE_CHECKING:
+    from lightning_smp.strategy import SmpShardedStrategy
+
+logger = logging.getLogger("smp")
+
+_COUNTERS = ("ready", "started", "processed", "completed")
+
+
+@dataclass(frozen=True)
+class WindowStart:
+    """Where the data stood before the first micro-batch of the open window.
+
+    Attributes:
+        batches: batches of this epoch before it.
+        total: batches of the whole run before it.
+        loaders: Lightning's state of data loaders that can be resumed, taken when the window before was closed.
+    """
+
+    batches: int
+    total: int
+    loaders: dict[str, Any]
+
+    @classmethod
+    def here(cls, trainer: Trainer, loaders: dict[str, Any]) -> WindowStart:
+        """To be called when the window's first batch has been fetched and counted as ready."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        return cls(progress.current.ready - 1, progress.total.ready - 1, loaders)
+
+    def rewind(self, checkpoint: dict[str, Any]) -> None:
+        """Make ``checkpoint``, taken inside the window, resume with the window's first batch.
+
+        Weights and optimizer are those from before the window; its partial sum of gradients is not saved, so its
+        batches have to be seen again.
+        """
+        loop = checkpoint["loops"]["fit_loop"]
+        progress = loop["epoch_loop.batch_progress"]
+        replayed = progress["current"]["processed"] - self.batches
+        for part, batches in (("current", self.batches), ("total", self.total)):
+            progress[part].update(dict.fromkeys(_COUNTERS, batches))
+        progress["is_last_batch"] = False
+        if self.loaders:
+            loop["state_dict"].update(self.loaders)
+        checkpoint["smp_window"] = {"first_batch": self.batches, "batches_to_replay": replayed}
+
+
+def loader_state(trainer: Trainer) -> dict[str, Any]:
+    """Position of the training data loaders that can tell it, as Lightning saves it; empty otherwise."""
+    return copy.deepcopy(trainer.fit_loop.on_save_checkpoint())
+
+
+def model_state(strategy: SmpShardedStrategy) -> dict[str, Any]:
+    """The module's state dict: DTensors, or whole tensors on rank 0 with ``save_full_state_dict``."""
+    state = get_model_state_dict(strategy.parallel.module)
+    return full_state_dict(state) if strategy.config.save_full_state_dict else state
+
+
+def optimizer_state(strategy: SmpShardedStrategy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """One optimizer's state by parameter name, or in torch's own numbered form with ``save_full_state_dict``."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer holds the real one
+    if strategy.config.save_full_state_dict:
+        return full_state_dict(optimizer.state_dict())
+    return named_optimizer_state(strategy.parallel.module, optimizer)
+
+
+def save(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+    """Write a checkpoint dictionary to ``path``. Collective; an error on one rank is raised on all."""
+    if strategy.config.save_full_state_dict:
+        _save_whole(strategy, checkpoint, path, storage_options)
+        return
+    if storage_options is not None:
+        raise TypeError(
+            "storage_options have no effect on a sharded checkpoint; give an fsspec address as the path, or set "
+            "save_full_state_dict=True to write one file through the CheckpointIO"
+        )
+    if os.path.isfile(path):
+        raise CheckpointError(
+            f"{path} is a file, perhaps of a run with save_full_state_dict=True; a sharded checkpoint is a folder: "
+            "give another path or remove the file"
+        )
+    module = strategy.parallel.module
+    prefix, inner = main_module(module)
+    metadata = {"step": checkpoint["global_step"], "module_prefix": prefix, "trainer": "lightning"}
+    save_checkpoint(path, checkpoint, metadata=metadata, extra_files=_model_files(inner))
+
+
+def _save_whole(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+    problem = None
+    if strategy.is_global_zero:
+        try:
+            if is_checkpoint(path):
+                remove_checkpoint(path)
+            Strategy.save_checkpoint(strategy, checkpoint, path, storage_options)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+    problem = strategy.broadcast(problem)
+    if problem is not None:
+        raise CheckpointError(f"checkpoint {path} was not saved: {problem}")
+
+
+def main_module(module: nn.Module) -> tuple[str, nn.Module]:
+    """The one child that holds all parameters, with its name and a dot, or the module itself and ""."""
+    children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+    if len(children) == 1 and not any(True for _ in module.parameters(recurse=False)):
+        return f"{children[0][0]}.", children[0][1]
+    return "", module
+
+
+def _model_files(module: nn.Module) -> dict[str, str]:
+    """``config.json`` and ``generation_config.json`` of a Transformers model, so that an export is complete."""
+    files = {}
+    inner = getattr(module, "_orig_mod", module)
+    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
+        to_json = getattr(getattr(inner, attribute, None), "to_json_string", None)
+        if callable(to_json):
+            files[name] = to_json(use_diff=False) if attribute == "config" else to_json()
+    return files
+
+
+def load(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Load weights, and optimizer states when fitting, into the sharded module. Collective.
+
+    Returns:
+        the rest of the checkpoint dictionary for the Trainer.
+    """
+    if os.path.isfile(path):
+        return _load_whole(strategy, path, weights_only)
+    module = strategy.parallel.module
+    strict = getattr(module, "strict_loading", True)
+    rest: dict[str, Any] = read_rest(path, tensors=["*"], exclude=["state_dict.*", "optimizer_states.*"])
+    state = get_model_state_dict(module)
+    load_checkpoint(path, {"state_dict": state}, strict=strict)
+    if _is_fitting(strategy) and "optimizer_states" in rest:
+        _check_number(strategy, len(rest["optimizer_states"]), path)
+        for number, optimizer in enumerate(strategy.optimizers):
+            load_named_optimizer_state(path, ("optimizer_states", number), module, optimizer)
+    return {**rest, "state_dict": state}
+
+
+def _load_whole(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> dict[str, Any]:
+    checkpoint = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+    if "state_dict" not in checkpoint:
+        raise CheckpointError(f"{path} is no Lightning checkpoint: it has no 'state_dict' but {sorted(checkpoint)[:8]}")
+    module = strategy.parallel.module
+    saved = {clean_name(name): value for name, value in checkpoint["state_dict"].items()}
+    state: dict[str, Any] = get_model_state_dict(module)
+    _check_names(path, saved, state, strict=getattr(module, "strict_loading", True))
+    for name, value in state.items():
+        if name in saved:
+            copy_into(value, saved[name])
+    if _is_fitting(strategy) and "optimizer_states" in checkpoint:
+        _check_number(strategy, len(checkpoint["optimizer_states"]), path)
+        for optimizer, optimizer_saved in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_whole_optimizer_state(optimizer, optimizer_saved)
+    return checkpoint
+
+
+def _check_names(path: Any, saved: dict[str, Any], state: dict[str, Any], strict: bool) -> None:
+    missing, unexpected = sorted(state.keys() - saved.keys()), sorted(saved.keys() - state.keys())
+    shapes = [
+        f"{name}: file {list(saved[name].shape)}, model {list(value.shape)}"
+        for name, value in state.items()
+        if name in saved and saved[name].shape != value.shape
+    ]
+    problems = []
+    if strict and missing:
+        problems.append(f"not in the file: {', '.join(missing[:5])}")
+    if strict and unexpected:
+        problems.append(f"in the file but not in the model: {', '.join(unexpected[:5])}")
+    if shapes:
+        problems.append(f"of another shape (another architecture?): {'; '.join(shapes[:5])}")
+    if problems:
+        raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
+    for what, names in (("missing in the file, kept", missing), ("in the file only, not used", unexpected)):
+        if names:
+            logger.warning("%s: %s: %s", path, what, ", ".join(names[:5]))
+
+
+def _check_number(strategy: SmpShardedStrategy, saved: int, path: Any) -> None:
+    if saved != len(strategy.optimizers):
+        raise CheckpointError(
+            f"{path} holds states of {saved} optimizers, but configure_optimizers made {len(strategy.optimizers)}; "
+            "build it as it was, or load the weights alone"
+        )
+
+
+def _is_fitting(strategy: SmpShardedStrategy) -> bool:
+    module = strategy.lightning_module
+    return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+
+
+def remove(strategy: SmpShardedStrategy, path: Any) -> None:
+    """Remove a folder so that no half of it stays behind, or a file. On rank 0 only."""
+    if os.path.islink(path):
+        Path(path).unlink()
+    elif is_checkpoint(path):
+        remove_checkpoint(path)
+    else:
+        strategy.checkpoint_io.remove_checkpoint(path)

@@ -1,0 +1,166 @@
+"""Optimizer states by parameter name: the form in which they are saved, so that any sharding and any mesh reads them.
+
+torch numbers an optimizer's parameters; a checkpoint names them, ``{"state": {name: {"exp_avg": ...}}, "param_groups":
+[{"params": [names], "lr": ...}]}``, as ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` does. The
+difference is in loading: only what was saved gets a state, so that a parameter that was never stepped (frozen, unused)
+is as fresh after a resume as before it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.checkpoint.layout import CheckpointError
+from smp_core.checkpoint.reader import load_checkpoint, read_index, read_rest
+
+# Wrappers that keep the module they wrap under a name of their own.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without the marks of ``torch.compile`` and activation checkpointing."""
+    for mark in _WRAPPERS:
+        name = name.replace(mark, "")
+    return name
+
+
+def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state keyed by parameter name; tensors are the live ones (DTensors where sharded).
+
+    Raises:
+        CheckpointError: the optimizer steps a parameter that is not the model's.
+    """
+    names = parameter_names(model, optimizer)
+    numbered = optimizer.state_dict()
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in numbered["param_groups"]]
+    return {"state": {names[i]: dict(entry) for i, entry in numbered["state"].items()}, "param_groups": groups}
+
+
+def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the optimizer's parameters in the order in which torch numbers them."""
+    by_parameter = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = [tuple(parameter.shape) for parameter in parameters if parameter not in by_parameter]
+    if strangers:
+        raise CheckpointError(
+            f"the optimizer has {len(strangers)} parameters that the model does not have (shapes {strangers[:3]}); it "
+            "was probably made before the model was sharded: make it in configure_optimizers, from self.parameters()"
+        )
+    return [by_parameter[parameter] for parameter in parameters]
+
+
+def load_named_optimizer_state(
+    path: str | os.PathLike[str], prefix: tuple[Any, ...], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Read the optimizer state saved under ``prefix`` of a checkpoint folder into ``optimizer``. Collective.
+
+    Args:
+        prefix: path of the state inside the checkpoint, e.g. ``("optimizer_states", 0)``.
+
+    Raises:
+        CheckpointError: parameters that the checkpoint has and the optimizer lacks or the other way round.
+    """
+    names = parameter_names(model, optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_name = dict(zip(names, parameters, strict=True))
+    rest = read_rest(path, prefix)
+    saved_names = [name for group in rest["param_groups"] for name in group["params"]]
+    if sorted(saved_names) != sorted(names):
+        lacking, foreign = sorted(set(names) - set(saved_names)), sorted(set(saved_names) - set(names))
+        raise CheckpointError(
+            f"the optimizer saved in {os.fspath(path)} steps other parameters; only here: {lacking[:5]}, only there: "
+            f"{foreign[:5]}. Build configure_optimizers as it was, or load the weights alone"
+        )
+    state: dict[str, dict[str, Any]] = {name: dict(entry) for name, entry in rest.get("state", {}).items()}
+    index = read_index(path)
+    template: dict[str, dict[str, torch.Tensor]] = {}
+    for place, name in index.by_path().items():
+        if place[: len(prefix) + 1] == (*prefix, "state") and len(place) == len(prefix) + 3:
+            record = index.record(name)
+            owner, key = place[-2], place[-1]
+            template.setdefault(owner, {})[key] = like_parameter(by_name[owner], record.shape, record.dtype)
+    load_checkpoint(path, _nested((*prefix, "state"), template), strict=False)
+    for owner, entry in template.items():
+        state.setdefault(owner, {}).update(entry)
+    number = {name: i for i, name in enumerate(names)}
+    optimizer.load_state_dict(
+        {
+            "state": {number[name]: entry for name, entry in state.items()},
+            "param_groups": _groups_like(optimizer, rest["param_groups"], number),
+        }
+    )
+
+
+def _groups_like(
+    optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], number: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in saved]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if [len(group["params"]) for group in groups] != sizes:
+        raise CheckpointError(
+            f"the saved optimizer has parameter groups of {[len(g['params']) for g in groups]} parameters, this one of "
+            f"{sizes}; build configure_optimizers as it was"
+        )
+    return groups
+
+
+def like_parameter(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros to be filled: sharded like ``parameter`` if of its shape, else plain, on its device (CPU if 0-d)."""
+    if isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape):
+        local = torch.zeros_like(parameter.to_local(), dtype=dtype)
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return torch.zeros(shape, dtype=dtype, device=parameter.device if len(shape) else "cpu")
+
+
+def shard_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, as a DTensor like ``parameter`` (a plain tensor if that is what it is)."""
+    if not isinstance(parameter, DTensor) or parameter.shape != whole.shape:
+        return whole
+    made = like_parameter(parameter, tuple(whole.shape), whole.dtype)
+    copy_into(made, whole)
+    return made
+
+
+@torch.no_grad()
+def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Fill ``target`` (a DTensor sharded over dim 0, or a plain tensor) from the whole tensor; local, no collective."""
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
+    local = target.to_local()
+    rows = -(-target.shape[0] // target.device_mesh.size())
+    start = min(target.device_mesh.get_local_rank() * rows, target.shape[0])
+    local.copy_(whole[start : start + local.shape[0]])
+
+
+def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load an ordinary numbered optimizer state of whole tensors: each rank keeps its own part. Local."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {
+        number: {
+            key: shard_like(parameters[number], value) if isinstance(value, torch.Tensor) else value
+            for key, value in entry.items()
+        }
+        for number, entry in saved["state"].items()
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
+
+
+def _nested(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """``value`` under ``path``; integer keys stand for places in a list, filled up with empty dicts."""
+    for key in reversed(path):
+        value = [{} for _ in range(key)] + [value] if isinstance(key, int) else {key: value}
+    return value

@@ -1,0 +1,156 @@
+"""Which rank was lost: signs of life beside the collectives.
+
+A collective that fails says that a connection closed, not whose. So every rank sets a counter in a small store of its
+own (kept by rank 0, apart from the process groups' store) every ``interval`` seconds from a daemon thread. When a rank
+meets an exception it looks who stopped counting, who reported an error of its own, and who is behind, and one of the
+survivors says so on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+class RankWatch:
+    """Signs of life of all ranks. :meth:`start` is collective over the world; everything else is local.
+
+    Attributes:
+        step: set by the trainer to the optimizer step it is in; travels with the signs of life.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: dist.Store, interval: float) -> None:
+        self.rank, self.world_size, self.interval = rank, world_size, interval
+        self.step = 0
+        self._store = store
+        self._beats = 0
+        self._stopped = threading.Event()
+        self._beat()
+        self._thread = threading.Thread(target=self._run, name="smp-rank-watch", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, interval: float | None = None) -> RankWatch | None:
+        """Begin to watch. None for a single process.
+
+        Args:
+            interval: seconds between signs of life; default 0.5, longer for more than 250 ranks so that rank 0 serves
+                at most 500 of them per second.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        rank, world = dist.get_rank(), dist.get_world_size()
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        limit = timedelta(seconds=60)
+        store = dist.TCPStore(host, 0, world, True, timeout=limit, wait_for_workers=False) if rank == 0 else None
+        where: list[Any] = [store.port if store is not None else None]
+        dist.broadcast_object_list(where, src=0)
+        if store is None:
+            store = dist.TCPStore(host, where[0], world, False, timeout=limit, wait_for_workers=False)
+        watch = cls(rank, world, store, interval or max(0.5, world / 500))
+        dist.barrier()
+        return watch
+
+    def stop(self) -> None:
+        """No more signs of life: this rank ends in good order."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._thread.join(timeout=2 * self.interval)
+            self._try(lambda: self._store.set(f"bye/{self.rank}", "1"))
+
+    def report(self, error: BaseException) -> str | None:
+        """Find out what happened to the other ranks and write it to stderr (one of the ranks does).
+
+        Takes about four intervals. A rank whose ``error`` did not come from losing others reports itself, so that the
+        others can name it.
+
+        Returns:
+            what was found; None if this rank is the first to fail or nothing is wrong elsewhere.
+        """
+        if not _looks_like_a_lost_peer(error):
+            self._try(lambda: self._store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}"))
+            return None
+        before = self._look()
+        time.sleep(4 * self.interval)
+        after = self._look()
+        if before is None or after is None:
+            found = "rank 0 was lost (it kept the signs of life of the others)"
+            first = True
+        else:
+            found = self._describe(before, after)
+            first = bool(self._try(lambda: self._store.add("claimed", 1) == 1))
+        if found and first:
+            sys.stderr.write(f"torch-smp, rank {self.rank}: {found}\n")
+            sys.stderr.flush()
+        return found or None
+
+    def _describe(self, before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> str:
+        failed = {r: state["failed"] for r, state in after.items() if "failed" in state}
+        ended = {r for r, state in after.items() if "bye" in state}
+        silent = [
+            r
+            for r in range(self.world_size)
+            if r not in failed and r not in ended and after.get(r, {}).get("beats") == before.get(r, {}).get("beats")
+        ]
+        parts = [f"rank {r} failed: {text}" for r, text in failed.items()]
+        for r in silent:
+            step = after.get(r, {}).get("step", 0)
+            parts.append(f"rank {r} was lost: no sign of life any more; it was in optimizer step {step}")
+        if not parts:
+            steps = {r: state.get("step", 0) for r, state in after.items()}
+            behind = [r for r, step in steps.items() if step < max(steps.values())]
+            if behind:
+                parts.append(f"all ranks are alive, but behind are: {', '.join(f'rank {r}' for r in behind)}")
+        return "; ".join(parts)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self.interval):
+            self._beats += 1
+            if not self._beat():
+                return
+
+    def _beat(self) -> bool:
+        state = json.dumps({"beats": self._beats, "step": self.step})
+
+        def tell() -> bool:
+            self._store.set(f"beat/{self.rank}", state)
+            return True
+
+        return self._try(tell) is True
+
+    def _look(self) -> dict[int, dict[str, Any]] | None:
+        """State of every rank; None when the store is gone."""
+
+        def read() -> dict[int, dict[str, Any]]:
+            seen = {}
+            for rank in range(self.world_size):
+                state = json.loads(self._store.get(f"beat/{rank}"))
+                if self._store.check([f"failed/{rank}"]):
+                    state["failed"] = self._store.get(f"failed/{rank}").decode()
+                if self._store.check([f"bye/{rank}"]):
+                    state["bye"] = True
+                seen[rank] = state
+            return seen
+
+        return self._try(read)
+
+    @staticmethod
+    def _try(action: Any) -> Any:
+        """The store goes away with rank 0; that is an answer, not an error."""
+        try:
+            return action()
+        except (dist.DistError, RuntimeError, ConnectionError):
+            return None
+
+
+def _looks_like_a_lost_peer(error: BaseException) -> bool:
+    text = str(error).lower()
+    signs = ("connection", "timed out", "timeout", "broken pipe", "remote", "nccl", "gloo", "peer")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
