@@ -41,6 +41,7 @@ from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import ParallelModel, parallelize_model
 from smp_core.planning.memory import smallest_shard_degree
+from smp_core.sharding.batch_norm import sync_batch_norm_on_cpu
 from smp_core.sharding.grad_norm import settle_nonfinite
 from smp_core.sharding.wrap import Entry, plan_units
 from smp_core.topology import Topology
@@ -244,7 +245,9 @@ class SmpShardedStrategy(ParallelStrategy):
     def _parallelize(self, module: LightningModule, trainer: Trainer) -> ParallelModel:
         assert self._topology is not None
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
-            module = self._layer_sync.apply(module)  # type: ignore[assignment]
+            # torch's own SyncBatchNorm refuses CPU tensors.
+            sync = sync_batch_norm_on_cpu if self.root_device.type == "cpu" else self._layer_sync.apply
+            module = sync(module)  # type: ignore[assignment]
         module = self.precision_plugin.convert_module(module)  # type: ignore[assignment]
         entry: Entry = "steps" if module.automatic_optimization else "children"
         config = self._with_precision(self.config)
@@ -442,7 +445,7 @@ class SmpShardedStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over all ranks or ``group``: ``"mean"``, ``"sum"``, ... or a ``ReduceOp``; what is no tensor stays as it is."""
+        """Over all ranks or ``group``: ``"mean"``, ``"sum"``, ... or a ``ReduceOp``; what is no tensor stays."""
         if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
             return tensor
         group = dist.group.WORLD if group is None else group

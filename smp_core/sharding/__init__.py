@@ -1,1 +1,1 @@
-"""Where parameters, gradients and optimizer states live: FSDP2 units on the partition group, and what joins replicas."""
+"""Where parameters, gradients and optimizer states live: FSDP2 units on the partition group; what joins replicas."""

@@ -5,8 +5,8 @@ is sharded, so that what FSDP2 would refuse later (a parameter tied across units
 0-d parameters) is settled here:
 
 - blocks: classes a Transformers model lists in ``_no_split_modules``, else the repeated members of ``nn.ModuleList``
-  and ``nn.Sequential``; or class names, globs over module names, a callable; plus every module whose own parameters reach
-  ``wrap_min_parameters``;
+  and ``nn.Sequential``; or class names, globs over module names, a callable; plus every module whose own parameters
+  reach ``wrap_min_parameters``;
 - roots: the model itself, or, for a module whose own forward is not what a step calls (a LightningModule), its
   callable children, and itself only where it owns parameters;
 - a leaf with another trainable dtype than the rest of its unit becomes a unit of its own;

@@ -1,0 +1,61 @@
+"""BatchNorm over all ranks equals BatchNorm of the whole batch in one process (float64: 1e-12 for the sums' order)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp_core.sharding.batch_norm import sync_batch_norm_on_cpu
+from tests.harness import run_ranks
+
+
+def convnet() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.LazyLinear(5)).double()
+
+
+def step(model: nn.Module, images: torch.Tensor) -> None:
+    for _ in range(2):
+        model(images).square().sum().backward()
+
+
+def results(model: nn.Module) -> dict[str, torch.Tensor]:
+    gradients = {f"grad.{name}": parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return gradients | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(8, 2, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def run_synced() -> dict[str, torch.Tensor]:
+    model = convnet()
+    model(batch())
+    model = convnet_with_weights(model)
+    mine = batch().chunk(dist.get_world_size())[dist.get_rank()]
+    step(sync_batch_norm_on_cpu(model), mine)
+    seen = results(model)
+    for name, value in seen.items():
+        if name.startswith("grad."):
+            dist.all_reduce(value)
+    return seen
+
+
+def convnet_with_weights(model: nn.Module) -> nn.Module:
+    for name, buffer in model.named_buffers():
+        buffer.fill_(1.0 if "var" in name else 0.0)
+    return model
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients_and_running_statistics_are_those_of_the_global_batch(world: int) -> None:
+    model = convnet()
+    model(batch())
+    model = convnet_with_weights(model)
+    step(model, batch())
+    expected = results(model)
+    for seen in run_ranks(run_synced, world):
+        for name, value in expected.items():
+            assert (seen[name] - value).abs().max() <= 1e-12 * max(1.0, value.abs().max().item()), name
