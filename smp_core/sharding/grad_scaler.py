@@ -1,0 +1,34 @@
+"""Dynamic loss scaling for optimizers that step sharded and plain parameters together.
+
+torch's GradScaler unscales all gradients of one dtype in one call, which takes DTensors or plain tensors but not both.
+``_unscale_grads_`` is the method torch's own ShardedGradScaler overrides for the same reason; no public one is nearer.
+A non-finite gradient is seen by all: DTensor reduces the finding over the partition group, replicas hold equal
+gradients, and plain gradients are equal on every rank.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler, unscaling DTensors and plain tensors one kind after the other."""
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        found: dict[torch.device, torch.Tensor] = {}
+        for sharded in (True, False):
+            groups = [
+                {"params": [p for p in group["params"] if isinstance(p, DTensor) is sharded]}
+                for group in optimizer.param_groups
+            ]
+            part: Any = SimpleNamespace(param_groups=groups)
+            seen = super()._unscale_grads_(part, inv_scale, torch.zeros_like(found_inf), allow_fp16)
+            for device, flag in seen.items():
+                found[device] = torch.maximum(found[device], flag) if device in found else flag
+        return found
