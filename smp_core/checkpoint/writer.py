@@ -129,6 +129,7 @@ def write_staged(path: str | os.PathLike[str], staged: Staged, options: SaveOpti
         if ranks.rank == 0:
             transaction.abort()
         if isinstance(error, CheckpointException):
+            _raise_interrupt(error)
             raise CheckpointError(f"{what}: {_failures(error)}") from error
         if isinstance(error, Exception) and not isinstance(error, CheckpointError):
             raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
@@ -147,6 +148,13 @@ def _run_dcp_save(tensors: dict[str, Any], writer: SmpStorageWriter, ranks: Rank
             process_group=ranks.group,
             no_dist=not ranks.distributed,
         )
+
+
+def _raise_interrupt(error: CheckpointException) -> None:
+    for wrapped in error.failures.values():
+        cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
+        if isinstance(cause, (KeyboardInterrupt, SystemExit)):
+            raise cause from error  # DCP wraps Ctrl-C too; it stays what it is
 
 
 def _failures(error: CheckpointException) -> str:
