@@ -96,11 +96,11 @@ class HierarchicalAllGather(_TwoStage):
         shard_bytes = input_N.numel() * input_N.element_size()
         column_MN = input_N.new_empty(self.nodes, input_N.numel())
         with self.meter.ring("all_gather", self.ranks_of(self.inter_group), shard_bytes * self.nodes):
-            all_gather_single(column_MN, input_N, group=self.inter_group)
+            all_gather_single(column_MN.view(-1), input_N, group=self.inter_group)
         node_bytes = shard_bytes * self.local_ranks * self.nodes
         with self.meter.ring("all_gather", self.ranks_of(self.intra_group), node_bytes, new_call=False):
             works = [
-                all_gather_single(output_MKN[m], column_MN[m], group=self.intra_group, async_op=True)
+                all_gather_single(output_MKN[m].view(-1), column_MN[m], group=self.intra_group, async_op=True)
                 for m in range(self.nodes)
             ]
             for work in works:
@@ -165,7 +165,7 @@ class HierarchicalReduceScatter(_TwoStage):
         partial_MN = input_MKN.new_empty(self.nodes, output_N.numel())
         with self.meter.ring("reduce_scatter", self.ranks_of(self.intra_group), n_bytes):
             works = [
-                reduce_scatter_single(partial_MN[m], input_MKN[m].reshape(-1), group=self.intra_group, async_op=True)
+                reduce_scatter_single(partial_MN[m], input_MKN[m].view(-1), group=self.intra_group, async_op=True)
                 for m in range(self.nodes)
             ]
             for work in works:
