@@ -13,6 +13,7 @@ Thin: each hook calls the core. What Lightning leaves to a strategy and what is 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -35,6 +36,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_smp import checkpoints
+from lightning_smp.environment import PlatformEnvironment
 from lightning_smp.precision import adapt_precision
 from smp_core.config import SmpConfig
 from smp_core.liveness import RankWatch
@@ -85,6 +87,7 @@ class SmpShardedStrategy(ParallelStrategy):
         timeout: timedelta = timedelta(minutes=30),
         **knobs: Any,
     ) -> None:
+        cluster_environment = cluster_environment or PlatformEnvironment.detected()
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if config is not None and knobs:
             raise ValueError(
@@ -182,6 +185,9 @@ class SmpShardedStrategy(ParallelStrategy):
             timeout=self._timeout,
             device_id=device if device.type != "cpu" else None,
         )
+        if backend == "nccl":
+            # torch warns, and may hang, when NCCL's groups are still there at exit.
+            atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
     # Model and optimizers
 
@@ -229,13 +235,13 @@ class SmpShardedStrategy(ParallelStrategy):
         ):
             loop.inference_mode = False
         module = self.lightning_module
-        attached: ParallelModel | None = getattr(module, _ATTACHED, None)
+        attached: tuple[ParallelModel, str] | None = getattr(module, _ATTACHED, None)
         if attached is None:
             self._parallel = self._parallelize(module, trainer)
-            object.__setattr__(module, _ATTACHED, self._parallel)
+            object.__setattr__(module, _ATTACHED, (self._parallel, str(self.precision_plugin.precision)))
             self._say_what_took_effect(module)
         else:
-            self._parallel = self._reattach(attached)
+            self._parallel = self._reattach(*attached)
         self.model = module
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -284,8 +290,13 @@ class SmpShardedStrategy(ParallelStrategy):
         degree, why, _ = smallest_shard_degree(module, self._topology, config, memory, units=units)
         return config.with_resolved("shard_degree", degree, why)
 
-    def _reattach(self, attached: ParallelModel) -> ParallelModel:
+    def _reattach(self, attached: ParallelModel, precision: str) -> ParallelModel:
         """A module that an earlier run sharded stays as it is; other knobs for it would have no effect."""
+        if precision != str(self.precision_plugin.precision):
+            raise ValueError(
+                f"precision={self.precision_plugin.precision!r}: this LightningModule was sharded before with "
+                f"precision={precision!r} and keeps that; use the same, or a new module and ckpt_path=..."
+            )
         for knob, asked in self.config.to_dict().items():
             default = SmpConfig().to_dict()[knob]
             if asked not in (default, getattr(attached.config, knob), attached.config.asked(knob)):

@@ -9,6 +9,7 @@ survivors says so on stderr.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -17,6 +18,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+logger = logging.getLogger("smp")
 
 
 class RankWatch:
@@ -53,7 +56,15 @@ class RankWatch:
         where: list[Any] = [store.port if store is not None else None]
         dist.broadcast_object_list(where, src=0)
         if store is None:
-            store = dist.TCPStore(host, where[0], world, False, timeout=limit, wait_for_workers=False)
+            store = cls._try(lambda: dist.TCPStore(host, where[0], world, False, timeout=limit, wait_for_workers=False))
+        reached: list[Any] = [None] * world
+        dist.all_gather_object(reached, store is not None)
+        if store is None or not all(reached):
+            if rank == 0:
+                logger.warning(
+                    "no watch over the ranks: port %s of %s cannot be reached from all of them", where[0], host
+                )
+            return None
         watch = cls(rank, world, store, interval or max(0.5, world / 500))
         dist.barrier()
         return watch

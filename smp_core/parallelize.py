@@ -120,8 +120,12 @@ class ParallelModel:
 
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
-        """Give every rank rank 0's buffers (BatchNorm statistics), as DDP does: before evaluation and saving."""
-        _broadcast(self.module.buffers(), self.mesh.device)
+        """Give every rank rank 0's persistent buffers (BatchNorm statistics), as DDP does: before evaluation and
+        saving. What is not saved is not state and is left alone."""
+        for module in self.module.modules():
+            passing = module._non_persistent_buffers_set
+            own = module.named_buffers(recurse=False)
+            _broadcast((buffer for name, buffer in own if name not in passing), self.mesh.device)
 
 
 def parallelize_model(
