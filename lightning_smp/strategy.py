@@ -260,14 +260,15 @@ class SmpShardedStrategy(ParallelStrategy):
         if config.shard_degree == "auto":
             config = self._with_shard_degree(config, module, entry)
         mesh, config = SmpMesh.build(config, self._topology, self.root_device)
-        self.config = config
-        return parallelize_model(
+        parallel = parallelize_model(
             module,
             mesh,
             config,
             entry=entry,
             cast_forward_inputs=not isinstance(self.precision_plugin, MixedPrecision),
         )
+        self.config = parallel.config
+        return parallel
 
     def _with_precision(self, config: SmpConfig) -> SmpConfig:
         """``param_dtype="auto"``: under autocast parameters are gathered in autocast's dtype, half the bytes."""

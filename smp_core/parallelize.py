@@ -163,12 +163,17 @@ def parallelize_model(
     by_name = dict(model.named_parameters())
     _broadcast((by_name[name] for name in plan.replicated), mesh.device)
     _broadcast(model.buffers(), mesh.device)
+    config = _with_reduce_dtype(config, by_name.values())
     on_meta = [name for name, tensor in [*by_name.items(), *model.named_buffers()] if tensor.is_meta]
     units = shard_units(
         model,
         plan,
         mesh.shard_mesh,
-        mp_policy=_mixed_precision(config, by_name.values(), cast_forward_inputs),
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=_dtype(config.param_dtype),
+            reduce_dtype=_dtype(config.reduce_dtype),
+            cast_forward_inputs=cast_forward_inputs,
+        ),
         reshard_after_forward=bool(config.reshard_after_forward),
         all_gather=all_gather,
         reduce_scatter=reduce_scatter,
@@ -195,28 +200,24 @@ def _comm_objects(mesh: SmpMesh, meter: CommMeter) -> tuple[CommObject, CommObje
     return HierarchicalAllGather(meter, *groups), HierarchicalReduceScatter(meter, *groups)
 
 
-def _mixed_precision(
-    config: SmpConfig, parameters: Iterable[nn.Parameter], cast_forward_inputs: bool
-) -> MixedPrecisionPolicy:
-    """``param_dtype="auto"`` has been settled by the trainer's precision or means the parameters' own dtype here;
-    ``reduce_dtype="auto"`` is float32 where gradients would be half precision."""
-    param_dtype = _dtype(config.param_dtype)
-    reduce_dtype = _dtype(config.reduce_dtype)
-    if config.reduce_dtype == "auto":
-        half = (torch.float16, torch.bfloat16)
-        if param_dtype in half or (param_dtype is None and any(p.dtype in half for p in parameters)):
-            reduce_dtype = torch.float32
-    if reduce_dtype == torch.float16:
+def _with_reduce_dtype(config: SmpConfig, parameters: Iterable[nn.Parameter]) -> SmpConfig:
+    """Settle ``reduce_dtype="auto"``: float32 where gradients would be half precision, else the gradients' own."""
+    if config.reduce_dtype == "float16":
         raise ValueError(
             "reduce_dtype='float16': gradients are added up before they are divided and would overflow; "
             "allowed: 'auto', 'float32', 'bfloat16'"
         )
-    return MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=cast_forward_inputs
-    )
+    if config.reduce_dtype != "auto":
+        return config
+    param_dtype = _dtype(config.param_dtype)
+    half = (torch.float16, torch.bfloat16)
+    if param_dtype in half or (param_dtype is None and any(p.dtype in half for p in parameters)):
+        return config.with_resolved("reduce_dtype", "float32", "gradients are half precision")
+    return config.with_resolved("reduce_dtype", None, "the gradients' own dtype")
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
+    """``param_dtype="auto"`` has been settled by the trainer's precision, or means the parameters' own dtype here."""
     return None if name in (None, "auto") else getattr(torch, name)
 
 
