@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +35,7 @@ T = TypeVar("T")
 MAX_IDLE_RANKS = 16
 
 SCRIPT_OUTPUT_TAIL = 20000
-# Seconds that a script past its limit has to write its stacks.
+# Seconds that the processes of a script past its limit have, together, to write their stacks.
 STACK_LIMIT = 5.0
 
 
@@ -192,15 +193,20 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
     torchrun puts its workers into sessions of their own, so that killing the process group would miss them.
     """
     root = psutil.Process(process.pid)
-    family = root.children(recursive=True)
-    for member in [*family, root]:
+    family = [*root.children(recursive=True), root]
+    # One after the other, while the rest stand still: they share stderr, where stacks written at once are shuffled, and
+    # torchrun ends its other workers when one dies.
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.suspend()
+    deadline = time.monotonic() + STACK_LIMIT
+    for member in family:
         with suppress(psutil.NoSuchProcess):
             member.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER answers it with the stacks
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(STACK_LIMIT)
-    _, alive = psutil.wait_procs(family, timeout=STACK_LIMIT)
-    for member in alive:
+            member.resume()
+            while member.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+                time.sleep(0.02)
+    for member in family:
         with suppress(psutil.NoSuchProcess):
             member.kill()
-    process.kill()
     process.wait()
