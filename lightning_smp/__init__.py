@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_smp.callbacks import SmpMonitor
 from lightning_smp.strategy import SmpShardedStrategy
 
 for _name, _degree in (("smp_sharded", "auto"), ("smp_sharded_node", "node"), ("smp_sharded_world", "world")):
@@ -22,4 +23,4 @@ for _name, _degree in (("smp_sharded", "auto"), ("smp_sharded_node", "node"), ("
             shard_degree=_degree,
         )
 
-__all__ = ["SmpShardedStrategy"]
+__all__ = ["SmpMonitor", "SmpShardedStrategy"]
