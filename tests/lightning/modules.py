@@ -1,0 +1,95 @@
+"""LightningModules and data of the tests in this folder.
+
+The ranks' batches together are what one process sees in one batch: `DistributedSampler`, which Lightning puts into
+every loader on ranks and shuffles in training, deals out one permutation, to rank r of W the places r, r + W, ...
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.core.models import LENGTH, VOCABULARY, TroubledModel, loss_of
+
+GLOBAL_BATCH = 8
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def token_rows(batches: int, seed: int = 7) -> torch.Tensor:
+    """Tokens [batches * GLOBAL_BATCH, LENGTH + 1], equal wherever it is called."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (batches * GLOBAL_BATCH, LENGTH + 1), generator=generator)
+
+
+def loader(*tensors: torch.Tensor, shuffle: bool = False, kind: type[DataLoader] = DataLoader) -> DataLoader:
+    """Batches of GLOBAL_BATCH samples over all ranks. ``shuffle``: as Lightning's sampler does on ranks."""
+    data: Any = TensorDataset(*tensors) if len(tensors) > 1 else tensors[0]
+    if dist.is_initialized():
+        return kind(data, batch_size=GLOBAL_BATCH // dist.get_world_size())
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=shuffle)
+    return kind(data, batch_size=GLOBAL_BATCH, sampler=sampler)
+
+
+class LanguageModule(LightningModule):
+    """TroubledModel (tied, frozen, unused, uneven and 0-d parameters) with AdamW; other initial weights on each rank.
+
+    Args:
+        batches: training batches per epoch.
+        val_batches: validation batches.
+        lr: learning rate.
+        options: read by subclasses.
+    """
+
+    def __init__(self, batches: int = 4, val_batches: int = 2, lr: float = 1e-2, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(rank())
+        self.batches, self.val_batches, self.lr, self.options = batches, val_batches, lr, options
+        self.losses: list[torch.Tensor] = []
+        self.build()
+
+    def build(self) -> None:
+        self.model = TroubledModel()
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.model, tokens)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    def evaluation_step(self, batch: Any, name: str) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log(name, loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.evaluation_step(batch, "val_loss")
+
+    def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.evaluation_step(batch, "test_loss")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1)
+
+    def train_dataloader(self) -> Any:
+        return loader(token_rows(self.batches), shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return loader(token_rows(self.val_batches, seed=8))
+
+    def test_dataloader(self) -> Any:
+        return loader(token_rows(self.val_batches, seed=9))
+
+    def predict_dataloader(self) -> Any:
+        return loader(token_rows(self.val_batches, seed=10))
