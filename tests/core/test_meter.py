@@ -1,0 +1,245 @@
+"""The meter's bytes are the bytes that are sent.
+
+A whole training step of a small GPT on four ranks that pose as two nodes is counted twice: by the meter, and by a
+recorder that sits on torch's process groups and works from the calls' arguments alone (`tests.core.recording`). Bytes
+are whole numbers or fractions of them that float64 holds, so figures have to agree to 1e-9 of a byte per byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from smp_core.comm.meter import CommMeter
+from smp_core.config import SmpConfig
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import parallelize_model
+from smp_core.topology import Topology
+from tests.core.gpt import SmallGpt
+from tests.core.recording import Call, CallRecorder, bytes_by_link
+from tests.harness import run_ranks
+
+LAYERS, MICRO_BATCHES = 3, 2
+
+
+@dataclass
+class Step:
+    """One rank's training step."""
+
+    meter: dict[str, float]
+    calls: list[Call]
+    n_parameters: int
+
+
+def train_one_step(world_micro_batches: int, precision: str | None = None, **knobs) -> Step:
+    torch.manual_seed(0)
+    mesh, config = SmpMesh.build(SmpConfig(param_dtype=precision, **knobs), Topology.discover(), "cpu")
+    parallel = parallelize_model(SmallGpt(layers=LAYERS), mesh, config)
+    optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3)
+    parallel.meter.close_step()
+    generator = torch.Generator().manual_seed(mesh.data_rank)
+    with CallRecorder() as recorder:
+        for number in range(world_micro_batches):
+            with parallel.window.accumulate(number < world_micro_batches - 1):
+                parallel.module(torch.randint(101, (2, 9), generator=generator)).backward()
+        parallel.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    parallel.meter.close_step()
+    return Step(parallel.meter.per_step(), recorder.calls, len(list(parallel.module.parameters())))
+
+
+def is_bookkeeping(call: Call, n_parameters: int, world: int) -> bool:
+    """What the meter leaves out, by size and type: one flag per parameter and window, one norm per step."""
+    flags = call.dtype == "int32" and call.n_bytes == 4 * n_parameters and len(call.ranks) == world
+    norm = call.dtype == "float64" and call.n_bytes == 8
+    return call.kind == "all_reduce" and (flags or norm)
+
+
+def compare(steps: list[Step], ranks_per_node: int) -> list[dict[str, float]]:
+    """Meter against record, per rank and per node; returns the recorded bytes per node."""
+    world = len(steps)
+    for step in steps:
+        left_out = [call for call in step.calls if is_bookkeeping(call, step.n_parameters, world)]
+        assert len(left_out) <= 2, "one set of flags and one norm per step"
+    kept = [[call for call in step.calls if not is_bookkeeping(call, step.n_parameters, world)] for step in steps]
+    recorded = bytes_by_link(kept, ranks_per_node)
+    for node, counted in enumerate(recorded):
+        ranks = range(node * ranks_per_node, (node + 1) * ranks_per_node)
+        for link in ("inter", "intra"):
+            metered = sum(steps[rank].meter[f"{link}_bytes"] for rank in ranks)
+            assert metered == pytest.approx(counted[link], rel=1e-9, abs=1e-9), f"node {node}, {link}"
+    for rank, calls in enumerate(kept):
+        alone = bytes_by_link([calls if other == rank else [] for other in range(world)], 1)[rank]
+        metered = steps[rank].meter["inter_bytes"] + steps[rank].meter["intra_bytes"]
+        assert metered == pytest.approx(alone["inter"] + alone["intra"], rel=1e-9, abs=1e-9), f"rank {rank}"
+    return recorded
+
+
+def unit_bytes(p: int, element_size: int = 4) -> list[int]:
+    """Bytes of each unit of the model, root first, as it is gathered over ``p`` ranks: rows padded to a multiple."""
+    model = SmallGpt(layers=LAYERS)
+
+    def padded(parameters) -> int:
+        return sum(-(-len(q) // p) * p * (q.numel() // len(q)) for q in parameters) * element_size
+
+    inside = {id(q) for q in model.blocks.parameters()}
+    return [
+        padded(q for q in model.parameters() if id(q) not in inside),
+        *(padded(b.parameters()) for b in model.blocks),
+    ]
+
+
+def gathered_and_reduced(p: int, micro_batches: int) -> tuple[int, int]:
+    """Bytes gathered and reduced by one step: blocks are gathered for forward and for backward, the root once."""
+    root, *blocks = unit_bytes(p)
+    return micro_batches * (root + 2 * sum(blocks)), micro_batches * (root + sum(blocks))
+
+
+def per_node(steps: list[Step], figure: str) -> list[float]:
+    return [sum(step.meter.get(figure, 0.0) for step in steps[first : first + 2]) for first in (0, 2)]
+
+
+def test_two_stages_send_p_minus_k_of_p_between_nodes() -> None:
+    """Shard degree p = 4 over 2 nodes of k = 2 ranks: (p - k) / p x M per all-gather and per reduce-scatter."""
+    steps = run_ranks(train_one_step, 4, MICRO_BATCHES, ranks_per_node=2, shard_degree=4)
+    recorded = compare(steps, 2)
+    gathered, reduced = gathered_and_reduced(4, MICRO_BATCHES)
+    assert per_node(steps, "all_gather/inter_bytes") == [gathered / 2] * 2
+    assert per_node(steps, "reduce_scatter/inter_bytes") == [reduced / 2] * 2
+    assert [node["inter"] for node in recorded] == [(gathered + reduced) / 2] * 2
+    for step in steps:
+        assert step.meter["all_gather/calls"] == MICRO_BATCHES * (1 + 2 * LAYERS)
+        assert step.meter["reduce_scatter/calls"] == MICRO_BATCHES * (1 + LAYERS)
+        assert "all_reduce/calls" not in step.meter
+
+
+def test_each_two_stage_gather_sends_one_shard_per_rank_between_nodes() -> None:
+    """The same, call by call: a unit of M bytes is M / p from each of a node's k ranks, k M / p = (p - k) / p x M."""
+    steps = run_ranks(train_one_step, 4, 1, ranks_per_node=2, shard_degree=4)
+    root, *blocks = unit_bytes(4)
+    shards = sorted(unit // 4 for unit in [root, *blocks, *blocks, root, *blocks])
+    for rank, step in enumerate(steps):
+        between = [c for c in step.calls if c.kind == "send" and c.to is not None and c.to // 2 != rank // 2]
+        assert sorted(call.n_bytes for call in between) == shards
+
+
+def test_flat_collectives_are_counted_as_they_are_sent() -> None:
+    """One stage over both nodes: the gather is a ring, (p - 1) / p x M over the one link that leaves a node; the
+    reduce-scatter, made of messages on gloo, sends k (p - k) shards of M / p: M."""
+    steps = run_ranks(train_one_step, 4, MICRO_BATCHES, ranks_per_node=2, shard_degree=4, hierarchical=False)
+    compare(steps, 2)
+    gathered, reduced = gathered_and_reduced(4, MICRO_BATCHES)
+    assert per_node(steps, "all_gather/inter_bytes") == [gathered * 3 / 4] * 2
+    assert per_node(steps, "reduce_scatter/inter_bytes") == [reduced] * 2
+
+
+def test_partition_groups_inside_nodes_send_only_the_replica_hop_between_them() -> None:
+    """Shard degree 2: each rank's half of the gradients crosses once per step, whatever the number of micro-batches."""
+    steps = run_ranks(train_one_step, 4, MICRO_BATCHES, ranks_per_node=2, shard_degree=2)
+    recorded = compare(steps, 2)
+    model = sum(unit_bytes(2))
+    assert [node["inter"] for node in recorded] == [model] * 2
+    assert per_node(steps, "all_reduce/inter_bytes") == [model] * 2
+    assert per_node(steps, "all_gather/inter_bytes") == per_node(steps, "reduce_scatter/inter_bytes") == [0.0] * 2
+    for step in steps:
+        assert step.meter["all_reduce/calls"] == 1 + LAYERS
+
+
+def test_replicas_send_the_whole_gradient_once() -> None:
+    """Shard degree 1: a ring all-reduce over 4 ranks, 2 x 3 / 4 x M over the link that leaves each node."""
+    steps = run_ranks(train_one_step, 4, MICRO_BATCHES, ranks_per_node=2, shard_degree=1)
+    compare(steps, 2)
+    assert per_node(steps, "inter_bytes") == [1.5 * sum(unit_bytes(1))] * 2
+
+
+def test_bfloat16_gathers_are_half_the_bytes() -> None:
+    steps = run_ranks(train_one_step, 4, 1, "bfloat16", ranks_per_node=2, shard_degree=4)
+    compare(steps, 2)
+    root, *blocks = unit_bytes(4, element_size=2)
+    assert per_node(steps, "all_gather/inter_bytes") == [(root + 2 * sum(blocks)) / 2] * 2
+    assert per_node(steps, "reduce_scatter/inter_bytes") == [gathered_and_reduced(4, 1)[1] / 2] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4, 8])
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+@pytest.mark.parametrize("hierarchical", ["auto", False])
+def test_meter_equals_record_on_eight_ranks(ranks_per_node: int, degree: int, hierarchical: bool | str) -> None:
+    steps = run_ranks(
+        train_one_step, 8, 2, ranks_per_node=ranks_per_node, shard_degree=degree, hierarchical=hierarchical
+    )
+    compare(steps, ranks_per_node)
+
+
+def train_without_meter() -> dict[str, float]:
+    return train_one_step(1, shard_degree=4, comm_meter=False).meter
+
+
+def test_a_meter_that_is_off_shows_nothing() -> None:
+    for figures in run_ranks(train_without_meter, 4, ranks_per_node=2):
+        assert sum(figures.values()) == 0
+
+
+def seconds_of_one_step() -> dict[str, float]:
+    return train_one_step(1, shard_degree=4).meter
+
+
+def test_seconds_are_kept_per_link_class() -> None:
+    """No bound on how long: only that both stages of both collectives took some time."""
+    for figures in run_ranks(seconds_of_one_step, 4, ranks_per_node=2):
+        for kind in ("all_gather", "reduce_scatter"):
+            for link in ("intra", "inter"):
+                assert figures[f"{kind}/{link}_seconds"] > 0
+
+
+def test_steps_are_kept_apart_and_totals_add_up() -> None:
+    meter = CommMeter(Topology.uniform(4, 2), rank=1)
+    for n_bytes in (400, 800):
+        with meter.ring("all_gather", [0, 1, 2, 3], n_bytes):
+            pass
+        assert meter.unfinished()["inter_bytes"] == n_bytes * 3 / 4
+        meter.close_step()
+        assert meter.per_step() == {
+            "inter_bytes": n_bytes * 3 / 4,
+            "intra_bytes": 0.0,
+            "all_gather/calls": 1.0,
+            "all_gather/inter_bytes": n_bytes * 3 / 4,
+            "all_gather/inter_seconds": pytest.approx(0, abs=60),
+        }
+    assert meter.totals() == {"all_gather/inter_bytes": 900.0}
+    assert meter.steps == 2
+
+
+def test_a_ring_belongs_to_the_link_of_its_right_neighbour() -> None:
+    sent = {}
+    for rank in range(4):
+        meter = CommMeter(Topology.uniform(4, 2), rank)
+        with meter.ring("all_reduce", [0, 1, 2, 3], 1000):
+            pass
+        meter.close_step()
+        sent[rank] = (meter.per_step()["intra_bytes"], meter.per_step()["inter_bytes"])
+    assert sent == {0: (1500.0, 0.0), 1: (0.0, 1500.0), 2: (1500.0, 0.0), 3: (0.0, 1500.0)}
+
+
+def record_a_lie() -> tuple[list[Call], float]:
+    """A meter told half of what is sent: the comparison has to notice."""
+    topology = Topology.discover()
+    meter, rank = CommMeter(topology, dist.get_rank()), dist.get_rank()
+    tensor = torch.zeros(10)
+    with CallRecorder() as recorder:
+        with meter.ring("all_reduce", [0, 1], 20):
+            dist.all_reduce(tensor)
+    meter.close_step()
+    assert recorder.calls[0].sent(rank) == [(1 - rank, 40.0)]
+    return recorder.calls, meter.per_step()["inter_bytes"]
+
+
+def test_the_record_does_not_take_the_meters_word() -> None:
+    results = run_ranks(record_a_lie, 2, ranks_per_node=1)
+    nodes = bytes_by_link([calls for calls, _ in results], 1)
+    assert [node["inter"] for node in nodes] == [40.0, 40.0]
+    assert [metered for _, metered in results] == [20.0, 20.0]
