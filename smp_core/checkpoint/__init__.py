@@ -6,6 +6,7 @@ The format is described in docs/checkpoint-format.md.
 from __future__ import annotations
 
 from smp_core.checkpoint.async_save import AsyncCheckpointer
+from smp_core.checkpoint.conversion import export_checkpoint, import_checkpoint
 from smp_core.checkpoint.full_state import consolidate, full_state_dict
 from smp_core.checkpoint.layout import CheckpointError, Index, Manifest
 from smp_core.checkpoint.opening import is_checkpoint
@@ -28,8 +29,10 @@ __all__ = [
     "Index",
     "Manifest",
     "consolidate",
+    "export_checkpoint",
     "find_checkpoints",
     "full_state_dict",
+    "import_checkpoint",
     "is_checkpoint",
     "load_checkpoint",
     "newest_checkpoint",

@@ -1,4 +1,4 @@
-"""`smp checkpoint inspect | verify | list | consolidate`: thin commands over this package's functions.
+"""`smp checkpoint inspect | verify | list | consolidate | import | export`: thin commands over this package.
 
 An error of a checkpoint is one line on stderr and exit status 1.
 """
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from smp_core.checkpoint.conversion import export_checkpoint, import_checkpoint
 from smp_core.checkpoint.full_state import consolidate
 from smp_core.checkpoint.inspection import checkpoint_tables, list_table, plot_bytes
 from smp_core.checkpoint.layout import CheckpointError
@@ -118,3 +119,44 @@ def consolidate_command(
             progress=_progress_bar,
         )
     typer.echo(f"{out}: {', '.join(made)}")
+
+
+@app.command("import")
+def import_command(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Another program's checkpoint file or folder.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint folder to make.")],
+    add_prefix: Annotated[str, typer.Option(help="Put in front of model tensor names, e.g. 'model.'.")] = "",
+    tie: Annotated[
+        list[str] | None, typer.Option(help="NAME=NAME: the first shares memory with the second (repeatable).")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at OUT.")] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read values of other classes. RUNS CODE from the file.")
+    ] = False,
+) -> None:
+    """Turn a checkpoint of Hugging Face, torch DCP, Lightning or Accelerate into one of ours."""
+    with _one_line_errors():
+        pairs = [text.partition("=") for text in tie or []]
+        if any(not (first and second) for first, _, second in pairs):
+            raise CheckpointError("--tie takes NAME=NAME, e.g. --tie lm_head.weight=transformer.wte.weight")
+        ties = {first: second for first, _, second in pairs}
+        kind = import_checkpoint(
+            source, out, add_prefix=add_prefix, ties=ties, overwrite=overwrite, allow_pickle=allow_pickle
+        )
+    typer.echo(f"{out}: imported from {kind}")
+
+
+@app.command("export")
+def export_command(
+    directory: _Directory,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to make.")],
+    kind: Annotated[str, typer.Option("--format", help="dcp, lightning (ModelParallel) or accelerate (FSDP2).")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at OUT.")] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read values saved with allow_pickle. RUNS CODE from the file.")
+    ] = False,
+) -> None:
+    """Write a checkpoint as another program's sharded folder. Safetensors and .ckpt: see consolidate."""
+    with _one_line_errors():
+        export_checkpoint(directory, out, kind, overwrite=overwrite, allow_pickle=allow_pickle)
+    typer.echo(f"{out}: written for {kind}")

@@ -98,9 +98,9 @@ def consolidate(
             )
             _torch_save(content, temporary)
             made = [target.name]
-        _put(temporary, target)
+        put_in_place(temporary, target)
     finally:
-        _discard(temporary)
+        discard(temporary)
     return made
 
 
@@ -175,16 +175,17 @@ def _torch_save(content: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _put(temporary: Path, target: Path) -> None:
+def put_in_place(temporary: Path, target: Path) -> None:
     """Move what was made to its place; what was there before is left under the temporary's name."""
     if os.path.lexists(target) and not rename_exchange(str(temporary), str(target)):
-        _discard(target)
+        discard(target)
     if temporary.exists() and not os.path.lexists(target):
         rename_new(str(temporary), str(target))
     fsync_directory(target.parent)
 
 
-def _discard(path: Path) -> None:
+def discard(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

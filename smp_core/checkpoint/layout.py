@@ -79,6 +79,18 @@ def safetensors_dtype(dtype: torch.dtype) -> str | None:
     return _SAFETENSORS_NAMES.get(dtype)
 
 
+def torch_dtype(safetensors_name: str) -> torch.dtype:
+    """The inverse of :func:`safetensors_dtype`.
+
+    Raises:
+        CheckpointError: torch has no such dtype.
+    """
+    for dtype, name in _SAFETENSORS_NAMES.items():
+        if name == safetensors_name:
+            return dtype
+    raise CheckpointError(f"safetensors dtype {safetensors_name} is not supported")
+
+
 class Digest(Protocol):
     """The part of a hashlib object that is used here."""
 

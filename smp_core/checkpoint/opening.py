@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,9 +124,9 @@ def _refusal(folder: Folder, path: str) -> CheckpointError:
     if not folder.exists():
         return missing(path)
     names = folder.names()
-    kind = foreign_kind(path, names)
-    if kind is not None:
-        return CheckpointError(f"{path} is not a torch-smp checkpoint but {kind}")
+    text = _foreign_text(path, names)
+    if text is not None:
+        return CheckpointError(f"{path} is not a torch-smp checkpoint but {text}")
     own = [name for name in names if name.startswith(("tensors-", "index", "rest"))]
     if own or os.path.basename(path).startswith((TEMPORARY_PREFIX, PREVIOUS_PREFIX)):
         return CheckpointError(
@@ -137,22 +138,41 @@ def _refusal(folder: Folder, path: str) -> CheckpointError:
     return CheckpointError(f"{path} is not a torch-smp checkpoint: no {MANIFEST}; it holds {', '.join(names[:5])}")
 
 
+_KINDS = {
+    "lightning": "a sharded checkpoint of Lightning (ModelParallel or FSDP)",
+    "dcp": "a torch.distributed.checkpoint folder",
+    "accelerate": "a folder of Accelerate (FSDP)",
+    "accelerate-files": "a folder of Accelerate with one file per rank (use_dcp=False)",
+    "sagemaker": "a partial checkpoint of SageMaker SMP",
+    "huggingface": "a Hugging Face safetensors folder",
+    "lightning-file": "a single file, as Lightning's or torch.save's checkpoints are",
+}
+
+
 def foreign_kind(path: str, names: list[str]) -> str | None:
-    """What another program's checkpoint looks like, with what to do; None when it looks like nothing known."""
+    """What another program's checkpoint looks like: a key of the kinds known here, or None.
+
+    Args:
+        path: where it is.
+        names: files below it, relative to it.
+    """
     if not is_address(path) and os.path.isfile(path):
-        what = "a single file, as Lightning's or torch.save's checkpoints are"
-        return f"{what}; convert it with `smp checkpoint import {path} OUT`"
-    known = [
-        (".metadata" in names and "meta.pt" in names, "a sharded checkpoint of Lightning (ModelParallel or FSDP)"),
-        (".metadata" in names, "a torch.distributed.checkpoint folder"),
-        (any(name.startswith("pytorch_model_fsdp") for name in names), "a folder of Accelerate (FSDP)"),
-        (any(name.endswith("smp_rank_0.pt") or "_partial" in name for name in names), "a folder of SageMaker SMP"),
-        ("model.safetensors.index.json" in names or "model.safetensors" in names, "a Hugging Face safetensors folder"),
-        (any(name.endswith(".distcp") for name in names), "half a torch.distributed.checkpoint (no .metadata)"),
-    ]
-    for matches, what in known:
-        if matches:
-            return f"{what}; convert it with `smp checkpoint import {path} OUT`"
+        return "lightning-file"
+    tests = {
+        "lightning": ".metadata" in names and "meta.pt" in names,
+        "dcp": ".metadata" in names,
+        "accelerate": any(re.fullmatch(r"pytorch_model_fsdp_\d+/\.metadata", name) for name in names),
+        "accelerate-files": any(re.match(r"pytorch_model_fsdp_\d+_rank\d+\.bin", name) for name in names),
+        "sagemaker": any(re.search(r"(_partial|smp_rank_\d+)", name) for name in names),
+        "huggingface": "model.safetensors.index.json" in names or "model.safetensors" in names,
+    }
+    return next((kind for kind, fits in tests.items() if fits), None)
+
+
+def _foreign_text(path: str, names: list[str]) -> str | None:
+    kind = foreign_kind(path, names)
+    if kind is not None:
+        return f"{_KINDS[kind]}; convert it with `smp checkpoint import {path} OUT`"
     checkpoints = sorted({name.split("/")[0] for name in names if name.endswith(f"/{MANIFEST}")})
     if checkpoints:
         return f"a folder of checkpoints; give one of them: {', '.join(checkpoints[-3:])}"

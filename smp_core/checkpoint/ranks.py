@@ -25,6 +25,13 @@ class Ranks:
         self.rank = dist.get_rank(group) if self.distributed else 0
         self.size = dist.get_world_size(group) if self.distributed else 1
 
+    @classmethod
+    def alone(cls) -> Ranks:
+        """This process by itself, whether or not torch.distributed is initialised."""
+        ranks = cls.__new__(cls)
+        ranks.distributed, ranks.group, ranks.rank, ranks.size = False, None, 0, 1
+        return ranks
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
         if self.size == 1:

@@ -12,7 +12,7 @@ import fnmatch
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -173,6 +173,11 @@ def _collect_rest(
         if isinstance(node, tuple):
             continue  # immutable: what stands beside a tensor in a tuple stays
         replacements.append((node, key, _decode(opened, saved, lambda name: DROP, allow_pickle)))
+
+
+def decode_state(opened: OpenCheckpoint, tensor: Callable[[str], Any], allow_pickle: bool) -> Any:
+    """The whole saved state, with ``tensor(name)`` in the place of each tensor."""
+    return _decode(opened, subtree(opened.tree, ("state",)), tensor, allow_pickle)
 
 
 def _decode(opened: OpenCheckpoint, tree: Any, tensor: Any, allow_pickle: bool) -> Any:

@@ -6,13 +6,13 @@ DCP gives each slice that several ranks hold to the one that has the least to wr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 
@@ -36,6 +36,27 @@ class StagedTensor:
         return self.items
 
 
+@dataclasses.dataclass(frozen=True)
+class LazyTensor:
+    """A whole tensor that is read only when it is written: a leaf of a state that is converted, not trained.
+
+    Attributes:
+        shape, dtype: of the tensor.
+        load: reads it.
+        tie: equal for tensors that share their memory, None for others.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], torch.Tensor]
+    tie: Any = None
+
+    def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
+        origin, size = torch.Size([0] * len(self.shape)), torch.Size(self.shape)
+        data = TensorWriteData(ChunkStorageMetadata(origin, size), TensorProperties(dtype=self.dtype), size)
+        return [WriteItem(MetadataIndex(fqn, origin), WriteItemType.TENSOR, tensor_data=data)]
+
+
 class SmpSavePlanner(DefaultSavePlanner):
     """DCP's planner for a flat dict of tensors, which also leaves out empty slices and writes tied tensors once.
 
@@ -54,6 +75,8 @@ class SmpSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         held = self.state_dict[index.fqn]
+        if isinstance(held, LazyTensor):
+            return held.load()
         return held.slices[index.offset] if isinstance(held, StagedTensor) else super().lookup_object(index)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -99,13 +122,15 @@ def tie_key(tensor: torch.Tensor) -> Any:
     return (str(local.device), local.data_ptr(), layout)
 
 
-def _ties(tensors: Mapping[str, torch.Tensor | StagedTensor]) -> dict[str, str | None]:
+def _ties(tensors: Mapping[str, torch.Tensor | StagedTensor | LazyTensor]) -> dict[str, str | None]:
     """Name -> the first name over the same memory (itself when there is none), None where this rank cannot tell."""
     first: dict[Any, str] = {}
     ties: dict[str, str | None] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, StagedTensor):
             can_tie, key = tensor.can_tie, tensor.tie
+        elif isinstance(tensor, LazyTensor):
+            can_tie, key = tensor.tie is not None, tensor.tie
         else:
             can_tie = isinstance(tensor, DTensor) or not hasattr(tensor, "__create_write_items__")
             key = tie_key(tensor) if can_tie else None

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.save_plan import StagedTensor, tie_key
+from smp_core.checkpoint.save_plan import LazyTensor, StagedTensor, tie_key
 from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, name_tensors
 
 
@@ -36,7 +36,7 @@ class Staged:
         meshes: device meshes of the DTensors, for the manifest.
     """
 
-    tensors: dict[str, torch.Tensor | StagedTensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor | StagedTensor | LazyTensor] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     rest: EncodedRest | None = None
     own: EncodedRest = field(default_factory=EncodedRest)
@@ -66,14 +66,16 @@ def stage(
     names = {path: name for path, (name, _) in named.items()}
     rest = encode_rest(dict(state), names, allow_pickle) if rank == 0 else None
     own = encode_rest(per_rank, {}, allow_pickle)
-    tensors: dict[str, torch.Tensor | StagedTensor] = dict(named.values())
+    tensors: dict[str, torch.Tensor | StagedTensor | LazyTensor] = dict(named.values())
     if buffers is not None:
         tensors = buffers.fill(dict(named.values()))
         rest, own = None if rest is None else _frozen(rest), _frozen(own)
     return Staged(tensors, {name: path for path, name in names.items()}, rest, own, _meshes(dict(named.values())))
 
 
-def _check(name: str, tensor: torch.Tensor) -> None:
+def _check(name: str, tensor: torch.Tensor | LazyTensor) -> None:
+    if isinstance(tensor, LazyTensor):
+        return
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise CheckpointError(f"{name} is a partial sum over its mesh; reduce it first (redistribute)")
@@ -105,9 +107,9 @@ class HostBuffers:
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
 
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | StagedTensor]:
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | StagedTensor | LazyTensor]:
         """Copy this rank's slices; returns when all values have arrived. Tied tensors are copied once."""
-        staged: dict[str, torch.Tensor | StagedTensor] = {}
+        staged: dict[str, torch.Tensor | StagedTensor | LazyTensor] = {}
         copied: dict[Any, list[torch.Tensor]] = {}
         used: dict[tuple[str, int], torch.Tensor] = {}
         devices: set[torch.device] = set()

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from smp_core.checkpoint.layout import CheckpointError, path_to_json
+from smp_core.checkpoint.save_plan import LazyTensor
 
 Path = tuple[Any, ...]
 DROP = object()
@@ -52,9 +53,9 @@ def path_text(path: Path) -> str:
     return ".".join(str(key) for key in path)
 
 
-def iterate_tensors(state: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Every tensor of a nested state with its path, in order."""
-    if isinstance(state, torch.Tensor):
+def iterate_tensors(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every tensor (or LazyTensor) of a nested state with its path, in order."""
+    if isinstance(state, (torch.Tensor, LazyTensor)):
         yield path, state
     elif isinstance(state, dict):
         for key, value in state.items():
@@ -64,7 +65,7 @@ def iterate_tensors(state: Any, path: Path = ()) -> Iterator[tuple[Path, torch.T
             yield from iterate_tensors(value, (*path, position))
 
 
-def name_tensors(state: Any) -> dict[Path, tuple[str, torch.Tensor]]:
+def name_tensors(state: Any) -> dict[Path, tuple[str, Any]]:
     """Give every tensor a name: its path joined by dots, or the path as JSON where two paths would join alike."""
     found = dict(iterate_tensors(state))
     count: dict[str, int] = defaultdict(int)
@@ -104,7 +105,7 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
             return value
         if kind is float:
             return value if math.isfinite(value) else {"$float": str(value)}
-        if isinstance(value, torch.Tensor) and path in names:
+        if path in names:
             return {"$tensor": names[path]}
         if kind is dict or kind is OrderedDict:
             if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
