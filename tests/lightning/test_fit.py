@@ -1,19 +1,143 @@
-"""Training under the Trainer equals one process: every sharding, windows, clipping, learning-rate schedules."""
+"""`fit` under the strategy equals one process: shardings, windows, evaluation inside them, clipping, schedules."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
 
+from smp_core.sharding.accumulation import AccumulationWindow
 from tests.lightning.modules import LanguageModule
-from tests.lightning.running import assert_same, fit, together
+from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
 
-DEGREES = [1, 2, 4]
+EXACT: dict[str, Any] = {"precision": "64-true"}
+
+# Accumulation that the epoch's 5 batches are no multiple of; validation after batch 3, inside a window of 2.
+WINDOWS: list[dict[str, Any]] = [
+    {"accumulate_grad_batches": 1},
+    {"accumulate_grad_batches": 2},
+    {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+    {"accumulate_grad_batches": 2, "val_check_interval": 3, "gradient_clip_val": 0.1},
+    {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 2},
+]
+KNOBS: list[dict[str, Any]] = [
+    {"shard_degree": 1},
+    {"shard_degree": 2},
+    {"shard_degree": 4},
+    {"shard_degree": 4, "hierarchical": False},
+    {"shard_degree": 2, "reshard_after_forward": False},
+]
+CASES = list(itertools.product(range(len(WINDOWS)), range(len(KNOBS))))
+SAMPLE = [(0, 2), (1, 1), (2, 2), (3, 1), (4, 0)]
 
 
-@pytest.mark.parametrize("degree", DEGREES)
-def test_two_epochs_of_fit_equal_one_process(degree: int) -> None:
-    flags: dict[str, Any] = {"precision": "64-true", "max_epochs": 2, "gradient_clip_val": 0.1}
-    expected = fit(LanguageModule, **flags)
-    assert_same(together(fit, LanguageModule, knobs={"shard_degree": degree}, **flags), expected)
+def check_fit(window: int, knobs: int) -> None:
+    flags = {**EXACT, "max_epochs": 2, **WINDOWS[window]}
+    options = {"batches": 5}
+    expected = fit(LanguageModule, options, **flags)
+    assert_same(together(fit, LanguageModule, options, KNOBS[knobs], **flags), expected)
+
+
+@pytest.mark.parametrize("window, knobs", SAMPLE)
+def test_fit_equals_one_process(window: int, knobs: int) -> None:
+    check_fit(window, knobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window, knobs", CASES)
+def test_fit_equals_one_process_everywhere(window: int, knobs: int) -> None:
+    check_fit(window, knobs)
+
+
+def fit_without_replica_hop(*args: Any, **kwargs: Any) -> Run:
+    with patch.object(AccumulationWindow, "_send", lambda self, flat: None):
+        return fit(*args, **kwargs)
+
+
+def test_the_comparison_fails_without_the_replica_hop() -> None:
+    expected = fit(LanguageModule, **EXACT)
+    runs = together(fit_without_replica_hop, LanguageModule, knobs={"shard_degree": 2}, **EXACT)
+    with pytest.raises(AssertionError, match="against|off"):
+        assert_same(runs, expected)
+
+
+class CountCollectives(Callback):
+    """Calls per kind in each optimizer step, as the meter has them."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.units = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step > len(self.steps):
+            parallel = trainer.strategy.parallel  # type: ignore[attr-defined]
+            self.units = len(parallel.units)
+            self.steps.append(parallel.meter.per_step())
+
+
+def fit_counting(knobs: dict[str, Any], **flags: Any) -> Run:
+    module, count = LanguageModule(batches=8), CountCollectives()
+    trainer = make_trainer(knobs, callbacks=[count], **flags)
+    trainer.fit(module)
+    return report(trainer, module, steps=count.steps, units=count.units)
+
+
+def test_replicas_are_reduced_once_per_unit_and_optimizer_step() -> None:
+    """4 micro-batches over U units: 4U reduce-scatters, U replica reductions and one for what is replicated whole (the
+    0-d gain)."""
+    for run in together(fit_counting, {"shard_degree": 2}, accumulate_grad_batches=4):
+        units = run.extra["units"]
+        assert units > 1 and len(run.extra["steps"]) == 2
+        for step in run.extra["steps"]:
+            assert step["reduce_scatter/calls"] == 4 * units
+            assert step["all_reduce/calls"] == units + 1
+
+
+class Scheduled(LanguageModule):
+    """options["schedule"]: one stepped per batch, per epoch, or by the validation loss."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        kind = self.options["schedule"]
+        scheduler: Any
+        if kind == "step":
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=20)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        if kind == "epoch":
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+        # Any change counts as too little, so that the rate falls while the loss still does.
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(torch.tensor(self.trainer.optimizers[0].param_groups[0]["lr"]))
+
+
+@pytest.mark.parametrize("schedule", ["step", "epoch", "plateau"])
+def test_learning_rates_follow_the_schedule_of_one_process(schedule: str) -> None:
+    """The rate after every batch is among the losses that are compared."""
+    flags = {**EXACT, "max_epochs": 3, "accumulate_grad_batches": 2}
+    expected = fit(Scheduled, {"schedule": schedule}, **flags)
+    assert len(set(expected.losses[1::2])) > 1, "the rate never changed: the case shows nothing"
+    assert_same(together(fit, Scheduled, {"schedule": schedule}, {"shard_degree": 2}, **flags), expected)
+
+
+def fit_by_name(name: str, **flags: Any) -> Run:
+    module: LightningModule = LanguageModule()
+    trainer = make_trainer(strategy=name, plugins=[TorchElasticEnvironment()], **flags)
+    trainer.fit(module)
+    config = trainer.strategy.config  # type: ignore[attr-defined]
+    return report(trainer, module, degree=config.shard_degree)
+
+
+@pytest.mark.parametrize("name, degree", [("smp_sharded", 2), ("smp_sharded_node", 2), ("smp_sharded_world", 4)])
+def test_strategies_chosen_by_name_train_like_one_process(name: str, degree: int) -> None:
+    """On CPU the automatic degree is one node, here 2 ranks."""
+    runs = together(fit_by_name, name, **EXACT)
+    assert_same(runs, fit(LanguageModule, **EXACT))
+    assert [run.extra["degree"] for run in runs] == [degree] * 4

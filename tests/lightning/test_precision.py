@@ -1,0 +1,99 @@
+"""Every precision of the Trainer: 32-true to summation order, half precisions to their own rounding.
+
+Half precision is compared under SGD: AdamW divides gradients by their size, so that noise around zero would decide the
+sign of whole steps.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lightning.modules import LanguageModule, rank
+from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together, worst
+
+
+class Reordered(LanguageModule):
+    """The same batches, samples added up in another order: what float32 leaves open."""
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().loss(tokens.flip(0))
+
+
+class Descending(LanguageModule):
+    """Plain SGD: weights move in proportion to gradients."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_float32_training_stays_within_summation_order(degree: int) -> None:
+    """Losses to 1e-6 + 2e-7 per step, weights to 5x what one process differs from itself by when it adds up in another
+    order (AdamW divides noise by noise where a gradient is zero up to rounding)."""
+    flags: dict[str, Any] = {"precision": "32-true", "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    expected, other = fit(LanguageModule, **flags), fit(Reordered, **flags)
+    noise, _ = worst(other.weights, expected.weights)
+    for run in together(fit, LanguageModule, knobs={"shard_degree": degree}, **flags):
+        for step, (ours, theirs) in enumerate(zip(run.losses, expected.losses, strict=True)):
+            assert abs(ours - theirs) <= 1e-6 + 2e-7 * step, f"loss of batch {step}: {ours} against {theirs}"
+        difference, name = worst(run.weights, expected.weights)
+        assert difference <= 5 * noise, f"{name} is {difference} off, one process from itself {noise}"
+
+
+def fit_half(precision: str, knobs: dict[str, Any] | None = None) -> Run:
+    module = Descending(batches=8)
+    start = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(knobs, precision=precision, gradient_clip_val=1.0)
+    trainer.fit(module)
+    said = [str(warning.message) for warning in caught]
+    dtypes = sorted({str(value.dtype) for value in module.state_dict().values()})
+    config = getattr(trainer.strategy, "config", None)
+    effect = config.effective()["param_dtype"] if config is not None else None
+    return report(trainer, module, start=start, said=said, dtypes=dtypes, param_dtype=effect, rank=rank())
+
+
+def movement(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return float(sum((a[name].double() - b[name].double()).square().sum() for name in b)) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "precision, dtype, tolerance",
+    [
+        # Gathered parameters and each micro-batch's gradients are rounded to bfloat16 (2^-9 = 0.2 % at most each);
+        # weights and sums stay float32.
+        ("bf16-mixed", "torch.float32", 0.005),
+        # Weights are bfloat16: an update is rounded to the weight's own spacing, and one that is rounded the other way
+        # is off by half of it.
+        ("bf16-true", "torch.bfloat16", 0.05),
+    ],
+)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_half_precision_trains_like_one_process_in_it(
+    degree: int, precision: str, dtype: str, tolerance: float
+) -> None:
+    """Losses to 0.5 % (bfloat16 has 8 bits), weights to ``tolerance`` of the way that they went; four times what is
+    seen."""
+    expected = fit_half(precision)
+    way = movement(expected.weights, expected.extra["start"])
+    for run in together(fit_half, precision, {"shard_degree": degree}):
+        assert run.extra["dtypes"] == expected.extra["dtypes"] == [dtype]
+        for step, (ours, theirs) in enumerate(zip(run.losses, expected.losses, strict=True)):
+            assert abs(ours - theirs) <= 0.005 * theirs, f"loss of batch {step}: {ours} against {theirs}"
+        assert movement(run.weights, expected.weights) <= tolerance * way
+
+
+def test_float16_mixed_on_cpu_is_bfloat16_and_says_so() -> None:
+    """Lightning's own word, on rank 0; what took effect is in the strategy's config."""
+    runs = together(fit_half, "16-mixed", {"shard_degree": 2})
+    said = " ".join(runs[0].extra["said"])
+    assert "fp16 is not supported on CPU" in said and "bf16-mixed" in said
+    expected = together(fit_half, "bf16-mixed", {"shard_degree": 2})
+    for run in runs:
+        assert run.extra["param_dtype"] == "bfloat16"
+        assert_same(run, expected[run.extra["rank"]], tolerance=0.0)
