@@ -62,7 +62,7 @@ def fit_without_replica_hop(*args: Any, **kwargs: Any) -> Run:
 def test_the_comparison_fails_without_the_replica_hop() -> None:
     expected = fit(LanguageModule, **EXACT)
     runs = together(fit_without_replica_hop, LanguageModule, knobs={"shard_degree": 2}, **EXACT)
-    with pytest.raises(AssertionError, match="against|off"):
+    with pytest.raises(AssertionError, match=r"against|off"):
         assert_same(runs, expected)
 
 

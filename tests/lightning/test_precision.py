@@ -77,14 +77,14 @@ def movement(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 def test_half_precision_trains_like_one_process_in_it(
     degree: int, precision: str, dtype: str, tolerance: float
 ) -> None:
-    """Losses to 0.5 % (bfloat16 has 8 bits), weights to ``tolerance`` of the way that they went; four times what is
-    seen."""
+    """Losses to 1 % (bfloat16 counts in steps of 0.5 %), weights to ``tolerance`` of the way that they went, four times
+    what is seen."""
     expected = fit_half(precision)
     way = movement(expected.weights, expected.extra["start"])
     for run in together(fit_half, precision, {"shard_degree": degree}):
         assert run.extra["dtypes"] == expected.extra["dtypes"] == [dtype]
         for step, (ours, theirs) in enumerate(zip(run.losses, expected.losses, strict=True)):
-            assert abs(ours - theirs) <= 0.005 * theirs, f"loss of batch {step}: {ours} against {theirs}"
+            assert abs(ours - theirs) <= 0.01 * theirs, f"loss of batch {step}: {ours} against {theirs}"
         assert movement(run.weights, expected.weights) <= tolerance * way
 
 
