@@ -161,24 +161,33 @@ def parallelize_model(
         _broadcast(parameters, mesh.device)
 
     by_name = dict(model.named_parameters())
-    _broadcast((by_name[name] for name in plan.replicated), mesh.device)
-    _broadcast(model.buffers(), mesh.device)
     config = _with_reduce_dtype(config, by_name.values())
     on_meta = [name for name, tensor in [*by_name.items(), *model.named_buffers()] if tensor.is_meta]
-    units = shard_units(
-        model,
-        plan,
-        mesh.shard_mesh,
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=_dtype(config.param_dtype),
-            reduce_dtype=_dtype(config.reduce_dtype),
-            cast_forward_inputs=cast_forward_inputs,
-        ),
-        reshard_after_forward=bool(config.reshard_after_forward),
-        all_gather=all_gather,
-        reduce_scatter=reduce_scatter,
-        before_shard=equal_weights,
-    )
+    # A partition group of one has nothing to gather; FSDP2 would copy every parameter for each use. It is still
+    # needed where it casts parameters to another dtype.
+    whole = mesh.shard_degree == 1 and (config.param_dtype in (None, "auto") or not cast_forward_inputs)
+    if whole:
+        why = "shard_degree=1: parameters are whole, nothing is gathered"
+        config = config.with_resolved("param_dtype", None, why).with_resolved("reshard_after_forward", False, why)
+    replicated = [*plan.replicated, *(name for unit in plan.units for name in unit.parameters if whole)]
+    _broadcast((by_name[name] for name in replicated), mesh.device)
+    _broadcast(model.buffers(), mesh.device)
+    units: list[ShardedUnit] = []
+    if not whole:
+        units = shard_units(
+            model,
+            plan,
+            mesh.shard_mesh,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=_dtype(config.param_dtype),
+                reduce_dtype=_dtype(config.reduce_dtype),
+                cast_forward_inputs=cast_forward_inputs,
+            ),
+            reshard_after_forward=bool(config.reshard_after_forward),
+            all_gather=all_gather,
+            reduce_scatter=reduce_scatter,
+            before_shard=equal_weights,
+        )
     if config.delayed_init and not on_meta:
         why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
         logger.warning("delayed_init=True has no effect: %s", why)
@@ -186,9 +195,12 @@ def parallelize_model(
     if on_meta:
         materialize(model, mesh.device, seed=config.init_seed, init_fn=init_fn)
     _move_plain_tensors(model, mesh.device)
-    _register_forward_methods(model, plan, config.forward_methods)
+    if units:
+        _register_forward_methods(model, plan, config.forward_methods)
     by_name = dict(model.named_parameters())
-    window = AccumulationWindow(units, {name: by_name[name] for name in plan.replicated}, mesh, FlatAllReduce(meter))
+    groups = [plan.replicated, *(unit.parameters for unit in plan.units if whole)]
+    named_groups = [{name: by_name[name] for name in group} for group in groups]
+    window = AccumulationWindow(units, named_groups, mesh, FlatAllReduce(meter), _dtype(config.reduce_dtype))
     return ParallelModel(model, mesh, config, plan, tuple(units), window, meter)
 
 

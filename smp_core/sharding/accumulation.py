@@ -14,7 +14,7 @@ one that only other ranks reached gets their gradient. Ranks tell each other whi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.comm.flat import FlatAllReduce
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.fsdp import ShardedUnit, Slot, at_end_of_backward, backward_pass
+from smp_core.sharding.replicated import ReplicatedGradients
 
 
 @dataclass
@@ -77,35 +78,31 @@ class AccumulationWindow:
 
     Args:
         units: the sharded units.
-        replicated: plain trainable parameters, equal on all ranks, by name (0-d and tied across units).
+        replicated: groups of plain parameters, equal on all ranks, by name.
         mesh: partition and replication groups.
         all_reduce: carries the replica hop.
+        reduce_dtype: what sums of plain gradients are sent in; None: their own dtype. (FSDP2 has it for the units.)
     """
 
     def __init__(
         self,
         units: Sequence[ShardedUnit],
-        replicated: dict[str, nn.Parameter],
+        replicated: Sequence[Mapping[str, nn.Parameter]],
         mesh: SmpMesh,
         all_reduce: FlatAllReduce,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self._units = list(units)
-        self._replicated = replicated
         self._mesh = mesh
         self._all_reduce = all_reduce
         self._sums = [_UnitSum() for _ in self._units]
-        self._plain_sums: dict[str, torch.Tensor] = {}
-        self._plain_kept: dict[str, torch.Tensor | None] = {}
-        self._reached_plain: set[str] = set()
+        self._replicated = ReplicatedGradients(replicated, mesh, all_reduce, reduce_dtype, self._queue_end)
         self._last = True
         self._running_pass: int | None = None
         self.micro_batches = 0
         """Backward passes whose gradients are held and not closed yet."""
         for number, unit in enumerate(self._units):
             unit.module.set_all_reduce_hook(self._hook(number))  # type: ignore[operator]
-        for name, parameter in replicated.items():
-            if parameter.requires_grad:
-                parameter.register_hook(self._plain_hook(name, parameter))
 
     @property
     def is_open(self) -> bool:
@@ -129,8 +126,8 @@ class AccumulationWindow:
         for unit_sum in self._sums:
             if unit_sum.in_flight is None and unit_sum.flat is not None:
                 unit_sum.in_flight = self._send(unit_sum.flat)
+        self._replicated.send()
         reached, telling = self._tell_what_was_reached()
-        self._close_replicated()
         for unit_sum in self._sums:
             if unit_sum.in_flight is not None:
                 unit_sum.in_flight.wait()
@@ -154,7 +151,8 @@ class AccumulationWindow:
                     if seen is None or seen[position + slot.index]:
                         _accumulate(parameters[slot.index], unit.local_gradient(slot, unit_sum.flat))
             position += count
-        self._restore_plain(None if seen is None else seen[position:])
+        plain = self._replicated.parameters
+        self._replicated.finish(None if seen is None else dict(zip(plain, seen[position:].tolist(), strict=True)))
         self._forget()
 
     @torch.no_grad()
@@ -165,7 +163,7 @@ class AccumulationWindow:
                 unit_sum.in_flight.wait()
             for parameter in unit.parameters():
                 parameter.grad = None
-        for parameter in self._replicated.values():
+        for parameter in self._replicated.parameters.values():
             parameter.grad = None
         self._forget()
 
@@ -183,20 +181,13 @@ class AccumulationWindow:
                     unit.reached.discard(slot.index)
                 elif slot.index in unit.reached:
                     kept_any = True
-        for name, parameter in self._replicated.items():
-            if id(parameter) in dropped:
-                self._plain_sums.pop(name, None)
-                self._reached_plain.discard(name)
-            elif name in self._reached_plain:
-                kept_any = True
-        if not kept_any:
+        self._replicated.drop(dropped)
+        if not kept_any and not self._replicated.reached:
             self._forget()
 
     def _forget(self) -> None:
         self._sums = [_UnitSum() for _ in self._units]
-        self._plain_sums.clear()
-        self._plain_kept.clear()
-        self._reached_plain.clear()
+        self._replicated.forget()
         for unit in self._units:
             unit.reached.clear()
         self._running_pass = None
@@ -225,21 +216,6 @@ class AccumulationWindow:
 
         return hook
 
-    def _plain_hook(self, name: str, parameter: nn.Parameter):  # type: ignore[no-untyped-def]
-        @torch.no_grad()
-        def hook(gradient: torch.Tensor) -> torch.Tensor:
-            self._queue_end()
-            self._reached_plain.add(name)
-            self._plain_kept.setdefault(name, parameter.grad)
-            if name in self._plain_sums:
-                self._plain_sums[name] += gradient
-            else:
-                self._plain_sums[name] = gradient.clone()
-            # Autograd adds what comes back to ``.grad``; zeros leave an earlier closed pass's gradient as it is.
-            return torch.zeros_like(gradient)
-
-        return hook
-
     def _queue_end(self) -> None:
         this_pass = backward_pass()
         if self._running_pass == this_pass:
@@ -261,9 +237,7 @@ class AccumulationWindow:
                 for index, parameter in enumerate(unit.parameters()):
                     parameter.grad = unit_sum.kept.get(index)
                 unit_sum.kept = None
-        for name, kept in self._plain_kept.items():
-            self._replicated[name].grad = kept
-        self._plain_kept.clear()
+        self._replicated.end_of_pass()
         if self._last:
             self.close()
 
@@ -278,44 +252,24 @@ class AccumulationWindow:
             index in unit.reached
             for unit, unit_sum in zip(self._units, self._sums, strict=True)
             for index in (slot.index for slot in unit_sum.slots)
-        ) and all(name in self._reached_plain for name, p in self._replicated.items() if p.requires_grad)
+        ) and all(name in self._replicated.reached for name in self._replicated.trainable())
 
     def _tell_what_was_reached(self) -> tuple[torch.Tensor, dist.Work | None]:
         """One small MAX all-reduce over all ranks: per parameter, units first, then replicated ones."""
         flags: list[int] = []
         for unit in self._units:
             flags += [int(index in unit.reached) for index in range(len(unit.parameters()))]
-        flags += [int(name in self._reached_plain) for name in self._replicated]
+        flags += [int(name in self._replicated.reached) for name in self._replicated.parameters]
         reached = torch.tensor(flags, dtype=torch.int32, device=self._mesh.device)
         if self._mesh.topology.world_size == 1:
             return reached, None
         return reached, dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self._mesh.world_group, async_op=True)
 
-    def _close_replicated(self) -> None:
-        by_dtype: dict[torch.dtype, list[str]] = {}
-        for name, parameter in self._replicated.items():
-            if parameter.requires_grad:
-                by_dtype.setdefault(parameter.dtype, []).append(name)
-        for names in by_dtype.values():
-            parts = [self._plain_sums.get(name, torch.zeros_like(self._replicated[name])) for name in names]
-            flat = torch.cat([part.reshape(-1) for part in parts])
-            if self._mesh.topology.world_size > 1:
-                self._all_reduce(flat, self._mesh.world_group)
-            flat /= self._mesh.data_size
-            for name, part in zip(names, flat.split([part.numel() for part in parts]), strict=True):
-                self._plain_sums[name] = part.view_as(self._replicated[name])
 
-    def _restore_plain(self, seen: torch.Tensor | None) -> None:
-        for index, (name, parameter) in enumerate(self._replicated.items()):
-            if parameter.requires_grad and (seen is None or seen[index]):
-                _accumulate(parameter, self._plain_sums[name])
-
-
-def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+def _accumulate(parameter: nn.Parameter, gradient: DTensor) -> None:
     """Add to ``.grad``, which holds the gradients of an earlier closed pass of the same step, if any."""
     if parameter.grad is None:
         parameter.grad = gradient
-    elif isinstance(parameter.grad, DTensor) and isinstance(gradient, DTensor):
-        parameter.grad.to_local().add_(gradient.to_local())
     else:
-        parameter.grad += gradient
+        assert isinstance(parameter.grad, DTensor)
+        parameter.grad.to_local().add_(gradient.to_local())

@@ -45,7 +45,7 @@ def train_together(dtype: torch.dtype, micro_batches: int, mutation: str | None 
     if mutation == "no replica hop":
         parallel.window._send = lambda flat: None
     elif mutation == "one parameter left out":
-        parallel.window._close_replicated = lambda: None
+        parallel.window._replicated.send = lambda: None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     seen = Trajectory()
     for micro in global_batches(STEPS, micro_batches, SAMPLES):

@@ -1,0 +1,128 @@
+"""Gradients of parameters that every rank holds whole: 0-d ones, those tied across units, and all of them with
+``shard_degree=1``, where partitioning would only copy.
+
+Inside a window each rank adds up its own micro-batches; at the window's end the sums are added up over all ranks, one
+collective per group of parameters, and divided once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp_core.comm.flat import FlatAllReduce
+from smp_core.mesh import SmpMesh
+
+
+class ReplicatedGradients:
+    """Partial sums of plain parameters' gradients in the present window.
+
+    Args:
+        groups: parameters by name, reduced together group by group.
+        all_reduce: carries the sums over all ranks.
+        reduce_dtype: what sums are sent in; None: the gradients' own dtype.
+        on_backward: called whenever a backward pass reaches one of the parameters.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, nn.Parameter]],
+        mesh: SmpMesh,
+        all_reduce: FlatAllReduce,
+        reduce_dtype: torch.dtype | None,
+        on_backward: Callable[[], None],
+    ) -> None:
+        self._groups = [list(group) for group in groups if group]
+        self.parameters = {name: parameter for group in groups for name, parameter in group.items()}
+        self.reached: set[str] = set()
+        self._mesh = mesh
+        self._all_reduce = all_reduce
+        self._reduce_dtype = reduce_dtype
+        self._on_backward = on_backward
+        self._this_pass: set[str] = set()
+        self._sums: dict[str, torch.Tensor] = {}
+        self._in_flight: list[tuple[list[str], torch.Tensor, dist.Work | None]] = []
+        for name, parameter in self.parameters.items():
+            # The hook can only be registered while a gradient is wanted; a frozen parameter may be trained later.
+            trainable = parameter.requires_grad
+            if parameter.is_floating_point():
+                parameter.requires_grad_(True)
+                parameter.register_post_accumulate_grad_hook(self._note(name))
+                parameter.requires_grad_(trainable)
+
+    def end_of_pass(self) -> None:
+        """Take what the pass left in ``.grad`` into the partial sums.
+
+        A gradient closed earlier in the same optimizer step is in there too. It is equal on all ranks, so it comes back
+        unchanged from the mean over them.
+        """
+        for name in self._this_pass:
+            parameter = self.parameters[name]
+            assert parameter.grad is not None
+            if name in self._sums:
+                self._sums[name] += parameter.grad
+            else:
+                self._sums[name] = parameter.grad
+            parameter.grad = None
+        self.reached |= self._this_pass
+        self._this_pass.clear()
+
+    def send(self) -> None:
+        """Start adding up over all ranks. Every rank sends every trainable parameter, reached or not."""
+        if self._mesh.topology.world_size == 1:
+            return
+        for group in self._groups:
+            by_dtype: dict[torch.dtype, list[str]] = {}
+            for name in group:
+                if self.parameters[name].requires_grad:
+                    by_dtype.setdefault(self.parameters[name].dtype, []).append(name)
+            for dtype, names in by_dtype.items():
+                flat = torch.cat([self._contribution(name).reshape(-1) for name in names])
+                flat = flat.to(self._reduce_dtype or dtype)
+                work = self._all_reduce(flat, self._mesh.world_group, async_op=True)
+                self._in_flight.append((names, flat, work))
+
+    def finish(self, seen: Mapping[str, bool] | None) -> None:
+        """Set ``.grad`` of the parameters that some rank reached (``seen``; None: all of them)."""
+        for names, flat, work in self._in_flight:
+            if work is not None:
+                work.wait()
+            flat /= self._mesh.data_size
+            for name, part in zip(names, flat.split([self.parameters[n].numel() for n in names]), strict=True):
+                self._sums[name] = part.view_as(self.parameters[name]).to(self.parameters[name].dtype)
+        for name, gradient in self._sums.items():
+            if seen is None or seen[name]:
+                self.parameters[name].grad = gradient
+        self.forget()
+
+    def drop(self, dropped: set[int]) -> None:
+        """Drop the partial sums of parameters with these ids."""
+        for name, parameter in self.parameters.items():
+            if id(parameter) in dropped:
+                self._sums.pop(name, None)
+                self.reached.discard(name)
+
+    def forget(self) -> None:
+        self._sums.clear()
+        self._in_flight.clear()
+        self._this_pass.clear()
+        self.reached.clear()
+
+    def trainable(self) -> Iterable[str]:
+        return (name for name, parameter in self.parameters.items() if parameter.requires_grad)
+
+    def _contribution(self, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        if name in self._sums:
+            return self._sums[name]
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    def _note(self, name: str) -> Callable[[torch.Tensor], None]:
+        def note(_: torch.Tensor) -> None:
+            self._on_backward()
+            self._this_pass.add(name)
+
+        return note
