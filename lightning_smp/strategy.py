@@ -33,6 +33,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_smp import checkpoints
@@ -43,7 +44,7 @@ from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import ParallelModel, parallelize_model
 from smp_core.planning.memory import smallest_shard_degree
-from smp_core.sharding.batch_norm import sync_batch_norm_on_cpu
+from smp_core.sharding.batch_norm import CpuSyncBatchNorm, sync_batch_norm_on_cpu
 from smp_core.sharding.grad_norm import settle_nonfinite
 from smp_core.sharding.wrap import Entry, plan_units
 from smp_core.topology import Topology
@@ -237,10 +238,12 @@ class SmpShardedStrategy(ParallelStrategy):
         module = self.lightning_module
         attached: tuple[ParallelModel, str] | None = getattr(module, _ATTACHED, None)
         if attached is None:
-            self._parallel = self._parallelize(module, trainer)
+            self._parallel = self._parallelize(module)
             object.__setattr__(module, _ATTACHED, (self._parallel, str(self.precision_plugin.precision)))
             self._say_what_took_effect(module)
         else:
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._check_layer_sync(module)
             self._parallel = self._reattach(*attached)
         self.model = module
         self.model_to_device()
@@ -248,9 +251,10 @@ class SmpShardedStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _parallelize(self, module: LightningModule, trainer: Trainer) -> ParallelModel:
+    def _parallelize(self, module: LightningModule) -> ParallelModel:
         assert self._topology is not None
-        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
+        if self._layer_sync is not None:
+            # For an evaluation too: the module stays as it is sharded now, and a fit may follow.
             # torch's own SyncBatchNorm refuses CPU tensors.
             sync = sync_batch_norm_on_cpu if self.root_device.type == "cpu" else self._layer_sync.apply
             module = sync(module)  # type: ignore[assignment]
@@ -290,6 +294,18 @@ class SmpShardedStrategy(ParallelStrategy):
             memory = torch.cuda.get_device_properties(self.root_device).total_memory
         degree, why, _ = smallest_shard_degree(module, self._topology, config, memory, units=units)
         return config.with_resolved("shard_degree", degree, why)
+
+    def _check_layer_sync(self, module: LightningModule) -> None:
+        plain = [
+            name
+            for name, child in module.named_modules()
+            if isinstance(child, _BatchNorm) and not isinstance(child, (nn.SyncBatchNorm, CpuSyncBatchNorm))
+        ]
+        if self._layer_sync is not None and plain:
+            raise ValueError(
+                f"sync_batchnorm=True: this LightningModule was sharded before without it and {plain[0]} stays as it "
+                "is; give the flag to the first Trainer too, or use a new module and trainer.fit(..., ckpt_path=...)"
+            )
 
     def _reattach(self, attached: ParallelModel, precision: str) -> ParallelModel:
         """A module that an earlier run sharded stays as it is; other knobs for it would have no effect."""

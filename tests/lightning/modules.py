@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.core.models import LENGTH, VOCABULARY, TroubledModel, loss_of
+from tests.core.models import LENGTH, VOCABULARY, WIDTH, TroubledModel, loss_of
 
 GLOBAL_BATCH = 8
 
@@ -93,3 +95,78 @@ class LanguageModule(LightningModule):
 
     def predict_dataloader(self) -> Any:
         return loader(token_rows(self.val_batches, seed=10))
+
+
+class PlainModel(nn.Module):
+    """Embedding, two blocks and a head, all of modules that can initialise themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 11), nn.Tanh(), nn.Linear(11, WIDTH)) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class LateModule(LanguageModule):
+    """Built in `configure_model`.
+
+    options["weights"]: what it starts from. options["once"]: not built again when it is there, as Lightning asks; on
+    one device a second build would lose what was trained.
+    """
+
+    def build(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if self.options.get("once") and hasattr(self, "model"):
+            return
+        torch.manual_seed(rank())
+        self.model = PlainModel()
+        if "weights" in self.options:
+            self.load_state_dict(self.options["weights"])
+
+
+class PictureModule(LanguageModule):
+    """A convolutional network with BatchNorm on pictures [3, 6, 6] of 4 classes."""
+
+    def build(self) -> None:
+        self.model = nn.Sequential(
+            nn.Conv2d(3, 5, 3, bias=False),
+            nn.BatchNorm2d(5),
+            nn.ReLU(),
+            nn.Sequential(nn.Conv2d(5, 6, 3), nn.BatchNorm2d(6), nn.ReLU()),
+            nn.Flatten(),
+            nn.Linear(24, 4),
+        )
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        pictures, labels = batch
+        return F.cross_entropy(self.model(pictures), labels)
+
+    def configure_optimizers(self) -> Any:
+        """BatchNorm takes a scale out of the weights before it, whose gradient along it is noise: AdamW would amplify
+        that."""
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        return loader(*pictures(self.batches), shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return loader(*pictures(self.val_batches, seed=8))
+
+
+def pictures(batches: int, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pictures float64 [batches * GLOBAL_BATCH, 3, 6, 6], of other mean and spread from one to the next, and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    count = batches * GLOBAL_BATCH
+    spread, mean = torch.rand(2, count, 1, 1, 1, generator=generator, dtype=torch.float64)
+    noise = torch.randn(count, 3, 6, 6, generator=generator, dtype=torch.float64)
+    return noise * (0.5 + spread) + mean, torch.randint(4, (count,), generator=generator)
