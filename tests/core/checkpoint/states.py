@@ -89,8 +89,8 @@ def sharded_state(shard_degree: int, seed: int = 0) -> dict[str, Any]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor on the CPU. Collective for DTensors."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """A copy of the full tensor. Collective for DTensors."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def gathered(state: Any) -> Any:

@@ -1,0 +1,243 @@
+"""The whole state dict comes back, offline and online, with bounded memory and nothing dropped in silence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from smp_core.checkpoint import CheckpointError, consolidate, full_state_dict, save_checkpoint
+from smp_core.checkpoint.full_state import numbered_optimizer_state
+from tests.core.checkpoint.states import differences, gathered, rest, shard_mesh, sharded_state, values
+from tests.harness import ROOT, run_ranks
+
+
+def save(path: str, shard_degree: int, facts: dict[str, Any]) -> Any:
+    state = sharded_state(shard_degree, seed=1)
+    save_checkpoint(path, state, metadata=facts, extra_files={"config.json": "{}", "tokenizer.json": b"[]"})
+    return gathered(state)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp("full") / "a"
+    return path, run_ranks(save, 4, str(path), 4, {})[0]
+
+
+def read_folder(folder: Path, stem: str) -> dict[str, torch.Tensor]:
+    index = folder / f"{stem}.safetensors.index.json"
+    if not index.exists():
+        return load_file(folder / f"{stem}.safetensors")
+    weight_map = json.loads(index.read_text())["weight_map"]
+    files = {name: load_file(folder / name) for name in set(weight_map.values())}
+    assert sum(len(file) for file in files.values()) == len(weight_map)
+    return {name: files[file][name] for name, file in weight_map.items()}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_safetensors_hold_every_weight_and_state_in_files_of_the_asked_size(
+    saved: tuple[Path, Any], tmp_path: Path, workers: int
+) -> None:
+    path, state = saved
+    seen: list[int] = []
+
+    class Bar:
+        def __init__(self, total: int) -> None:
+            self.total = total
+
+        def __enter__(self) -> Any:
+            return seen.append
+
+        def __exit__(self, *exc: object) -> None:
+            assert sum(seen) == self.total
+
+    made = consolidate(path, tmp_path / "out", max_shard_size=300, optimizer=True, workers=workers, progress=Bar)
+    weights = state["state_dict"]
+    expected = {name: tensor.contiguous() for name, tensor in weights.items() if name != "tied.weight"}
+    assert (
+        differences(dict(sorted(read_folder(tmp_path / "out", "model").items())), dict(sorted(expected.items()))) == []
+    )
+    states = read_folder(tmp_path / "out", "optimizer")
+    momentum = state["optimizer_states"][1]["state"]["wide.weight"]["momentum_buffer"]
+    assert torch.equal(states["optimizer_states.1.state.wide.weight.momentum_buffer"], momentum)
+    groups = json.loads((tmp_path / "out" / "optimizer.json").read_text())["optimizer_states"][0]["param_groups"]
+    assert groups[0]["lr"] == 1e-3
+    assert {"config.json", "tokenizer.json"} <= set(made)
+    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(files) > 1
+    for file in files:
+        content = load_file(file)
+        assert len(content) == 1 or sum(t.nbytes for t in content.values()) <= 300
+
+
+def test_a_tied_weight_is_written_once_and_the_header_says_of_what(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    consolidate(saved[0], tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        assert "tied.weight" not in file.keys()  # noqa: SIM118
+        assert file.metadata() == {"format": "pt", "tied.weight": "wide.weight"}
+
+
+def test_a_cast_touches_floating_point_weights_only(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    path, state = saved
+    consolidate(path, tmp_path / "out", dtype="bf16", optimizer=True)
+    found = read_folder(tmp_path / "out", "model")
+    assert torch.equal(found["wide.weight"], state["state_dict"]["wide.weight"].bfloat16())
+    assert found["counts"].dtype == torch.int64
+    assert (
+        read_folder(tmp_path / "out", "optimizer")["optimizer_states.0.state.norm.bias.exp_avg"].dtype == torch.float32
+    )
+
+
+def test_a_prefix_comes_off_as_recorded_or_as_asked(tmp_path: Path) -> None:
+    state = {"state_dict": {"model.a": torch.ones(2), "model.b": torch.zeros(1), "loss.weight": torch.ones(1)}}
+    save_checkpoint(tmp_path / "a", state, metadata={"module_prefix": "model."})
+    consolidate(tmp_path / "a", tmp_path / "out")
+    assert set(read_folder(tmp_path / "out", "model")) == {"a", "b", "loss.weight"}
+    consolidate(tmp_path / "a", tmp_path / "whole", strip_prefix="")
+    assert set(read_folder(tmp_path / "whole", "model")) == {"model.a", "model.b", "loss.weight"}
+    consolidate(tmp_path / "a", tmp_path / "x.pt", strip_prefix="model.")
+    assert set(torch.load(tmp_path / "x.pt")) == {"a", "b", "loss.weight"}
+    with pytest.raises(CheckpointError, match=r"strip_prefix='net\.' fits no tensor"):
+        consolidate(tmp_path / "a", tmp_path / "y", strip_prefix="net.")
+    save_checkpoint(tmp_path / "b", {"state_dict": {"model.a": torch.ones(2), "a": torch.zeros(1)}})
+    with pytest.raises(CheckpointError, match="two tensors would be called 'a'"):
+        consolidate(tmp_path / "b", tmp_path / "z", strip_prefix="model.")
+
+
+def test_a_ckpt_is_an_ordinary_lightning_checkpoint(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    path, state = saved
+    consolidate(path, tmp_path / "a.ckpt", optimizer=True)
+    found = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert found["state_dict"]["tied.weight"] is not None
+    assert differences(dict(sorted(found["state_dict"].items())), dict(sorted(state["state_dict"].items()))) == []
+    assert differences(found["rest"], rest(1)) == []
+    assert (
+        differences(found["optimizer_states"], [numbered_optimizer_state(s) for s in state["optimizer_states"]]) == []
+    )
+    consolidate(path, tmp_path / "b.ckpt")
+    assert "optimizer_states" not in torch.load(tmp_path / "b.ckpt", weights_only=True)
+
+
+def test_a_numbered_optimizer_state_loads_into_torchs_optimizer() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW([{"params": [model.bias], "lr": 0.2}, {"params": [model.weight]}])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    plain = optimizer.state_dict()
+    names = ["bias", "weight"]
+    named = {
+        "state": {name: plain["state"][i] for i, name in enumerate(names)},
+        "param_groups": [{**g, "params": [names[i] for i in g["params"]]} for g in plain["param_groups"]],
+    }
+    assert differences(numbered_optimizer_state(named), plain) == []
+
+
+def test_what_is_at_the_target_stays_unless_overwriting_is_asked_for(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    with pytest.raises(CheckpointError, match="exists already"):
+        consolidate(saved[0], tmp_path / "out")
+    assert (tmp_path / "out" / "precious").read_text() == "x"
+    consolidate(saved[0], tmp_path / "out", overwrite=True)
+    assert "wide.weight" in read_folder(tmp_path / "out", "model")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "float33"}, "dtype='float33' is not a torch dtype"),
+        ({"workers": 0}, "workers=0 must be 1 or more"),
+        ({"max_shard_size": "big"}, "max_shard_size='big' is not a size; write e.g. 5GB"),
+        ({"output_format": "tar"}, "format='tar' is not known; allowed: auto, safetensors, ckpt, pt"),
+    ],
+)
+def test_wrong_arguments_say_what_is_allowed(
+    saved: tuple[Path, Any], tmp_path: Path, arguments: Any, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        consolidate(saved[0], tmp_path / "out", **arguments)
+
+
+def test_a_damaged_checkpoint_is_not_consolidated(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", {"state_dict": values(1)})
+    file = tmp_path / "a" / "tensors-00000-of-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"tensors-00000-of-00001\.safetensors is damaged"):
+        consolidate(tmp_path / "a", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+MEASURE = """
+import resource, sys
+from smp_core.checkpoint import consolidate
+import safetensors, torch.distributed.checkpoint
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+consolidate(sys.argv[1], sys.argv[2], max_shard_size="100MB", dtype=sys.argv[3] or None)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["", "bf16", "fp64"])
+def test_memory_stays_within_two_of_the_largest_tensors_plus_200_mb(tmp_path: Path, dtype: str) -> None:
+    largest = 256 << 20
+    state = {f"w{i}": torch.full((largest // 4,), float(i)) for i in range(6)}
+    save_checkpoint(tmp_path / "a", {"state_dict": state})
+    del state
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "a"), str(tmp_path / "out"), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    written = largest * (2 if dtype == "fp64" else 1)
+    assert int(done.stdout) <= 2 * written + (200 << 20)
+    assert torch.equal(read_folder(tmp_path / "out", "model")["w5"].float(), torch.full((largest // 4,), 5.0))
+
+
+def online(rank0_only: bool) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 5))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    mesh = shard_mesh(2)
+    fully_shard(model, mesh=mesh)
+    found = full_state_dict(model, rank0_only)
+    nested = full_state_dict(
+        {"a": [distribute_tensor(torch.eye(3), mesh, [Shard(1)], src_data_rank=None)], "n": 3}, rank0_only
+    )
+    kinds = {type(tensor) for tensor in found.values()}
+    return differences(dict(found), expected) if found else None, nested, DTensor in kinds
+
+
+@pytest.mark.parametrize("rank0_only", [True, False])
+def test_the_online_state_dict_is_whole_on_rank_0_or_on_all(rank0_only: bool) -> None:
+    for rank, (wrong, nested, sharded) in enumerate(run_ranks(online, 4, rank0_only)):
+        if rank and rank0_only:
+            assert wrong is None and nested == {}
+        else:
+            assert wrong == [] and not sharded
+            assert torch.equal(nested["a"][0], torch.eye(3)) and nested["n"] == 3
+
+
+def column_sharded(path: str) -> None:
+    mesh = shard_mesh(2)
+    tensor = torch.arange(5 * 7 * 3, dtype=torch.float32).view(5, 7, 3)
+    save_checkpoint(path, {"state_dict": {"w": distribute_tensor(tensor, mesh, [Shard(1)], src_data_rank=None)}})
+
+
+def test_slices_along_any_dimension_come_together(tmp_path: Path) -> None:
+    run_ranks(column_sharded, 2, str(tmp_path / "a"))
+    consolidate(tmp_path / "a", tmp_path / "out")
+    assert torch.equal(
+        read_folder(tmp_path / "out", "model")["w"], torch.arange(5 * 7 * 3, dtype=torch.float32).view(5, 7, 3)
+    )

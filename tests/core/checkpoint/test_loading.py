@@ -1,0 +1,248 @@
+"""What fits is loaded in place; what does not fit is refused with the names, the shapes and what to do."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
+
+from smp_core.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    read_index,
+    read_rest,
+    read_tensors,
+    save_checkpoint,
+)
+from tests.core.checkpoint.states import differences, rest, shard_mesh, sharded_state, values
+from tests.harness import run_ranks
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path / "a", {"state_dict": values(1), "optimizer": {"state": {}}, "rest": rest(1)})
+    return tmp_path / "a"
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in values(1).items()}
+
+
+def test_tensors_are_filled_in_place(saved: Path) -> None:
+    weights = zeros()
+    weights["transposed"] = torch.zeros(4, 6).t()  # filled through its strides
+    before = {name: tensor.data_ptr() for name, tensor in weights.items()}
+    load_checkpoint(saved, {"state_dict": weights})
+    assert differences(weights, values(1)) == []
+    assert {name: tensor.data_ptr() for name, tensor in weights.items()} == before
+
+
+def test_missing_and_unexpected_tensors_are_named_and_only_strict_false_passes(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = zeros()
+    del weights["half"]
+    weights["new.weight"] = torch.full((2,), 7.0)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(saved, {"state_dict": weights})
+    assert "not in the checkpoint: state_dict.new.weight" in str(caught.value)
+    assert "in the checkpoint but not in the model: state_dict.half" in str(caught.value)
+    assert torch.equal(weights["counts"], torch.zeros(9, dtype=torch.int64)), "nothing is loaded when refused"
+    load_checkpoint(saved, {"state_dict": weights}, strict=False)
+    assert torch.equal(weights["new.weight"], torch.full((2,), 7.0))
+    assert torch.equal(weights["counts"], values(1)["counts"])
+    assert "state_dict.new.weight" in caplog.text and "state_dict.half" in caplog.text
+
+
+def test_another_architecture_is_refused_with_both_shapes(saved: Path) -> None:
+    weights = zeros() | {"wide.weight": torch.zeros(7, 6)}
+    with pytest.raises(CheckpointError, match=r"wide\.weight: checkpoint \[7, 5\], model \[7, 6\]"):
+        load_checkpoint(saved, {"state_dict": weights}, strict=False)
+
+
+def test_another_dtype_is_refused_unless_asked_for(saved: Path) -> None:
+    weights = zeros() | {"wide.weight": torch.zeros(7, 5, dtype=torch.bfloat16)}
+    with pytest.raises(CheckpointError, match=r"torch.float32, model torch.bfloat16.*|allow_dtype_cast=True"):
+        load_checkpoint(saved, {"state_dict": weights})
+    load_checkpoint(saved, {"state_dict": weights}, allow_dtype_cast=True)
+    assert torch.equal(weights["wide.weight"], values(1)["wide.weight"].bfloat16())
+
+
+def test_parts_load_by_top_level_key_and_by_glob(saved: Path) -> None:
+    assert differences(read_rest(saved, "rest"), rest(1)) == []
+    assert read_rest(saved, ("rest", "by_number", 1, "b")) == (1, 2)
+    assert list(read_tensors(saved, "state_dict.*.weight")) == ["state_dict.wide.weight", "state_dict.head.weight"]
+    with pytest.raises(CheckpointError, match=r"no tensor fits 'model\.\*'"):
+        read_tensors(saved, "model.*")
+    with pytest.raises(CheckpointError, match="has no 'loops'"):
+        read_rest(saved, "loops")
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("nan"),
+        -0.0,
+        2**70,
+        1e-320,
+        "\ud800 lone surrogate and \u2028",
+        {1.5: "float key", (1, "a"): "tuple key", None: 0, True: 1},
+        OrderedDict({3: [()], "$pt": "0"}),
+        frozenset({(1, 2)}),
+        [torch.float8_e4m3fn, torch.Size([]), 3 + 4j, bytearray(b"x")],
+        np.float32(0.1),
+        np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2],
+        ([], {}, (), [[[]]]),
+    ],
+    ids=repr,
+)
+def test_values_keep_their_type_and_their_last_bit(tmp_path: Path, value: Any) -> None:
+    save_checkpoint(tmp_path / "a", {"value": value})
+    found = read_rest(tmp_path / "a", "value")
+    if isinstance(value, np.ndarray):
+        assert found.dtype == value.dtype and np.array_equal(found, value)
+    elif value != value:
+        assert found != found
+    else:
+        assert type(found) is type(value) and repr(found) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value", [Colour.RED, Path("x"), lambda: 0, object()], ids=["enum", "path", "lambda", "object"]
+)
+def test_values_that_would_need_unpickling_are_refused_by_name(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"loops\.fit\.0 \("):
+        save_checkpoint(tmp_path / "a", {"loops": {"fit": [value]}})
+
+
+def test_names_that_would_collide_stay_apart(tmp_path: Path) -> None:
+    state = {
+        "a": {"b.c": torch.tensor(1.0)},
+        "a.b": {"c": torch.tensor(2.0)},
+        "n": {0: torch.ones(1), "0": torch.zeros(1)},
+    }
+    save_checkpoint(tmp_path / "a", state)
+    found = read_rest(tmp_path / "a", tensors=["*"])
+    assert differences(found, state) == []
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.eye(3).to_sparse(), r"call \.to_dense"),
+        (torch.empty(2, device="meta"), "meta device"),
+    ],
+)
+def test_tensors_without_plain_values_are_refused(tmp_path: Path, tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"model.w .*{message}"):
+        save_checkpoint(tmp_path / "a", {"model": {"w": tensor}})
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.complex128, torch.complex64, torch.float8_e4m3fnuz, torch.uint16, torch.bool, torch.float64]
+)
+def test_dtypes_that_safetensors_lacks_come_back_too(tmp_path: Path, dtype: torch.dtype) -> None:
+    bits = torch.arange(64).bitwise_and(1 if dtype == torch.bool else 255).to(torch.uint8).view(4, 16)
+    tensor = bits.view(dtype)
+    save_checkpoint(tmp_path / "a", {"w": tensor})
+    found = read_tensors(tmp_path / "a")["w"]
+    assert found.dtype == dtype and torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def training(shard_degree: int, path: str, resume: bool) -> list[float]:
+    """Two AdamW steps, a checkpoint, two more; or the last two from the checkpoint."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double()
+    frozen = model[0].bias
+    frozen.requires_grad_(False)
+    fully_shard(model, mesh=shard_mesh(shard_degree))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, amsgrad=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    inputs = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)
+    losses = []
+
+    def step() -> None:
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+
+    if resume:
+        state = {"state_dict": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        load_checkpoint(path, state)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        scheduler.load_state_dict(read_rest(path, "scheduler"))
+    else:
+        for _ in range(2):
+            step()
+        state = {"state_dict": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        save_checkpoint(path, {**state, "scheduler": scheduler.state_dict()})
+        losses.clear()
+    for _ in range(2):
+        step()
+    return losses
+
+
+@pytest.mark.parametrize(("world", "degree"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_training_goes_on_as_if_it_had_not_stopped_on_other_ranks(tmp_path: Path, world: int, degree: int) -> None:
+    expected = run_ranks(training, 4, 4, str(tmp_path / "a"), False)[0]
+    found = run_ranks(training, world, degree, str(tmp_path / "a"), True)[0]
+    # float64; the order of the sums differs between shard degrees by a few units in the last place.
+    assert found == pytest.approx(expected, rel=1e-13)
+
+
+def load_with_one_rank_wrong(path: str) -> str:
+    state = sharded_state(2, seed=-1)
+    if dist.get_rank() == 1:
+        state["state_dict"]["scalar"] = torch.zeros(3)
+    try:
+        load_checkpoint(path, state)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def save_partial_sum(path: str) -> str:
+    mesh = shard_mesh(2)
+    state = {"w": DTensor.from_local(torch.ones(2), mesh, [Partial()])}
+    try:
+        save_checkpoint(path, state)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def save_sharded(path: str) -> None:
+    save_checkpoint(path, sharded_state(2, seed=1))
+
+
+def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    run_ranks(save_sharded, 2, str(tmp_path / "a"))
+    for message in run_ranks(load_with_one_rank_wrong, 2, str(tmp_path / "a")):
+        assert "rank 1: 1 tensors of another shape" in message
+    for message in run_ranks(save_partial_sum, 2, str(tmp_path / "b")):
+        assert "w is a partial sum over its mesh" in message
+
+
+def test_the_index_says_which_parameter_an_optimizer_state_belongs_to(tmp_path: Path) -> None:
+    run_ranks(save_sharded, 2, str(tmp_path / "a"))
+    index = read_index(tmp_path / "a").to_json()
+    entry = index["tensors"]["optimizer_states.0.state.norm.bias.exp_avg"]
+    assert entry["optimizer_state"] == {"parameter": "norm.bias", "name": "exp_avg"}
+    assert [chunk["offset"] for chunk in entry["chunks"]] == [[0], [3]]
