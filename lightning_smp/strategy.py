@@ -65,6 +65,8 @@ class SmpShardedStrategy(ParallelStrategy):
             a writer of their own.
         process_group_backend: default ``"nccl"`` on CUDA, ``"gloo"`` on CPU.
         timeout: of collectives; a rank that dies is noticed within it.
+        init_fn: gives one module its initial values in place; for modules built on the meta device that have no
+            initialiser of their own (see docs/delayed-init.md).
         knobs: the fields of :class:`smp_core.config.SmpConfig` (``shard_degree=8``, ...).
 
     Raises:
@@ -86,6 +88,7 @@ class SmpShardedStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        init_fn: Callable[[nn.Module], None] | None = None,
         **knobs: Any,
     ) -> None:
         cluster_environment = cluster_environment or PlatformEnvironment.detected()
@@ -100,6 +103,7 @@ class SmpShardedStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._init_fn = init_fn
         self._topology: Topology | None = None
         self._watch: RankWatch | None = None
         self._parallel: ParallelModel | None = None
@@ -270,6 +274,7 @@ class SmpShardedStrategy(ParallelStrategy):
             config,
             entry=entry,
             cast_forward_inputs=not isinstance(self.precision_plugin, MixedPrecision),
+            init_fn=self._init_fn,
         )
         self.config = parallel.config
         return parallel

@@ -112,7 +112,7 @@ class ParallelModel:
             mesh.topology.describe(),
             f"{mesh.replicate_degree} x {mesh.shard_degree}: {mesh.replicate_degree} replicas of the model states, "
             f"each over {mesh.shard_degree} ranks" + (", collectives in two stages" if mesh.hierarchical else ""),
-            f"{total:,} parameters in {len(self.units)} units ({self.plan.why})",
+            f"{total:,} parameters, units: {len(self.plan.units)} ({self.plan.why})",
         ]
         if self.plan.replicated:
             lines.append(f"whole on every rank: {', '.join(self.plan.replicated)}")
