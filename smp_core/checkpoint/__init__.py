@@ -5,6 +5,7 @@ The format is described in docs/checkpoint-format.md.
 
 from __future__ import annotations
 
+from smp_core.checkpoint.addresses import remove_checkpoint
 from smp_core.checkpoint.async_save import AsyncCheckpointer
 from smp_core.checkpoint.conversion import export_checkpoint, import_checkpoint
 from smp_core.checkpoint.full_state import consolidate, full_state_dict
@@ -19,7 +20,6 @@ from smp_core.checkpoint.reader import (
     read_tensors,
 )
 from smp_core.checkpoint.root import find_checkpoints, newest_checkpoint, save_step
-from smp_core.checkpoint.storage import remove_checkpoint
 from smp_core.checkpoint.verify import verify_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 

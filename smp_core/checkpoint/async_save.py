@@ -19,11 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from smp_core.checkpoint.addresses import remove_checkpoint
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.staging import HostBuffers, Staged, stage
-from smp_core.checkpoint.storage import remove_checkpoint
-from smp_core.checkpoint.writer import SaveOptions, not_saved, write_staged
+from smp_core.checkpoint.writer import SaveOptions, write_staged
 
 logger = logging.getLogger("smp")
 
@@ -102,8 +102,7 @@ class AsyncCheckpointer:
             return staged
 
         try:
-            mine = self._ranks.together(not_saved(path), staged_here)
-            write_staged(path, mine, options, self._ranks)
+            write_staged(path, staged_here, options, self._ranks)
         except BaseException as error:
             self._error = error
             return

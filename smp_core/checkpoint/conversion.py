@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from smp_core.checkpoint.addresses import local_path
 from smp_core.checkpoint.dcp_folder import read_dcp_folder, write_dcp_folder
 from smp_core.checkpoint.full_state import discard, put_in_place
 from smp_core.checkpoint.layout import CheckpointError, torch_dtype
@@ -28,7 +29,6 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.reader import TensorFiles, decode_state
 from smp_core.checkpoint.save_plan import LazyTensor
 from smp_core.checkpoint.staging import stage
-from smp_core.checkpoint.storage import local_path
 from smp_core.checkpoint.verify import check_files
 from smp_core.checkpoint.writer import SaveOptions, write_staged
 
@@ -91,7 +91,7 @@ def import_checkpoint(
     if isinstance(step, int):
         metadata["step"] = step
     options = SaveOptions(metadata, extra_files, overwrite, "xxh3")
-    write_staged(out, stage(state, None, 0, allow_pickle), options, Ranks.alone())
+    write_staged(out, lambda: stage(state, None, 0, allow_pickle), options, Ranks.alone())
     return kind
 
 

@@ -19,13 +19,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from smp_core.checkpoint.addresses import local_path
 from smp_core.checkpoint.export_names import export_names
 from smp_core.checkpoint.layout import CheckpointError, dtype_from_name
 from smp_core.checkpoint.local_folder import fsync_directory, new_save_id, rename_exchange, rename_new
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.reader import read_rest, read_tensors
 from smp_core.checkpoint.safetensors_export import ExportOptions, Progress, parse_size, write_safetensors_folder
-from smp_core.checkpoint.storage import local_path
 from smp_core.checkpoint.verify import check_files
 
 logger = logging.getLogger("smp")

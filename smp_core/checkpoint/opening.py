@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from smp_core.checkpoint.addresses import is_address, open_folder
 from smp_core.checkpoint.layout import (
     FORMAT,
     MANIFEST,
@@ -22,7 +23,7 @@ from smp_core.checkpoint.layout import (
     Manifest,
     digest_of,
 )
-from smp_core.checkpoint.storage import Folder, is_address, missing, open_folder
+from smp_core.checkpoint.storage import Folder, missing
 
 
 @dataclass(frozen=True)

@@ -40,15 +40,29 @@ class Ranks:
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
-    def together(self, what: str, action: Callable[[], T]) -> T:
-        """Run something on every rank and return each rank's own result.
+    def together(
+        self, what: str, action: Callable[[], T], share: Callable[[T], Any] = lambda result: None
+    ) -> tuple[T, list[Any]]:
+        """Run something on every rank.
+
+        Args:
+            what: how the error message begins.
+            action: what to run.
+            share: what of its result every rank gets to know.
+
+        Returns:
+            this rank's result, and what every rank shares.
 
         Raises:
             CheckpointError: it failed somewhere; the message names the ranks. The local error is the cause.
         """
         result, error = _attempt(action)
-        raise_any(what, self.gather(None if error is None else _describe(error)), error)
-        return cast(T, result)
+        shared: Any = None
+        if error is None:
+            shared, error = _attempt(lambda: share(cast(T, result)))
+        gathered = self.gather((shared, None if error is None else _describe(error)))
+        raise_any(what, [message for _, message in gathered], error)
+        return cast(T, result), [part for part, _ in gathered]
 
     def on_first(self, what: str, action: Callable[[], T]) -> T:
         """Run something on rank 0 and return its result on every rank.

@@ -76,10 +76,18 @@ def load_checkpoint(
     """
     ranks = Ranks(process_group)
     what = f"checkpoint {os.fspath(path)} was not loaded"
-    opened = ranks.together(what, lambda: open_checkpoint(path))
-    mode = ranks.on_first(what, lambda: _verify_mode(verify, opened))
-    ranks.together(what, lambda: check_files(opened, mode, ranks.rank, ranks.size))
-    tensors, replacements = ranks.together(what, lambda: _match(opened, state, strict, allow_dtype_cast, allow_pickle))
+    opened, crashes = ranks.together(what, lambda: _open(path, verify), lambda it: it.folder.signs_of_crash())
+    mode = verify
+    if verify == "auto":
+        mode = "digests" if any(crashes) else "sizes"
+        if any(crashes) and ranks.rank == 0:
+            logger.warning("an interrupted save lies beside %s: checking all digests", opened.address)
+
+    def prepare() -> tuple[dict[str, torch.Tensor], list[tuple[Any, Any, Any]]]:
+        check_files(opened, mode, ranks.rank, ranks.size)
+        return _match(opened, state, strict, allow_dtype_cast, allow_pickle)
+
+    (tensors, replacements), _ = ranks.together(what, prepare)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -98,15 +106,10 @@ def load_checkpoint(
         container[key] = value
 
 
-def _verify_mode(verify: str | None, opened: OpenCheckpoint) -> str | None:
-    if verify == "auto":
-        crashed = opened.folder.signs_of_crash()
-        if crashed:
-            logger.warning("an interrupted save lies beside %s: checking all digests", opened.address)
-        return "digests" if crashed else "sizes"
-    if verify not in ("sizes", "digests", None):
+def _open(path: str | os.PathLike[str], verify: str | None) -> OpenCheckpoint:
+    if verify not in ("auto", "sizes", "digests", None):
         raise CheckpointError(f"verify={verify!r} is not known; allowed: 'auto', 'sizes', 'digests', None")
-    return verify
+    return open_checkpoint(path)
 
 
 def _match(

@@ -1,9 +1,8 @@
-"""Where checkpoint files live: the interface that the writer and the reader use, and the choice between local folders
-and fsspec addresses.
+"""Where checkpoint files live: the interface that the writer and the reader use.
 
 A `Folder` is read; a `Transaction` is written and becomes visible as a whole at `commit` or not at all. The two
 implementations are smp_core.checkpoint.local_folder (rename is the commit) and smp_core.checkpoint.object_folder
-(writing the manifest last is the commit).
+(writing the manifest last is the commit); smp_core.checkpoint.addresses chooses between them.
 """
 
 from __future__ import annotations
@@ -168,56 +167,6 @@ class Transaction(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Remove what was written; whatever was there before stays."""
-
-
-def is_address(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is an fsspec address such as ``s3://bucket/run`` rather than a local path."""
-    text = os.fspath(path)
-    return "://" in text and not text.startswith("file://")
-
-
-def local_path(path: str | os.PathLike[str]) -> str:
-    """A local path without ``file://`` and without a trailing slash."""
-    text = os.fspath(path).removeprefix("file://")
-    return text.rstrip("/") or "/"
-
-
-def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """The folder at a local path or fsspec address, for reading."""
-    if is_address(path):
-        from smp_core.checkpoint.object_folder import ObjectFolder
-
-        return ObjectFolder(os.fspath(path))
-    from smp_core.checkpoint.local_folder import LocalFolder
-
-    return LocalFolder(local_path(path))
-
-
-def open_transaction(path: str | os.PathLike[str]) -> Transaction:
-    """A save to a local path or fsspec address."""
-    if is_address(path):
-        from smp_core.checkpoint.object_folder import ObjectTransaction
-
-        return ObjectTransaction(os.fspath(path))
-    from smp_core.checkpoint.local_folder import LocalTransaction
-
-    return LocalTransaction(local_path(path))
-
-
-def remove_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint folder so that a kill in between leaves no half one behind.
-
-    Raises:
-        CheckpointError: the folder is not a checkpoint.
-    """
-    if is_address(path):
-        from smp_core.checkpoint.object_folder import remove_objects
-
-        remove_objects(os.fspath(path))
-        return
-    from smp_core.checkpoint.local_folder import remove_local
-
-    remove_local(local_path(path))
 
 
 def missing(address: str) -> CheckpointError:

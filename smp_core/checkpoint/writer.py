@@ -17,7 +17,7 @@ import logging
 import os
 import platform
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata as package_metadata
 from typing import Any
 
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from smp_core.checkpoint.addresses import open_transaction
 from smp_core.checkpoint.layout import (
     FORMAT,
     CheckpointError,
@@ -44,7 +45,7 @@ from smp_core.checkpoint.local_folder import new_save_id
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import SmpSavePlanner
 from smp_core.checkpoint.staging import Staged, stage
-from smp_core.checkpoint.storage import Transaction, open_transaction
+from smp_core.checkpoint.storage import Transaction
 from smp_core.checkpoint.tensor_file import Entry, write_tensor_file
 from smp_core.checkpoint.tree import EncodedRest, Path, merge_rest
 
@@ -84,8 +85,7 @@ def save_checkpoint(
     """
     ranks = Ranks(process_group)
     options = SaveOptions(dict(metadata or {}), dict(extra_files or {}), overwrite, digest)
-    staged = ranks.together(not_saved(path), lambda: stage(state, per_rank, ranks.rank, allow_pickle))
-    write_staged(path, staged, options, ranks)
+    write_staged(path, lambda: stage(state, per_rank, ranks.rank, allow_pickle), options, ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +103,23 @@ def not_saved(path: str | os.PathLike[str]) -> str:
     return f"checkpoint {os.fspath(path)} was not saved"
 
 
-def write_staged(path: str | os.PathLike[str], staged: Staged, options: SaveOptions, ranks: Ranks) -> None:
+def write_staged(
+    path: str | os.PathLike[str], make_staged: Callable[[], Staged], options: SaveOptions, ranks: Ranks
+) -> None:
     """Write and commit what every rank has staged. Collective.
+
+    Args:
+        path: the checkpoint folder.
+        make_staged: gives this rank's part, or raises what all ranks shall hear of.
+        options: how to save.
+        ranks: who saves together.
 
     Raises:
         CheckpointError: as :func:`save_checkpoint`.
     """
     what = not_saved(path)
     transaction = open_transaction(path)
-    own = ranks.gather(staged.own)
+    staged, own = ranks.together(what, make_staged, lambda mine: mine.own)
 
     def prepare() -> str:
         _check_options(options)
@@ -121,7 +129,6 @@ def write_staged(path: str | os.PathLike[str], staged: Staged, options: SaveOpti
 
     try:
         save_id = ranks.on_first(what, prepare)
-        ranks.together(what, lambda: None if ranks.rank == 0 else transaction.join(save_id))
         rest = None if staged.rest is None else merge_rest(staged.rest, own)
         writer = SmpStorageWriter(transaction, save_id, staged, rest, options, ranks)
         _run_dcp_save(staged.tensors, writer, ranks)
@@ -225,6 +232,8 @@ class SmpStorageWriter(StorageWriter):
         return True
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if self.ranks.rank > 0:
+            self.transaction.join(self.save_id)
         # Wide items first keeps every entry aligned to its item size.
         items = sorted(plan.items, key=lambda item: -_entry(item, "").dtype.itemsize)
         results: list[WriteResult] = []

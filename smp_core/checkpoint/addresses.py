@@ -1,0 +1,55 @@
+"""Paths and addresses: a checkpoint is in a local folder or under an fsspec address, and this is where it is decided.
+
+fsspec is imported only for an address.
+"""
+
+from __future__ import annotations
+
+import os
+
+from smp_core.checkpoint.local_folder import LocalFolder, LocalTransaction, remove_local
+from smp_core.checkpoint.storage import Folder, Transaction
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is an fsspec address such as ``s3://bucket/run`` rather than a local path."""
+    text = os.fspath(path)
+    return "://" in text and not text.startswith("file://")
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """A local path without ``file://`` and without a trailing slash."""
+    text = os.fspath(path).removeprefix("file://")
+    return text.rstrip("/") or "/"
+
+
+def open_folder(path: str | os.PathLike[str]) -> Folder:
+    """The folder at a local path or fsspec address, for reading."""
+    if is_address(path):
+        from smp_core.checkpoint.object_folder import ObjectFolder
+
+        return ObjectFolder(os.fspath(path))
+    return LocalFolder(local_path(path))
+
+
+def open_transaction(path: str | os.PathLike[str]) -> Transaction:
+    """A save to a local path or fsspec address."""
+    if is_address(path):
+        from smp_core.checkpoint.object_folder import ObjectTransaction
+
+        return ObjectTransaction(os.fspath(path))
+    return LocalTransaction(local_path(path))
+
+
+def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint folder so that a kill in between leaves no half one behind.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint.
+    """
+    if is_address(path):
+        from smp_core.checkpoint.object_folder import remove_objects
+
+        remove_objects(os.fspath(path))
+        return
+    remove_local(local_path(path))
