@@ -252,7 +252,7 @@ class AccumulationWindow:
             index in unit.reached
             for unit, unit_sum in zip(self._units, self._sums, strict=True)
             for index in (slot.index for slot in unit_sum.slots)
-        ) and all(name in self._replicated.reached for name in self._replicated.trainable())
+        ) and all(name in self._replicated.reached for name in self._replicated.taking_part())
 
     def _tell_what_was_reached(self) -> tuple[torch.Tensor, dist.Work | None]:
         """One small MAX all-reduce over all ranks: per parameter, units first, then replicated ones."""

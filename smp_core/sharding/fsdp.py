@@ -5,7 +5,9 @@ FSDP2 shards, gathers and reduces inside the partition group; the hop across rep
 
 - ``module._get_fsdp_state()._fsdp_param_group.fsdp_params``: which parameters, in which order and padding, make up the
   flat tensor that ``set_all_reduce_hook`` hands out;
-- ``_unsharded_param``: the leaf autograd writes to; a hook on it tells which parameters a backward pass reached;
+- ``_unsharded_param``: the leaf autograd writes to; a hook on it tells which parameters a backward pass reached; its
+  ``requires_grad`` goes stale when the sharded parameter's is changed while it is kept gathered;
+- ``post_backward`` of the parameter group before torch 2.13, which has no setting for what we fill in there;
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
 - ``torch.autograd.Variable._execution_engine.queue_callback`` and ``torch._C._current_graph_task_id``: the end of a
@@ -54,6 +56,7 @@ class ShardedUnit:
         self.reached: set[int] = set()
         self._watched = False
         self._watching = module.register_forward_pre_hook(self._watch, with_kwargs=True)
+        module.register_forward_pre_hook(self._follow_requires_grad)
 
     @property
     def _fsdp_parameters(self) -> list[Any]:
@@ -65,20 +68,11 @@ class ShardedUnit:
         return [fsdp_parameter.sharded_param for fsdp_parameter in self._fsdp_parameters]
 
     def slots(self, n_elements: int) -> list[Slot]:
-        """The layout of a flat reduced gradient of ``n_elements``.
-
-        torch >= 2.13 was told to send zeros for parameters autograd did not reach, so all trainable ones are there;
-        older versions leave those out.
-        """
-        everyone = self._layout(lambda i, p: p._unsharded_param.requires_grad)
-        for slots in (everyone, self._layout(lambda i, p: i in self.reached)):
-            if slots and slots[-1].offset + slots[-1].padded == n_elements:
-                return slots
-        raise AssertionError(f"unit {self.name!r}: a reduced gradient of {n_elements} elements fits no layout")
-
-    def full_layout(self) -> list[Slot]:
-        """The layout with every parameter that has been gathered at least once and is trainable."""
-        return self._layout(lambda i, p: p._unsharded_param.requires_grad)
+        """The layout of a flat reduced gradient of ``n_elements``: every trainable parameter, reached or not."""
+        slots = self._layout(lambda i, p: p._unsharded_param.requires_grad)
+        if not slots or slots[-1].offset + slots[-1].padded != n_elements:
+            raise AssertionError(f"unit {self.name!r}: a reduced gradient of {n_elements} elements fits no layout")
+        return slots
 
     def _layout(self, takes_part: Callable[[int, Any], bool]) -> list[Slot]:
         slots, offset = [], 0
@@ -101,6 +95,7 @@ class ShardedUnit:
         state = self.module._get_fsdp_state()
         args, kwargs = state._pre_forward(self.module, args, kwargs)
         self._watch(self.module, args, kwargs)
+        self._follow_requires_grad(self.module, args)
         return state._post_forward(self.module, args, method(*args, **kwargs))
 
     @torch.compiler.disable
@@ -119,6 +114,15 @@ class ShardedUnit:
                 whole.requires_grad_(True)
                 whole.register_post_accumulate_grad_hook(self._note(index))
                 whole.requires_grad_(False)
+
+    @torch.compiler.disable
+    def _follow_requires_grad(self, module: nn.Module, args: Any) -> None:
+        """What was gathered by an earlier forward and kept learns now that its parameters were frozen or are trained
+        again (``toggle_optimizer``); FSDP2 tells it only when it gathers."""
+        for parameter in self._fsdp_parameters:
+            wanted = parameter.sharded_param.requires_grad
+            if parameter._unsharded_param.requires_grad != wanted:
+                parameter._unsharded_param.requires_grad_(wanted)
 
     def _note(self, index: int) -> Callable[[torch.Tensor], None]:
         reached = self.reached
@@ -170,12 +174,30 @@ def shard_units(
         unit_module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
         unit_module.set_force_sum_reduction_for_comms(True)
         unit_module.set_gradient_divide_factor(1.0)
-        # Zeros instead of nothing for a parameter autograd did not reach, so that ranks that took another branch still
-        # send tensors of one size (torch >= 2.13).
-        if hasattr(unit_module, "set_reduce_scatter_unused_params"):
-            unit_module.set_reduce_scatter_unused_params(True, recurse=False)
+        _send_zeros_for_unused(unit_module)
         units.append(ShardedUnit(planned.name, planned.module, planned.parameters))
     return units
+
+
+def _send_zeros_for_unused(module: FSDPModule) -> None:
+    """Zeros instead of nothing for a parameter autograd did not reach, so that ranks that took another branch still
+    send tensors of one size and layout."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # torch >= 2.13
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    group: Any = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    post_backward = group.post_backward
+
+    def with_zeros(*unused: Any) -> None:
+        for parameter in group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad and whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
+        post_backward(*unused)
+
+    group.post_backward = with_zeros
 
 
 def reshard(model: nn.Module) -> None:

@@ -43,6 +43,7 @@ class ReplicatedGradients:
         self._reduce_dtype = reduce_dtype
         self._on_backward = on_backward
         self._this_pass: set[str] = set()
+        self._was_trainable: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
         self._in_flight: list[tuple[list[str], torch.Tensor, dist.Work | None]] = []
         for name, parameter in self.parameters.items():
@@ -69,15 +70,16 @@ class ReplicatedGradients:
             parameter.grad = None
         self.reached |= self._this_pass
         self._this_pass.clear()
+        self._was_trainable |= {name for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def send(self) -> None:
-        """Start adding up over all ranks. Every rank sends every trainable parameter, reached or not."""
+        """Start adding up over all ranks. Every rank sends every parameter that takes part, reached or not."""
         if self._mesh.topology.world_size == 1:
             return
         for group in self._groups:
             by_dtype: dict[torch.dtype, list[str]] = {}
             for name in group:
-                if self.parameters[name].requires_grad:
+                if self._takes_part(name):
                     by_dtype.setdefault(self.parameters[name].dtype, []).append(name)
             for dtype, names in by_dtype.items():
                 flat = torch.cat([self._contribution(name).reshape(-1) for name in names])
@@ -109,10 +111,15 @@ class ReplicatedGradients:
         self._sums.clear()
         self._in_flight.clear()
         self._this_pass.clear()
+        self._was_trainable.clear()
         self.reached.clear()
 
-    def trainable(self) -> Iterable[str]:
-        return (name for name, parameter in self.parameters.items() if parameter.requires_grad)
+    def taking_part(self) -> Iterable[str]:
+        """Parameters that are trainable, or were in an earlier micro-batch of the window."""
+        return (name for name in self.parameters if self._takes_part(name))
+
+    def _takes_part(self, name: str) -> bool:
+        return self.parameters[name].requires_grad or name in self._was_trainable
 
     def _contribution(self, name: str) -> torch.Tensor:
         parameter = self.parameters[name]
