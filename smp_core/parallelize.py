@@ -104,6 +104,9 @@ class ParallelModel:
 
         # A subclass, not an attribute of the instance: Lightning derives its own wrapper's class from this one.
         optimizer.__class__ = type(kind.__name__, (kind,), {"zero_grad": zero_grad, "__module__": kind.__module__})
+        # A forward without backward (one network's inside the other one's step) leaves its roots gathered, as they were
+        # before this step.
+        optimizer.register_step_post_hook(lambda *_: self.reshard())
 
     def describe(self) -> str:
         """A few lines for people: the layout, the units, what is replicated."""

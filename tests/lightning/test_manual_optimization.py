@@ -1,0 +1,211 @@
+"""Manual optimization equals one process: two optimizers, accumulation by hand, parameters of the LightningModule."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.core.models import VOCABULARY, loss_of
+from tests.lightning.modules import GLOBAL_BATCH, LanguageModule, loader
+from tests.lightning.running import assert_same, fit, together
+
+EXACT: dict[str, Any] = {"precision": "64-true"}
+
+
+class Adversaries(LanguageModule):
+    """A generator [4] -> [6] and a discriminator [6] -> [1] with an optimizer each.
+
+    options["style"]: how the other one's gradients are kept out of a step.
+    """
+
+    def build(self) -> None:
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 6))
+        self.discriminator = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    def configure_optimizers(self) -> Any:
+        generator = torch.optim.AdamW(self.generator.parameters(), lr=0.01)
+        return [generator, torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9)]
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(7)
+        rows = torch.randn(self.batches * GLOBAL_BATCH, 10, generator=generator, dtype=torch.float64)
+        return loader(rows, shuffle=True)
+
+    def generator_loss(self, noise: torch.Tensor) -> torch.Tensor:
+        said = self.discriminator(self.generator(noise))
+        return F.binary_cross_entropy_with_logits(said, torch.ones_like(said))
+
+    def discriminator_loss(self, noise: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        said = self.discriminator(real)
+        made = self.discriminator(self.generator(noise).detach())
+        return F.binary_cross_entropy_with_logits(said, torch.ones_like(said)) + F.binary_cross_entropy_with_logits(
+            made, torch.zeros_like(made)
+        )
+
+    def evaluation_step(self, batch: torch.Tensor, name: str) -> torch.Tensor:
+        loss = self.generator_loss(torch.zeros(len(batch), 4, dtype=torch.float64))
+        self.log(name, loss, sync_dist=True)
+        return loss
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        noise, real = batch[:, :4], batch[:, 4:]
+        optimizers = self.optimizers()
+        losses = (lambda: self.generator_loss(noise), lambda: self.discriminator_loss(noise, real))
+        for optimizer, loss_function in zip(optimizers, losses, strict=True):  # type: ignore[arg-type]
+            getattr(self, self.options["style"])(optimizer, loss_function)
+
+    def note(self, loss: torch.Tensor) -> torch.Tensor:
+        self.losses.append(loss.detach())
+        return loss
+
+    def toggled(self, optimizer: Any, loss_function: Any) -> None:
+        self.toggle_optimizer(optimizer)
+        self.manual_backward(self.note(loss_function()))
+        self.clip_gradients(optimizer, 0.05, "norm")
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+
+    def cleared(self, optimizer: Any, loss_function: Any) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(self.note(loss_function()))
+        optimizer.step()
+
+    def leaking(self, optimizer: Any, loss_function: Any) -> None:
+        """The discriminator's step sees what the generator's backward left, in one process as on ranks."""
+        self.manual_backward(self.note(loss_function()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def in_closure(self, optimizer: Any, loss_function: Any) -> None:
+        def closure() -> torch.Tensor:
+            loss = self.note(loss_function())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        with optimizer.toggle_model():
+            optimizer.step(closure=closure)
+
+
+@pytest.mark.parametrize(
+    "style, degree", [("toggled", 4), ("toggled", 2), ("toggled", 1), ("cleared", 2), ("leaking", 4), ("in_closure", 2)]
+)
+def test_two_optimizers_train_like_one_process(style: str, degree: int) -> None:
+    expected = fit(Adversaries, {"style": style}, **EXACT)
+    assert_same(together(fit, Adversaries, {"style": style}, {"shard_degree": degree}, **EXACT), expected)
+
+
+class StepsLast(Adversaries):
+    """Both backward passes, then both steps: the discriminator's forward gathers the generator before its step, and
+    nothing frees it in between."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        noise, real = batch[:, :4], batch[:, 4:]
+        generator, discriminator = self.optimizers()  # type: ignore[misc]
+        generator.zero_grad()
+        self.manual_backward(self.note(self.generator_loss(noise)))
+        discriminator.zero_grad()
+        self.manual_backward(self.note(self.discriminator_loss(noise, real)))
+        generator.step()
+        discriminator.step()
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_no_forward_uses_weights_from_before_a_step(degree: int) -> None:
+    assert_same(together(fit, StepsLast, knobs={"shard_degree": degree}, **EXACT), fit(StepsLast, **EXACT))
+
+
+class ByHand(LanguageModule):
+    """Accumulates two micro-batches by hand; options["way"] says how."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        last = batch_idx % 2 == 1
+        block = getattr(self.trainer.strategy, "block_backward_sync", contextlib.nullcontext)
+        context: Any = contextlib.nullcontext()
+        if self.options["way"] == "toggle_model":
+            context = optimizer.toggle_model(sync_grad=last)
+        elif self.options["way"] == "every backward blocked" or (self.options["way"] == "block" and not last):
+            context = block()
+        with context:
+            loss = self.loss(batch)
+            self.losses.append(loss.detach())
+            self.manual_backward(loss / 2)
+        if last:
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["block", "toggle_model", "every backward blocked", "nothing blocked"])
+def test_accumulation_by_hand_equals_one_process(way: str) -> None:
+    expected = fit(ByHand, {"way": "nothing blocked"}, **EXACT)
+    assert_same(together(fit, ByHand, {"way": way}, {"shard_degree": 2}, **EXACT), expected)
+
+
+class TwoSpeeds(Adversaries):
+    """The generator steps after every second batch, its first backward blocked; the discriminator after every one, in
+    the middle of the generator's window."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        noise, real = batch[:, :4], batch[:, 4:]
+        slow, fast = self.optimizers()  # type: ignore[misc]
+        last = batch_idx % 2 == 1
+        with slow.toggle_model(sync_grad=last):
+            self.manual_backward(self.note(self.generator_loss(noise) / 2))
+        if last:
+            slow.step()
+            slow.zero_grad()
+        with fast.toggle_model():
+            fast.zero_grad()
+            self.manual_backward(self.note(self.discriminator_loss(noise, real)))
+            fast.step()
+
+
+def test_one_optimizer_may_step_inside_the_window_of_another() -> None:
+    assert_same(together(fit, TwoSpeeds, knobs={"shard_degree": 2}, **EXACT), fit(TwoSpeeds, **EXACT))
+
+
+class OwnParameters(LanguageModule):
+    """Parameters directly on the LightningModule, one of them 0-d, beside a child's; uneven: 23 rows."""
+
+    def build(self) -> None:
+        super().build()
+        self.scale = nn.Parameter(torch.randn(VOCABULARY))
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.automatic_optimization = not self.options.get("manual", False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens) * self.scale / self.temperature
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        return loss_of(self, tokens)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("manual", [False, True])
+def test_parameters_of_the_lightning_module_itself_train_like_one_process(manual: bool, degree: int) -> None:
+    flags = {**EXACT, **({} if manual else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})}
+    expected = fit(OwnParameters, {"manual": manual}, **flags)
+    assert_same(together(fit, OwnParameters, {"manual": manual}, {"shard_degree": degree}, **flags), expected)
