@@ -1,1 +1,28 @@
-"""The Hugging Face Accelerate face of torch-smp. Nothing is built here yet: it will stand on `smp_core` alone."""
+"""torch-smp for Hugging Face Accelerate and Transformers: ``from accelerate_smp import SmpAccelerator``.
+
+Importing needs Accelerate alone; what needs Transformers (``SmpTrainer``, ``SmpTrainerMixin``, ``SmpMonitorCallback``)
+is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate_smp.accelerator import SmpAccelerator
+
+_IN_TRANSFORMERS = {
+    "SmpTrainer": "accelerate_smp.trainer",
+    "SmpTrainerMixin": "accelerate_smp.trainer",
+    "SmpMonitorCallback": "accelerate_smp.callbacks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _IN_TRANSFORMERS:
+        from importlib import import_module
+
+        return getattr(import_module(_IN_TRANSFORMERS[name]), name)
+    raise AttributeError(f"module 'accelerate_smp' has no attribute {name!r}")
+
+
+__all__ = ["SmpAccelerator", "SmpMonitorCallback", "SmpTrainer", "SmpTrainerMixin"]

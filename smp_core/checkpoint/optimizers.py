@@ -9,7 +9,7 @@ is as fresh after a resume as before it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,17 +56,22 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
 
 
 def load_named_optimizer_state(
-    path: str | os.PathLike[str], prefix: tuple[Any, ...], model: nn.Module, optimizer: torch.optim.Optimizer
+    path: str | os.PathLike[str],
+    prefix: tuple[Any, ...],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    name_there: Callable[[str], str] = str,
 ) -> None:
     """Read the optimizer state saved under ``prefix`` of a checkpoint folder into ``optimizer``. Collective.
 
     Args:
         prefix: path of the state inside the checkpoint, e.g. ``("optimizer_states", 0)``.
+        name_there: a parameter's name here -> its name in the checkpoint (:func:`names_between`).
 
     Raises:
         CheckpointError: parameters that the checkpoint has and the optimizer lacks or the other way round.
     """
-    names = parameter_names(model, optimizer)
+    names = [name_there(name) for name in parameter_names(model, optimizer)]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_name = dict(zip(names, parameters, strict=True))
     rest = read_rest(path, prefix)
@@ -95,6 +100,18 @@ def load_named_optimizer_state(
             "param_groups": _groups_like(optimizer, rest["param_groups"], number),
         }
     )
+
+
+def names_between(prefix_here: str, prefix_there: str) -> Callable[[str], str]:
+    """How names translate between a model inside a LightningModule (prefix ``"model."``) and the model by itself ("").
+
+    Args:
+        prefix_here: what the names of the model at hand begin with.
+        prefix_there: ``metadata["module_prefix"]`` of the checkpoint.
+    """
+    if prefix_here == prefix_there:
+        return str
+    return lambda name: prefix_there + name.removeprefix(prefix_here)
 
 
 def _groups_like(

@@ -1,0 +1,380 @@
+"""SmpAccelerator: smp_core under Accelerate's API.
+
+Sharding is done by :func:`smp_core.parallelize.parallelize_model`, called from ``prepare_model``, and not by
+Accelerate's own ``fsdp2_prepare_model`` with our objects attached afterwards. Both were considered; this one is
+sturdier because Accelerate's way (1.15)
+
+- does nothing on CPU (the FSDP plugin is dropped there and the model wrapped in DDP),
+- fails for persistent buffers, for 0-d parameters, for parameters tied across units and for mixed trainable dtypes,
+- finds the optimizer's new parameters by data pointer, which is 0 for every empty shard,
+- sends every whole tensor from rank 0 to the world, and has no shard mesh at all when the shard size is 1.
+
+To Accelerate the run is a plain multi-process one: its data loaders, samplers, trackers and gather functions work as
+they are. What is overridden is listed here, in this order:
+
+    prepare, prepare_model, prepare_optimizer, prepare_scheduler    shard, swap the optimizer's parameters
+    no_sync (hence accumulate), clip_grad_norm_, clip_grad_value_   the accumulation window and norms over the mesh
+    get_state_dict, save_state, load_state                          smp_core.checkpoint
+
+A process by itself (no launcher) has nothing to shard: everything but save_state and load_state is Accelerate's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from rich.console import Console
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate_smp import checkpoints
+from accelerate_smp.config import check_world, engines_off, resolve_config
+from smp_core.checkpoint import full_state_dict
+from smp_core.config import SmpConfig
+from smp_core.knob_rules import unknown_knob
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import ParallelModel, parallelize_model
+from smp_core.planning.memory import smallest_shard_degree
+from smp_core.sharding.grad_norm import clip_grad_norm_, clip_grad_value_, grad_norm, settle_nonfinite
+from smp_core.sharding.grad_scaler import ShardedGradScaler
+from smp_core.sharding.wrap import plan_units
+from smp_core.topology import Topology
+
+logger = logging.getLogger("smp")
+
+_ATTACHED = "_smp_parallel"
+
+
+def parallel_of(model: nn.Module) -> ParallelModel | None:
+    """The handle of a model that :class:`SmpAccelerator` sharded, compiled or not; None for any other."""
+    return getattr(getattr(model, "_orig_mod", model), _ATTACHED, None)
+
+
+class SmpAccelerator(Accelerator):
+    """Drop-in for :class:`accelerate.Accelerator` with MiCS sharding.
+
+    Args:
+        smp_config: all knobs in one :class:`SmpConfig`, dict or YAML file; default: ``SMP_*`` variables and the file
+            that ``SMP_CONFIG_FILE`` names.
+        smp: False: no sharding, Accelerate as it is (DDP).
+        arguments: Accelerator's own, and single knobs (``shard_degree=8``). ``parallelism_config`` and ``fsdp_plugin``
+            are translated to knobs: ``dp_shard_size x cp_size`` is the shard degree.
+
+    Raises:
+        ValueError: an unknown keyword (with the nearest knob), a knob that is not built yet, degrees that do not
+            multiply to the number of processes, fp8 or fp16 where they cannot run, DeepSpeed or Megatron-LM.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        smp_config: SmpConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        smp: bool = True,
+        **arguments: Any,
+    ) -> None:
+        knobs = {name: arguments.pop(name) for name in tuple(arguments) if name in SmpConfig.knobs()}
+        own = inspect.signature(Accelerator.__init__)
+        for name in arguments:
+            if name not in own.parameters:
+                raise unknown_knob(name)
+        arguments = dict(own.bind_partial(self, *args, **arguments).arguments)
+        arguments.pop("self")
+        self.smp = smp
+        self.smp_mesh: SmpMesh | None = None
+        self._replaced = WeakIdKeyDictionary()
+        self._topology: Topology | None = None
+        if _must_say_cpu():
+            arguments["cpu"] = True
+        if not smp:
+            super().__init__(**arguments)
+            return
+        _refuse_precision(arguments)
+        parallelism, fsdp = arguments.pop("parallelism_config", None), arguments.pop("fsdp_plugin", None)
+        self.smp_config = resolve_config(smp_config, knobs, parallelism, fsdp)
+        with engines_off():
+            super().__init__(**arguments)
+        engine = str(self.distributed_type).rpartition(".")[2]
+        if engine in ("DEEPSPEED", "MEGATRON_LM", "FSDP", "XLA"):
+            raise ValueError(
+                f"distributed_type={engine} and SmpAccelerator both want to shard; write distributed_type: MULTI_GPU "
+                "or MULTI_CPU, or SmpAccelerator(smp=False)"
+            )
+        check_world(parallelism, self.num_processes)
+        if self.use_distributed and dist.is_initialized():
+            self._topology = Topology.discover()
+        elif self.smp_config != SmpConfig():
+            logger.warning("one process: nothing is sharded; start with torchrun or `accelerate-smp launch`")
+        if type(self.scaler) is torch.amp.GradScaler:
+            self.scaler.__class__ = ShardedGradScaler  # the same state; it also unscales plain and sharded together
+        if self.ddp_handler is not None:
+            logger.info("DistributedDataParallelKwargs has no effect: nothing is wrapped in DDP")
+
+    @property
+    def sharding(self) -> bool:
+        """Whether models are sharded here: ``smp`` is on and there is a process group."""
+        return self._topology is not None
+
+    @property
+    def parallel(self) -> ParallelModel:
+        """The handle of the first prepared model: units, window, meter, mesh."""
+        for model in self._models:
+            handle = parallel_of(model)
+            if handle is not None:
+                return handle
+        raise RuntimeError("no model is sharded yet; accelerator.parallel is there after prepare(model)")
+
+    # Preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's. Models are sharded first, so that optimizers may stand before them."""
+        if self.sharding:
+            args = tuple(self.prepare_model(obj) if isinstance(obj, nn.Module) else obj for obj in args)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard the model, also for evaluation alone: a model that is trained later is already as it must be."""
+        if not self.sharding or getattr(model, "_is_accelerate_prepared", False):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        if parallel_of(model) is None and not self.verify_device_map(model):
+            object.__setattr__(model, _ATTACHED, self._parallelize(model))
+        # What is left for Accelerate is autocast and torch.compile.
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def _parallelize(self, model: nn.Module) -> ParallelModel:
+        assert self._topology is not None
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ValueError(
+                f"{type(model).__name__} is sharded already (from_pretrained(distributed_config=...) or fully_shard); "
+                "load it without that and let SmpAccelerator shard it, or use SmpAccelerator(smp=False)"
+            )
+        config = self.smp_config
+        if config.param_dtype == "auto":
+            mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.mixed_precision) if self.native_amp else None
+            config = config.with_resolved("param_dtype", mixed, f"mixed_precision={self.mixed_precision!r}")
+        if self.scaler is not None:
+            config = config.with_resolved("on_nonfinite_grad_norm", "ignore", "the gradient scaler skips such steps")
+        first = self.smp_mesh is None
+        if first:
+            self.smp_mesh, config = self._build_mesh(model, config)
+        else:
+            config = config.with_resolved("shard_degree", self.mesh.shard_degree, "as the first model")
+        before = list(model.named_parameters(remove_duplicate=False))
+        handle = parallelize_model(model, self.mesh, config, cast_forward_inputs=not self.native_amp)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in before:
+            if after[name] is not parameter:
+                self._replaced[parameter] = after[name]
+        if first:
+            self.smp_config = handle.config
+            if self.is_main_process:
+                console = Console(stderr=True)
+                console.print(handle.config.effective_table())
+                console.print(handle.describe())
+        return handle
+
+    def _build_mesh(self, model: nn.Module, config: SmpConfig) -> tuple[SmpMesh, SmpConfig]:
+        assert self._topology is not None
+        if config.shard_degree == "auto":
+            memory = None
+            if self.device.type == "cuda":
+                memory = torch.cuda.get_device_properties(self.device).total_memory
+            units = plan_units(model, config).unit_parameters()
+            degree, why, _ = smallest_shard_degree(model, self._topology, config, memory, units=units)
+            config = config.with_resolved("shard_degree", degree, why)
+        return SmpMesh.build(config, self._topology, self.device)
+
+    @property
+    def mesh(self) -> SmpMesh:
+        """Axes and groups; known once the first model has been prepared."""
+        if self.smp_mesh is None:
+            raise RuntimeError("the mesh is made when the first model is prepared; call prepare(model) before")
+        return self.smp_mesh
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Give an optimizer made from the unsharded parameters the sharded ones, in the same groups."""
+        if self.sharding and not getattr(optimizer, "_is_accelerate_prepared", False):
+            self._adopt(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        strangers = 0
+        for group in optimizer.param_groups:
+            if any(parameter in self._replaced and optimizer.state.get(parameter) for parameter in group["params"]):
+                raise ValueError(
+                    "the optimizer has stepped already; prepare it before the first step, and bring its state with "
+                    "accelerator.load_state(...)"
+                )
+            group["params"] = [self._current(parameter) for parameter in group["params"]]
+            owned = {id(p) for model in self._models if parallel_of(model) for p in model.parameters()}
+            strangers += sum(id(parameter) not in owned for parameter in group["params"])
+        if strangers:
+            raise ValueError(
+                f"the optimizer steps {strangers} parameters of no prepared model, whose gradients nobody would "
+                "synchronise; call prepare(model, optimizer), or prepare the model first"
+            )
+        handles = [handle for handle in map(parallel_of, self._models) if handle is not None]
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for handle in handles:
+            if any(id(parameter) in mine for parameter in handle.module.parameters()):
+                handle.prepare_optimizer(optimizer)
+                optimizer.register_step_pre_hook(self._before_step(handle))
+                optimizer.register_step_post_hook(lambda *_, meter=handle.meter: meter.close_step())
+
+    def _before_step(self, handle: ParallelModel) -> Any:
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            handle.window.close()
+            on_nonfinite = handle.config.on_nonfinite_grad_norm
+            if on_nonfinite != "ignore":
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                settle_nonfinite(parameters, handle.grad_norm(parameters=parameters), on_nonfinite)
+
+        return before_step
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Schedulers step once per optimizer step, whatever the number of processes (Accelerate's own step as often as
+        there are processes, context and shard peers included)."""
+        prepared = super().prepare_scheduler(scheduler)
+        if self.sharding:
+            prepared.split_batches = True
+        return prepared
+
+    def _current(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._replaced.get(parameter, parameter)
+
+    # The accumulation window
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backward passes inside are not the window's last: gradients are added up inside the partition group, nothing
+        travels between replicas and ``.grad`` stays as it was. (Accelerate's own keeps whole gradients here.)"""
+        handle = parallel_of(model)
+        with super().no_sync(model) if handle is None else handle.window.accumulate():
+            yield
+
+    def _close_windows(self) -> None:
+        for model in self._models:
+            handle = parallel_of(model)
+            if handle is not None:
+                handle.window.close()
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> Any:
+        """Clip by the norm over all ranks.
+
+        Returns:
+            the norm before clipping: a plain 0-d tensor, equal on all ranks.
+        """
+        if self.smp_mesh is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return clip_grad_norm_(
+            self._gradients_of(parameters),
+            max_norm,
+            norm_type=norm_type,
+            shard_group=self.mesh.shard_group,
+            on_nonfinite=self.smp_config.on_nonfinite_grad_norm,
+        )
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Limit every gradient element to ``[-clip_value, clip_value]``."""
+        if self.smp_mesh is None:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        clip_grad_value_(self._gradients_of(parameters), clip_value)
+
+    def grad_norm(self, parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2) -> torch.Tensor:
+        """The norm of the gradients over all ranks, unclipped: a plain 0-d tensor, equal on all ranks."""
+        return grad_norm(self._gradients_of(parameters), shard_group=self.mesh.shard_group, norm_type=norm_type)
+
+    def _gradients_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Close the windows and undo loss scaling; a list made before ``prepare`` means the sharded parameters."""
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._close_windows()
+        self.unscale_gradients()
+        return [self._current(parameter) for parameter in given]
+
+    # Checkpoints
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict on rank 0's CPU, ``{}`` on the others. Collective."""
+        handle = parallel_of(model)
+        if handle is None:
+            return super().get_state_dict(model, unwrap)
+        handle.reshard()
+        handle.broadcast_buffers()
+        return full_state_dict(handle.module)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
+        """Save models, optimizers, schedulers, samplers, scaler, random states and registered objects as one checkpoint
+        folder that any number of ranks loads (docs/checkpoint-format.md). Collective.
+
+        Raises:
+            CheckpointError: on every rank when any rank failed; what was at ``output_dir`` before is untouched.
+        """
+        if not self.smp:
+            return super().save_state(output_dir, safe_serialization, **options)
+        if not safe_serialization:
+            raise ValueError("safe_serialization=False: checkpoints are always safetensors; leave it out")
+        if options:
+            raise TypeError(f"save_state options {sorted(options)} have no counterpart here; leave them out")
+        self._say_what_an_open_window_means()
+        return checkpoints.save_state(self, output_dir)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
+        """Load what :meth:`save_state`, or Lightning under ``strategy="smp_sharded"``, has saved. Collective.
+
+        Args:
+            options: ``strict=False`` loads the weights that fit by name.
+
+        Raises:
+            CheckpointError: missing, half, damaged or foreign folder; tensors that do not fit.
+        """
+        if not self.smp:
+            super().load_state(input_dir, load_kwargs, **options)
+            return
+        if load_kwargs:
+            raise TypeError(f"load_kwargs {sorted(load_kwargs)} have no counterpart here; leave them out")
+        checkpoints.load_state(self, input_dir, **options)
+
+    def _say_what_an_open_window_means(self) -> None:
+        for handle in map(parallel_of, self._models):
+            if handle is not None and handle.window.is_open:
+                logger.warning(
+                    "save_state in the middle of an accumulation window: weights and optimizer are those of before it, "
+                    "and its %d micro-batches have to be seen again after load_state",
+                    handle.window.micro_batches,
+                )
+                return
+
+
+def _must_say_cpu() -> bool:
+    """Accelerate takes a CPU process for a single one unless it is told, even under torchrun."""
+    launched = int(os.environ.get("LOCAL_RANK", -1)) != -1
+    return launched and not torch.accelerator.is_available() and PartialState._shared_state == {}
+
+
+def _refuse_precision(arguments: Mapping[str, Any]) -> None:
+    asked = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    asked = str(getattr(asked, "value", asked))
+    if asked == "fp8":
+        raise ValueError(
+            "mixed_precision='fp8' needs the FP8 plugin of torch-smp, which is not built yet; write "
+            "mixed_precision='bf16'"
+        )
+    if asked == "fp16" and (arguments.get("cpu") or not torch.accelerator.is_available()):
+        raise ValueError("mixed_precision='fp16' scales losses on a GPU and cannot run on CPU; write 'bf16' or 'no'")
+
+
+__all__ = ["SmpAccelerator", "parallel_of"]

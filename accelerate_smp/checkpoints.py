@@ -1,0 +1,259 @@
+"""save_state and load_state as one checkpoint folder of smp_core.checkpoint.
+
+    state_dict, optimizer_states, lr_schedulers    under the names Lightning's folders have, so that each face loads the
+                                                   other's; optimizer states by parameter name
+    more_state_dicts                               of the second and later models
+    accelerate                                     step, scaler, samplers, registered objects
+    per rank                                       random states
+
+A LightningModule's names begin with the name of its model (``model.``); the prefix is in the folder's metadata and is
+taken off, or put on, when the other face loads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from smp_core.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    read_manifest,
+    read_per_rank,
+    read_rest,
+    save_checkpoint,
+)
+from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state, names_between
+
+if TYPE_CHECKING:
+    from accelerate_smp.accelerator import SmpAccelerator
+
+logger = logging.getLogger("smp")
+
+
+def save_state(accelerator: SmpAccelerator, output_dir: str | None) -> str:
+    """Write everything the accelerator has prepared. Collective. Returns the folder."""
+    output_dir = _folder_to_write(accelerator, output_dir)
+    models = _models(accelerator)
+    state: dict[str, Any] = {}
+    if models:
+        state["state_dict"] = get_model_state_dict(models[0])
+    if len(models) > 1:
+        state["more_state_dicts"] = [get_model_state_dict(model) for model in models[1:]]
+    state["optimizer_states"] = [
+        named_optimizer_state(_owner(models, optimizer), optimizer) for optimizer in _optimizers(accelerator)
+    ]
+    state["lr_schedulers"] = [scheduler.state_dict() for scheduler in accelerator._schedulers]
+    state["accelerate"] = {
+        "step": accelerator.step,
+        "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+        "dataloaders": [_loader_state(loader) for loader in accelerator._dataloaders],
+        "custom_objects": [obj.state_dict() for obj in accelerator._custom_objects],
+    }
+    files = config_files(models[0]) if models else {}
+    metadata = {"step": accelerator.step, "module_prefix": "", "trainer": "accelerate"}
+    save_checkpoint(output_dir, state, metadata=metadata, extra_files=files, per_rank=random_state())
+    for hook in accelerator._save_model_state_pre_hook.values():
+        hook(accelerator._models, [], output_dir)
+    accelerator.project_configuration.iteration += 1
+    return output_dir
+
+
+def load_state(accelerator: SmpAccelerator, input_dir: str | None, strict: bool = True) -> None:
+    """Bring back what :func:`save_state`, or Lightning, has saved. Collective."""
+    path = _folder_to_read(accelerator, input_dir)
+    models = _models(accelerator)
+    rest: dict[str, Any] = read_rest(path, tensors=["accelerate.*"])
+    load_weights(models[0] if models else None, path, strict)
+    extra = rest.get("more_state_dicts", [])
+    if len(extra) != max(len(models) - 1, 0):
+        raise CheckpointError(
+            f"{path} holds {len(extra) + 1} models but {len(models)} were prepared; prepare the same ones in the same "
+            "order"
+        )
+    if extra:
+        load_checkpoint(path, {"more_state_dicts": [get_model_state_dict(m) for m in models[1:]]}, strict=strict)
+    load_optimizers(models, _optimizers(accelerator), path, rest)
+    _load_each("schedulers", accelerator._schedulers, rest.get("lr_schedulers", []), path)
+    ours = rest.get("accelerate")
+    if ours is None:
+        logger.warning("%s is a Lightning checkpoint: its weights, optimizers and schedulers were loaded", path)
+    else:
+        accelerator.step = ours["step"]
+        if accelerator.scaler is not None and ours["scaler"] is not None:
+            accelerator.scaler.load_state_dict(ours["scaler"])
+        for loader, saved in zip(accelerator._dataloaders, ours["dataloaders"], strict=False):
+            _restore_loader(loader, saved)
+        _load_each("registered objects", accelerator._custom_objects, ours["custom_objects"], path)
+        restore_random_state(read_per_rank(path), accelerator.process_index)
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook(accelerator._models, str(path))
+
+
+def load_weights(model: nn.Module | None, path: str | os.PathLike[str], strict: bool = True) -> None:
+    """Load the (first) model's weights from a folder of either face, in place. Collective."""
+    if model is None:
+        return
+    from accelerate_smp.accelerator import parallel_of
+
+    handle = parallel_of(model)
+    if handle is not None:
+        handle.reshard()
+    prefix = read_manifest(path).metadata.get("module_prefix", "")
+    state: dict[str, Any] = get_model_state_dict(model)
+    name_there = names_between("", prefix)
+    load_checkpoint(path, {"state_dict": {name_there(name): value for name, value in state.items()}}, strict=strict)
+
+
+def load_optimizers(
+    models: list[nn.Module], optimizers: list[torch.optim.Optimizer], path: str | os.PathLike[str], rest: dict[str, Any]
+) -> None:
+    """Load optimizer states, by parameter name, on any sharding. Collective."""
+    saved = rest.get("optimizer_states", [])
+    if len(saved) != len(optimizers):
+        raise CheckpointError(
+            f"{path} holds states of {len(saved)} optimizers but {len(optimizers)} were prepared; prepare the same "
+            "ones in the same order"
+        )
+    name_there = names_between("", read_manifest(path).metadata.get("module_prefix", ""))
+    for number, optimizer in enumerate(optimizers):
+        owner = _owner(models, optimizer)
+        load_named_optimizer_state(path, ("optimizer_states", number), owner, optimizer, name_there)
+
+
+def config_files(model: nn.Module) -> dict[str, str]:
+    """``config.json`` and ``generation_config.json`` of a Transformers model, so that an export is complete."""
+    files = {}
+    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
+        to_json = getattr(getattr(model, attribute, None), "to_json_string", None)
+        if callable(to_json):
+            files[name] = to_json(use_diff=False) if attribute == "config" else to_json()
+    return files
+
+
+def random_state() -> dict[str, Any]:
+    """This rank's random states in plain types."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": list(random.getstate()),
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
+        "torch": torch.get_rng_state().tolist(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().tolist()
+    return state
+
+
+def restore_random_state(saved: list[Any], rank: int) -> None:
+    """Give a rank the random states of the same rank of the saving run; a rank that run did not have keeps its own."""
+    if rank >= len(saved) or not saved[rank]:
+        logger.info("rank %d has no saved random states (the run was saved by %d ranks)", rank, len(saved))
+        return
+    state = saved[rank]
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, numbers, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(numbers, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
+
+
+def _models(accelerator: SmpAccelerator) -> list[nn.Module]:
+    from accelerate_smp.accelerator import parallel_of
+
+    for handle in map(parallel_of, accelerator._models):
+        if handle is not None:
+            handle.reshard()
+            handle.broadcast_buffers()
+    return [getattr(model, "_orig_mod", model) for model in accelerator._models]
+
+
+def _optimizers(accelerator: SmpAccelerator) -> list[torch.optim.Optimizer]:
+    return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+
+
+def _owner(models: list[nn.Module], optimizer: torch.optim.Optimizer) -> nn.Module:
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in models:
+        if stepped <= {id(parameter) for parameter in model.parameters()}:
+            return model
+    raise CheckpointError(
+        "an optimizer steps parameters of several models, or of none that was prepared; its states cannot be named: "
+        "make one optimizer for each model"
+    )
+
+
+def _loader_state(loader: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    if getattr(loader, "use_stateful_dataloader", False):
+        state["loader"] = loader.state_dict()
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    if isinstance(sampler, SeedableRandomSampler):
+        state["sampler"] = {"epoch": sampler.epoch, "initial_seed": sampler.initial_seed}
+    return state
+
+
+def _restore_loader(loader: Any, saved: dict[str, Any]) -> None:
+    if "loader" in saved:
+        loader.load_state_dict(saved["loader"])
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    if "sampler" in saved and isinstance(sampler, SeedableRandomSampler):
+        sampler.epoch, sampler.initial_seed = saved["sampler"]["epoch"], saved["sampler"]["initial_seed"]
+
+
+def _load_each(what: str, objects: list[Any], saved: list[Any], path: Any) -> None:
+    if len(objects) != len(saved):
+        raise CheckpointError(
+            f"{path} holds {len(saved)} {what} but there are {len(objects)} here; prepare or register the same ones"
+        )
+    for obj, state in zip(objects, saved, strict=True):
+        obj.load_state_dict(state)
+
+
+def _folder_to_write(accelerator: SmpAccelerator, output_dir: str | None) -> str:
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ValueError(
+                "save_state() needs a folder: save_state('checkpoints/step-100'), or "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            )
+        return os.fspath(output_dir)
+    root = os.path.join(project.project_dir, "checkpoints")
+    target = os.path.join(root, f"checkpoint_{accelerator.save_iteration}")
+    if os.path.exists(target):
+        raise ValueError(f"{target} exists already; set accelerator.project_configuration.iteration to what comes next")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process and project.total_limit is not None:
+        for folder in _numbered(root)[: -(project.total_limit - 1) or None]:
+            shutil.rmtree(folder)
+    return target
+
+
+def _folder_to_read(accelerator: SmpAccelerator, input_dir: str | None) -> str:
+    if input_dir is not None:
+        return os.path.expanduser(os.fspath(input_dir))
+    project = accelerator.project_configuration
+    found = _numbered(os.path.join(project.project_dir or "", "checkpoints"))
+    if not project.automatic_checkpoint_naming or not found:
+        raise ValueError("load_state() needs a folder: load_state('checkpoints/step-100')")
+    return found[-1]
+
+
+def _numbered(root: str) -> list[str]:
+    """Folders ``checkpoint_<n>``, oldest first."""
+    names = [
+        name for name in (os.listdir(root) if os.path.isdir(root) else []) if re.fullmatch(r"checkpoint_\d+", name)
+    ]
+    return [os.path.join(root, name) for name in sorted(names, key=lambda name: int(name.rpartition("_")[2]))]

@@ -1,0 +1,168 @@
+"""From what Accelerate's users write to SmpConfig.
+
+Knobs come from keywords, ``SMP_*`` variables, the file ``SMP_CONFIG_FILE`` names, and Accelerate's own settings
+(``ParallelismConfig``, ``FullyShardedDataParallelPlugin``, given in code or through the variables `accelerate launch`
+sets). Accelerate's are translated or refused, never dropped; two places that say different things are an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.parallelism_config import ParallelismConfig
+
+from smp_core.config import SmpConfig
+from smp_core.config_sources import knobs_in_environment
+
+logger = logging.getLogger("smp")
+
+# Accelerate would build its own engine when it saw these.
+_ENGINES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
+
+
+def resolve_config(
+    config: SmpConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+    knobs: Mapping[str, Any],
+    parallelism: ParallelismConfig | None,
+    fsdp: FullyShardedDataParallelPlugin | None,
+) -> SmpConfig:
+    """The configuration in effect.
+
+    Args:
+        config: a whole configuration, as an object, a dict or a YAML file; the environment is not looked at then.
+        knobs: single knobs; they override the environment.
+        parallelism, fsdp: Accelerate's own settings, or None to look at the variables `accelerate launch` sets.
+
+    Raises:
+        ValueError: an unknown knob, a bad value, ``config`` and ``knobs`` together, an option of Accelerate that has no
+            counterpart, or two places that contradict each other.
+    """
+    if config is not None:
+        if knobs:
+            raise ValueError(
+                f"smp_config= and also {', '.join(knobs)} were given; write the knobs into smp_config or give "
+                "keywords only"
+            )
+        asked = {knob: value for knob, value in _as_config(config).to_dict().items() if value != _default(knob)}
+        base = _as_config(config)
+    else:
+        asked = {**knobs_in_environment(os.environ)[0], **knobs}
+        base = SmpConfig.from_env() if not knobs else SmpConfig.from_dict(asked)
+    if parallelism is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        parallelism = ParallelismConfig()
+    if fsdp is None and _flag("ACCELERATE_USE_FSDP"):
+        fsdp = FullyShardedDataParallelPlugin()
+    translated: dict[str, Any] = {}
+    if fsdp is not None:
+        translated.update(_from_fsdp(fsdp, has_degree="shard_degree" in asked or parallelism is not None))
+    if parallelism is not None:
+        translated.update(_from_parallelism(parallelism))
+    for knob, value in translated.items():
+        if knob in asked and not _same(asked[knob], value):
+            raise ValueError(
+                f"{knob}={asked[knob]!r} was asked of torch-smp but Accelerate's own settings say {knob}={value!r}; "
+                "remove one of the two (in the YAML: `parallelism_config`/`fsdp_config` or the line in `smp_config`)"
+            )
+    if any(knob not in asked for knob in translated):
+        base = SmpConfig.from_dict({**translated, **asked})
+    base.require_built()
+    return base
+
+
+def check_world(parallelism: ParallelismConfig | None, world_size: int) -> None:
+    """Refuse degrees of a ``ParallelismConfig`` whose product is not the number of processes."""
+    if parallelism is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        parallelism = ParallelismConfig()
+    if parallelism is None or parallelism.total_size == world_size:
+        return
+    sizes = {
+        name: getattr(parallelism, name)
+        for name in ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size")
+        if getattr(parallelism, name) != 1
+    }
+    shown = " x ".join(f"{name}={size}" for name, size in sizes.items()) or "dp_shard_size=1"
+    raise ValueError(
+        f"{shown} makes {parallelism.total_size}, but {world_size} processes were started; start "
+        f"{parallelism.total_size}, or leave parallelism_config out and write shard_degree: (replicas follow from it)"
+    )
+
+
+@contextlib.contextmanager
+def engines_off() -> Iterator[None]:
+    """Accelerate's own engines stay off inside: ours shards."""
+    before = {name: os.environ.pop(name) for name in _ENGINES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+def _as_config(config: SmpConfig | Mapping[str, Any] | str | os.PathLike[str]) -> SmpConfig:
+    if isinstance(config, SmpConfig):
+        return config
+    return SmpConfig.from_dict(config) if isinstance(config, Mapping) else SmpConfig.from_yaml(config)
+
+
+def _default(knob: str) -> Any:
+    return SmpConfig().to_dict()[knob]
+
+
+def _flag(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("true", "1", "yes")
+
+
+def _same(asked: Any, translated: Any) -> bool:
+    # "node" and "world" may well be the number the other place writes; the mesh finds out.
+    return asked == translated or asked in ("auto", "node", "world") or list_or_self(asked) == list_or_self(translated)
+
+
+def list_or_self(value: Any) -> Any:
+    """Lists and tuples compare equal in knobs."""
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+def _from_parallelism(parallelism: ParallelismConfig) -> dict[str, Any]:
+    if parallelism.sp_size > 1:
+        raise ValueError(
+            f"sp_size={parallelism.sp_size} belongs to DeepSpeed; allowed: 1; write cp_size={parallelism.sp_size}"
+        )
+    return {
+        # Accelerate counts context ranks beside the shard ranks, we inside them.
+        "shard_degree": parallelism.dp_shard_size * parallelism.cp_size,
+        "context_parallel_degree": parallelism.cp_size,
+        "tensor_parallel_degree": parallelism.tp_size,
+    }
+
+
+def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[str, Any]:
+    """What a ``fsdp_config:`` section asks for, in our knobs."""
+    if fsdp.fsdp_version != 2:
+        raise ValueError(f"fsdp_version={fsdp.fsdp_version}: torch-smp stands on FSDP2; write fsdp_version: 2")
+    if getattr(fsdp.cpu_offload, "offload_params", None) or type(fsdp.cpu_offload).__name__ == "CPUOffloadPolicy":
+        raise ValueError("fsdp cpu_offload/offload_params=true: not built yet; write false")
+    knobs: dict[str, Any] = {"reshard_after_forward": bool(fsdp.reshard_after_forward)}
+    if not has_degree:
+        knobs["shard_degree"] = "world"  # what plain FSDP does
+    if fsdp.transformer_cls_names_to_wrap:
+        knobs["wrap"] = tuple(fsdp.transformer_cls_names_to_wrap)
+    if fsdp.min_num_params:
+        knobs["wrap_min_parameters"] = fsdp.min_num_params
+    if fsdp.activation_checkpointing:
+        knobs["activation_checkpointing"] = "full"
+    policy = fsdp.mixed_precision_policy
+    for knob in ("param_dtype", "reduce_dtype"):
+        dtype = getattr(policy, knob, None)
+        if dtype is not None:
+            knobs[knob] = str(dtype).removeprefix("torch.")
+    if fsdp.ignored_modules:
+        raise ValueError("fsdp ignored_modules: torch-smp shards every parameter; leave it out")
+    logger.info(
+        "fsdp_config: cpu_ram_efficient_loading, sync_module_states and state_dict_type have no effect here: rank 0's "
+        "weights go to every rank unit by unit, and checkpoints are always sharded"
+    )
+    return knobs

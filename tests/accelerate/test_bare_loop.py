@@ -1,0 +1,135 @@
+"""A bare Accelerate loop trains like one process on the same global batch, whatever the partitioning.
+
+float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another order. The model has a tied, a frozen,
+an unused, an uneven and a 0-d parameter, and every rank another seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from tests.accelerate.running import SAMPLES, STEPS, make_loader, prepared, train_alone, train_together
+from tests.core.models import loss_of
+from tests.core.test_equivalence import assert_close
+from tests.harness import run_ranks
+
+CASES = list(itertools.product((1, 2, 4), (1, 3)))
+
+
+@pytest.mark.parametrize(("degree", "micro_batches"), CASES)
+def test_float64_loop_equals_one_process(degree: int, micro_batches: int) -> None:
+    expected = train_alone(torch.float64, micro_batches)
+    for seen in run_ranks(train_together, 4, torch.float64, micro_batches, ranks_per_node=2, shard_degree=degree):
+        assert_close(seen, expected, lambda step: 1e-12, 1e-12)
+        assert len(seen.losses) == STEPS
+
+
+def watch_the_window(**arguments: Any) -> dict[str, Any]:
+    """Train with 3 micro-batches; what ``.grad`` shows between them and how often replicas talk."""
+    accelerator, optimizer, model, loader, _ = prepared(torch.float32, 3, **arguments)
+    handle = accelerator.parallel
+    hops: list[int] = []
+    all_reduce = handle.window._all_reduce.__class__.__call__
+
+    def counted(this: Any, tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+        hops.append(dist.get_world_size(group))
+        return all_reduce(this, tensor, group, async_op)
+
+    handle.window._all_reduce.__class__.__call__ = counted
+    held, per_step = [], []
+    try:
+        for number, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch["tokens"]))
+                if not accelerator.sync_gradients:
+                    held.append([name for name, p in model.named_parameters() if p.grad is not None])
+                    assert not hops, f"replicas talked in micro-batch {number}"
+                else:
+                    per_step.append(len(hops))
+                    hops.clear()
+                    whole = [n for n, p in model.named_parameters() if p.grad is not None and p.numel() > 1]
+                    kinds = {isinstance(dict(model.named_parameters())[n].grad, DTensor) for n in whole}
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        handle.window._all_reduce.__class__.__call__ = all_reduce
+    units = sum(any(p.requires_grad for p in unit.parameters()) for unit in handle.units)
+    return {"held": held, "per_step": per_step, "units": units, "kinds": kinds}
+
+
+def test_two_hops_one_window() -> None:
+    """Between micro-batches no ``.grad`` is there, sharded or not; replicas talk once per unit and optimizer step, and
+    once more for the plain (0-d) parameter."""
+    for seen in run_ranks(watch_the_window, 4, ranks_per_node=2, shard_degree=2):
+        assert seen["held"] == [[]] * (2 * STEPS)
+        assert seen["per_step"] == [seen["units"] + 1] * STEPS
+        assert seen["kinds"] == {True}
+
+
+def schedule(**arguments: Any) -> list[float]:
+    accelerator, optimizer, model, loader, scheduler = prepared(torch.float32, 2, **arguments)
+    rates = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch["tokens"]))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                rates.append(scheduler.get_last_lr()[0])
+    return rates
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+def test_schedulers_step_once_per_optimizer_step(degree: int) -> None:
+    for rates in run_ranks(schedule, 4, ranks_per_node=2, shard_degree=degree):
+        assert rates == pytest.approx([1e-2 * 0.9**step for step in range(1, STEPS + 1)], rel=1e-12)
+
+
+def gathered(samples: int, **arguments: Any) -> tuple[list[float], list[float]]:
+    """Evaluate ``samples`` samples in batches of 3 per rank: per-sample losses as gather_for_metrics gives them."""
+    accelerator, _, model, _, _ = prepared(torch.float64, 1, **arguments)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(make_loader(STEPS, 1, 1).dataset[:samples], batch_size=3))
+    seen, mine = [], []
+    with torch.no_grad():
+        for batch in loader:
+            losses = torch.stack([loss_of(model, tokens[None]) for tokens in batch["tokens"]])
+            mine += losses.tolist()
+            seen += accelerator.gather_for_metrics(losses).tolist()
+    return seen, mine
+
+
+def test_gather_for_metrics_counts_each_sample_once() -> None:
+    samples = 29  # 2 rounds of 12, and 5 left for ranks 0 and 1
+    results = run_ranks(gathered, 4, samples, ranks_per_node=2, shard_degree=2)
+    for seen, _ in results:
+        assert len(seen) == samples
+        assert seen == results[0][0]
+    assert sum(len(mine) for _, mine in results) > samples, "no padding samples that could be counted twice"
+
+
+def clip_by_value(**arguments: Any) -> float:
+    accelerator, _, model, loader, _ = prepared(torch.float64, 1, **arguments)
+    accelerator.backward(loss_of(model, next(iter(loader))["tokens"]))
+    before = accelerator.grad_norm(model.parameters(), float("inf")).item()
+    accelerator.clip_grad_value_(model.parameters(), before / 3)
+    return accelerator.grad_norm(model.parameters(), float("inf")).item() / before
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+def test_clip_grad_value_limits_every_element(degree: int) -> None:
+    for ratio in run_ranks(clip_by_value, 4, ranks_per_node=2, shard_degree=degree):
+        assert ratio == pytest.approx(1 / 3, rel=1e-12)
+
+
+def test_batches_are_what_the_reference_sees() -> None:
+    """The reference reads the samples in the order in which the ranks share them out."""
+    together = torch.cat([batch["tokens"] for batch in make_loader(1, 3, 2)])
+    alone = torch.cat([batch["tokens"] for batch in make_loader(1, 3, SAMPLES)])
+    assert torch.equal(together, alone)
