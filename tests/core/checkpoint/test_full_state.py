@@ -182,26 +182,29 @@ def test_a_damaged_checkpoint_is_not_consolidated(tmp_path: Path) -> None:
 
 
 MEASURE = """
-import resource, sys
+import sys
+import torch
 from smp_core.checkpoint import consolidate
-import safetensors, torch.distributed.checkpoint
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def memory(field):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
+open("/proc/self/clear_refs", "w").write("5")  # the peak so far (imports) does not count
+before = memory("VmRSS")
 consolidate(sys.argv[1], sys.argv[2], max_shard_size="100MB", dtype=sys.argv[3] or None)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+print(memory("VmHWM") - before)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["", "bf16", "fp64"])
 def test_memory_stays_within_two_of_the_largest_tensors_plus_200_mb(tmp_path: Path, dtype: str) -> None:
-    largest = 256 << 20
+    largest = 128 << 20
     state = {f"w{i}": torch.full((largest // 4,), float(i)) for i in range(6)}
     save_checkpoint(tmp_path / "a", {"state_dict": state})
     del state
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "a"), str(tmp_path / "out"), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     written = largest * (2 if dtype == "fp64" else 1)
-    assert int(done.stdout) <= 2 * written + (200 << 20)
+    assert largest < int(done.stdout) <= 2 * written + (200 << 20)
     assert torch.equal(read_folder(tmp_path / "out", "model")["w5"].float(), torch.full((largest // 4,), 5.0))
 
 
