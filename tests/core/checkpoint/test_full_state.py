@@ -244,3 +244,13 @@ def test_slices_along_any_dimension_come_together(tmp_path: Path) -> None:
     assert torch.equal(
         read_folder(tmp_path / "out", "model")["w"], torch.arange(5 * 7 * 3, dtype=torch.float32).view(5, 7, 3)
     )
+
+
+def test_the_reader_in_the_documentation_reads_every_tensor(saved: tuple[Path, Any]) -> None:
+    text = (ROOT / "docs" / "checkpoint-format.md").read_text()
+    scope: dict[str, Any] = {}
+    exec(text.split("```python\n")[1].split("```")[0], scope)
+    path, state = saved
+    for name in ("wide.weight", "tied.weight", "counts", "scalar", "empty"):
+        found = torch.from_numpy(scope["read"](path, f"state_dict.{name}"))
+        assert torch.equal(found, state["state_dict"][name]), name

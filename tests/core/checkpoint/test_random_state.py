@@ -1,0 +1,70 @@
+"""Random states come back on the same ranks and are derived, not copied, on others; the interval follows Daly."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from smp_core.checkpoint import CheckpointError, save_checkpoint
+from smp_core.checkpoint.interval import IntervalEstimate, best_interval
+from smp_core.checkpoint.random_state import derived_seed, random_state, restore_random_state
+from tests.harness import run_ranks
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+
+def save_and_draw(path: str) -> Any:
+    rank = torch.distributed.get_rank()
+    random.seed(rank)
+    numpy.random.seed(rank)
+    torch.manual_seed(rank)
+    draw()
+    save_checkpoint(path, {"x": 1}, metadata={"step": 5}, per_rank={"random": random_state()})
+    return draw()
+
+
+def restore_and_draw(path: str) -> Any:
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    same = restore_random_state(path, rank, world, seed=3)
+    return same, draw()
+
+
+def test_the_same_ranks_draw_on_and_others_are_seeded_by_rank(tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    expected = run_ranks(save_and_draw, 2, path)
+    assert run_ranks(restore_and_draw, 2, path) == [(True, numbers) for numbers in expected]
+    first = run_ranks(restore_and_draw, 4, path)
+    assert [same for same, _ in first] == [False] * 4
+    assert len({numbers for _, numbers in first}) == 4
+    assert run_ranks(restore_and_draw, 4, path) == first, "the same every time it is tried"
+
+
+def test_derived_seeds_differ_by_seed_step_and_rank() -> None:
+    seeds = {derived_seed(a, b, c) for a in range(5) for b in range(5) for c in range(5)}
+    assert len(seeds) == 125
+
+
+def test_the_interval_is_dalys() -> None:
+    # d = 60 s, M = 24 h: Young gives 3220 s; Daly's terms by hand: 3219.94 * (1 + 0.018634/3 + 0.00034722/9) - 60.
+    assert best_interval(60, 24 * 3600) == pytest.approx(3180.06, abs=0.01)
+    assert best_interval(300, 100) == 100
+    for wrong in ((0, 1), (1, 0), (float("nan"), 1)):
+        with pytest.raises(CheckpointError, match="must be above 0"):
+            best_interval(*wrong)
+
+
+def test_the_estimate_waits_for_measurements_and_ignores_outliers() -> None:
+    estimate = IntervalEstimate(24 * 3600)
+    estimate.add_step(2.0)
+    assert estimate.steps() is None
+    for seconds in (60.0, 60.0, 600.0):
+        estimate.add_save(seconds)
+    assert estimate.steps() == 1590
+    assert IntervalEstimate(1.0).steps() is None
