@@ -55,7 +55,7 @@ logger = logging.getLogger("smp")
 _ATTACHED = "_smp_parallel"
 
 
-def parallel_of(model: nn.Module) -> ParallelModel | None:
+def parallel_of(model: nn.Module | None) -> ParallelModel | None:
     """The handle of a model that :class:`SmpAccelerator` sharded, compiled or not; None for any other."""
     return getattr(getattr(model, "_orig_mod", model), _ATTACHED, None)
 
@@ -117,7 +117,7 @@ class SmpAccelerator(Accelerator):
         if type(self.scaler) is torch.amp.GradScaler:
             self.scaler.__class__ = ShardedGradScaler  # the same state; it also unscales plain and sharded together
         if self.ddp_handler is not None:
-            logger.info("DistributedDataParallelKwargs has no effect: nothing is wrapped in DDP")
+            logger.debug("DistributedDataParallelKwargs has no effect: nothing is wrapped in DDP")
 
     @property
     def sharding(self) -> bool:
@@ -148,7 +148,9 @@ class SmpAccelerator(Accelerator):
         if not self.sharding or getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if parallel_of(model) is None and not self.verify_device_map(model):
-            object.__setattr__(model, _ATTACHED, self._parallelize(model))
+            handle = self._parallelize(model)
+            object.__setattr__(model, _ATTACHED, handle)
+            model.register_forward_hook(_after_evaluation(handle))
         # What is left for Accelerate is autocast and torch.compile.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
@@ -357,6 +359,17 @@ class SmpAccelerator(Accelerator):
                     handle.window.micro_batches,
                 )
                 return
+
+
+def _after_evaluation(handle: ParallelModel) -> Any:
+    """FSDP2 keeps the root gathered after a forward, for backward; without one ``model.parameters()`` would stay the
+    gathered ones, and an optimizer made after an evaluation would step those."""
+
+    def after_evaluation(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            handle.reshard()
+
+    return after_evaluation
 
 
 def _must_say_cpu() -> bool:

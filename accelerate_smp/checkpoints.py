@@ -44,6 +44,20 @@ logger = logging.getLogger("smp")
 def save_state(accelerator: SmpAccelerator, output_dir: str | None) -> str:
     """Write everything the accelerator has prepared. Collective. Returns the folder."""
     output_dir = _folder_to_write(accelerator, output_dir)
+    write(accelerator, output_dir, {"step": accelerator.step})
+    for hook in accelerator._save_model_state_pre_hook.values():
+        hook(accelerator._models, [], output_dir)
+    accelerator.project_configuration.iteration += 1
+    return output_dir
+
+
+def write(accelerator: SmpAccelerator, path: str, facts: dict[str, Any], schedulers: list[Any] | None = None) -> None:
+    """Write what the accelerator has prepared to ``path``. Collective.
+
+    Args:
+        facts: for the manifest; ``step`` is the optimizer step.
+        schedulers: those to save; default the prepared ones.
+    """
     models = _models(accelerator)
     state: dict[str, Any] = {}
     if models:
@@ -53,7 +67,9 @@ def save_state(accelerator: SmpAccelerator, output_dir: str | None) -> str:
     state["optimizer_states"] = [
         named_optimizer_state(_owner(models, optimizer), optimizer) for optimizer in _optimizers(accelerator)
     ]
-    state["lr_schedulers"] = [scheduler.state_dict() for scheduler in accelerator._schedulers]
+    state["lr_schedulers"] = [
+        scheduler.state_dict() for scheduler in (accelerator._schedulers if schedulers is None else schedulers)
+    ]
     state["accelerate"] = {
         "step": accelerator.step,
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
@@ -61,17 +77,20 @@ def save_state(accelerator: SmpAccelerator, output_dir: str | None) -> str:
         "custom_objects": [obj.state_dict() for obj in accelerator._custom_objects],
     }
     files = config_files(models[0]) if models else {}
-    metadata = {"step": accelerator.step, "module_prefix": "", "trainer": "accelerate"}
-    save_checkpoint(output_dir, state, metadata=metadata, extra_files=files, per_rank=random_state())
-    for hook in accelerator._save_model_state_pre_hook.values():
-        hook(accelerator._models, [], output_dir)
-    accelerator.project_configuration.iteration += 1
-    return output_dir
+    metadata = {"module_prefix": "", "trainer": "accelerate", **facts}
+    save_checkpoint(path, state, metadata=metadata, extra_files=files, per_rank=random_state())
 
 
 def load_state(accelerator: SmpAccelerator, input_dir: str | None, strict: bool = True) -> None:
     """Bring back what :func:`save_state`, or Lightning, has saved. Collective."""
     path = _folder_to_read(accelerator, input_dir)
+    read(accelerator, path, accelerator._schedulers, strict)
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook(accelerator._models, path)
+
+
+def read(accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: bool = True) -> None:
+    """Load ``path`` into what the accelerator has prepared, and into ``schedulers``. Collective."""
     models = _models(accelerator)
     rest: dict[str, Any] = read_rest(path, tensors=["accelerate.*"])
     load_weights(models[0] if models else None, path, strict)
@@ -84,7 +103,7 @@ def load_state(accelerator: SmpAccelerator, input_dir: str | None, strict: bool 
     if extra:
         load_checkpoint(path, {"more_state_dicts": [get_model_state_dict(m) for m in models[1:]]}, strict=strict)
     load_optimizers(models, _optimizers(accelerator), path, rest)
-    _load_each("schedulers", accelerator._schedulers, rest.get("lr_schedulers", []), path)
+    _load_each("schedulers", schedulers, rest.get("lr_schedulers", []), path)
     ours = rest.get("accelerate")
     if ours is None:
         logger.warning("%s is a Lightning checkpoint: its weights, optimizers and schedulers were loaded", path)
@@ -96,8 +115,6 @@ def load_state(accelerator: SmpAccelerator, input_dir: str | None, strict: bool 
             _restore_loader(loader, saved)
         _load_each("registered objects", accelerator._custom_objects, ours["custom_objects"], path)
         restore_random_state(read_per_rank(path), accelerator.process_index)
-    for hook in accelerator._load_model_state_pre_hook.values():
-        hook(accelerator._models, str(path))
 
 
 def load_weights(model: nn.Module | None, path: str | os.PathLike[str], strict: bool = True) -> None:

@@ -1,0 +1,247 @@
+"""SmpTrainerMixin: smp_core under transformers' Trainer and its subclasses (TRL's SFTTrainer).
+
+Trainer builds its Accelerator itself, so the mixin puts SmpAccelerator in its place while it does; the rest is what
+Trainer leaves undone for sharded models:
+
+    save_model           always a model that ``from_pretrained`` loads: safetensors, config, tokenizer
+    checkpoints          beside that model the folder ``smp_state``: sharded weights and optimizer states by name,
+                         schedule, scaler, random states; loads on any number of ranks
+    resume               the data position counted in samples, so that another global batch goes on where the last ended
+    evaluate, predict    before, between and after training, with BatchNorm statistics of rank 0 everywhere
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import Trainer
+from transformers import trainer as trainer_module
+
+from accelerate_smp import checkpoints
+from accelerate_smp.accelerator import SmpAccelerator, parallel_of
+from smp_core.checkpoint import is_checkpoint, read_manifest, read_per_rank
+from smp_core.checkpoint.full_state import full_state_dict
+from smp_core.checkpoint.optimizers import load_whole_optimizer_state
+from smp_core.config import SmpConfig
+
+logger = logging.getLogger("smp")
+
+OLDEST_TRANSFORMERS = "5.20"
+STATE_FOLDER = "smp_state"
+
+
+def require_transformers(version: str = transformers.__version__) -> None:
+    """Refuse a Transformers whose Trainer works differently inside.
+
+    Raises:
+        ImportError: with the command to type.
+    """
+    if Version(version) < Version(OLDEST_TRANSFORMERS):
+        raise ImportError(
+            f"SmpTrainer needs transformers>={OLDEST_TRANSFORMERS}, found {version}; type: "
+            f"pip install -U 'transformers>={OLDEST_TRANSFORMERS}'"
+        )
+
+
+require_transformers()
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class SmpTrainerMixin(_Base):
+    """Put before a Trainer class: ``class MyTrainer(SmpTrainerMixin, SFTTrainer): ...``.
+
+    Args:
+        smp_config: all knobs as :class:`SmpConfig`, dict or YAML file; default: ``SMP_*`` variables and the file that
+            ``SMP_CONFIG_FILE`` names.
+        arguments: the Trainer's own.
+    """
+
+    accelerator: SmpAccelerator
+
+    def __init__(
+        self, *arguments: Any, smp_config: SmpConfig | Mapping[str, Any] | str | None = None, **keywords: Any
+    ) -> None:
+        self._smp_config = smp_config
+        super().__init__(*arguments, **keywords)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Trainer's, with SmpAccelerator for the Accelerator that it makes."""
+        self._see_the_other_cpus()
+        stock = trainer_module.Accelerator
+        trainer_module.Accelerator = functools.partial(SmpAccelerator, smp_config=self._smp_config)  # type: ignore[misc]
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            trainer_module.Accelerator = stock  # type: ignore[misc]
+        if self.args.save_only_model and self.args.load_best_model_at_end and self.accelerator.sharding:
+            raise ValueError(
+                "load_best_model_at_end=True needs the sharded state that save_only_model=True leaves out; write "
+                "save_only_model=False"
+            )
+        if self.args.save_on_each_node:
+            raise ValueError(
+                "save_on_each_node=True: a checkpoint is one folder that every rank sees; write False and use a "
+                "shared folder"
+            )
+
+    def _see_the_other_cpus(self) -> None:
+        """TrainingArguments take a CPU process under torchrun for a single one unless they say ``use_cpu=True``."""
+        alone = self.args.world_size == 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1
+        if alone and "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
+            self.args.use_cpu = True
+            self.args.__dict__.pop("_setup_devices", None)
+            assert self.args.device.type == "cpu"
+
+    def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
+        # The accelerator's own norm takes plain and sharded gradients together.
+        return False
+
+    # Evaluation
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; BatchNorm statistics are rank 0's on every rank."""
+        handle = parallel_of(self.model)  # type: ignore[arg-type]
+        if handle is not None:
+            handle.broadcast_buffers()
+        return super().evaluation_loop(*args, **kwargs)
+
+    # Saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write what ``from_pretrained`` loads: safetensors, ``config.json``, tokenizer. Collective."""
+        handle = parallel_of(self.model)  # type: ignore[arg-type]
+        if handle is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        handle.reshard()
+        handle.broadcast_buffers()
+        self._save(output_dir or self.args.output_dir, state_dict=full_state_dict(handle.module))
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        facts: dict[str, Any] = {"step": self.state.global_step, **self._data_position()}
+        checkpoints.write(self.accelerator, os.path.join(output_dir, STATE_FOLDER), facts, [self.lr_scheduler])
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """In the state folder already."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """In the state folder already."""
+
+    def _data_position(self) -> dict[str, Any]:
+        """Where in the epoch's samples the run stands, and how many make a step."""
+        per_batch = self._train_batch_size * self.args.world_size
+        per_step = self.get_total_train_batch_size(self.args)
+        loader: Any = self.callback_handler.train_dataloader
+        epoch = self.state.epoch or 0.0
+        batches = len(loader) if hasattr(loader, "__len__") else 0
+        return {
+            "epoch": int(epoch),
+            "samples_in_epoch": round((epoch - int(epoch)) * batches) * per_batch,
+            "samples_per_step": per_step,
+        }
+
+    # Resuming
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if _has_state(resume_from_checkpoint):
+            return  # weights follow with the optimizer, once the model is sharded
+        target: Any = model or self.model
+        if parallel_of(target) is not None:
+            raise ValueError(
+                f"{resume_from_checkpoint} has no folder {STATE_FOLDER} and the model is sharded already; resume "
+                "before evaluate() or predict(), or load it with from_pretrained"
+            )
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if _has_state(checkpoint):
+            checkpoints.read(self.accelerator, os.path.join(checkpoint, STATE_FOLDER), [self.lr_scheduler])
+            return
+        stock = os.path.join(checkpoint, trainer_module.OPTIMIZER_NAME)
+        if not os.path.isfile(stock):
+            logger.warning("%s holds no optimizer states: they start afresh", checkpoint)
+            return
+        assert self.optimizer is not None and self.lr_scheduler is not None
+        saved = torch.load(stock, map_location="cpu", weights_only=True)
+        load_whole_optimizer_state(getattr(self.optimizer, "optimizer", self.optimizer), saved)
+        schedule = os.path.join(checkpoint, trainer_module.SCHEDULER_NAME)
+        self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and not _has_state(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _has_state(checkpoint):
+            super()._load_rng_state(checkpoint)
+            return
+        saved = read_per_rank(os.path.join(checkpoint, STATE_FOLDER))
+        checkpoints.restore_random_state(saved, self.args.process_index)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is None or not _has_state(best):
+            super()._load_best_model()
+            return
+        logger.info("loading the best model from %s (%s)", best, self.state.best_metric)
+        checkpoints.load_weights(self.model, os.path.join(best, STATE_FOLDER))
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """As Trainer's, which counts the data position in steps: with another global batch it is counted in samples."""
+        start = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is None or not _has_state(resume_from_checkpoint):
+            return start
+        saved = read_manifest(os.path.join(resume_from_checkpoint, STATE_FOLDER)).metadata
+        per_step = self.get_total_train_batch_size(self.args)
+        if saved.get("samples_per_step", per_step) == per_step:
+            return start
+        steps = saved["samples_in_epoch"] // per_step
+        replayed = saved["samples_in_epoch"] - steps * per_step
+        was = self.state.global_step
+        self.state.global_step = saved["epoch"] * num_update_steps_per_epoch + steps
+        logger.warning(
+            "the global batch was %d samples and is %d now: going on after %d samples of epoch %d (%d are seen again); "
+            "step %d is counted as step %d, the schedule goes on from where it was",
+            saved["samples_per_step"],
+            per_step,
+            steps * per_step,
+            saved["epoch"],
+            replayed,
+            was,
+            self.state.global_step,
+        )
+        skipped = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+        return saved["epoch"], skipped
+
+
+def _has_state(checkpoint: str) -> bool:
+    return is_checkpoint(os.path.join(checkpoint, STATE_FOLDER))
+
+
+class SmpTrainer(SmpTrainerMixin, Trainer):
+    """:class:`transformers.Trainer` on smp_core; the same arguments, and ``smp_config``."""
