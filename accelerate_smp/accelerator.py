@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_smp import checkpoints
+from accelerate_smp.attachment import attach, parallel_of
 from accelerate_smp.config import check_world, engines_off, resolve_config
 from smp_core.checkpoint import full_state_dict
 from smp_core.config import SmpConfig
@@ -51,13 +52,6 @@ from smp_core.sharding.wrap import plan_units
 from smp_core.topology import Topology
 
 logger = logging.getLogger("smp")
-
-_ATTACHED = "_smp_parallel"
-
-
-def parallel_of(model: nn.Module | None) -> ParallelModel | None:
-    """The handle of a model that :class:`SmpAccelerator` sharded, compiled or not; None for any other."""
-    return getattr(getattr(model, "_orig_mod", model), _ATTACHED, None)
 
 
 class SmpAccelerator(Accelerator):
@@ -149,7 +143,7 @@ class SmpAccelerator(Accelerator):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if parallel_of(model) is None and not self.verify_device_map(model):
             handle = self._parallelize(model)
-            object.__setattr__(model, _ATTACHED, handle)
+            attach(model, handle)
             model.register_forward_hook(_after_evaluation(handle))
         # What is left for Accelerate is autocast and torch.compile.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -373,7 +367,8 @@ def _after_evaluation(handle: ParallelModel) -> Any:
 
 
 def _must_say_cpu() -> bool:
-    """Accelerate takes a CPU process for a single one unless it is told, even under torchrun."""
+    """Accelerate takes a CPU process for a single one unless it is told, even under torchrun. Its ``_shared_state`` is
+    the only sign that no state has been made yet."""
     launched = int(os.environ.get("LOCAL_RANK", -1)) != -1
     return launched and not torch.accelerator.is_available() and PartialState._shared_state == {}
 
@@ -388,6 +383,3 @@ def _refuse_precision(arguments: Mapping[str, Any]) -> None:
         )
     if asked == "fp16" and (arguments.get("cpu") or not torch.accelerator.is_available()):
         raise ValueError("mixed_precision='fp16' scales losses on a GPU and cannot run on CPU; write 'bf16' or 'no'")
-
-
-__all__ = ["SmpAccelerator", "parallel_of"]

@@ -8,6 +8,9 @@
 
 A LightningModule's names begin with the name of its model (``model.``); the prefix is in the folder's metadata and is
 taken off, or put on, when the other face loads.
+
+Accelerate has no public names for what was prepared and registered: ``_models``, ``_optimizers``, ``_schedulers``,
+``_dataloaders``, ``_custom_objects``, ``_save_model_state_pre_hook`` and ``_load_model_state_pre_hook``.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from accelerate_smp.attachment import parallel_of
 from smp_core.checkpoint import (
     CheckpointError,
     load_checkpoint,
@@ -39,6 +43,9 @@ if TYPE_CHECKING:
     from accelerate_smp.accelerator import SmpAccelerator
 
 logger = logging.getLogger("smp")
+
+# Tensors that are read into place; the rest (a scheduler's, a registered object's) comes whole.
+_SHARDED = ("state_dict.*", "more_state_dicts.*", "optimizer_states.*")
 
 
 def save_state(accelerator: SmpAccelerator, output_dir: str | None) -> str:
@@ -92,7 +99,7 @@ def load_state(accelerator: SmpAccelerator, input_dir: str | None, strict: bool 
 def read(accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: bool = True) -> None:
     """Load ``path`` into what the accelerator has prepared, and into ``schedulers``. Collective."""
     models = _models(accelerator)
-    rest: dict[str, Any] = read_rest(path, tensors=["accelerate.*"])
+    rest: dict[str, Any] = read_rest(path, tensors=["*"], exclude=_SHARDED)
     load_weights(models[0] if models else None, path, strict)
     extra = rest.get("more_state_dicts", [])
     if len(extra) != max(len(models) - 1, 0):
@@ -121,8 +128,6 @@ def load_weights(model: nn.Module | None, path: str | os.PathLike[str], strict: 
     """Load the (first) model's weights from a folder of either face, in place. Collective."""
     if model is None:
         return
-    from accelerate_smp.accelerator import parallel_of
-
     handle = parallel_of(model)
     if handle is not None:
         handle.reshard()
@@ -187,8 +192,6 @@ def restore_random_state(saved: list[Any], rank: int) -> None:
 
 
 def _models(accelerator: SmpAccelerator) -> list[nn.Module]:
-    from accelerate_smp.accelerator import parallel_of
-
     for handle in map(parallel_of, accelerator._models):
         if handle is not None:
             handle.reshard()

@@ -92,7 +92,8 @@ def make_trainer(
         "model": make_model(dist.get_rank() if dist.is_initialized() else 0),
         "args": arguments,
         "train_dataset": make_dataset(),
-        "eval_dataset": make_dataset(22, seed=5),
+        # Whole batches on every rank: of a ragged last batch Trainer repeats samples before it takes the mean.
+        "eval_dataset": make_dataset(32, seed=5),
         "callbacks": [recorder],
     }
     kind = SmpTrainer if knobs is not None else Trainer
@@ -130,3 +131,47 @@ def assert_close(seen: Run, expected: Run, noise: float, first_step: int = 0) ->
 
 def noise_between(one: Run, other: Run) -> float:
     return max((one.weights[name] - other.weights[name]).abs().max().item() for name in one.weights)
+
+
+def life(folder: Path | str, batch: int, micro_batches: int, knobs: dict[str, Any] | None = None, **flags: Any) -> Run:
+    """Evaluate, train with evaluation and saving, evaluate the best model, predict, save."""
+    trainer, recorder = make_trainer(
+        folder,
+        batch,
+        micro_batches,
+        knobs,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        **flags,
+    )
+    run = recorder.run
+    run.extra["before"] = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    run.extra["best"] = Path(trainer.state.best_model_checkpoint).name
+    run.extra["after"] = trainer.evaluate()["eval_loss"]
+    prediction = trainer.predict(trainer.eval_dataset[:22])
+    run.extra["predicted"] = prediction.predictions.shape
+    run.extra["logits"] = torch.as_tensor(prediction.predictions)
+    trainer.save_model(str(Path(folder) / "final"))
+    run.weights = whole_weights(trainer.model)
+    return run
+
+
+def seen_samples(folder: Path | str, batch: int, checkpoint: str | None) -> list[list[int]]:
+    """Train; the samples of each global batch, as the sums of their tokens, sorted."""
+    trainer, _ = make_trainer(folder, batch, 1, {})
+    seen: list[list[int]] = []
+    compute_loss = trainer.compute_loss
+
+    def watched(model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        sums = inputs["input_ids"].sum(1)
+        seen.append(sorted(trainer.accelerator.gather(sums).tolist()))
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = watched
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return seen

@@ -1,0 +1,19 @@
+"""The handle that a sharded model carries, and how to find it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from smp_core.parallelize import ParallelModel
+
+_ATTACHED = "_smp_parallel"
+
+
+def attach(model: nn.Module, handle: ParallelModel) -> None:
+    """Let ``model`` carry its handle; not as a submodule, whose tensors would be saved twice."""
+    object.__setattr__(model, _ATTACHED, handle)
+
+
+def parallel_of(model: nn.Module | None) -> ParallelModel | None:
+    """The handle of a model that :class:`SmpAccelerator` sharded, compiled or not; None for any other."""
+    return getattr(getattr(model, "_orig_mod", model), _ATTACHED, None)
