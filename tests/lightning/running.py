@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.tensor import DTensor
 
 from lightning_smp import SmpShardedStrategy
+from smp_core.checkpoint import read_rest
 from tests.harness import run_ranks
 
 QUIET = {
@@ -113,3 +115,10 @@ def assert_same(runs: Sequence[Run] | Run, expected: Run, tolerance: float = 1e-
             assert abs(run.metrics[name] - theirs) <= tolerance, f"{name}: {run.metrics[name]} against {theirs}"
         difference, name = worst(run.weights, expected.weights)
         assert difference <= tolerance, f"{name} is {difference} off"
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Everything in a checkpoint, sharded folder or file, tensors whole."""
+    if Path(path).is_file():
+        return torch.load(path, weights_only=False)
+    return read_rest(path, tensors=["*"])
