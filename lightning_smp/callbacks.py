@@ -179,7 +179,9 @@ class SmpMonitor(Callback):
             self._evaluated_in_open_step[link] = 0.0
         if trainer.global_step - self._reported_step >= self.every_n_steps:
             self._report(trainer)
-            shown = {_SHORT[name]: value / _SCALE.get(name, 1) for name, value in self.latest.items() if name in _SHORT}
+            shown = {
+                short: self.latest[name] / _SCALE.get(name, 1) for name, short in _SHORT.items() if name in self.latest
+            }
             pl_module.log_dict(shown, prog_bar=True, logger=False, batch_size=1)
         if not self._clock_runs:
             self._rates.start()
@@ -235,7 +237,7 @@ class SmpMonitor(Callback):
         self._reported_step, self._sent_before, self._since = self._booked_step, closed, _Counts()
         self._evaluated = dict.fromkeys(LINK_CLASSES, 0.0)
         # The step that LightningModule.log uses for this batch, so that both stand in one row of a CSV file.
-        # Lightning's own monitors take it from the same place.
+        # Lightning's own monitors take it from the same place, `_batches_that_stepped`; there is no public one.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped - int(ended)
         for each in trainer.loggers:
             each.log_metrics({f"{self.prefix}{name}": value for name, value in self.latest.items()}, step=step)

@@ -9,6 +9,10 @@ Thin: each hook calls the core. What Lightning leaves to a strategy and what is 
     optimizer_step        the window is closed before clipping; non-finite norms; the meter's step
     save/load_checkpoint  one folder of sharded tensors, or one ordinary .ckpt (lightning_smp/checkpoints.py)
     on_exception          says which rank was lost
+
+Private names: Lightning has no public launcher of scripts (``_SubprocessScriptLauncher``), torch no public class over
+BatchNorm1d/2d/3d (``_BatchNorm``) and no public access to a module's registries as dicts (``_modules``,
+``_parameters``, ``_buffers``).
 """
 
 from __future__ import annotations

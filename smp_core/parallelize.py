@@ -124,7 +124,8 @@ class ParallelModel:
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
         """Give every rank rank 0's persistent buffers (BatchNorm statistics), as DDP does: before evaluation and
-        saving. What is not saved is not state and is left alone."""
+        saving. What is not saved (``_non_persistent_buffers_set`` is the only list of it) is not state and is left
+        alone."""
         for module in self.module.modules():
             passing = module._non_persistent_buffers_set
             own = module.named_buffers(recurse=False)

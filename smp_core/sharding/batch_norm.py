@@ -2,6 +2,7 @@
 
 torch.nn.SyncBatchNorm refuses CPU tensors, so a run that is right on CUDA could not be tried or tested without it. This
 is the same computation from two differentiable sums over all ranks (the mean, then the squared distances from it).
+``_BatchNorm`` is the class that torch's BatchNorm1d/2d/3d and SyncBatchNorm share; there is no public one.
 
 Shape letters: N samples, C channels, * any further dims.
 """

@@ -107,7 +107,8 @@ class _Attempt:
     filled: set[Slot] = field(default_factory=set)
 
     def note_writes(self) -> None:
-        """Books in-place writes since the last call to the present level."""
+        """Books in-place writes since the last call to the present level. ``_version`` is autograd's count of them, and
+        the only one."""
         for slot, tensor in self.lent.items():
             if tensor._version != self.versions[slot]:
                 self.versions[slot] = tensor._version

@@ -2,7 +2,8 @@
 
 A DTensor's shards are spread over the partition group and repeated on every replica; a plain parameter is repeated on
 every rank. So the p-th powers of local shards are added up over the partition group, those of plain gradients once.
-Replicas hold the same gradients and find the same norm.
+Replicas hold the same gradients and find the same norm. ``torch._foreach_norm`` and ``torch._foreach_mul_`` are what
+``torch.nn.utils.clip_grad_norm_`` uses for one kernel per list instead of one per gradient; they have no public names.
 """
 
 from __future__ import annotations

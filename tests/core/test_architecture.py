@@ -1,0 +1,259 @@
+"""docs/architecture.md is the map of the tree as it is, and imports keep to its floors."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
+PACKAGES = ("smp_core", "lightning_smp", "accelerate_smp")
+# What smp_core must not know; the faces' packages are on a floor above it.
+FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "transformers")
+FACES = {
+    "lightning_smp": ("accelerate_smp", "accelerate"),
+    "accelerate_smp": ("lightning_smp", "lightning", "pytorch_lightning"),
+}
+# The one file of FSDP2's internals; its docstring says what they are and why.
+INTERNALS = "smp_core.sharding.fsdp"
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Module name -> file, of every module of the packages."""
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    return {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in sorted(files)}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module of the packages or of another distribution.
+
+    Attributes:
+        target: dotted name, as far as it is a module.
+        type_checking: under ``if TYPE_CHECKING``, so not there at run time.
+        in_function: made when the function runs.
+    """
+
+    target: str
+    type_checking: bool
+    in_function: bool
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path) -> list[Import]:
+    modules = sources()
+    found: list[Import] = []
+
+    def visit(node: ast.AST, type_checking: bool, in_function: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, type_checking, in_function) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{path}: relative imports hide where they lead"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.append(Import(name if name in modules else node.module, type_checking, in_function))
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.body:
+                visit(child, True, in_function)
+            for child in node.orelse:
+                visit(child, type_checking, in_function)
+        else:
+            inside = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            for child in ast.iter_child_nodes(node):
+                visit(child, type_checking, inside)
+
+    visit(parsed(path), False, False)
+    return found
+
+
+def block(heading: str) -> list[str]:
+    """Lines of the first code block under a heading of the page."""
+    section = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n", 1)[1]
+    return section.split("```text\n", 1)[1].split("\n```", 1)[0].splitlines()
+
+
+def files_on_the_map() -> set[str]:
+    """Paths from the root, folders with a slash at the end; two spaces of indentation are one level."""
+    found, above = set(), [""]
+    for line in block("Rooms"):
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        path = above[depth] + name
+        found.add(path)
+        above[depth + 1 :] = [path]
+    return found
+
+
+@cache
+def rooms() -> dict[str, tuple[int, int]]:
+    """Module or package -> (floor, room); ground floor 0."""
+    found = {}
+    for floor, line in enumerate(reversed(block("Floors"))):
+        for number, room in enumerate(line.split(maxsplit=1)[1].split("  ")[-1].split(";")):
+            for name in room.split(","):
+                full = name.strip() if name.strip() in PACKAGES else f"smp_core.{name.strip()}"
+                found[full] = (floor, number)
+    return found
+
+
+def room_of(module: str) -> tuple[int, int]:
+    known = rooms()
+    for name in known:
+        if module == name or module.startswith(f"{name}."):
+            return known[name]
+    pytest.fail(f"{module} stands on no floor of docs/architecture.md")
+
+
+def edges(at_run_time: bool) -> Iterator[tuple[str, str]]:
+    """(module, module of the packages that it imports)."""
+    modules = sources()
+    for module, path in modules.items():
+        for each in imports(path):
+            if each.target in modules and each.target != module and not (at_run_time and each.type_checking):
+                yield module, each.target
+
+
+def test_every_file_on_the_map_exists() -> None:
+    assert [path for path in sorted(files_on_the_map()) if not (ROOT / path).exists()] == []
+
+
+def test_every_module_is_on_the_map() -> None:
+    there = {str(path.relative_to(ROOT)) for path in sources().values()}
+    assert sorted(there - files_on_the_map()) == [], "add a line under Rooms in docs/architecture.md"
+
+
+def test_imports_go_down_the_floors() -> None:
+    """Also those for type checkers and those inside functions: they are no way around the rule."""
+    wrong = []
+    for module, target in edges(at_run_time=False):
+        if target == "smp_core":  # holds the version and nothing else
+            continue
+        above, below = room_of(module), room_of(target)
+        if above != below and below[0] >= above[0]:
+            wrong.append(f"{module} (floor {above[0]}) imports {target} (floor {below[0]})")
+    assert wrong == []
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    """Imports inside functions count: a circle that they hide is one all the same."""
+    graph: dict[str, set[str]] = {}
+    for module, target in edges(at_run_time=True):
+        graph.setdefault(module, set()).add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_core_imports_no_framework() -> None:
+    """In a function of a module that is named for it, an import of an optional framework would be fine."""
+    wrong = [
+        f"{module} imports {each.target}"
+        for module, path in sources().items()
+        if module.startswith("smp_core")
+        for each in imports(path)
+        if each.target.split(".")[0] in FRAMEWORKS and not each.in_function
+    ]
+    assert wrong == []
+
+
+def test_the_faces_do_not_know_one_another() -> None:
+    wrong = [
+        f"{module} imports {each.target}"
+        for module, path in sources().items()
+        for each in imports(path)
+        if module.split(".")[0] in FACES
+        and each.target.split(".")[0] in FACES[module.split(".")[0]]
+        # Transformers is no part of either face; whoever uses it does so when it is there.
+        and not (each.in_function and each.target.split(".")[0] == "transformers")
+    ]
+    assert wrong == []
+
+
+def loaded_after(*statements: str) -> list[set[str]]:
+    """Top-level modules that are there after each of the statements, run in one fresh interpreter."""
+    show = "print('LOADED', *sorted({name.partition('.')[0] for name in sys.modules}))"
+    script = "\n".join(["import sys", *(line for statement in statements for line in (statement, show))])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return [set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("LOADED")]
+
+
+def test_importing_the_core_or_the_lightning_face_loads_nothing_of_the_other() -> None:
+    """Lightning loads what it likes by itself; we add neither Accelerate nor Transformers to that."""
+    core, framework, face = loaded_after(
+        "import smp_core.parallelize, smp_core.cli, smp_core.monitoring, smp_core.planning.memory",
+        "import lightning.pytorch",
+        "import lightning_smp",
+    )
+    assert "smp_core" in core and not core & {*FRAMEWORKS, *FACES}
+    assert "lightning_smp" in face and not (face - framework) & {"accelerate_smp", "accelerate", "transformers"}
+
+
+def test_importing_the_accelerate_face_loads_nothing_of_the_other() -> None:
+    framework, face = loaded_after("import accelerate", "import accelerate_smp")
+    assert "accelerate_smp" in face
+    assert not (face - framework) & {"lightning_smp", "lightning", "pytorch_lightning", "transformers"}
+
+
+def private_names(path: Path) -> set[str]:
+    """Names with a leading underscore that a module takes from others: imported ones, and attributes that it does not
+    define itself. Those of ``self`` are inherited, which is what protected names are for."""
+    tree, found = parsed(path), set()
+    own = {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    own |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    own |= {n.target.id for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                found.add(node.attr)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                names.append(node.module or "")
+            found |= {part for name in names for part in name.split(".") if is_private(part)}
+    return found
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def explanations(path: Path) -> str:
+    """Comments and docstrings of a file."""
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(parsed(path)) if isinstance(node, nodes)]
+    with tokenize.open(path) as file:
+        texts += [token.string for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.COMMENT]
+    return "\n".join(texts)
+
+
+@pytest.mark.parametrize("module", sorted(sources().keys() - {INTERNALS}))
+def test_private_names_are_used_only_where_it_says_why(module: str) -> None:
+    path = sources()[module]
+    said = explanations(path)
+    silent = sorted(name for name in private_names(path) if not re.search(rf"(?<!\w){name}(?!\w)", said))
+    assert silent == [], f"{path.name}: name it in a comment or docstring and say why no public name will do"
+
+
+def test_internals_of_fsdp2_are_in_one_file() -> None:
+    pattern = re.compile(r"_get_fsdp_state|_fsdp_param_group|_unsharded_param|_pre_forward\b|torch\._C|_fully_shard")
+    files = {str(path.relative_to(ROOT)) for path in sources().values() if pattern.search(path.read_text())}
+    assert files == {str(sources()[INTERNALS].relative_to(ROOT))}
