@@ -49,6 +49,10 @@ SKIPPED_FOLDERS = frozenset(
 FORMAT = 1
 
 
+class TextError(ValueError):
+    """There is no text, or too little for what is asked; says which flag to change."""
+
+
 @dataclass(frozen=True)
 class Document:
     """One file: its path relative to where it was found (with ``/``), and its text."""
@@ -88,7 +92,7 @@ def own_text(path: Path) -> list[Document]:
     A single file is cut: its last tenth is held out, because there is no second file to validate on.
 
     Raises:
-        ValueError: there is no text at ``path``.
+        TextError: there is no text at ``path``.
     """
     if path.is_dir():
         names = (p.relative_to(path) for p in path.rglob("*") if p.is_file())
@@ -97,7 +101,7 @@ def own_text(path: Path) -> list[Document]:
     else:
         documents = _read(path, path.name) if path.is_file() else []
     if not documents:
-        raise ValueError(f"--data {path} has no UTF-8 text; give a text file or a folder with text files")
+        raise TextError(f"--data {path} has no UTF-8 text; give a text file or a folder with text files")
     return documents
 
 
@@ -133,7 +137,7 @@ def split(documents: Sequence[Document], max_bytes: int | None = None) -> tuple[
             sample.
 
     Raises:
-        ValueError: one side would be empty.
+        TextError: one side would be empty.
     """
     if len(documents) == 1:
         name, text = documents[0].name, documents[0].text[:max_bytes]
@@ -150,7 +154,7 @@ def split(documents: Sequence[Document], max_bytes: int | None = None) -> tuple[
     train = [document for document in taken if not document.held_out]
     validation = [document for document in taken if document.held_out]
     if not train or not validation:
-        raise ValueError(
+        raise TextError(
             f"{len(taken)} files are too few to hold out one in ten by file; give a folder with more files, a single "
             "file (its last tenth is held out), or a larger --max-mb"
         )
@@ -172,6 +176,11 @@ class Corpus:
     @property
     def vocab_size(self) -> int:
         return int(self.facts["vocab_size"])
+
+    @property
+    def end_of_text(self) -> int:
+        """The token between two files."""
+        return int(self.facts["end_of_text"])
 
     def tokens(self, side: str) -> np.ndarray:
         """The token stream of ``"train"`` or ``"validation"``: 1-D, unsigned integers, read from disk when touched."""
@@ -210,10 +219,10 @@ def build_corpus(
         cache_dir: default ``$XDG_CACHE_HOME/torch-smp`` or ``~/.cache/torch-smp``.
 
     Raises:
-        ValueError: no text, too few files, or a vocabulary that cannot hold the bytes.
+        TextError: no text, too few files, or a vocabulary that cannot hold the bytes.
     """
     if vocab_size < 300:
-        raise ValueError(f"--vocab-size {vocab_size} is too small: 256 bytes and some merges need 300 or more")
+        raise TextError(f"--vocab-size {vocab_size} is too small: 256 bytes and some merges need 300 or more")
     train, validation = split(standard_library() if data is None else own_text(data), max_bytes)
     source = f"Python {sys.version_info.major}.{sys.version_info.minor} standard library" if data is None else str(data)
     cache = cache_dir or default_cache_dir()
@@ -249,8 +258,8 @@ def _build(
         building.mkdir()
         tokenizer = _train_tokenizer((document.text for document in train), vocab_size)
         tokenizer.save(str(building / "tokenizer.json"))
-        facts: dict[str, Any] = {"source": source, "vocab_size": tokenizer.get_vocab_size()}
         end = tokenizer.token_to_id(END_OF_TEXT)
+        facts: dict[str, Any] = {"source": source, "vocab_size": tokenizer.get_vocab_size(), "end_of_text": end}
         dtype = np.uint16 if facts["vocab_size"] <= 2**16 else np.uint32
         for side, documents in (("train", train), ("validation", validation)):
             stream: list[int] = []
@@ -310,16 +319,16 @@ class TextData(L.LightningDataModule):
         corpus: from :func:`build_corpus`.
         seq_len: tokens per block.
         batch_size: blocks per rank and micro-batch.
-        ranks: ranks that read different samples; validation takes equally many blocks for each, so that none has to be
-            repeated to fill up and the mean over ranks is the mean over the blocks.
-        validation_batches: at most this many batches per rank, spread evenly over the held-out text.
+        ranks: ranks that read different samples; validation takes equally many full batches for each, so that no block
+            has to be repeated to fill up and the mean over ranks is the mean over the blocks.
+        validation_blocks: at most this many, spread evenly over the held-out text.
 
     Raises:
-        ValueError: too little text for one batch on every rank.
+        TextError: too little text for one batch on every rank.
     """
 
     def __init__(
-        self, corpus: Corpus, seq_len: int, batch_size: int, ranks: int = 1, validation_batches: int = 8
+        self, corpus: Corpus, seq_len: int, batch_size: int, ranks: int = 1, validation_blocks: int = 256
     ) -> None:
         super().__init__()
         self.batch_size = batch_size
@@ -327,14 +336,13 @@ class TextData(L.LightningDataModule):
         self.train_blocks = TokenBlocks(corpus.tokens("train"), seq_len)
         held_out = TokenBlocks(corpus.tokens("validation"), seq_len)
         at_once = ranks * batch_size
-        batches = min(validation_batches, len(held_out) // at_once)
-        if batches < 1 or len(self.train_blocks) < at_once:
-            raise ValueError(
-                f"{len(self.train_blocks)} training and {len(held_out)} validation blocks of {seq_len} tokens are too "
-                f"few for {ranks} ranks with --batch-size {batch_size}; use more text (--data, --max-mb), a shorter "
-                "--seq-len or a smaller --batch-size"
+        count = min(validation_blocks, len(held_out)) // at_once * at_once
+        if count < 1 or len(self.train_blocks) < at_once:
+            raise TextError(
+                f"{len(self.train_blocks)} training and {min(validation_blocks, len(held_out))} validation blocks of "
+                f"{seq_len} tokens are too few for {ranks} ranks with --batch-size {batch_size}; use more text "
+                "(--data, --max-mb), a shorter --seq-len, a smaller --batch-size, or more --validation-blocks"
             )
-        count = batches * at_once
         self.validation_blocks = Subset(held_out, [i * len(held_out) // count for i in range(count)])
 
     def train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
@@ -347,5 +355,5 @@ class TextData(L.LightningDataModule):
         """Validation perplexity of the model that knows how frequent each token is in training (counts plus one)."""
         counts = np.bincount(self.train_blocks.tokens, minlength=self.vocab_size) + 1.0
         log_probability = np.log(counts / counts.sum())
-        targets = np.concatenate([block["targets"].numpy() for block in self.validation_blocks])
+        targets = np.concatenate([block["targets"].numpy() for block in DataLoader(self.validation_blocks, None)])
         return math.exp(-float(log_probability[targets].mean()))
