@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.comm.flat import FlatAllReduce
 from smp_core.mesh import SmpMesh
-from smp_core.sharding.fsdp import ShardedUnit, Slot, at_end_of_backward, backward_pass
+from smp_core.sharding.fsdp import FAILED_PASS, ShardedUnit, Slot, at_end_of_backward, backward_pass, forget_passes
 from smp_core.sharding.replicated import ReplicatedGradients
 
 
@@ -157,12 +157,12 @@ class AccumulationWindow:
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """Drop the window's gradients, held and closed: nothing of it reaches the next step."""
-        for unit, unit_sum in zip(self._units, self._sums, strict=True):
+        """Drop the window's gradients, held and closed: nothing of it reaches the next step, also when a forward or
+        backward pass failed in the middle (on all ranks). What was gathered is sharded again."""
+        for unit_sum in self._sums:
             if unit_sum.in_flight is not None:
                 unit_sum.in_flight.wait()
-            for parameter in unit.parameters():
-                parameter.grad = None
+        forget_passes(self._units)
         for parameter in self._replicated.parameters.values():
             parameter.grad = None
         self._forget()
@@ -221,10 +221,7 @@ class AccumulationWindow:
         if self._running_pass == this_pass:
             return
         if self._running_pass is not None:
-            raise RuntimeError(
-                "an earlier backward pass failed and left part of its gradients behind; call window.abandon() before "
-                "the next forward (in Lightning: trainer.strategy.window.abandon())"
-            )
+            raise RuntimeError(FAILED_PASS)
         self._running_pass = this_pass
         at_end_of_backward(self._end_of_backward)
 

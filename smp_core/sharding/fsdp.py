@@ -8,6 +8,8 @@ FSDP2 shards, gathers and reduces inside the partition group; the hop across rep
 - ``_unsharded_param``: the leaf autograd writes to; a hook on it tells which parameters a backward pass reached; its
   ``requires_grad`` goes stale when the sharded parameter's is changed while it is kept gathered;
 - ``post_backward`` of the parameter group before torch 2.13, which has no setting for what we fill in there;
+- ``state._state_ctx``, ``_comm_ctx`` and training states: what a failed backward pass leaves behind, which torch < 2.13
+  has no ``reset_iter_state`` for, and whether it left something;
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
 - ``torch.autograd.Variable._execution_engine.queue_callback`` and ``torch._C._current_graph_task_id``: the end of a
@@ -27,10 +29,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from smp_core.comm.flat import CommObject
 from smp_core.sharding.wrap import WrapPlan
+
+FAILED_PASS = (
+    "an earlier backward pass failed and left part of its gradients behind; call window.abandon() before the next "
+    "forward (in Lightning: trainer.strategy.window.abandon())"
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class Slot:
 class ShardedUnit:
     """One wrapped module: its trainable parameters in FSDP2's order, and which of them autograd reached."""
 
-    def __init__(self, name: str, module: nn.Module, parameter_names: Sequence[str]) -> None:
+    def __init__(self, name: str, module: nn.Module, parameter_names: Sequence[str], is_root: bool) -> None:
         assert isinstance(module, FSDPModule)
         self.name = name
         self.module = module
@@ -56,6 +64,8 @@ class ShardedUnit:
         self.reached: set[int] = set()
         self._watched = False
         self._watching = module.register_forward_pre_hook(self._watch, with_kwargs=True)
+        if is_root:
+            module.register_forward_pre_hook(self._refuse_after_failure, prepend=True)
         module.register_forward_pre_hook(self._follow_requires_grad)
 
     @property
@@ -92,6 +102,7 @@ class ShardedUnit:
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``method`` of the module with the unit's parameters gathered, as if it were the module's forward."""
+        self._refuse_after_failure()
         state = self.module._get_fsdp_state()
         args, kwargs = state._pre_forward(self.module, args, kwargs)
         self._watch(self.module, args, kwargs)
@@ -123,6 +134,14 @@ class ShardedUnit:
             wanted = parameter.sharded_param.requires_grad
             if parameter._unsharded_param.requires_grad != wanted:
                 parameter._unsharded_param.requires_grad_(wanted)
+
+    @torch.compiler.disable
+    def _refuse_after_failure(self, *_: Any) -> None:
+        """FSDP2 itself would go on from the middle of the failed pass and return wrong gradients."""
+        state = self.module._get_fsdp_state()
+        # Queued inside a pass is normal: forwards run there for activation checkpointing.
+        if state._state_ctx.post_backward_final_callback_queued and backward_pass() == -1:
+            raise RuntimeError(FAILED_PASS)
 
     def _note(self, index: int) -> Callable[[torch.Tensor], None]:
         reached = self.reached
@@ -175,7 +194,7 @@ def shard_units(
         unit_module.set_force_sum_reduction_for_comms(True)
         unit_module.set_gradient_divide_factor(1.0)
         _send_zeros_for_unused(unit_module)
-        units.append(ShardedUnit(planned.name, planned.module, planned.parameters))
+        units.append(ShardedUnit(planned.name, planned.module, planned.parameters, planned.is_root))
     return units
 
 
@@ -206,6 +225,51 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@torch.no_grad()
+def forget_passes(units: Iterable[ShardedUnit]) -> None:
+    """Bring units back to where they are between steps, also from the middle of a forward or backward that failed:
+    sharded, nothing in flight, no gradients."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    for unit in units:
+        state: Any = unit.module._get_fsdp_state()  # type: ignore[operator]
+        if state._is_root:
+            if hasattr(unit.module, "reset_iter_state"):  # torch >= 2.13
+                unit.module.reset_iter_state()  # type: ignore[operator]
+            else:
+                _reset_tree(state)
+        for parameter in unit._fsdp_parameters:
+            parameter.sharded_param.grad = None
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def _reset_tree(root: Any) -> None:
+    context = root._comm_ctx
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        if hasattr(context, name):
+            setattr(context, name, None)
+    context.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        group = state._fsdp_param_group
+        if group is not None:
+            for name in (
+                "_all_gather_result",
+                "_post_reduce_event",
+                "_all_reduce_state",
+                "_reshard_after_forward_event",
+            ):
+                setattr(group, name, None)
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
 
 
 def fsdp_roots(units: Sequence[ShardedUnit]) -> Iterator[FSDPModule]:
