@@ -42,15 +42,19 @@ class SmpConfig:
             "world" (all ranks, no replicas) or "auto" (default; the smallest degree whose model states fit the device
             once the model is known; on CPU "node").
         context_parallel_degree: Ranks that hold pieces of the same sequence, inside the partition group: at most
-            shard_degree, and a divisor of it. Integer >= 1; default 1 (each rank has whole sequences).
-        tensor_parallel_degree: Ranks that split each matrix product. Integer >= 1; default 1 (off).
-        pipeline_parallel_degree: Stages the layers are dealt out to. Integer >= 1; default 1 (off).
+            shard_degree, and a divisor of it. Integer >= 1; default 1 (each rank has whole sequences). Others than 1
+            are not built yet.
+        tensor_parallel_degree: Ranks that split each matrix product. Integer >= 1; default 1 (off). Others than 1 are
+            not built yet.
+        pipeline_parallel_degree: Stages the layers are dealt out to. Integer >= 1; default 1 (off). Others than 1 are
+            not built yet.
         hierarchical: Whether a partition group that spans nodes gathers parameters and reduces gradients in two
             stages, between nodes and inside them, which sends fewer bytes over the slow link. True, False or "auto"
             (default; on when the group spans more than one node and has more than one rank on each).
         reshard_after_forward: Whether a unit frees its gathered parameters after forward and gathers them again in
             backward. True (default; least memory), False (kept until backward: one gather less), an integer >= 2 that
-            divides shard_degree or "node" (a copy sharded over that many ranks, or inside the node, is kept).
+            divides shard_degree or "node" (a copy sharded over that many ranks, or inside the node, is kept; not built
+            yet).
         wrap: Which modules become FSDP units, each gathered and freed as a whole. "auto" (default; the blocks a
             Transformers model names, otherwise repeated blocks of an nn.ModuleList), a list of class names or globs
             over module names (["GPT2Block", "encoder.layers.*"]), or a function (module_name, module) -> bool. The
@@ -65,10 +69,11 @@ class SmpConfig:
         init_seed: Seed of the delayed initialisation. Integer >= 0; default 0.
         param_dtype: Dtype of the gathered parameters, in which forward and backward compute. "float32", "bfloat16",
             "float16", None (the parameters' own dtype) or "auto" (default; follows the trainer's precision).
-        reduce_dtype: Dtype in which gradients are reduced. "float32", "bfloat16", "float16", None (the gradients' own
-            dtype) or "auto" (default; float32 for half precision parameters, otherwise their own).
+        reduce_dtype: Dtype in which gradients are reduced. "float32", "bfloat16", None (the gradients' own dtype) or
+            "auto" (default; float32 for half precision parameters, otherwise their own). "float16" is refused when
+            training starts: gradients are added up before they are divided and would overflow.
         on_nonfinite_grad_norm: What a gradient norm that is inf or nan does. "ignore" (default; the step is taken, as
-            plain torch does), "skip" (the optimizer step is left out and counted) or "raise".
+            plain torch does), "skip" (the gradients are dropped, so that the optimizer step changes nothing) or "raise".
         memory_headroom: Share of device memory that shard_degree="auto" leaves to activations and buffers. A number in
             [0, 1); default 0.35.
         device_memory_gib: Device memory in GiB that shard_degree="auto" plans for. A number > 0, or None (default; the
