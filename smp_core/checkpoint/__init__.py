@@ -8,8 +8,9 @@ from __future__ import annotations
 from smp_core.checkpoint.addresses import remove_checkpoint
 from smp_core.checkpoint.async_save import AsyncCheckpointer
 from smp_core.checkpoint.conversion import export_checkpoint, import_checkpoint
-from smp_core.checkpoint.full_state import consolidate, full_state_dict
+from smp_core.checkpoint.full_state import consolidate
 from smp_core.checkpoint.layout import CheckpointError, Index, Manifest
+from smp_core.checkpoint.live_state import full_state_dict, save_full_state
 from smp_core.checkpoint.opening import is_checkpoint
 from smp_core.checkpoint.reader import (
     load_checkpoint,
@@ -43,6 +44,7 @@ __all__ = [
     "read_tensors",
     "remove_checkpoint",
     "save_checkpoint",
+    "save_full_state",
     "save_step",
     "verify_checkpoint",
 ]

@@ -99,10 +99,7 @@ def consolidate_command(
         bool, typer.Option("--allow-pickle", help="Read values saved with allow_pickle. RUNS CODE from the file.")
     ] = False,
 ) -> None:
-    """Bring a sharded checkpoint back as whole tensors.
-
-    Safetensors are streamed. One .ckpt or .pt file needs memory for everything at once.
-    """
+    """Bring a sharded checkpoint back as whole tensors, streaming."""
     with _one_line_errors():
         made = consolidate(
             directory,

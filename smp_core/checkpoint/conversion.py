@@ -21,12 +21,12 @@ from safetensors import safe_open
 
 from smp_core.checkpoint.addresses import local_path
 from smp_core.checkpoint.dcp_folder import read_dcp_folder, write_dcp_folder
-from smp_core.checkpoint.full_state import discard, put_in_place
+from smp_core.checkpoint.full_state import discard, lazy_tensor, put_in_place
 from smp_core.checkpoint.layout import CheckpointError, torch_dtype
 from smp_core.checkpoint.local_folder import new_save_id
-from smp_core.checkpoint.opening import OpenCheckpoint, foreign_kind, open_checkpoint
+from smp_core.checkpoint.opening import foreign_kind, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.reader import TensorFiles, decode_state
+from smp_core.checkpoint.reader import decode_state
 from smp_core.checkpoint.save_plan import LazyTensor
 from smp_core.checkpoint.staging import stage
 from smp_core.checkpoint.verify import check_files
@@ -230,7 +230,7 @@ def export_checkpoint(
         raise CheckpointError(f"{target} exists already; choose another path or pass overwrite=True (--overwrite)")
     opened = open_checkpoint(path)
     check_files(opened, verify)
-    state: dict[str, Any] = decode_state(opened, lambda name: _lazy(opened, name), allow_pickle)
+    state: dict[str, Any] = decode_state(opened, lambda name: lazy_tensor(opened, name), allow_pickle)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".tmp-{target.name}-{new_save_id()}"
     try:
@@ -247,16 +247,6 @@ def export_checkpoint(
         put_in_place(temporary, target)
     finally:
         discard(temporary)
-
-
-def _lazy(opened: OpenCheckpoint, name: str) -> LazyTensor:
-    record = opened.index.record(name)
-
-    def load() -> torch.Tensor:
-        with TensorFiles(opened) as files:
-            return files.whole(name)
-
-    return LazyTensor(record.shape, record.dtype, load)
 
 
 def _write_lightning(folder: Path, state: dict[str, Any], key: str, optimizers: list[Any]) -> None:

@@ -1,34 +1,31 @@
-"""The whole state dict: offline from a checkpoint (`consolidate`), or online from live ranks (`full_state_dict`).
+"""The whole state dict out of a checkpoint folder (`consolidate`).
 
-Safetensors are streamed (see safetensors_export.py). One `.ckpt` or `.pt` file needs the whole dict in memory, because
-torch.save takes it whole.
+All of it streams, one tensor in memory at a time: safetensors (safetensors_export.py), `.ckpt` and `.pt` files
+(torch_file.py). From live ranks: live_state.py.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import math
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.addresses import local_path
 from smp_core.checkpoint.export_names import export_names
 from smp_core.checkpoint.layout import CheckpointError, dtype_from_name
 from smp_core.checkpoint.local_folder import fsync_directory, new_save_id, rename_exchange, rename_new
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
-from smp_core.checkpoint.reader import read_rest, read_tensors
+from smp_core.checkpoint.reader import TensorFiles, decode_state
 from smp_core.checkpoint.safetensors_export import ExportOptions, Progress, parse_size, write_safetensors_folder
+from smp_core.checkpoint.save_plan import LazyTensor
+from smp_core.checkpoint.torch_file import stream_torch_save
+from smp_core.checkpoint.tree import iterate_tensors
 from smp_core.checkpoint.verify import check_files
-
-logger = logging.getLogger("smp")
 
 # Lightning restores optimizers and schedulers only together; without them the file is weights only.
 _TRAINING_KEYS = ("optimizer_states", "optimizer", "lr_schedulers")
@@ -59,8 +56,8 @@ def consolidate(
             stored along (``config.json``, ...); ``"ckpt"``: an ordinary Lightning checkpoint; ``"pt"``: a plain state
             dict; ``"auto"``: by the ending of ``out``.
         optimizer: also the optimizer states (``optimizer*.safetensors`` and ``optimizer.json``, or inside the file).
-        workers: threads, each making one safetensors file at a time; memory above start-up is, per worker, at most two
-            of the largest tensors plus 200 MB. The other formats hold everything at once.
+        workers: threads, each making one safetensors file at a time (``ckpt`` and ``pt`` are one file: one thread).
+            Memory above start-up is, per worker, at most two of the largest tensors plus 200 MB.
         max_shard_size: bytes per safetensors file, or text such as ``"5GB"``; a larger tensor has a file of its own.
         strip_prefix: taken off tensor names; None: ``metadata["module_prefix"]`` when given, but nothing for ``ckpt``.
         verify: check of the checkpoint before: ``"digests"``, ``"sizes"`` or None.
@@ -96,7 +93,7 @@ def consolidate(
                 if chosen == "ckpt"
                 else _plain_content(opened, options, strip_prefix)
             )
-            _torch_save(content, temporary)
+            _write_torch_file(temporary, content, options)
             made = [target.name]
         put_in_place(temporary, target)
     finally:
@@ -112,16 +109,23 @@ def _format(output_format: str, target: Path) -> str:
     return chosen
 
 
-def _model_tensors(opened: OpenCheckpoint, options: ExportOptions, strip_prefix: str | None) -> dict[str, torch.Tensor]:
-    """All model tensors by outside name, tied ones as one tensor under several names, cast."""
+def lazy_tensor(opened: OpenCheckpoint, name: str, cast: torch.dtype | None = None) -> LazyTensor:
+    """A tensor of a checkpoint that is read when it is needed; tied ones know each other."""
+    record = opened.index.record(name)
+    dtype = cast if cast is not None and record.dtype.is_floating_point else record.dtype
+
+    def load() -> torch.Tensor:
+        with TensorFiles(opened) as files:
+            return files.whole(name).to(dtype)
+
+    return LazyTensor(record.shape, dtype, load, tie=opened.index.aliases.get(name, name))
+
+
+def _model_tensors(opened: OpenCheckpoint, options: ExportOptions, strip_prefix: str | None) -> dict[str, LazyTensor]:
+    """All model tensors by outside name, tied ones under all their names, to be cast."""
     names = export_names(opened, strip_prefix)
-    stored = read_tensors(opened.address, names.model.values())
-    model = {outside: _cast(stored.pop(name), options.cast) for outside, name in names.model.items()}
+    model = {outside: lazy_tensor(opened, name, options.cast) for outside, name in names.model.items()}
     return model | {dropped: model[kept] for dropped, kept in names.ties.items()}
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _plain_content(opened: OpenCheckpoint, options: ExportOptions, strip_prefix: str | None) -> dict[str, Any]:
@@ -131,21 +135,20 @@ def _plain_content(opened: OpenCheckpoint, options: ExportOptions, strip_prefix:
     keys = export_names(opened, "").optimizer_keys
     if not keys:
         raise CheckpointError(f"{opened.address} holds no optimizer states; leave optimizer (--optimizer) out")
-    states = {key: read_rest(opened.address, key, tensors=[f"{key}.*"]) for key in keys}
+    everything = decode_state(opened, lambda name: lazy_tensor(opened, name), False)
+    states = {key: everything[key] for key in keys}
     return {"model": model, "optimizer": states[keys[0]] if len(keys) == 1 else states}
 
 
 def _lightning_content(
     opened: OpenCheckpoint, options: ExportOptions, strip_prefix: str | None, allow_pickle: bool
 ) -> dict[str, Any]:
-    key = export_names(opened, "").model_key
-    hidden = [] if options.optimizer else list(_TRAINING_KEYS)
-    globs = [f"{name}.*" for name in (key, *hidden) if name is not None]
-    content: dict[str, Any] = read_rest(opened.address, tensors=["*"], exclude=globs, allow_pickle=allow_pickle)
-    for name in hidden:
+    content: dict[str, Any] = decode_state(opened, lambda name: lazy_tensor(opened, name), allow_pickle)
+    for name in [] if options.optimizer else _TRAINING_KEYS:
         content.pop(name, None)
-    if options.optimizer and isinstance(content.get("optimizer_states"), list):
+    if isinstance(content.get("optimizer_states"), list):
         content["optimizer_states"] = [numbered_optimizer_state(state) for state in content["optimizer_states"]]
+    key = export_names(opened, "").model_key
     if key is not None:
         content.pop(key, None)
     return {"state_dict": _model_tensors(opened, options, strip_prefix or ""), **content}
@@ -168,11 +171,14 @@ def numbered_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
     return {"state": {number[name]: value for name, value in state["state"].items()}, "param_groups": groups}
 
 
-def _torch_save(content: dict[str, Any], path: Path) -> None:
-    with open(path, "xb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+def _write_torch_file(path: Path, content: dict[str, Any], options: ExportOptions) -> None:
+    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in iterate_tensors(content))
+    with options.progress(total) if options.progress else contextlib.nullcontext(_ignore) as advance:
+        stream_torch_save(path, content, lambda leaf: leaf.load() if isinstance(leaf, LazyTensor) else leaf, advance)
+
+
+def _ignore(count: int) -> None:
+    return None
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
@@ -190,48 +196,3 @@ def discard(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def full_state_dict(model_or_state: nn.Module | Mapping[str, Any], rank0_only: bool = True) -> dict[str, Any]:
-    """The whole state dict of live ranks, on the CPU, gathered one tensor at a time. Collective.
-
-    Args:
-        model_or_state: a module (its parameters and persistent buffers, by their own names) or a flat or nested state
-            with DTensors over any mesh; what is no tensor stays as it is.
-        rank0_only: the other ranks take part but get an empty dict; False gives every rank everything.
-
-    Returns:
-        names -> whole CPU tensors; tied tensors stay one tensor.
-    """
-    if isinstance(model_or_state, nn.Module):
-        state: Mapping[str, Any] = get_model_state_dict(model_or_state)
-    else:
-        state = model_or_state
-    keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
-    seen: dict[Any, torch.Tensor] = {}
-
-    def whole(tensor: torch.Tensor) -> torch.Tensor | None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        key = (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype)
-        tied = bool(local.numel()) and key in seen
-        # Every rank takes part in the gather even where it sees a tie: a rank with an empty slice does not see it.
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if not keep:
-            return None
-        if tied:
-            return seen[key]
-        host = full.detach().to("cpu", copy=True).contiguous()
-        seen[key] = host
-        return host
-
-    def walk(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            return whole(node)
-        if isinstance(node, dict):
-            return {key: walk(value) for key, value in node.items()}
-        if isinstance(node, (list, tuple)):
-            return type(node)(walk(value) for value in node)
-        return node
-
-    result = walk(dict(state))
-    return result if keep else {}

@@ -70,7 +70,7 @@ class SmpSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         items = [item for item in plan.items if _carries_data(item)]
-        self.plan = dataclasses.replace(plan, items=items, planner_data=_ties(self.state_dict))
+        self.plan = dataclasses.replace(plan, items=items, planner_data=find_ties(self.state_dict))
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -80,7 +80,7 @@ class SmpSavePlanner(DefaultSavePlanner):
         return held.slices[index.offset] if isinstance(held, StagedTensor) else super().lookup_object(index)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        aliases = _agreed_aliases([plan.planner_data for plan in all_plans])
+        aliases = agreed_aliases([plan.planner_data for plan in all_plans])
         kept = [
             dataclasses.replace(plan, items=[item for item in plan.items if item.index.fqn not in aliases])
             for plan in all_plans
@@ -122,7 +122,7 @@ def tie_key(tensor: torch.Tensor) -> Any:
     return (str(local.device), local.data_ptr(), layout)
 
 
-def _ties(tensors: Mapping[str, torch.Tensor | StagedTensor | LazyTensor]) -> dict[str, str | None]:
+def find_ties(tensors: Mapping[str, torch.Tensor | StagedTensor | LazyTensor]) -> dict[str, str | None]:
     """Name -> the first name over the same memory (itself when there is none), None where this rank cannot tell."""
     first: dict[Any, str] = {}
     ties: dict[str, str | None] = {}
@@ -141,7 +141,8 @@ def _ties(tensors: Mapping[str, torch.Tensor | StagedTensor | LazyTensor]) -> di
     return ties
 
 
-def _agreed_aliases(reports: list[dict[str, str | None]]) -> dict[str, str]:
+def agreed_aliases(reports: list[dict[str, str | None]]) -> dict[str, str]:
+    """Tied name -> the name it is tied to, where no rank's :func:`find_ties` says otherwise."""
     aliases: dict[str, str] = {}
     refuted: set[str] = set()
     for report in reports:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from smp_core.checkpoint import CheckpointError, consolidate, full_state_dict, save_checkpoint
+from smp_core.checkpoint import CheckpointError, consolidate, full_state_dict, save_checkpoint, save_full_state
 from smp_core.checkpoint.full_state import numbered_optimizer_state
+from smp_core.checkpoint.torch_file import TorchFile
 from tests.core.checkpoint.states import differences, gathered, rest, shard_mesh, sharded_state, values
 from tests.harness import ROOT, run_ranks
 
@@ -181,6 +183,50 @@ def test_a_damaged_checkpoint_is_not_consolidated(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def save_online(path: str) -> Any:
+    state = sharded_state(2, seed=1)
+    save_full_state(path, {**state, "epoch": 3})
+    return gathered(state)
+
+
+def test_the_online_full_save_is_the_file_that_torch_save_would_make(tmp_path: Path) -> None:
+    expected = run_ranks(save_online, 4, str(tmp_path / "last.ckpt"))[0]
+    found = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    assert found.pop("epoch") == 3
+    assert differences(found, expected) == []
+    weights = found["state_dict"]
+    assert weights["tied.weight"].data_ptr() == weights["wide.weight"].data_ptr()
+    with zipfile.ZipFile(tmp_path / "last.ckpt") as archive:
+        assert archive.testzip() is None, "the archive's checksums are right"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def save_online_with_a_broken_disk(path: str) -> str:
+    original = TorchFile.fill
+
+    def fill(self: TorchFile, number: int, tensor: torch.Tensor) -> None:
+        if number == 2:
+            raise OSError(28, "No space left on device")
+        original(self, number, tensor)
+
+    TorchFile.fill = fill  # type: ignore[method-assign]
+    try:
+        save_full_state(path, sharded_state(2, seed=2))
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        TorchFile.fill = original  # type: ignore[method-assign]
+    return ""
+
+
+def test_an_online_full_save_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    torch.save({"old": 1}, tmp_path / "last.ckpt")
+    for message in run_ranks(save_online_with_a_broken_disk, 2, str(tmp_path / "last.ckpt")):
+        assert "No space left" in message
+    assert torch.load(tmp_path / "last.ckpt") == {"old": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
 MEASURE = """
 import sys
 import torch
@@ -195,17 +241,18 @@ print(memory("VmHWM") - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["", "bf16", "fp64"])
-def test_memory_stays_within_two_of_the_largest_tensors_plus_200_mb(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "out"), [("", "out"), ("bf16", "out"), ("fp64", "out"), ("", "out.ckpt")])
+def test_memory_stays_within_two_of_the_largest_tensors_plus_200_mb(tmp_path: Path, dtype: str, out: str) -> None:
     largest = 128 << 20
     state = {f"w{i}": torch.full((largest // 4,), float(i)) for i in range(6)}
     save_checkpoint(tmp_path / "a", {"state_dict": state})
     del state
-    command = [sys.executable, "-c", MEASURE, str(tmp_path / "a"), str(tmp_path / "out"), dtype]
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "a"), str(tmp_path / out), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     written = largest * (2 if dtype == "fp64" else 1)
     assert largest < int(done.stdout) <= 2 * written + (200 << 20)
-    assert torch.equal(read_folder(tmp_path / "out", "model")["w5"].float(), torch.full((largest // 4,), 5.0))
+    found = torch.load(tmp_path / out)["state_dict"] if "." in out else read_folder(tmp_path / out, "model")
+    assert torch.equal(found["w5"].float(), torch.full((largest // 4,), 5.0))
 
 
 def online(rank0_only: bool) -> Any:

@@ -1,0 +1,145 @@
+"""The whole state of live ranks, gathered one tensor at a time: in memory, or streamed into one `torch.save` file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from smp_core.checkpoint.addresses import local_path
+from smp_core.checkpoint.full_state import discard
+from smp_core.checkpoint.layout import CheckpointError
+from smp_core.checkpoint.local_folder import fsync_directory, new_save_id
+from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
+from smp_core.checkpoint.torch_file import TorchFile
+from smp_core.checkpoint.tree import name_tensors
+
+
+def full_state_dict(model_or_state: nn.Module | Mapping[str, Any], rank0_only: bool = True) -> dict[str, Any]:
+    """The whole state dict of live ranks, on the CPU, gathered one tensor at a time. Collective.
+
+    Args:
+        model_or_state: a module (its parameters and persistent buffers, by their own names) or a flat or nested state
+            with DTensors over any mesh; what is no tensor stays as it is.
+        rank0_only: the other ranks take part but get an empty dict; False gives every rank everything.
+
+    Returns:
+        names -> whole CPU tensors; tied tensors stay one tensor.
+    """
+    if isinstance(model_or_state, nn.Module):
+        state: Mapping[str, Any] = get_model_state_dict(model_or_state)
+    else:
+        state = model_or_state
+    keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+    seen: dict[Any, torch.Tensor] = {}
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor | None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        key = (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype)
+        tied = bool(local.numel()) and key in seen
+        # Every rank takes part in the gather even where it sees a tie: a rank with an empty slice does not see it.
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not keep:
+            return None
+        if tied:
+            return seen[key]
+        host = full.detach().to("cpu", copy=True).contiguous()
+        seen[key] = host
+        return host
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            return whole(node)
+        if isinstance(node, dict):
+            return {key: walk(value) for key, value in node.items()}
+        if isinstance(node, (list, tuple)):
+            return type(node)(walk(value) for value in node)
+        return node
+
+    result = walk(dict(state))
+    return result if keep else {}
+
+
+def save_full_state(
+    path: str | os.PathLike[str], content: Mapping[str, Any], process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Write one ordinary ``torch.save`` file (a Lightning ``.ckpt``) from live ranks, streaming. Collective.
+
+    Whole tensors are gathered and written one at a time, so rank 0 never holds more than one. The file appears at its
+    path as a whole or not at all, and replaces a file that is there.
+
+    Args:
+        path: a local file.
+        content: nested dicts, lists and tuples; DTensors become whole tensors, tied ones stay tied; the rest is taken
+            from rank 0.
+        process_group: the ranks that save together; None: all.
+
+    Raises:
+        CheckpointError: on every rank, when any rank failed.
+    """
+    ranks = Ranks(process_group)
+    what = f"{os.fspath(path)} was not saved"
+    target = Path(local_path(path)).absolute()
+    named = name_tensors(dict(content))
+    _, reports = ranks.together(what, lambda: dict(named.values()), find_ties)
+    aliases = agreed_aliases(reports)
+    temporary = target.parent / f".tmp-{target.name}-{new_save_id()}"
+    lazy: dict[int, LazyTensor] = {}
+    for name, tensor in named.values():
+        lazy.setdefault(id(tensor), _gathered_later(tensor, aliases.get(name, name)))
+    file: TorchFile | None = None
+
+    def begin() -> None:
+        nonlocal file
+        if target.is_dir():
+            raise CheckpointError(f"{target} is a directory; remove it first, or choose another path")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file = TorchFile(temporary, _replaced(dict(content), lazy))
+
+    try:
+        ranks.on_first(what, begin)
+        problem: Exception | None = None
+        for number, leaf in enumerate({leaf.tie: leaf for leaf in lazy.values()}.values()):
+            value = leaf.load()  # every rank, also after an error on rank 0: the gather is collective
+            try:
+                if file is not None and problem is None:
+                    file.fill(number, value)
+            except Exception as error:
+                problem = error
+
+        def commit() -> None:
+            if problem is not None:
+                raise problem
+            assert file is not None
+            file.close()
+            os.replace(temporary, target)
+            fsync_directory(target.parent)
+
+        ranks.on_first(what, commit)
+    finally:
+        discard(temporary)
+
+
+def _gathered_later(tensor: torch.Tensor, tie: str) -> LazyTensor:
+    def load() -> torch.Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, load, tie)
+
+
+def _replaced(node: Any, lazy: Mapping[int, LazyTensor]) -> Any:
+    if isinstance(node, torch.Tensor):
+        return lazy[id(node)]
+    if isinstance(node, dict):
+        return type(node)((key, _replaced(value, lazy)) for key, value in node.items())
+    if type(node) in (list, tuple):
+        return type(node)(_replaced(value, lazy) for value in node)
+    return node

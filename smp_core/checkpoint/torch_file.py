@@ -1,0 +1,158 @@
+"""`torch.save` files written with one tensor in memory at a time.
+
+torch.save takes a whole object. Under `torch.serialization.skip_data` it writes everything but the tensors' bytes and
+leaves room for them (a zip archive, each storage an uncompressed, aligned entry `data/0`, `data/1`, ... in the order in
+which the storages occur in the object). The bytes are then written into that room, tensor by tensor, and the archive's
+checksums are put right, so that the file is the one that torch.save would have made.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_core.checkpoint.layout import CheckpointError
+from smp_core.checkpoint.save_plan import LazyTensor, tie_key
+from smp_core.checkpoint.tensor_file import bytes_view, host_tensor
+
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # signature, ..., crc at field 6, name length, extra length
+_CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")  # signature, ..., crc at field 7, name, extra and comment lengths
+_CRC_IN_LOCAL_HEADER = 14
+_CRC_IN_CENTRAL_HEADER = 16
+
+
+class TorchFile:
+    """A torch.save file whose tensors are filled in one by one.
+
+    Args:
+        path: the file to make; must not exist.
+        content: nested dicts, lists and tuples; each tensor, DTensor or LazyTensor in them leaves room for its whole
+            value. Two over the same memory share the room.
+
+    Attributes:
+        leaves: the tensors to be filled in, in order, each once.
+
+    Raises:
+        CheckpointError: a value holds tensors where this walk does not look (in an object of its own).
+    """
+
+    def __init__(self, path: str | os.PathLike[str], content: Any) -> None:
+        self.path = Path(path)
+        self.leaves: list[Any] = []
+        self._placeholders: list[torch.Tensor] = []
+        self._known: dict[Any, torch.Tensor] = {}
+        skeleton = self._with_room(content)
+        with open(path, "xb") as file, torch.serialization.skip_data():
+            torch.save(skeleton, file)
+        self._entries = self._data_entries()
+        sizes = [entry.file_size for entry in self._entries]
+        if sizes != [placeholder.untyped_storage().nbytes() for placeholder in self._placeholders]:
+            raise CheckpointError("a value that is no dict, list or tuple holds tensors: it cannot be streamed")
+        self._file = open(path, "r+b", buffering=0)  # noqa: SIM115  (closed in close)
+        self._checksums: dict[str, int] = {}
+
+    def _with_room(self, node: Any) -> Any:
+        if isinstance(node, (torch.Tensor, LazyTensor)):
+            key: Any = id(node)
+            if isinstance(node, LazyTensor):
+                key = key if node.tie is None else ("tie", node.tie)
+            else:
+                key = tie_key(node) or key
+            if key not in self._known:
+                # Never touched, so it takes address space only.
+                self._known[key] = torch.empty(tuple(node.shape), dtype=node.dtype)
+                self._placeholders.append(self._known[key])
+                self.leaves.append(node)
+            return self._known[key]
+        if isinstance(node, dict):
+            return type(node)((key, self._with_room(value)) for key, value in node.items())
+        if type(node) in (list, tuple):
+            return type(node)(self._with_room(value) for value in node)
+        return node
+
+    def _data_entries(self) -> list[zipfile.ZipInfo]:
+        with zipfile.ZipFile(self.path) as archive:
+            found = {int(entry.filename.rsplit("/", 1)[1]): entry for entry in archive.infolist() if _is_data(entry)}
+            self._directory_start = archive.start_dir
+        return [found[number] for number in sorted(found)]
+
+    def fill(self, number: int, tensor: torch.Tensor) -> None:
+        """Write the whole value of ``leaves[number]``.
+
+        Raises:
+            CheckpointError: it does not have the shape and dtype that room was left for.
+        """
+        room = self._placeholders[number]
+        if (tensor.shape, tensor.dtype) != (room.shape, room.dtype):
+            raise CheckpointError(
+                f"tensor changed: planned {room.shape} {room.dtype}, got {tensor.shape} {tensor.dtype}"
+            )
+        entry = self._entries[number]
+        host = host_tensor(tensor)
+        data = bytes_view(host)
+        self._write_at(_data_start(self._file.fileno(), entry), data)
+        self._checksums[entry.filename] = zlib.crc32(data)
+
+    def _write_at(self, position: int, data: Any) -> None:
+        view = memoryview(data)
+        while len(view):
+            count = os.pwrite(self._file.fileno(), view[: 1 << 30], position)
+            view, position = view[count:], position + count
+
+    def close(self) -> None:
+        """Put the checksums right and make the file durable."""
+        descriptor = self._file.fileno()
+        for entry in self._entries:
+            checksum = struct.pack("<I", self._checksums.get(entry.filename, 0))
+            self._write_at(entry.header_offset + _CRC_IN_LOCAL_HEADER, checksum)
+            if entry.flag_bits & 8:  # a descriptor with the checksum follows the data
+                after = _data_start(descriptor, entry) + entry.file_size
+                signed = os.pread(descriptor, 4, after) == b"PK\x07\x08"
+                self._write_at(after + (4 if signed else 0), checksum)
+        position, size = self._directory_start, os.fstat(descriptor).st_size
+        while position + _CENTRAL_HEADER.size <= size:
+            header = _CENTRAL_HEADER.unpack(os.pread(descriptor, _CENTRAL_HEADER.size, position))
+            if header[0] != b"PK\x01\x02":
+                break
+            name = os.pread(descriptor, header[10], position + _CENTRAL_HEADER.size).decode()
+            if name in self._checksums:
+                self._write_at(position + _CRC_IN_CENTRAL_HEADER, struct.pack("<I", self._checksums[name]))
+            position += _CENTRAL_HEADER.size + header[10] + header[11] + header[12]
+        os.fsync(descriptor)
+        self._file.close()
+
+
+def _is_data(entry: zipfile.ZipInfo) -> bool:
+    parts = entry.filename.split("/")
+    return len(parts) >= 2 and parts[-2] == "data" and parts[-1].isdigit()
+
+
+def _data_start(descriptor: int, entry: zipfile.ZipInfo) -> int:
+    header = _LOCAL_HEADER.unpack(os.pread(descriptor, _LOCAL_HEADER.size, entry.header_offset))
+    return entry.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
+
+
+def stream_torch_save(
+    path: str | os.PathLike[str], content: Any, whole: Callable[[Any], torch.Tensor], advance: Callable[[int], None]
+) -> None:
+    """``torch.save(content, path)`` with one tensor in memory at a time.
+
+    Args:
+        path: the file to make; must not exist.
+        content: as for :class:`TorchFile`.
+        whole: a leaf -> its value.
+        advance: told the bytes of each tensor that has been written.
+    """
+    file = TorchFile(path, content)
+    for number, leaf in enumerate(file.leaves):
+        value = whole(leaf)
+        file.fill(number, value)
+        advance(value.nbytes)
+    file.close()
