@@ -48,6 +48,7 @@ def load_checkpoint(
     state: dict[str, Any],
     *,
     strict: bool = True,
+    only: Iterable[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
     verify: str | None = "auto",
     allow_dtype_cast: bool = False,
@@ -64,6 +65,7 @@ def load_checkpoint(
         state: the template.
         strict: tensors missing in the checkpoint, or in the template (under its top-level keys), are errors; otherwise
             they keep their values and are logged.
+        only: globs over tensor names (``["state_dict.encoder.*"]``): other tensors and values keep what they have.
         process_group: the ranks that load together; None: all.
         verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: digests when an interrupted save lies beside the
             folder, sizes otherwise.
@@ -85,7 +87,7 @@ def load_checkpoint(
 
     def prepare() -> tuple[dict[str, torch.Tensor], list[tuple[Any, Any, Any]]]:
         check_files(opened, mode, ranks.rank, ranks.size)
-        return _match(opened, state, strict, allow_dtype_cast, allow_pickle)
+        return _match(opened, state, strict, None if only is None else list(only), allow_dtype_cast, allow_pickle)
 
     (tensors, replacements), _ = ranks.together(what, prepare)
     try:
@@ -113,12 +115,21 @@ def _open(path: str | os.PathLike[str], verify: str | None) -> OpenCheckpoint:
 
 
 def _match(
-    opened: OpenCheckpoint, state: dict[str, Any], strict: bool, allow_dtype_cast: bool, allow_pickle: bool
+    opened: OpenCheckpoint,
+    state: dict[str, Any],
+    strict: bool,
+    only: list[str] | None,
+    allow_dtype_cast: bool,
+    allow_pickle: bool,
 ) -> tuple[dict[str, torch.Tensor], list[tuple[Any, Any, Any]]]:
     """Pair the template's tensors with the checkpoint's; also the values that replace tensor-free parts."""
     index = opened.index
     by_path = index.by_path()
     wanted = dict(iterate_tensors(state))
+    if only is not None:
+        chosen = set(_select(index, only))
+        wanted = {path: tensor for path, tensor in wanted.items() if by_path.get(path) in chosen}
+        by_path = {path: name for path, name in by_path.items() if name in chosen}
     missing = [path_text(path) for path in wanted if path not in by_path]
     unexpected = [name for path, name in by_path.items() if path and path[0] in state and path not in wanted]
     found = {by_path[path]: tensor for path, tensor in wanted.items() if path in by_path}
@@ -148,7 +159,8 @@ def _match(
         if names:
             logger.warning("%s: %s", opened.address, _listing(text, names))
     replacements: list[tuple[Any, Any, Any]] = []
-    _collect_rest(opened, state, (), replacements, allow_pickle)
+    if only is None:
+        _collect_rest(opened, state, (), replacements, allow_pickle)
     return found, replacements
 
 

@@ -20,6 +20,7 @@ from smp_core.checkpoint import (
     AsyncCheckpointer,
     CheckpointError,
     load_checkpoint,
+    remove_checkpoint,
     save_checkpoint,
     save_step,
     verify_checkpoint,
@@ -278,6 +279,19 @@ def test_something_foreign_at_the_path_is_not_overwritten(tmp_path: Path) -> Non
         save_checkpoint(tmp_path / "a", small(2), overwrite=False)
     assert verify_checkpoint(tmp_path / "a", deep=True) == []
     shutil.rmtree(tmp_path / "a")
+
+
+def test_a_link_is_replaced_and_removed_as_a_link(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "best", small(1))
+    (tmp_path / "last").symlink_to("best")
+    assert differences(loaded(tmp_path / "last"), small(1)) == []
+    save_checkpoint(tmp_path / "last", small(2))
+    assert not (tmp_path / "last").is_symlink()
+    assert differences(loaded(tmp_path / "best"), small(1)) == []
+    assert differences(loaded(tmp_path / "last"), small(2)) == []
+    (tmp_path / "link").symlink_to("best")
+    remove_checkpoint(tmp_path / "link")
+    assert sorted(os.listdir(tmp_path)) == ["best", "last"]
 
 
 def save_where_one_rank_sees_nothing(path: str) -> str:

@@ -79,6 +79,13 @@ def test_another_dtype_is_refused_unless_asked_for(saved: Path) -> None:
 
 
 def test_parts_load_by_top_level_key_and_by_glob(saved: Path) -> None:
+    weights = zeros()
+    load_checkpoint(saved, {"state_dict": weights, "rest": {"epoch": 9}}, only=["*.weight", "state_dict.half"])
+    loaded = {name for name, tensor in weights.items() if tensor.numel() and torch.equal(tensor, values(1)[name])}
+    assert loaded == {"wide.weight", "head.weight", "half"}
+    del weights["half"]
+    with pytest.raises(CheckpointError, match=r"in the checkpoint but not in the model: state_dict\.half"):
+        load_checkpoint(saved, {"state_dict": weights}, only=["state_dict.half"])
     assert differences(read_rest(saved, "rest"), rest(1)) == []
     assert read_rest(saved, ("rest", "by_number", 1, "b")) == (1, 2)
     assert list(read_tensors(saved, "state_dict.*.weight")) == ["state_dict.wide.weight", "state_dict.head.weight"]
