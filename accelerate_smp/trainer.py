@@ -27,8 +27,7 @@ from transformers import trainer as trainer_module
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.attachment import parallel_of
-from smp_core.checkpoint import is_checkpoint, read_manifest, read_per_rank
-from smp_core.checkpoint.full_state import full_state_dict
+from smp_core.checkpoint import full_state_dict, is_checkpoint, read_manifest, read_per_rank
 from smp_core.checkpoint.optimizers import load_whole_optimizer_state
 from smp_core.config import SmpConfig
 

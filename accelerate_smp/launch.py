@@ -1,0 +1,173 @@
+"""`accelerate-smp launch`: one YAML for Accelerate's launcher and for torch-smp.
+
+The file is one of `accelerate config` with a section ``smp_config:`` beside Accelerate's own keys. Accelerate refuses
+keys it does not know, so its part is handed to its own launcher in a temporary file, and every worker reads the section
+from the file itself (``SMP_CONFIG_FILE``). Three things of Accelerate's launcher are put right on the way:
+
+- on CPU it starts one process whatever ``num_processes`` says: here as many as asked for, under torchrun, with
+  ``ACCELERATE_USE_CPU`` so that they know each other;
+- a ``parallelism_config:`` section has no effect unless its keys carry a prefix and FSDP is on: here they are exported
+  as they are;
+- ``smp_config:`` is checked before a worker is started.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate.commands.launch import launch_command, launch_command_parser
+
+from smp_core.config import SmpConfig
+from smp_core.config_sources import CONFIG_FILE_VARIABLE, YAML_SECTION
+from smp_core.knob_values import nearest_name
+
+_PARALLELISM = ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size", "sp_size")
+_PREFIX = "parallelism_config_"
+
+
+@dataclass(frozen=True)
+class LaunchFile:
+    """A launch YAML, read and checked.
+
+    Attributes:
+        path: the file.
+        smp: its ``smp_config:`` section.
+        accelerate: everything else, without ``parallelism_config``.
+        parallelism: its ``parallelism_config:`` section, keys without prefix.
+    """
+
+    path: Path
+    smp: SmpConfig
+    accelerate: dict[str, Any]
+    parallelism: dict[str, int]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> LaunchFile:
+        """Read ``path``.
+
+        Raises:
+            ValueError: no such file, no ``smp_config:`` section, an unknown key in it or in ``parallelism_config:``, or
+                a value that is not allowed; what is not built yet is not asked here.
+        """
+        file = Path(path)
+        try:
+            document = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}; `accelerate-smp config` writes a file") from None
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path} is not a valid YAML file: {error}") from None
+        if not isinstance(document, dict) or YAML_SECTION not in document:
+            raise ValueError(
+                f"{path} has no `{YAML_SECTION}:` section; add one, as in `{YAML_SECTION}: {{shard_degree: node}}`, or "
+                "use plain `accelerate launch`"
+            )
+        smp = SmpConfig.from_yaml(file)
+        accelerate = {key: value for key, value in document.items() if key != YAML_SECTION}
+        parallelism = _parallelism(path, accelerate.pop("parallelism_config", None) or {})
+        return cls(file, smp, accelerate, parallelism)
+
+    def check(self, processes: int) -> None:
+        """Refuse what would fail in every worker.
+
+        Raises:
+            ValueError: a knob that is not built yet, degrees that do not multiply to ``processes``, fp8 precision.
+        """
+        try:
+            self.smp.require_built()
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+        degree = self.smp.shard_degree
+        if isinstance(degree, int) and processes % degree:
+            allowed = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)
+            raise ValueError(
+                f"{self.path}: shard_degree={degree} does not divide num_processes={processes}; allowed: {allowed}"
+            )
+        product = 1
+        for size in self.parallelism.values():
+            product *= size
+        if self.parallelism and product != processes:
+            shown = " x ".join(f"{name}={size}" for name, size in self.parallelism.items())
+            raise ValueError(
+                f"{self.path}: {shown} makes {product}, but num_processes={processes}; write num_processes: {product}, "
+                "or leave parallelism_config out: replicas follow from shard_degree"
+            )
+        if str(self.accelerate.get("mixed_precision", "no")) == "fp8":
+            raise ValueError(
+                f"{self.path}: mixed_precision: fp8 needs the FP8 plugin of torch-smp, which is not built yet; write "
+                "bf16"
+            )
+
+
+def launch(arguments: Sequence[str]) -> None:
+    """Start the workers that `accelerate launch` would, with the flags of `accelerate launch`.
+
+    Args:
+        arguments: what follows `accelerate-smp launch`.
+
+    Raises:
+        ValueError: see :class:`LaunchFile`.
+    """
+    args = launch_command_parser().parse_args(list(arguments))
+    if args.config_file is None:
+        raise ValueError(
+            "write --config_file FILE.yaml, with a `smp_config:` section in it; `accelerate-smp config` makes one, "
+            "examples/accelerate/ has more"
+        )
+    file = LaunchFile.read(args.config_file)
+    processes = int(args.num_processes or file.accelerate.get("num_processes") or max(torch.cuda.device_count(), 1))
+    file.check(processes)
+    os.environ[CONFIG_FILE_VARIABLE] = str(file.path.resolve())
+    if file.parallelism:
+        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        os.environ.update({f"PARALLELISM_CONFIG_{name.upper()}": str(n) for name, n in file.parallelism.items()})
+    on_cpu = bool(args.cpu or file.accelerate.get("use_cpu") or not torch.accelerator.is_available())
+    document = for_accelerate(file.accelerate, processes, on_cpu)
+    if on_cpu:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        args.cpu = False  # with it Accelerate would start a single process
+    with tempfile.TemporaryDirectory(prefix="accelerate-smp-") as folder:
+        args.config_file = os.path.join(folder, "accelerate.yaml")
+        Path(args.config_file).write_text(yaml.safe_dump(document), encoding="utf-8")
+        launch_command(args)
+
+
+def for_accelerate(document: Mapping[str, Any], processes: int, on_cpu: bool) -> dict[str, Any]:
+    """Accelerate's part of the file, such that its launcher starts ``processes`` workers."""
+    known = {"compute_environment": "LOCAL_MACHINE", **document, "num_processes": processes}
+    kind = str(known.get("distributed_type", "MULTI_GPU"))
+    if on_cpu or "distributed_type" not in known:
+        # To the launcher "several workers under torchrun"; on CPU the workers find out what they are.
+        kind = kind if kind == "FSDP" and processes > 1 else "MULTI_GPU"
+    if processes == 1 and kind in ("MULTI_GPU", "MULTI_CPU"):
+        kind = "NO"
+    known["distributed_type"] = kind
+    if on_cpu:
+        known["use_cpu"] = True
+        known.pop("gpu_ids", None)
+    # A port that is free now, instead of 29500 whoever else uses it; several machines have to agree on one.
+    if known.get("main_process_port") is None and int(known.get("num_machines", 1)) == 1:
+        known["main_process_port"] = 0
+    return known
+
+
+def _parallelism(path: Any, section: Mapping[str, Any]) -> dict[str, int]:
+    sizes = {}
+    for key, value in section.items():
+        name = str(key).removeprefix(_PREFIX)
+        if name not in _PARALLELISM:
+            if name in ("cp_backend", "cp_comm_strategy", "sp_backend"):
+                raise ValueError(f"{path}: parallelism_config: {key} has no effect in torch-smp; leave it out")
+            near = nearest_name(name, _PARALLELISM)
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ValueError(f"{path}: parallelism_config: unknown key {key!r}{hint}; known: {', '.join(_PARALLELISM)}")
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{path}: parallelism_config: {key}={value!r}; allowed: integers from 1 up")
+        sizes[name] = value
+    return sizes

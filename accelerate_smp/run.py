@@ -1,0 +1,102 @@
+"""`-m accelerate_smp.run script.py ARGS`: an unmodified script on torch-smp.
+
+Puts SmpAccelerator in the place of ``accelerate.Accelerator`` and SmpTrainer in the place of ``transformers.Trainer``,
+so that also their subclasses (Seq2SeqTrainer, TRL's) stand on it, and runs the script as ``__main__``:
+
+    accelerate launch --config_file acc.yaml -m accelerate_smp.run train.py --lr 1e-4
+    torchrun --nproc-per-node 8 -m accelerate_smp.run train.py --lr 1e-4
+
+Knobs come from ``SMP_*`` variables and the file ``SMP_CONFIG_FILE`` names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import accelerate
+import accelerate.accelerator
+import torch
+
+from accelerate_smp.accelerator import SmpAccelerator
+
+_USAGE = "usage: python -m accelerate_smp.run [-m] SCRIPT_OR_MODULE [ARGS ...]"
+
+
+def replace_accelerator() -> None:
+    """From here on ``from accelerate import Accelerator`` gives SmpAccelerator."""
+    for module in (accelerate, accelerate.accelerator):
+        module.Accelerator = SmpAccelerator  # type: ignore[attr-defined, misc]
+
+
+def replace_trainer() -> None:
+    """As soon as ``transformers.trainer`` is imported its Trainer is SmpTrainer; a script that does not use it does not
+    wait for it."""
+    if "transformers.trainer" in sys.modules:
+        _put_trainer_in_place(sys.modules["transformers.trainer"])
+    else:
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def _put_trainer_in_place(module: ModuleType) -> None:
+    import transformers
+
+    from accelerate_smp.trainer import SmpTrainer
+
+    module.Trainer = SmpTrainer  # type: ignore[attr-defined]
+    transformers.Trainer = SmpTrainer  # type: ignore[misc]
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Lets others find ``transformers.trainer`` and changes it when it has been executed."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "transformers.trainer":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            _put_trainer_in_place(module)
+
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the script with the arguments that follow it."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    as_module = bool(arguments) and arguments[0] == "-m"
+    if as_module:
+        arguments = arguments[1:]
+    if not arguments:
+        raise SystemExit(_USAGE)
+    if "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    replace_accelerator()
+    replace_trainer()
+    script = arguments[0]
+    sys.argv = arguments
+    if as_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        return
+    if not os.path.isfile(script):
+        raise SystemExit(f"{script}: no such file. {_USAGE}")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
