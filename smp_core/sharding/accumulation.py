@@ -5,6 +5,11 @@ the partition group and hands the unit's flat sum to our hook, which adds it to 
 window's last backward pass each unit's partial sum is added up across replicas as soon as it is complete, behind the
 rest of the pass; when the pass ends the sums are divided by the number of data-parallel ranks and become ``.grad``.
 
+Sums are sent in one order on all ranks, last unit of the model first, whatever order backward finishes them in:
+replicas may take different ways through the model, and messages are matched by order alone. So a unit waits for those
+before it, one that is used twice in a forward waits for the end of the pass, and one that only other replicas used
+sends zeros. (Inside a partition group all ranks have to use the same units: FSDP2 gathers when a unit runs.)
+
 Between micro-batches ``.grad`` is what it was before the window: nothing half-summed can be clipped, logged or saved.
 
 A parameter that no rank reached keeps its ``.grad`` (None, as in one process, so that weight decay leaves it alone);
@@ -35,7 +40,9 @@ class _UnitSum:
     slots: list[Slot] = field(default_factory=list)
     flat: torch.Tensor | None = None
     in_flight: dist.Work | None = None
-    # What came after the sum was sent off: a unit that is used twice in one forward reduces twice in one backward.
+    complete: bool = False
+    # What came after the sum was sent off: a unit that is used twice by another method than its forward (which is not
+    # counted) reduces twice in one backward.
     late: list[tuple[list[Slot], torch.Tensor]] = field(default_factory=list)
     # ``.grad`` from before this backward pass, by slot index; FSDP2 must not add to it.
     kept: dict[int, torch.Tensor] | None = None
@@ -47,16 +54,18 @@ class _UnitSum:
         elif slots == self.slots:
             self.flat += flat
         else:
-            self._widen(slots)
+            self.widen(slots)
             _add_by_slot(self.flat, self.slots, flat, slots)
 
-    def _widen(self, more: list[Slot]) -> None:
+    def widen(self, more: list[Slot]) -> None:
         """Make room for parameters that were frozen or unused in earlier micro-batches."""
         sizes = {slot.index: slot.padded for slot in [*self.slots, *more]}
         wide, offset = [], 0
         for index in sorted(sizes):
             wide.append(Slot(index, offset, sizes[index]))
             offset += sizes[index]
+        if wide == self.slots:
+            return
         assert self.flat is not None
         widened = self.flat.new_zeros(offset)
         _add_by_slot(widened, wide, self.flat, self.slots)
@@ -96,6 +105,7 @@ class AccumulationWindow:
         self._mesh = mesh
         self._all_reduce = all_reduce
         self._sums = [_UnitSum() for _ in self._units]
+        self._next = 0  # the unit whose sum is sent next
         self._replicated = ReplicatedGradients(replicated, mesh, all_reduce, reduce_dtype, self._queue_end)
         self._last = True
         self._running_pass: int | None = None
@@ -124,15 +134,19 @@ class AccumulationWindow:
         if not self.is_open:
             return
         for unit_sum in self._sums:
-            if unit_sum.in_flight is None and unit_sum.flat is not None:
-                unit_sum.in_flight = self._send(unit_sum.flat)
+            unit_sum.complete = unit_sum.flat is not None
+        self._send_complete()
         self._replicated.send()
         reached, telling = self._tell_what_was_reached()
+        if self._next < len(self._units):
+            if telling is not None:
+                telling.wait()
+            self._send_the_rest(reached.tolist()[-len(self._units) :])
         for unit_sum in self._sums:
             if unit_sum.in_flight is not None:
                 unit_sum.in_flight.wait()
             for slots, flat in unit_sum.late:
-                work = self._send(flat)
+                work = self._hop(flat)
                 if work is not None:
                     work.wait()
                 unit_sum.in_flight = None
@@ -152,7 +166,7 @@ class AccumulationWindow:
                         _accumulate(parameters[slot.index], unit.local_gradient(slot, unit_sum.flat))
             position += count
         plain = self._replicated.parameters
-        self._replicated.finish(None if seen is None else dict(zip(plain, seen[position:].tolist(), strict=True)))
+        self._replicated.finish(None if seen is None else dict(zip(plain, seen[position:].tolist(), strict=False)))
         self._forget()
 
     @torch.no_grad()
@@ -187,9 +201,10 @@ class AccumulationWindow:
 
     def _forget(self) -> None:
         self._sums = [_UnitSum() for _ in self._units]
+        self._next = 0
         self._replicated.forget()
         for unit in self._units:
-            unit.reached.clear()
+            unit.end_of_window()
         self._running_pass = None
         self.micro_batches = 0
 
@@ -210,9 +225,9 @@ class AccumulationWindow:
                 unit_sum.late.append((slots, reduced))
                 return
             unit_sum.add(slots, reduced)
-            if self._last:
-                assert unit_sum.flat is not None
-                unit_sum.in_flight = self._send(unit_sum.flat)
+            if self._last and unit.uses <= 1:
+                unit_sum.complete = True
+                self._send_complete()
 
         return hook
 
@@ -230,6 +245,7 @@ class AccumulationWindow:
         self._running_pass = None
         self.micro_batches += 1
         for unit, unit_sum in zip(self._units, self._sums, strict=True):
+            unit.end_of_pass()
             if unit_sum.kept is not None:
                 for index, parameter in enumerate(unit.parameters()):
                     parameter.grad = unit_sum.kept.get(index)
@@ -238,7 +254,31 @@ class AccumulationWindow:
         if self._last:
             self.close()
 
-    def _send(self, flat: torch.Tensor) -> dist.Work | None:
+    def _send_complete(self) -> None:
+        while self._next < len(self._units):
+            if self._sums[self._next].complete:
+                self._send(self._next)
+            elif self._units[self._next].window_slots():
+                return
+            self._next += 1
+
+    def _send_the_rest(self, held_somewhere: Sequence[int]) -> None:
+        """From the first unit on that this rank has no sum of."""
+        for number in range(self._next, len(self._units)):
+            if held_somewhere[number]:
+                self._send(number)
+        self._next = len(self._units)
+
+    def _send(self, number: int) -> None:
+        if self._mesh.replicate_degree == 1:
+            return
+        unit_sum, slots = self._sums[number], self._units[number].window_slots()
+        if unit_sum.flat is None:
+            unit_sum.slots, unit_sum.flat = slots, self._units[number].zeros(slots)
+        unit_sum.widen(slots)
+        unit_sum.in_flight = self._hop(unit_sum.flat)
+
+    def _hop(self, flat: torch.Tensor) -> dist.Work | None:
         if self._mesh.replicate_degree == 1:
             return None
         return self._all_reduce(flat, self._mesh.replicate_group, async_op=True)
@@ -252,11 +292,13 @@ class AccumulationWindow:
         ) and all(name in self._replicated.reached for name in self._replicated.taking_part())
 
     def _tell_what_was_reached(self) -> tuple[torch.Tensor, dist.Work | None]:
-        """One small MAX all-reduce over all ranks: per parameter, units first, then replicated ones."""
+        """One small MAX all-reduce over all ranks: per parameter whether it was reached, units first, then replicated
+        ones, and per unit whether there is a sum of it."""
         flags: list[int] = []
         for unit in self._units:
             flags += [int(index in unit.reached) for index in range(len(unit.parameters()))]
         flags += [int(name in self._replicated.reached) for name in self._replicated.parameters]
+        flags += [int(unit_sum.flat is not None) for unit_sum in self._sums]
         reached = torch.tensor(flags, dtype=torch.int32, device=self._mesh.device)
         if self._mesh.topology.world_size == 1:
             return reached, None

@@ -21,7 +21,7 @@ every gradient is divided exactly once, by us, whatever the dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +62,12 @@ class ShardedUnit:
         self.module = module
         self.parameter_names = tuple(parameter_names)
         self.reached: set[int] = set()
+        self.uses = 0
+        """Forwards since the last backward pass ended, recomputed ones not counted."""
+        self.was_trainable: set[int] = set()
         self._watched = False
         self._watching = module.register_forward_pre_hook(self._watch, with_kwargs=True)
+        module.register_forward_pre_hook(self._count)
         if is_root:
             module.register_forward_pre_hook(self._refuse_after_failure, prepend=True)
         module.register_forward_pre_hook(self._follow_requires_grad)
@@ -79,15 +83,37 @@ class ShardedUnit:
 
     def slots(self, n_elements: int) -> list[Slot]:
         """The layout of a flat reduced gradient of ``n_elements``: every trainable parameter, reached or not."""
-        slots = self._layout(lambda i, p: p._unsharded_param.requires_grad)
+        whole = [parameter._unsharded_param for parameter in self._fsdp_parameters]
+        slots = self._layout({index for index, parameter in enumerate(whole) if parameter.requires_grad})
         if not slots or slots[-1].offset + slots[-1].padded != n_elements:
             raise AssertionError(f"unit {self.name!r}: a reduced gradient of {n_elements} elements fits no layout")
         return slots
 
-    def _layout(self, takes_part: Callable[[int, Any], bool]) -> list[Slot]:
+    def window_slots(self) -> list[Slot]:
+        """The layout of what all ranks reduce: every parameter that is trainable, or was in an earlier pass,
+        also if this rank did not use the unit at all."""
+        trainable = {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
+        return self._layout(trainable | self.was_trainable)
+
+    def zeros(self, slots: Sequence[Slot]) -> torch.Tensor:
+        """A flat reduced gradient of nothing."""
+        group: Any = self.module._get_fsdp_state()._fsdp_param_group
+        first = self._fsdp_parameters[slots[0].index]
+        dtype = group._reduce_dtype or first.param_dtype or first.orig_dtype
+        return torch.zeros(slots[-1].offset + slots[-1].padded, dtype=dtype, device=first.sharded_param.device)
+
+    def end_of_pass(self) -> None:
+        self.uses = 0
+        self.was_trainable |= {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
+
+    def end_of_window(self) -> None:
+        self.reached.clear()
+        self.was_trainable.clear()
+
+    def _layout(self, indices: Container[int]) -> list[Slot]:
         slots, offset = [], 0
         for index, parameter in enumerate(self._fsdp_parameters):
-            if hasattr(parameter, "_unsharded_param") and takes_part(index, parameter):
+            if index in indices:
                 padded = parameter.padded_sharded_param_size.numel()
                 slots.append(Slot(index, offset, padded))
                 offset += padded
@@ -103,6 +129,7 @@ class ShardedUnit:
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``method`` of the module with the unit's parameters gathered, as if it were the module's forward."""
         self._refuse_after_failure()
+        self._count()
         state = self.module._get_fsdp_state()
         args, kwargs = state._pre_forward(self.module, args, kwargs)
         self._watch(self.module, args, kwargs)
@@ -134,6 +161,10 @@ class ShardedUnit:
             wanted = parameter.sharded_param.requires_grad
             if parameter._unsharded_param.requires_grad != wanted:
                 parameter._unsharded_param.requires_grad_(wanted)
+
+    @torch.compiler.disable
+    def _count(self, *_: Any) -> None:
+        self.uses += torch.is_grad_enabled() and backward_pass() == -1
 
     @torch.compiler.disable
     def _refuse_after_failure(self, *_: Any) -> None:

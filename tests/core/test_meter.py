@@ -53,8 +53,8 @@ def train_one_step(world_micro_batches: int, precision: str | None = None, **kno
 
 
 def is_bookkeeping(call: Call, n_parameters: int, world: int) -> bool:
-    """What the meter leaves out, by size and type: one flag per parameter and window, one norm per step."""
-    flags = call.dtype == "int32" and call.n_bytes == 4 * n_parameters and len(call.ranks) == world
+    """What the meter leaves out, by size and type: a flag or two per parameter and window, one norm per step."""
+    flags = call.dtype == "int32" and call.n_bytes <= 8 * n_parameters and len(call.ranks) == world
     norm = call.dtype == "float64" and call.n_bytes == 8
     return call.kind == "all_reduce" and (flags or norm)
 

@@ -1,0 +1,208 @@
+"""Training steps with something unusual about which parameters get gradients when.
+
+A scenario is a model and, for each micro-batch and data rank, a loss. :func:`alone` runs it in one process (each
+micro-batch's loss is the mean over data ranks), :func:`together` on the ranks of a mesh. Everything is float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from smp_core.config import SmpConfig
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import ParallelModel, parallelize_model
+from smp_core.topology import Topology
+
+WIDTH = 6
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+class Cell(nn.Module):
+    """A unit with two ways through it; uneven rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor, ways: str = "lr") -> torch.Tensor:
+        if "l" in ways:
+            x = x + torch.tanh(self.left(x))
+        if "r" in ways:
+            x = x + torch.sin(self.right(x))
+        return x
+
+
+class Net(nn.Module):
+    """Cells, called as ``path`` says: ``"0l 1lr"`` is cell 0 by its left way, then cell 1 by both."""
+
+    def __init__(self, cells: int = 3) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.cells = nn.ModuleList(Cell() for _ in range(cells))
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.bias = nn.Parameter(torch.zeros(3, WIDTH))
+
+    def forward(self, x: torch.Tensor, path: str, *, gain: bool = True, bias: bool = True) -> torch.Tensor:
+        x = self.enter(x)
+        for step in path.split():
+            x = self.cells[int(step[0])](x, step[1:])
+        if bias:
+            x = x + self.bias.sum(0)
+        return x * self.gain if gain else x
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``loss(model, micro, rank)``; ``prepare(model, micro)`` runs before each micro-batch, e.g. to freeze."""
+
+    loss: Callable[[nn.Module, int, int], torch.Tensor]
+    micro_batches: int = 2
+    prepare: Callable[[nn.Module, int], None] = lambda model, micro: None
+    build: Callable[[], nn.Module] = Net
+
+
+def samples(micro: int, rank: int, n: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * micro + rank)
+    return torch.randn(n, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def by_path(choose: Callable[[int, int], str], **options: bool) -> Callable[[nn.Module, int, int], torch.Tensor]:
+    """A loss whose path through the cells depends on (micro-batch, data rank)."""
+
+    def loss(model: nn.Module, micro: int, rank: int) -> torch.Tensor:
+        return model(samples(micro, rank), choose(micro, rank), **options).square().mean()
+
+    return loss
+
+
+def freeze(model: nn.Module, pattern: str, trainable: bool) -> None:
+    for name, parameter in model.named_parameters():
+        if pattern in name:
+            parameter.requires_grad_(trainable)
+
+
+def optional_gain(model: nn.Module, micro: int, rank: int) -> torch.Tensor:
+    return model(samples(micro, rank), "0lr 1lr 2lr", gain=rank == 1, bias=micro == 1).square().mean()
+
+
+def in_two_parts(model: nn.Module, micro: int, rank: int) -> torch.Tensor:
+    """Two forwards of the whole model before one backward."""
+    first = model(samples(micro, rank), "0lr 1l").square().mean()
+    return first + model(samples(micro, rank + 10), "1r 2lr").abs().mean()
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "everything is used": Scenario(by_path(lambda micro, rank: "0lr 1lr 2lr")),
+    "nobody uses a way": Scenario(by_path(lambda micro, rank: "0l 1r 2lr")),
+    "a way only in the first micro-batch": Scenario(by_path(lambda m, r: "0lr 1lr 2lr" if m == 0 else "0l 1lr 2r")),
+    "a way only in the last micro-batch": Scenario(by_path(lambda m, r: "0l 1lr 2r" if m == 0 else "0lr 1lr 2lr")),
+    "other ways in each micro-batch": Scenario(by_path(lambda m, r: "0l 1r 2l" if m == 0 else "0r 1r 2r")),
+    "one rank uses a way": Scenario(by_path(lambda m, r: "0lr 1lr 2lr" if r == 1 else "0l 1lr 2r")),
+    "one rank uses a way in one micro-batch": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr" if (m, r) == (0, 2) else "0l 1lr 2r"), micro_batches=3
+    ),
+    "every rank another way": Scenario(by_path(lambda m, r: "0l 1r 2l" if r % 2 else "0r 1l 2r")),
+    "a cell is never used": Scenario(by_path(lambda m, r: "0lr 2lr")),
+    "a cell only in one micro-batch": Scenario(by_path(lambda m, r: "0lr 1lr 2lr" if m == 1 else "0lr 2lr")),
+    "a cell only in the first micro-batch": Scenario(by_path(lambda m, r: "0lr 1lr 2lr" if m == 0 else "0lr 2lr")),
+    "a cell only on one replica": Scenario(by_path(lambda m, r: "0lr 1lr 2lr" if r < 2 else "0lr 2lr")),
+    "another cell on each replica": Scenario(by_path(lambda m, r: "0lr 2lr" if r < 2 else "1lr 2lr")),
+    "other cells in each micro-batch and replica": Scenario(
+        by_path(lambda m, r: "0lr 2lr" if (r < 2) == (m == 0) else "1lr 2lr"), micro_batches=3
+    ),
+    "a cell twice on one replica": Scenario(by_path(lambda m, r: "0lr 1lr 2lr 1lr" if r < 2 else "0lr 1lr 2lr")),
+    "a cell twice in one forward": Scenario(by_path(lambda m, r: "0lr 1lr 2lr 1lr")),
+    "a cell twice, other ways": Scenario(by_path(lambda m, r: "0lr 1l 2lr 1r")),
+    "a cell three times in a row": Scenario(by_path(lambda m, r: "0lr 1lr 1l 1lr 2l"), micro_batches=1),
+    "two forwards, one backward": Scenario(in_two_parts),
+    "frozen between micro-batches": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr"), prepare=lambda model, micro: freeze(model, "left", micro == 0)
+    ),
+    "thawed between micro-batches": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr"), prepare=lambda model, micro: freeze(model, "left", micro > 0)
+    ),
+    "frozen in the middle": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr"),
+        micro_batches=3,
+        prepare=lambda model, micro: freeze(model, "cells.1", micro != 1),
+    ),
+    "a cell frozen in the last micro-batch": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr"), prepare=lambda model, micro: freeze(model, "cells.1", micro == 0)
+    ),
+    "a cell thawed while another replica uses it": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr" if (r < 2) == (m == 0) else "0lr 2lr"),
+        prepare=lambda model, micro: freeze(model, "cells.1.left", micro == 1),
+    ),
+    "a cell frozen after another replica used it": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr" if (r < 2) == (m == 0) else "0lr 2lr"),
+        prepare=lambda model, micro: freeze(model, "cells.1", micro == 0),
+    ),
+    "replicated parameters on some ranks": Scenario(optional_gain),
+}
+
+
+@contextlib.contextmanager
+def as_torch_2_11(enabled: bool) -> Iterator[None]:
+    """FSDP2 without what came after torch 2.11: zeros for unused parameters, and the reset after a failed pass."""
+    later = ("set_reduce_scatter_unused_params", "reset_iter_state")
+    taken = {name: getattr(FSDPModule, name) for name in later if enabled and hasattr(FSDPModule, name)}
+    for name in taken:
+        delattr(FSDPModule, name)
+    try:
+        yield
+    finally:
+        for name, method in taken.items():
+            setattr(FSDPModule, name, method)
+
+
+def alone(scenario: Scenario, world: int) -> Gradients:
+    """Gradients of one process after the scenario's micro-batches."""
+    torch.manual_seed(0)
+    model = scenario.build().double()
+    for micro in range(scenario.micro_batches):
+        scenario.prepare(model, micro)
+        total = sum(scenario.loss(model, micro, rank) for rank in range(world)) / world
+        total.backward()
+    return gradients(model)
+
+
+def gradients(model: nn.Module) -> Gradients:
+    found: Gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return found
+
+
+def parallel_model(model: nn.Module, **knobs) -> ParallelModel:
+    mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
+    return parallelize_model(model, mesh, config)
+
+
+def together(name: str, *, old_torch: bool = False, by_hand: bool = False, **knobs) -> Gradients:
+    """Gradients of the ranks; ``by_hand``: the window is closed by a call instead of by its last backward pass."""
+    scenario = SCENARIOS[name]
+    with as_torch_2_11(old_torch):
+        torch.manual_seed(0 if dist.get_rank() == 0 else 17)
+        parallel = parallel_model(scenario.build().double(), wrap=("Cell",), **knobs)
+        run_window(parallel, scenario, by_hand=by_hand)
+        return gradients(parallel.module)
+
+
+def run_window(parallel: ParallelModel, scenario: Scenario, *, by_hand: bool = False) -> None:
+    for micro in range(scenario.micro_batches):
+        scenario.prepare(parallel.module, micro)
+        with parallel.window.accumulate(by_hand or micro < scenario.micro_batches - 1):
+            scenario.loss(parallel.module, micro, parallel.mesh.data_rank).backward()
+    if by_hand:
+        parallel.window.close()
