@@ -170,3 +170,16 @@ def pictures(batches: int, seed: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
     spread, mean = torch.rand(2, count, 1, 1, 1, generator=generator, dtype=torch.float64)
     noise = torch.randn(count, 3, 6, 6, generator=generator, dtype=torch.float64)
     return noise * (0.5 + spread) + mean, torch.randint(4, (count,), generator=generator)
+
+
+class ScheduledModule(LanguageModule):
+    """LanguageModule whose learning rate changes with every step; hyper-parameters say how to build it."""
+
+    def build(self) -> None:
+        super().build()
+        self.save_hyperparameters({"batches": self.batches, "lr": self.lr})
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

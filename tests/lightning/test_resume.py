@@ -1,0 +1,119 @@
+"""A run that was saved goes on as if it had not been interrupted: on other numbers of ranks, other shard degrees."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from tests.lightning.modules import ScheduledModule
+from tests.lightning.running import Run, assert_same, make_trainer, report, together
+
+# 5 batches, windows of 2: an epoch is 3 steps, the last one with a window of one batch.
+BATCHES = 5
+EXACT: dict[str, Any] = {"precision": "64-true", "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+
+
+def fit_from(
+    knobs: dict[str, Any] | None, epochs: int, load: str | None = None, save: str | None = None, **flags: Any
+) -> Run:
+    """Train until ``epochs`` are over, from the checkpoint ``load`` and into ``save``."""
+    module = ScheduledModule(batches=BATCHES)
+    trainer = make_trainer(knobs, max_epochs=epochs, **{**EXACT, **flags})
+    trainer.fit(module, ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    return report(trainer, module, steps=trainer.global_step, epochs=trainer.current_epoch, rate=rate)
+
+
+def after(run: Run, epochs: int) -> Run:
+    return Run(run.losses[epochs * BATCHES :], run.weights, run.metrics, run.extra)
+
+
+def assert_goes_on(runs: list[Run] | Run, expected: Run) -> None:
+    """From after the first epoch; and at the same place in steps, epochs and the schedule."""
+    assert_same(runs, after(expected, 1))
+    for run in [runs] if isinstance(runs, Run) else runs:
+        assert (run.extra["steps"], run.extra["epochs"]) == (expected.extra["steps"], expected.extra["epochs"])
+        assert abs(run.extra["rate"] - expected.extra["rate"]) <= 1e-15
+
+
+@contextmanager
+def one_rank_world() -> Iterator[None]:
+    """This process as the only rank of a process group, as torchrun --nproc-per-node=1 would start it."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with patch.dict(os.environ, environment):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def on_ranks(ranks: int, *args: Any, **kwargs: Any) -> list[Run]:
+    if ranks > 1:
+        return together(fit_from, *args, ranks=ranks, **kwargs)
+    with one_rank_world():
+        return [fit_from(*args, **kwargs)]
+
+
+# (ranks, shard degree) of the run that saves, and of the one that goes on.
+MOVES = [
+    ((4, 4), (2, 2)),
+    ((4, 2), (1, 1)),
+    ((2, 2), (4, 4)),
+    ((4, 1), (4, 2)),
+    ((4, 4), (4, 1)),
+    ((4, 2), (2, 1)),
+    ((2, 1), (4, 2)),
+    ((4, 4), (1, 1)),
+    ((1, 1), (4, 4)),
+    ((4, 2), (4, 4)),
+]
+
+
+def check_move(before: tuple[int, int], later: tuple[int, int], path: Path) -> None:
+    on_ranks(before[0], {"shard_degree": before[1]}, 1, save=str(path))
+    assert path.is_dir()
+    runs = on_ranks(later[0], {"shard_degree": later[1]}, 3, load=str(path))
+    assert_goes_on(runs, fit_from(None, 3))
+
+
+@pytest.mark.parametrize("before, later", MOVES[:4], ids=str)
+def test_a_run_goes_on_with_other_ranks_and_degrees(
+    before: tuple[int, int], later: tuple[int, int], tmp_path: Path
+) -> None:
+    check_move(before, later, tmp_path / "saved")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, later", MOVES, ids=str)
+def test_a_run_goes_on_with_other_ranks_and_degrees_everywhere(
+    before: tuple[int, int], later: tuple[int, int], tmp_path: Path
+) -> None:
+    check_move(before, later, tmp_path / "saved")
+
+
+def validate_from(knobs: dict[str, Any], path: str) -> Run:
+    """Evaluation of a checkpoint by a trainer that has not fitted anything."""
+    module = ScheduledModule(batches=BATCHES)
+    trainer = make_trainer(knobs, precision="64-true")
+    trainer.validate(module, ckpt_path=path, verbose=False)
+    return report(trainer, module)
+
+
+def test_a_saved_run_is_validated_on_other_ranks(tmp_path: Path) -> None:
+    """The optimizer's part of the checkpoint is left alone."""
+    path = str(tmp_path / "saved")
+    saved = on_ranks(4, {"shard_degree": 4}, 1, save=path)[0]
+    runs = together(validate_from, {"shard_degree": 1}, path, ranks=2)
+    expected = fit_from(None, 1)
+    assert_same(runs, Run([], expected.weights, expected.metrics))
+    assert_same(runs, Run([], saved.weights, saved.metrics))
