@@ -110,11 +110,15 @@ def read(accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: 
     if extra:
         load_checkpoint(path, {"more_state_dicts": [get_model_state_dict(m) for m in models[1:]]}, strict=strict)
     load_optimizers(models, _optimizers(accelerator), path, rest)
-    _load_each("schedulers", schedulers, rest.get("lr_schedulers", []), path)
-    ours = rest.get("accelerate")
+    ours, schedules = rest.get("accelerate"), rest.get("lr_schedulers", [])
     if ours is None:
-        logger.warning("%s is a Lightning checkpoint: its weights, optimizers and schedulers were loaded", path)
+        same = len(schedulers) == len(schedules)
+        loaded = "weights, optimizers and schedulers" if same else "weights and optimizers, but no schedulers,"
+        logger.warning("%s was not saved by Accelerate: %s were loaded", path, loaded)
+        if same:
+            _load_each("schedulers", schedulers, schedules, path)
     else:
+        _load_each("schedulers", schedulers, schedules, path)
         accelerator.step = ours["step"]
         if accelerator.scaler is not None and ours["scaler"] is not None:
             accelerator.scaler.load_state_dict(ours["scaler"])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
@@ -25,6 +26,7 @@ from smp_core.checkpoint import (
     full_state_dict,
     is_checkpoint,
     load_checkpoint,
+    read_manifest,
     read_rest,
     remove_checkpoint,
     save_checkpoint,
@@ -35,6 +37,7 @@ from smp_core.checkpoint.optimizers import (
     load_named_optimizer_state,
     load_whole_optimizer_state,
     named_optimizer_state,
+    names_between,
 )
 
 if TYPE_CHECKING:
@@ -166,12 +169,19 @@ def load(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> 
     module = strategy.parallel.module
     strict = getattr(module, "strict_loading", True)
     rest: dict[str, Any] = read_rest(path, tensors=["*"], exclude=["state_dict.*", "optimizer_states.*"])
+    manifest = read_manifest(path)
+    # A folder saved without a LightningModule around the model (by accelerate_smp) has the names without its prefix.
+    name_there = names_between(main_module(module)[0], manifest.metadata.get("module_prefix", ""))
+    if "loops" not in rest:
+        rest.setdefault("pytorch-lightning_version", lightning.__version__)
+        rest.setdefault("global_step", 0)
+        logger.warning("%s was not saved by Lightning: weights and optimizers go on, loops start anew", path)
     state = get_model_state_dict(module)
-    load_checkpoint(path, {"state_dict": state}, strict=strict)
+    load_checkpoint(path, {"state_dict": {name_there(name): value for name, value in state.items()}}, strict=strict)
     if _is_fitting(strategy) and "optimizer_states" in rest:
         _check_number(strategy, len(rest["optimizer_states"]), path)
         for number, optimizer in enumerate(strategy.optimizers):
-            load_named_optimizer_state(path, ("optimizer_states", number), module, optimizer)
+            load_named_optimizer_state(path, ("optimizer_states", number), module, optimizer, name_there)
     return {**rest, "state_dict": state}
 
 
