@@ -9,6 +9,7 @@ previous checkpoint as it was.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import io
@@ -118,8 +119,9 @@ def write_staged(
         CheckpointError: as :func:`save_checkpoint`.
     """
     what = not_saved(path)
-    transaction = open_transaction(path)
-    staged, own = ranks.together(what, make_staged, lambda mine: mine.own)
+    (transaction, staged), own = ranks.together(
+        what, lambda: (open_transaction(path), make_staged()), lambda mine: mine[1].own
+    )
 
     def prepare() -> str:
         _check_options(options)
@@ -146,8 +148,10 @@ def write_staged(
 
 
 def _run_dcp_save(tensors: dict[str, Any], writer: SmpStorageWriter, ranks: Ranks) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with contextlib.ExitStack() as quiet:
+        if not ranks.distributed:  # only then does DCP warn; filters are global, so they are left alone otherwise
+            quiet.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(
             tensors,
             storage_writer=writer,
