@@ -1,0 +1,194 @@
+"""A checkpoint taken inside an accumulation window resumes by replaying it; nothing is lost or counted twice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.lightning.modules import GLOBAL_BATCH, LanguageModule, ScheduledModule, token_rows
+from tests.lightning.running import Run, assert_same, make_trainer, read_checkpoint, report, together
+
+# Windows of 3: batches 0-2, 3-5 and, because the epoch ends there, 6-7.
+BATCHES, WINDOW = 8, 3
+EXACT: dict[str, Any] = {"precision": "64-true", "gradient_clip_val": 0.1, "max_epochs": 2}
+
+
+class ResumableLoader(DataLoader[Any]):
+    """Knows how many batches of the epoch it has given, and starts there; from the end it starts the next epoch."""
+
+    done, skip = 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skip = state["done"] % len(self)
+
+    def __iter__(self) -> Any:
+        self.done, self.skip = self.skip, 0
+        return self._rest(super().__iter__())
+
+    def _rest(self, batches: Any) -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            if number >= self.done:
+                self.done += 1
+                yield batch
+
+
+class Resumable(ScheduledModule):
+    def train_dataloader(self) -> Any:
+        rows = token_rows(BATCHES)
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        sampler: Any = DistributedSampler(rows, num_replicas=ranks, rank=rank)  # type: ignore[arg-type]
+        return ResumableLoader(rows, batch_size=GLOBAL_BATCH // ranks, sampler=sampler)  # type: ignore[arg-type]
+
+
+class ByHand(Resumable):
+    """Manual optimization; steps after batches 2, 5 and 7."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return LanguageModule.configure_optimizers(self)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        last = batch_idx % WINDOW == WINDOW - 1 or batch_idx == BATCHES - 1
+        block = getattr(self.trainer.strategy, "block_backward_sync", contextlib.nullcontext)
+        with contextlib.nullcontext() if last else block():
+            loss = self.loss(batch)
+            self.losses.append(loss.detach())
+            self.manual_backward(loss / WINDOW)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class SaveAt(Callback):
+    """Calls trainer.save_checkpoint when a batch has ended."""
+
+    def __init__(self, path: str, epoch: int, batch: int) -> None:
+        self.path, self.place = path, (epoch, batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (trainer.current_epoch, batch_idx) == self.place:
+            trainer.save_checkpoint(self.path)
+
+
+def flags_of(kind: type[LanguageModule]) -> dict[str, Any]:
+    if kind is ByHand:
+        return {**EXACT, "gradient_clip_val": None}
+    return {**EXACT, "accumulate_grad_batches": WINDOW}
+
+
+def run(
+    kind: type[LanguageModule],
+    knobs: dict[str, Any] | None = None,
+    load: str | None = None,
+    save_at: tuple[str, int, int] | None = None,
+) -> Run:
+    """To the end of the second epoch."""
+    module = kind(batches=BATCHES)
+    callbacks = [] if save_at is None else [SaveAt(*save_at)]
+    trainer = make_trainer(knobs, callbacks=callbacks, **flags_of(kind))
+    trainer.fit(module, ckpt_path=load)
+    return report(trainer, module, steps=trainer.global_step)
+
+
+def from_batch(expected: Run, first: int) -> Run:
+    return Run(expected.losses[first:], expected.weights, expected.metrics, expected.extra)
+
+
+# Epoch and batch after which it is saved, and the first batch of the whole run that is seen again.
+PLACES = [((0, 4), 3), ((0, 0), 0), ((0, 6), 6), ((1, 1), 8), ((1, 4), 11), ((1, 6), 14)]
+
+
+def check_place(kind: type[LanguageModule], place: tuple[int, int], first: int, folder: Path, ranks: int) -> None:
+    expected, path = run(kind), str(folder / "saved")
+    together_runs = together(run, kind, {"shard_degree": 2}, save_at=(path, *place))
+    assert_same(together_runs, expected)
+    window = read_checkpoint(path)["smp_window"]
+    assert window == {"first_batch": first % BATCHES, "batches_to_replay": place[1] - first % BATCHES + 1}
+    resumed = together(run, kind, {"shard_degree": ranks}, load=path, ranks=ranks)
+    assert_same(resumed, from_batch(expected, first))
+    for one in resumed:
+        assert one.extra["steps"] == expected.extra["steps"]
+
+
+@pytest.mark.parametrize("place, first", [PLACES[0], PLACES[3]], ids=str)
+def test_saving_inside_a_window_replays_it(place: tuple[int, int], first: int, tmp_path: Path) -> None:
+    check_place(Resumable, place, first, tmp_path, ranks=2)
+
+
+def test_saving_inside_a_window_by_hand_replays_it(tmp_path: Path) -> None:
+    check_place(ByHand, *PLACES[0], tmp_path, ranks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Resumable, ByHand])
+@pytest.mark.parametrize("place, first", PLACES, ids=str)
+def test_saving_inside_any_window_replays_it(
+    kind: type[LanguageModule], place: tuple[int, int], first: int, tmp_path: Path
+) -> None:
+    check_place(kind, place, first, tmp_path, ranks=4)
+
+
+def run_validating(knobs: dict[str, Any] | None, folder: str, load: str | None = None) -> Run:
+    """Validation, and with it ModelCheckpoint, after batch 4 of each epoch: in the window's middle."""
+    module = Resumable(batches=BATCHES)
+    saver = ModelCheckpoint(dirpath=folder, filename="{epoch}", monitor="val_loss", save_top_k=-1)
+    trainer = make_trainer(
+        knobs, callbacks=[saver], enable_checkpointing=True, val_check_interval=5, **flags_of(Resumable)
+    )
+    trainer.fit(module, ckpt_path=load)
+    return report(trainer, module, steps=trainer.global_step, saved=sorted(Path(p).name for p in saver.best_k_models))
+
+
+def test_model_checkpoint_inside_a_window_replays_it(tmp_path: Path) -> None:
+    expected = run_validating(None, str(tmp_path / "alone"))
+    assert expected.extra["saved"] == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    assert_same(together(run_validating, {"shard_degree": 2}, str(tmp_path / "ours")), expected)
+    for epoch, first in ((0, 3), (1, 11)):
+        path = str(tmp_path / "ours" / f"epoch={epoch}.ckpt")
+        resumed = together(run_validating, {"shard_degree": 4}, str(tmp_path / f"again{epoch}"), load=path)
+        assert_same(resumed, from_batch(expected, first))
+        assert resumed[0].extra["steps"] == expected.extra["steps"]
+
+
+class StopAt(Callback):
+    """Ends the run after this batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        trainer.should_stop = batch_idx == self.batch
+
+
+def stop_and_fit_again(knobs: dict[str, Any] | None = None) -> Run:
+    module = Resumable(batches=BATCHES)
+    make_trainer(knobs, callbacks=[StopAt(4)], **flags_of(Resumable)).fit(module)
+    trainer = make_trainer(knobs, **flags_of(Resumable))
+    trainer.fit(module)
+    return report(trainer, module, steps=trainer.global_step)
+
+
+def test_a_window_left_open_does_not_leak_into_the_next_fit() -> None:
+    expected = stop_and_fit_again()
+    assert len(expected.losses) == 5 + 2 * BATCHES
+    assert_same(together(stop_and_fit_again, {"shard_degree": 2}), expected)
