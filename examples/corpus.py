@@ -133,8 +133,8 @@ def split(documents: Sequence[Document], max_bytes: int | None = None) -> tuple[
 
     Args:
         documents: what to split; each goes wholly to one side, unless there is only one.
-        max_bytes: size at which to stop taking documents; the order mixes all folders, so that what is taken is a fair
-            sample.
+        max_bytes: size of what is taken, documents that no longer fit left out; the order mixes all folders, so that it
+            is a fair sample.
 
     Raises:
         TextError: one side would be empty.
@@ -145,12 +145,12 @@ def split(documents: Sequence[Document], max_bytes: int | None = None) -> tuple[
         return [Document(name, text[:cut])], [Document(f"{name} (last tenth)", text[cut:])]
     # A second hash: held-out files must not all come first.
     ordered = sorted(documents, key=lambda document: (_fraction("order:" + document.name), document.name))
-    taken, size = [], 0
+    taken, room = [], math.inf if max_bytes is None else max_bytes
     for document in ordered:
-        if max_bytes is not None and size >= max_bytes:
-            break
-        taken.append(document)
-        size += len(document.text.encode())
+        size = len(document.text.encode())
+        if size <= room:
+            taken.append(document)
+            room -= size
     train = [document for document in taken if not document.held_out]
     validation = [document for document in taken if document.held_out]
     if not train or not validation:
