@@ -18,7 +18,7 @@ import torch
 from smp_core.checkpoint.addresses import local_path
 from smp_core.checkpoint.export_names import export_names
 from smp_core.checkpoint.layout import CheckpointError, dtype_from_name
-from smp_core.checkpoint.local_folder import fsync_directory, new_save_id, rename_exchange, rename_new
+from smp_core.checkpoint.local_folder import fsync_directory, rename_exchange, rename_new, scratch_path
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.reader import TensorFiles, decode_state
 from smp_core.checkpoint.safetensors_export import ExportOptions, Progress, parse_size, write_safetensors_folder
@@ -83,7 +83,7 @@ def consolidate(
     opened = open_checkpoint(path)
     check_files(opened, verify)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".tmp-{target.name}-{new_save_id()}"
+    temporary = scratch_path(target)
     try:
         if chosen == "safetensors":
             made = write_safetensors_folder(opened, temporary, export_names(opened, strip_prefix), options)

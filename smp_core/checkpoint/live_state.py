@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint.addresses import local_path
 from smp_core.checkpoint.full_state import discard
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.local_folder import fsync_directory, new_save_id
+from smp_core.checkpoint.local_folder import fsync_directory, scratch_path
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
 from smp_core.checkpoint.torch_file import TorchFile
@@ -91,7 +91,7 @@ def save_full_state(
     named = name_tensors(dict(content))
     _, reports = ranks.together(what, lambda: dict(named.values()), find_ties)
     aliases = agreed_aliases(reports)
-    temporary = target.parent / f".tmp-{target.name}-{new_save_id()}"
+    temporary = scratch_path(target)
     lazy: dict[int, LazyTensor] = {}
     for name, tensor in named.values():
         lazy.setdefault(id(tensor), _gathered_later(tensor, aliases.get(name, name)))

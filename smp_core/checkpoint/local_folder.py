@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -39,6 +40,8 @@ _RENAME_EXCHANGE = 2
 # An unlocked temporary of another host may belong to a live save where locks do not cross the network.
 _STALE_SECONDS = 3600.0
 _SEEN_SECONDS = 30.0
+_UNNAMED_PREFIX = ".new-"  # for the microseconds before a temporary is locked
+_OWN_ENTRY = re.compile(r"\.(tmp|prev)-.+-[0-9a-f]{8}-[0-9a-f]{12}")
 
 
 def rename_exchange(first: str, second: str) -> bool:
@@ -170,9 +173,12 @@ class LocalTransaction(Transaction):
         os.makedirs(parent, exist_ok=True)
         sweep(self.path)
         self._check_target(overwrite)
+        # Locked before it has the name by which another job's sweep would find it.
+        unnamed = os.path.join(parent, f"{_UNNAMED_PREFIX}{save_id}")
+        os.mkdir(unnamed)
+        self._lock = _try_lock(unnamed)
         self.temporary = self._temporary(save_id)
-        os.mkdir(self.temporary)
-        self._lock = _try_lock(self.temporary)
+        os.rename(unnamed, self.temporary)
 
     def join(self, save_id: str) -> None:
         self.temporary = self._temporary(save_id)
@@ -278,7 +284,7 @@ def _siblings(path: str, prefix: str) -> list[str]:
 
 
 def sweep(path: str) -> list[str]:
-    """Remove what dead saves of this path left behind; never what a live save still writes.
+    """Remove what dead saves left beside this path, under whatever name; never what a live save still writes.
 
     Returns:
         the removed directories.
@@ -289,7 +295,7 @@ def sweep(path: str) -> list[str]:
         if previous is not None:
             rename_new(previous, path)
             logger.warning("%s restored from %s, which an interrupted overwrite left", path, previous)
-    for entry in _siblings(path, TEMPORARY_PREFIX) + _siblings(path, PREVIOUS_PREFIX):
+    for entry in _left_behind(os.path.dirname(os.path.abspath(path))):
         try:
             lock = _try_lock(entry)
         except OSError:
@@ -306,6 +312,24 @@ def sweep(path: str) -> list[str]:
     if removed:
         logger.warning("removed what interrupted saves left: %s", ", ".join(removed))
     return removed
+
+
+def _left_behind(parent: str) -> list[str]:
+    """Temporaries in a directory, and moved checkpoints whose own path holds one again."""
+    try:
+        names = [name for name in os.listdir(parent) if _OWN_ENTRY.fullmatch(name)]
+    except OSError:
+        return []
+    return [
+        os.path.join(parent, name)
+        for name in names
+        if name.startswith(TEMPORARY_PREFIX) or os.path.lexists(os.path.join(parent, own_name(name)))
+    ]
+
+
+def scratch_path(target: Path) -> Path:
+    """Where something other than a checkpoint is made before it is renamed to its path; never swept."""
+    return target.parent / f".partial-{target.name}-{new_save_id()}"
 
 
 def _newest_change(directory: str) -> float:

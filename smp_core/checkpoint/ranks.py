@@ -24,6 +24,8 @@ class Ranks:
         self.group = group
         self.rank = dist.get_rank(group) if self.distributed else 0
         self.size = dist.get_world_size(group) if self.distributed else 1
+        if self.rank < 0:
+            raise CheckpointError("this rank is not in the process_group that saves or loads the checkpoint")
 
     @classmethod
     def alone(cls) -> Ranks:

@@ -256,8 +256,9 @@ def test_what_a_live_save_is_writing_is_not_swept(tmp_path: Path) -> None:
     save_checkpoint(path, small(1))
     assert os.path.isdir(live.temporary)
     live.abort()
-    # What a dead process left is removed: nobody holds its lock.
+    # What a dead process left is removed, of any checkpoint in the folder: nobody holds its lock.
     (tmp_path / f".tmp-last.ckpt-{local_folder.new_save_id()}").mkdir()
+    (tmp_path / f".tmp-epoch=3.ckpt-{local_folder.new_save_id()}").mkdir()
     # One that another host may be writing over the network stays until it is old.
     other = tmp_path / ".tmp-last.ckpt-00000000-0123456789ab"
     other.mkdir()
