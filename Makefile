@@ -12,10 +12,10 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint clean
+.PHONY: help venv demo demo-accelerate test test-slow lint clean
 
 help: ## print the targets
-	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## create or reuse .venv with everything installed
 
@@ -27,6 +27,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP) ## train a GPT-2 on four ranks that pose as two nodes, about two minutes
 	$(BIN)/python examples/train_gpt2.py --demo
+
+demo-accelerate: $(STAMP) ## a bare Accelerate loop and transformers' Trainer on the same four ranks
+	SMP_RANKS_PER_NODE=2 $(BIN)/accelerate-smp launch --config_file examples/accelerate/four_ranks_cpu.yaml examples/train_accelerate.py
+	SMP_RANKS_PER_NODE=2 $(BIN)/accelerate-smp launch --config_file examples/accelerate/four_ranks_cpu.yaml examples/train_hf_trainer.py
 
 lint: $(STAMP) ## style and types
 	$(BIN)/ruff check .

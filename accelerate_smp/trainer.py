@@ -27,6 +27,7 @@ from transformers import trainer as trainer_module
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.attachment import parallel_of
+from accelerate_smp.callbacks import SmpMonitorCallback
 from smp_core.checkpoint import full_state_dict, is_checkpoint, read_manifest, read_per_rank
 from smp_core.checkpoint.optimizers import load_whole_optimizer_state
 from smp_core.config import SmpConfig
@@ -106,6 +107,14 @@ class SmpTrainerMixin(_Base):
     def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
         # The accelerator's own norm takes plain and sharded gradients together.
         return False
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As Trainer's, with the figures of :class:`SmpMonitorCallback` beside the loss."""
+        if "loss" in logs:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, SmpMonitorCallback):
+                    logs = {**logs, **callback.latest}
+        super().log(logs, *args, **kwargs)
 
     # Evaluation
 
