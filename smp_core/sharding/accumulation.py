@@ -41,8 +41,8 @@ class _UnitSum:
     flat: torch.Tensor | None = None
     in_flight: dist.Work | None = None
     complete: bool = False
-    # What came after the sum was sent off: a unit that is used twice by another method than its forward (which is not
-    # counted) reduces twice in one backward.
+    # What came after the sum was sent off: FSDP2 reduces once more when a part of a unit's output that does not depend
+    # on its inputs gets its gradient last.
     late: list[tuple[list[Slot], torch.Tensor]] = field(default_factory=list)
     # ``.grad`` from before this backward pass, by slot index; FSDP2 must not add to it.
     kept: dict[int, torch.Tensor] | None = None

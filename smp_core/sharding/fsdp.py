@@ -5,9 +5,10 @@ FSDP2 shards, gathers and reduces inside the partition group; the hop across rep
 
 - ``module._get_fsdp_state()._fsdp_param_group.fsdp_params``: which parameters, in which order and padding, make up the
   flat tensor that ``set_all_reduce_hook`` hands out;
-- ``_unsharded_param``: the leaf autograd writes to; a hook on it tells which parameters a backward pass reached; its
-  ``requires_grad`` goes stale when the sharded parameter's is changed while it is kept gathered;
-- ``post_backward`` of the parameter group before torch 2.13, which has no setting for what we fill in there;
+- ``pre_forward`` and ``post_backward`` of that group, which every way into a unit goes through (forward, methods
+  registered with ``register_fsdp_forward_method``, :meth:`ShardedUnit.run_as_forward`): how often a unit is used, and
+  which of its parameters a backward pass reached, by ``_unsharded_param.grad``; that one's ``requires_grad`` goes stale
+  when the sharded parameter's is changed while it is kept gathered;
 - ``state._state_ctx``, ``_comm_ctx`` and training states: what a failed backward pass leaves behind, which torch < 2.13
   has no ``reset_iter_state`` for, and whether it left something;
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
@@ -65,12 +66,12 @@ class ShardedUnit:
         self.uses = 0
         """Forwards since the last backward pass ended, recomputed ones not counted."""
         self.was_trainable: set[int] = set()
-        self._watched = False
-        self._watching = module.register_forward_pre_hook(self._watch, with_kwargs=True)
-        module.register_forward_pre_hook(self._count)
+        group: Any = module._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            group.pre_forward = self._using(group.pre_forward)
+            group.post_backward = self._noting(group.post_backward)
         if is_root:
             module.register_forward_pre_hook(self._refuse_after_failure, prepend=True)
-        module.register_forward_pre_hook(self._follow_requires_grad)
 
     @property
     def _fsdp_parameters(self) -> list[Any]:
@@ -129,42 +130,41 @@ class ShardedUnit:
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``method`` of the module with the unit's parameters gathered, as if it were the module's forward."""
         self._refuse_after_failure()
-        self._count()
         state = self.module._get_fsdp_state()
         args, kwargs = state._pre_forward(self.module, args, kwargs)
-        self._watch(self.module, args, kwargs)
-        self._follow_requires_grad(self.module, args)
         return state._post_forward(self.module, args, method(*args, **kwargs))
 
-    @torch.compiler.disable
-    def _watch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Once the parameters have been gathered, note which of them get a gradient in each backward pass."""
-        if self._watched:
-            return
-        self._watched = True
-        self._watching.remove()
-        for index, parameter in enumerate(self._fsdp_parameters):
-            whole = parameter._unsharded_param
-            if whole.requires_grad:
-                whole.register_post_accumulate_grad_hook(self._note(index))
-            else:
-                # Frozen now, perhaps trained later: the hook can only be registered while it requires a gradient.
-                whole.requires_grad_(True)
-                whole.register_post_accumulate_grad_hook(self._note(index))
-                whole.requires_grad_(False)
+    def _using(self, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Count uses; and what was gathered by an earlier forward and kept learns now that its parameters were frozen
+        or are trained again (``toggle_optimizer``): FSDP2 tells it only when it gathers."""
 
-    @torch.compiler.disable
-    def _follow_requires_grad(self, module: nn.Module, args: Any) -> None:
-        """What was gathered by an earlier forward and kept learns now that its parameters were frozen or are trained
-        again (``toggle_optimizer``); FSDP2 tells it only when it gathers."""
-        for parameter in self._fsdp_parameters:
-            wanted = parameter.sharded_param.requires_grad
-            if parameter._unsharded_param.requires_grad != wanted:
-                parameter._unsharded_param.requires_grad_(wanted)
+        def used(*args: Any, **kwargs: Any) -> Any:
+            self.uses += torch.is_grad_enabled()
+            inputs = pre_forward(*args, **kwargs)
+            for parameter in self._fsdp_parameters:
+                wanted = parameter.sharded_param.requires_grad
+                if parameter._unsharded_param.requires_grad != wanted:
+                    parameter._unsharded_param.requires_grad_(wanted)
+            return inputs
 
-    @torch.compiler.disable
-    def _count(self, *_: Any) -> None:
-        self.uses += torch.is_grad_enabled() and backward_pass() == -1
+        return used
+
+    def _noting(self, post_backward: Callable[..., None]) -> Callable[..., None]:
+        """Before gradients are reduced: note which there are, and put zeros where there are none, so that ranks that
+        took another branch still send tensors of one size and layout."""
+
+        def noted(*args: Any) -> None:
+            for index, parameter in enumerate(self._fsdp_parameters):
+                whole = getattr(parameter, "_unsharded_param", None)
+                if whole is None:
+                    continue
+                if whole.grad is not None:
+                    self.reached.add(index)
+                elif whole.requires_grad:
+                    whole.grad = torch.zeros_like(whole)
+            post_backward(*args)
+
+        return noted
 
     @torch.compiler.disable
     def _refuse_after_failure(self, *_: Any) -> None:
@@ -173,14 +173,6 @@ class ShardedUnit:
         # Queued inside a pass is normal: forwards run there for activation checkpointing.
         if state._state_ctx.post_backward_final_callback_queued and backward_pass() == -1:
             raise RuntimeError(FAILED_PASS)
-
-    def _note(self, index: int) -> Callable[[torch.Tensor], None]:
-        reached = self.reached
-
-        def note(_: torch.Tensor) -> None:
-            reached.add(index)
-
-        return note
 
 
 def shard_units(
@@ -224,30 +216,8 @@ def shard_units(
         unit_module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
         unit_module.set_force_sum_reduction_for_comms(True)
         unit_module.set_gradient_divide_factor(1.0)
-        _send_zeros_for_unused(unit_module)
         units.append(ShardedUnit(planned.name, planned.module, planned.parameters, planned.is_root))
     return units
-
-
-def _send_zeros_for_unused(module: FSDPModule) -> None:
-    """Zeros instead of nothing for a parameter autograd did not reach, so that ranks that took another branch still
-    send tensors of one size and layout."""
-    if hasattr(module, "set_reduce_scatter_unused_params"):  # torch >= 2.13
-        module.set_reduce_scatter_unused_params(True, recurse=False)
-        return
-    group: Any = module._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return
-    post_backward = group.post_backward
-
-    def with_zeros(*unused: Any) -> None:
-        for parameter in group.fsdp_params:
-            whole = getattr(parameter, "_unsharded_param", None)
-            if whole is not None and whole.requires_grad and whole.grad is None:
-                whole.grad = torch.zeros_like(whole)
-        post_backward(*unused)
-
-    group.post_backward = with_zeros
 
 
 def reshard(model: nn.Module) -> None:

@@ -64,6 +64,8 @@ class ReplicatedGradients:
             parameter = self.parameters[name]
             assert parameter.grad is not None
             if name in self._sums:
+                # Half precision would lose what is small against the sum so far.
+                self._sums[name] = self._sums[name].to(self._reduce_dtype or parameter.dtype)
                 self._sums[name] += parameter.grad
             else:
                 self._sums[name] = parameter.grad
@@ -94,10 +96,10 @@ class ReplicatedGradients:
                 work.wait()
             flat /= self._mesh.data_size
             for name, part in zip(names, flat.split([self.parameters[n].numel() for n in names]), strict=True):
-                self._sums[name] = part.view_as(self.parameters[name]).to(self.parameters[name].dtype)
+                self._sums[name] = part.view_as(self.parameters[name])
         for name, gradient in self._sums.items():
             if seen is None or seen[name]:
-                self.parameters[name].grad = gradient
+                self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
         self.forget()
 
     def drop(self, dropped: set[int]) -> None:

@@ -41,9 +41,13 @@ class Cell(nn.Module):
             x = x + torch.sin(self.right(x))
         return x
 
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Another way in than forward, for ``forward_methods``."""
+        return torch.sigmoid(self.right(x))
+
 
 class Net(nn.Module):
-    """Cells, called as ``path`` says: ``"0l 1lr"`` is cell 0 by its left way, then cell 1 by both."""
+    """Cells, called as ``path`` says: ``"0l 1lr 2e"`` is cell 0 by its left way, cell 1 by both, cell 2 by encode."""
 
     def __init__(self, cells: int = 3) -> None:
         super().__init__()
@@ -55,7 +59,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, path: str, *, gain: bool = True, bias: bool = True) -> torch.Tensor:
         x = self.enter(x)
         for step in path.split():
-            x = self.cells[int(step[0])](x, step[1:])
+            cell = self.cells[int(step[0])]
+            x = cell.encode(x) if step[1:] == "e" else cell(x, step[1:])
         if bias:
             x = x + self.bias.sum(0)
         return x * self.gain if gain else x
@@ -63,12 +68,18 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Scenario:
-    """``loss(model, micro, rank)``; ``prepare(model, micro)`` runs before each micro-batch, e.g. to freeze."""
+    """``loss(model, micro, rank)``; ``prepare(model, micro)`` runs before each micro-batch, e.g. to freeze.
+
+    ``per_replica``: ranks 0 and 1 use other units than ranks 2 and 3, which cannot be one partition group then.
+    """
 
     loss: Callable[[nn.Module, int, int], torch.Tensor]
     micro_batches: int = 2
     prepare: Callable[[nn.Module, int], None] = lambda model, micro: None
     build: Callable[[], nn.Module] = Net
+    per_replica: bool = False
+    forward_methods: tuple[str, ...] = ()
+    wrap: tuple[str, ...] = ("Cell",)
 
 
 def samples(micro: int, rank: int, n: int = 3) -> torch.Tensor:
@@ -101,6 +112,26 @@ def in_two_parts(model: nn.Module, micro: int, rank: int) -> torch.Tensor:
     return first + model(samples(micro, rank + 10), "1r 2lr").abs().mean()
 
 
+class Penalized(nn.Module):
+    """Its only cell returns two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.cell = nn.Linear(WIDTH, WIDTH), PenalizedCell()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty, x = self.cell(self.enter(x))
+        return x.square().mean() + penalty
+
+
+class PenalizedCell(Cell):
+    """The second output depends on no input: its gradient comes after the unit's first reduction."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        penalty = self.right.weight.square().mean()
+        return penalty, super().forward(x, "l")
+
+
 SCENARIOS: dict[str, Scenario] = {
     "everything is used": Scenario(by_path(lambda micro, rank: "0lr 1lr 2lr")),
     "nobody uses a way": Scenario(by_path(lambda micro, rank: "0l 1r 2lr")),
@@ -115,12 +146,18 @@ SCENARIOS: dict[str, Scenario] = {
     "a cell is never used": Scenario(by_path(lambda m, r: "0lr 2lr")),
     "a cell only in one micro-batch": Scenario(by_path(lambda m, r: "0lr 1lr 2lr" if m == 1 else "0lr 2lr")),
     "a cell only in the first micro-batch": Scenario(by_path(lambda m, r: "0lr 1lr 2lr" if m == 0 else "0lr 2lr")),
-    "a cell only on one replica": Scenario(by_path(lambda m, r: "0lr 1lr 2lr" if r < 2 else "0lr 2lr")),
-    "another cell on each replica": Scenario(by_path(lambda m, r: "0lr 2lr" if r < 2 else "1lr 2lr")),
-    "other cells in each micro-batch and replica": Scenario(
-        by_path(lambda m, r: "0lr 2lr" if (r < 2) == (m == 0) else "1lr 2lr"), micro_batches=3
+    "a cell only on one replica": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr" if r < 2 else "0lr 2lr"), per_replica=True
     ),
-    "a cell twice on one replica": Scenario(by_path(lambda m, r: "0lr 1lr 2lr 1lr" if r < 2 else "0lr 1lr 2lr")),
+    "another cell on each replica": Scenario(by_path(lambda m, r: "0lr 2lr" if r < 2 else "1lr 2lr"), per_replica=True),
+    "other cells in each micro-batch and replica": Scenario(
+        by_path(lambda m, r: "0lr 2lr" if (r < 2) == (m == 0) else "1lr 2lr"),
+        micro_batches=3,
+        per_replica=True,
+    ),
+    "a cell twice on one replica": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr 1lr" if r < 2 else "0lr 1lr 2lr"), per_replica=True
+    ),
     "a cell twice in one forward": Scenario(by_path(lambda m, r: "0lr 1lr 2lr 1lr")),
     "a cell twice, other ways": Scenario(by_path(lambda m, r: "0lr 1l 2lr 1r")),
     "a cell three times in a row": Scenario(by_path(lambda m, r: "0lr 1lr 1l 1lr 2l"), micro_batches=1),
@@ -142,10 +179,19 @@ SCENARIOS: dict[str, Scenario] = {
     "a cell thawed while another replica uses it": Scenario(
         by_path(lambda m, r: "0lr 1lr 2lr" if (r < 2) == (m == 0) else "0lr 2lr"),
         prepare=lambda model, micro: freeze(model, "cells.1.left", micro == 1),
+        per_replica=True,
     ),
     "a cell frozen after another replica used it": Scenario(
         by_path(lambda m, r: "0lr 1lr 2lr" if (r < 2) == (m == 0) else "0lr 2lr"),
         prepare=lambda model, micro: freeze(model, "cells.1", micro == 0),
+        per_replica=True,
+    ),
+    "a cell only by another method": Scenario(by_path(lambda m, r: "0lr 1e 2lr"), forward_methods=("cells.1.encode",)),
+    "a cell twice by another method": Scenario(
+        by_path(lambda m, r: "0lr 1e 2lr 1e" if m == 1 else "1lr"), forward_methods=("cells.1.encode",)
+    ),
+    "an output that depends on no input": Scenario(
+        lambda model, micro, rank: model(samples(micro, rank)), build=Penalized, wrap=("PenalizedCell",)
     ),
     "replicated parameters on some ranks": Scenario(optional_gain),
 }
@@ -189,14 +235,32 @@ def parallel_model(model: nn.Module, **knobs) -> ParallelModel:
     return parallelize_model(model, mesh, config)
 
 
-def together(name: str, *, old_torch: bool = False, by_hand: bool = False, **knobs) -> Gradients:
-    """Gradients of the ranks; ``by_hand``: the window is closed by a call instead of by its last backward pass."""
-    scenario = SCENARIOS[name]
+def allowed(degree: int) -> list[str]:
+    """Scenarios for four ranks in partition groups of ``degree``."""
+    return [name for name, scenario in SCENARIOS.items() if degree <= 2 or not scenario.per_replica]
+
+
+def together(names: list[str], *, old_torch: bool = False, by_hand: bool = False, **knobs) -> dict[str, Gradients]:
+    """Gradients of the ranks, by scenario; ``by_hand``: the window is closed by a call instead of by its last pass."""
+    found = {}
     with as_torch_2_11(old_torch):
-        torch.manual_seed(0 if dist.get_rank() == 0 else 17)
-        parallel = parallel_model(scenario.build().double(), wrap=("Cell",), **knobs)
-        run_window(parallel, scenario, by_hand=by_hand)
-        return gradients(parallel.module)
+        for name in names:
+            scenario = SCENARIOS[name]
+            parallel = net_on_ranks(scenario, **knobs)
+            try:
+                run_window(parallel, scenario, by_hand=by_hand)
+            except Exception as error:
+                raise RuntimeError(f"scenario {name!r}") from error
+            found[name] = gradients(parallel.module)
+    return found
+
+
+def net_on_ranks(scenario: Scenario, **knobs) -> ParallelModel:
+    """Every rank draws other initial weights; rank 0's are those of :func:`alone`."""
+    torch.manual_seed(0 if dist.get_rank() == 0 else 17)
+    return parallel_model(
+        scenario.build().double(), wrap=scenario.wrap, forward_methods=scenario.forward_methods, **knobs
+    )
 
 
 def run_window(parallel: ParallelModel, scenario: Scenario, *, by_hand: bool = False) -> None:
