@@ -284,11 +284,16 @@ class SmpShardedStrategy(ParallelStrategy):
         return parallel
 
     def _with_precision(self, config: SmpConfig) -> SmpConfig:
-        """``param_dtype="auto"``: under autocast parameters are gathered in autocast's dtype, half the bytes."""
+        """``param_dtype="auto"``: under autocast parameters are gathered in autocast's dtype, half the bytes; not on
+        CPU, whose autocast lets ``layer_norm`` meet a float32 input and a half precision weight, which it refuses."""
         plugin = self.precision_plugin
         if config.param_dtype == "auto":
-            mixed = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(str(plugin.precision))
-            config = config.with_resolved("param_dtype", mixed, f"precision={plugin.precision!r}")
+            gathered, why = None, f"precision={plugin.precision!r}"
+            if isinstance(plugin, MixedPrecision):
+                gathered = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}[str(plugin.precision)]
+                if self.root_device.type == "cpu":
+                    gathered, why = None, f"{why} on CPU: autocast there does not mix dtypes in norms"
+            config = config.with_resolved("param_dtype", gathered, why)
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
             config = config.with_resolved(
                 "on_nonfinite_grad_norm", "ignore", "the gradient scaler of 16-mixed skips such steps itself"
