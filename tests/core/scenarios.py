@@ -230,6 +230,20 @@ def gradients(model: nn.Module) -> Gradients:
     return found
 
 
+def differences(ours: Gradients, expected: Gradients) -> list[str]:
+    """What differs by more than 1e-12, or is None on one side only."""
+    assert ours.keys() == expected.keys()
+    found = []
+    for name, value in expected.items():
+        mine = ours[name]
+        if mine is None or value is None:
+            if mine is not value:
+                found.append(f"{name}: {mine} against {value}")
+        elif (worst := (mine - value).abs().max().item()) > 1e-12:
+            found.append(f"{name} is {worst} off")
+    return found
+
+
 def parallel_model(model: nn.Module, **knobs) -> ParallelModel:
     mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
     return parallelize_model(model, mesh, config)

@@ -1,0 +1,292 @@
+"""The accumulation window: what is sent when, and what becomes of gradients when a step is not plain sailing.
+
+Everything is compared with one process in float64 to 1e-12, a few hundred rounding errors of sums in another order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.core.gpt import SmallGpt
+from tests.core.recording import Call, CallRecorder
+from tests.core.scenarios import (
+    SCENARIOS,
+    WIDTH,
+    Gradients,
+    Net,
+    allowed,
+    alone,
+    by_path,
+    differences,
+    gradients,
+    net_on_ranks,
+    parallel_model,
+    run_window,
+    samples,
+    together,
+)
+from tests.harness import run_ranks
+
+PLAIN = SCENARIOS["everything is used"]
+
+
+def check_scenarios(names: list[str], degree: int, **options: bool) -> None:
+    expected = {name: alone(SCENARIOS[name], 4) for name in names}
+    for rank, seen in enumerate(run_ranks(together, 4, names, ranks_per_node=2, shard_degree=degree, **options)):
+        wrong = {name: found for name in names if (found := differences(seen[name], expected[name]))}
+        assert not wrong, f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    ("degree", "old_torch"),
+    [(1, False), (2, False), (4, False), (2, True), pytest.param(4, True, marks=pytest.mark.slow)],
+)
+def test_conditional_frozen_and_repeated_parameters_train_like_one_process(degree: int, old_torch: bool) -> None:
+    """Also None where one process has None: weight decay must leave those alone."""
+    check_scenarios(allowed(degree), degree, old_torch=old_torch)
+
+
+@pytest.mark.parametrize(
+    "degree", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_a_window_closed_by_hand_is_the_same(degree: int) -> None:
+    check_scenarios(allowed(degree), degree, by_hand=True)
+
+
+@dataclass
+class Window:
+    """What one rank sent in one window, and what ``.grad`` was after each micro-batch but the last."""
+
+    calls: list[Call]
+    before_last: int
+    seen_between: list[str] = field(default_factory=list)
+
+
+LAYERS = 3
+UNITS = LAYERS + 1
+
+
+def record_window(micro_batches: int, **knobs) -> Window:
+    torch.manual_seed(0)
+    parallel = parallel_model(SmallGpt(layers=LAYERS), **knobs)
+    window = Window([], 0)
+    with CallRecorder() as recorder:
+        for number in range(micro_batches):
+            window.before_last = len(recorder.calls)
+            with parallel.window.accumulate(number < micro_batches - 1):
+                parallel.module(torch.randint(101, (2, 9))).backward()
+            if number < micro_batches - 1:
+                named = parallel.module.named_parameters()
+                window.seen_between += [name for name, parameter in named if parameter.grad is not None]
+    assert all(parameter.grad is not None for parameter in parallel.module.parameters())
+    window.calls = recorder.calls
+    return window
+
+
+def shard_bytes(p: int) -> Counter[int]:
+    """Bytes of one rank's padded shard of each unit of the model, float32."""
+    model = SmallGpt(layers=LAYERS)
+    inside = {id(q) for q in model.blocks.parameters()}
+    units = [[q for q in model.parameters() if id(q) not in inside], *(list(b.parameters()) for b in model.blocks)]
+    return Counter(sum(-(-len(q) // p) * (q.numel() // len(q)) * 4 for q in unit) for unit in units)
+
+
+def replica_reductions(window: Window) -> list[Call]:
+    return [call for call in window.calls if call.kind == "all_reduce" and call.dtype == "float32"]
+
+
+def test_every_micro_batch_is_reduced_in_its_partition_and_once_across_replicas() -> None:
+    """4 micro-batches, U = 4 units, 2 replicas x 2 ranks: 4U reductions in the partition group, U across replicas."""
+    for rank, window in enumerate(run_ranks(record_window, 4, 4, ranks_per_node=2, shard_degree=2)):
+        partition, replicas = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+        # A reduce-scatter between two ranks is one message with the other's half.
+        sent = [call for call in window.calls if call.kind == "send"]
+        assert len(sent) == 4 * UNITS
+        assert {call.ranks for call in sent} == {partition}
+        assert Counter(call.n_bytes for call in sent) == Counter({n: 4 * k for n, k in shard_bytes(2).items()})
+        reductions = replica_reductions(window)
+        assert len(reductions) == UNITS
+        assert {call.ranks for call in reductions} == {replicas}
+        assert Counter(call.n_bytes for call in reductions) == shard_bytes(2)
+        assert all(call in window.calls[window.before_last :] for call in reductions)
+        others = [call for call in window.calls if call.kind not in ("send", "all_gather") and call not in reductions]
+        assert [(call.kind, call.dtype) for call in others] == [("all_reduce", "int32")]
+        assert window.seen_between == []
+
+
+def test_replicas_without_partitions_are_reduced_once_per_unit() -> None:
+    for window in run_ranks(record_window, 4, 4, ranks_per_node=2, shard_degree=1):
+        assert Counter(call.n_bytes for call in replica_reductions(window)) == shard_bytes(1)
+        assert window.before_last == 0, "nothing at all is sent before the last micro-batch"
+        assert window.seen_between == []
+
+
+@pytest.mark.slow
+def test_two_stage_reductions_of_every_micro_batch_and_one_across_replicas() -> None:
+    """2 replicas x (2 nodes x 2 ranks). Gathers are bfloat16 here, so that float32 messages are reductions: per
+    reduce-scatter one to the other local rank for each node, and one to the other node."""
+    windows = run_ranks(record_window, 8, 4, ranks_per_node=2, shard_degree=4, param_dtype="bfloat16")
+    for rank, window in enumerate(windows):
+        sent = [call for call in window.calls if call.kind == "send" and call.dtype == "float32"]
+        between = [call for call in sent if call.to is not None and call.to // 2 != rank // 2]
+        assert Counter(call.n_bytes for call in between) == Counter({n: 4 * k for n, k in shard_bytes(4).items()})
+        assert len(sent) - len(between) == 2 * 4 * UNITS
+        assert Counter(call.n_bytes for call in replica_reductions(window)) == shard_bytes(4)
+        assert window.seen_between == []
+
+
+def several_closed_passes(**knobs) -> Gradients:
+    """Manual optimization: two losses, two backward passes, one step; and a window before them, closed as well."""
+    parallel = net_on_ranks(PLAIN, **knobs)
+    rank = parallel.mesh.data_rank
+    PLAIN.loss(parallel.module, 0, rank).backward()
+    assert not parallel.window.is_open
+    optional = by_path(lambda micro, r: "0l 2r", gain=False)
+    optional(parallel.module, 1, rank).backward()
+    with parallel.window.accumulate():
+        PLAIN.loss(parallel.module, 2, rank).backward()
+    PLAIN.loss(parallel.module, 3, rank).backward()
+    return gradients(parallel.module)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_closed_backward_passes_before_a_step_add_up(degree: int) -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    for rank in range(4):
+        for micro in range(4):
+            optional = by_path(lambda m, r: "0l 2r", gain=False) if micro == 1 else PLAIN.loss
+            (optional(model, micro, rank) / 4).backward()
+    expected = gradients(model)
+    for seen in run_ranks(several_closed_passes, 4, shard_degree=degree, ranks_per_node=2):
+        assert differences(seen, expected) == []
+
+
+def decay_unused(**knobs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Weights before and after two AdamW steps with heavy weight decay, of parameters that nobody uses."""
+    scenario = SCENARIOS["nobody uses a way"]
+    parallel = net_on_ranks(scenario, **knobs)
+    optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=0.1, weight_decay=0.5)
+
+    def weights() -> dict[str, torch.Tensor]:
+        named = parallel.module.named_parameters()
+        return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in named}
+
+    before = weights()
+    for _ in range(2):
+        run_window(parallel, scenario)
+        parallel.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    after = weights()
+    return {name: (before[name], after[name]) for name in before}
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_weight_decay_leaves_unused_parameters_alone(degree: int) -> None:
+    unused = ("never", "cells.0.right", "cells.1.left")
+    for seen in run_ranks(decay_unused, 4, shard_degree=degree, ranks_per_node=2):
+        for name, (before, after) in seen.items():
+            changed = not torch.equal(before, after)
+            assert changed == (not any(part in name for part in unused)), name
+
+
+class Scale(nn.Module):
+    """The gradient of its weights is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5, 3))
+        self.scalar = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum() + self.scalar * x[0, 0]
+
+
+SMALL = 2.0**-9
+
+
+def accumulate_half(reduce_dtype: str, **knobs) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    parallel = parallel_model(Scale().bfloat16(), reduce_dtype=reduce_dtype, **knobs)
+    for micro in range(9):
+        with parallel.window.accumulate(micro < 8):
+            value = 1.0 if micro == 0 else SMALL
+            parallel.module(torch.full((5, 3), value, dtype=torch.bfloat16)).backward()
+    weight, scalar = gradients(parallel.module).values()
+    assert weight is not None and scalar is not None
+    return weight, scalar
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_bfloat16_gradients_add_up_in_float32(degree: int) -> None:
+    """1 + 8 x 2**-9 is 1.015625, a bfloat16 number; added up in bfloat16 every 2**-9 would be rounded away."""
+    for gradient in run_ranks(accumulate_half, 4, "auto", shard_degree=degree, ranks_per_node=2):
+        for value in gradient:
+            assert value.dtype == torch.bfloat16
+            assert value.unique().tolist() == [1 + 8 * SMALL]
+
+
+def test_reduce_dtype_bfloat16_rounds_as_asked() -> None:
+    """The counter-proof: with the sum in bfloat16 the small ones are lost."""
+    for gradient in run_ranks(accumulate_half, 4, "bfloat16", shard_degree=2, ranks_per_node=2):
+        assert gradient[0].unique().tolist() == [1.0]
+
+
+class OnlyRoot(nn.Module):
+    """One unit whose inputs want no gradient: FSDP2 reduces it at the very end of the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean()
+
+
+def train_only_root(**knobs) -> Gradients:
+    torch.manual_seed(dist.get_rank())
+    parallel = parallel_model(OnlyRoot().double(), **knobs)
+    for micro in range(3):
+        with parallel.window.accumulate(micro < 2):
+            parallel.module(samples(micro, dist.get_rank())).backward()
+    return gradients(parallel.module)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_model_of_one_unit(degree: int) -> None:
+    torch.manual_seed(0)
+    model = OnlyRoot().double()
+    for micro in range(3):
+        (sum(model(samples(micro, rank)) for rank in range(2)) / 2).backward()
+    for seen in run_ranks(train_only_root, 2, shard_degree=degree):
+        assert differences(seen, gradients(model)) == []
+
+
+def evaluate_in_the_middle(**knobs) -> Gradients:
+    parallel = net_on_ranks(PLAIN, **knobs)
+    rank = parallel.mesh.data_rank
+    with parallel.window.accumulate():
+        PLAIN.loss(parallel.module, 0, rank).backward()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            first = PLAIN.loss(parallel.module, 3, 0)
+    parallel.reshard()
+    with torch.no_grad():
+        assert torch.equal(first, PLAIN.loss(parallel.module, 3, 0))
+    PLAIN.loss(parallel.module, 1, rank).backward()
+    return gradients(parallel.module)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_evaluation_inside_a_window_changes_nothing(degree: int) -> None:
+    expected = alone(PLAIN, 4)
+    for seen in run_ranks(evaluate_in_the_middle, 4, shard_degree=degree, ranks_per_node=2):
+        assert differences(seen, expected) == []

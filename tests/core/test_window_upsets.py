@@ -1,0 +1,195 @@
+"""A window that does not come to its end: abandoned, failed, or zeroed in the middle.
+
+Nothing of it may reach the next step, which is compared with one that saw nothing else, to 1e-12 in float64.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.parallelize import ParallelModel
+from tests.core.scenarios import (
+    SCENARIOS,
+    Gradients,
+    Net,
+    Scenario,
+    as_torch_2_11,
+    by_path,
+    differences,
+    gradients,
+    net_on_ranks,
+    run_window,
+)
+from tests.harness import run_ranks
+
+PLAIN = SCENARIOS["everything is used"]
+
+
+def same_weights(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        mine, other = (p.to_local() if isinstance(p, DTensor) else p for p in (mine, other))
+        assert torch.allclose(mine, other, rtol=0, atol=1e-12), name
+
+
+def step_after(disturbance: str, old_torch: bool, **knobs) -> None:
+    """A disturbed window, ``abandon()``, and a step; beside it the same step of a model that saw nothing else."""
+    with as_torch_2_11(old_torch):
+        disturbed, fresh = net_on_ranks(PLAIN, **knobs), net_on_ranks(PLAIN, **knobs)
+        optimizers = [torch.optim.AdamW(parallel.module.parameters(), lr=0.1) for parallel in (disturbed, fresh)]
+        for parallel, optimizer in zip((disturbed, fresh), optimizers, strict=True):
+            run_window(parallel, PLAIN)
+            optimizer.step()
+            optimizer.zero_grad()
+        disturb(disturbed, disturbance)
+        disturbed.window.abandon()
+        assert not disturbed.window.is_open
+        assert disturbed.window.micro_batches == 0
+        assert all(parameter.grad is None for parameter in disturbed.module.parameters())
+        for parallel, optimizer in zip((disturbed, fresh), optimizers, strict=True):
+            run_window(parallel, PLAIN)
+            norm = parallel.clip_grad_norm_(0.1)
+            optimizer.step()
+        assert torch.isfinite(norm)
+        same_weights(disturbed.module, fresh.module)
+
+
+class Deliberate(Exception):
+    pass
+
+
+def disturb(parallel: ParallelModel, disturbance: str) -> None:
+    """Leave a window in the middle, in one of many ways."""
+    kind, _, where = disturbance.partition(" at ")
+    target = parallel.module if where == "root" else parallel.module.cells[int(where or 0)]
+    other = Scenario(by_path(lambda micro, rank: "0lr 1lr 2lr 0r"))
+    if kind == "open window":
+        with parallel.window.accumulate():
+            run_window(parallel, other)
+        assert parallel.window.is_open
+    elif kind == "closed window":
+        run_window(parallel, other)
+    elif kind == "forward without backward":
+        other.loss(parallel.module, 5, 0)
+    elif kind == "failed forward":
+
+        def refuse(*_: object) -> None:
+            raise Deliberate
+
+        handle = target.register_forward_hook(refuse)
+        with pytest.raises(Deliberate):
+            run_window(parallel, other)
+        handle.remove()
+    else:
+        fail_in_backward(parallel, target, last=kind == "failed last backward")
+
+
+def fail_in_backward(parallel: ParallelModel, target: nn.Module, last: bool) -> None:
+    """A first micro-batch, then one whose backward raises where the gradient of ``target``'s output arrives."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise Deliberate
+
+    with parallel.window.accumulate():
+        PLAIN.loss(parallel.module, 7, parallel.mesh.data_rank).backward()
+    handle = target.register_forward_hook(lambda module, inputs, output: output.register_hook(refuse) and None)
+    with pytest.raises(Deliberate), parallel.window.accumulate(not last):
+        PLAIN.loss(parallel.module, 8, parallel.mesh.data_rank).backward()
+    handle.remove()
+
+
+DISTURBANCES = [
+    "open window",
+    "closed window",
+    "forward without backward",
+    *(f"failed forward at {where}" for where in (0, 2, "root")),
+    *(f"failed {which} backward at {where}" for which in ("first", "last") for where in (0, 1, 2, "root")),
+]
+
+
+def steps_after(old_torch: bool, **knobs) -> None:
+    for disturbance in DISTURBANCES:
+        try:
+            step_after(disturbance, old_torch, **knobs)
+        except Exception as error:
+            raise RuntimeError(disturbance) from error
+
+
+@pytest.mark.parametrize(
+    ("degree", "old_torch"),
+    [
+        (1, False),
+        (4, False),
+        (2, True),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(4, True, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_of_an_abandoned_window_reaches_the_next_step(degree: int, old_torch: bool) -> None:
+    run_ranks(steps_after, 4, old_torch, shard_degree=degree, ranks_per_node=2)
+
+
+def go_on_after_failure(**knobs) -> list[str]:
+    refused = []
+    for where in (0, 1, 2, "root"):
+        parallel = net_on_ranks(PLAIN, **knobs)
+        run_window(parallel, PLAIN)
+        target = parallel.module if where == "root" else parallel.module.cells[where]
+        fail_in_backward(parallel, target, last=True)
+        try:
+            run_window(parallel, PLAIN)
+        except RuntimeError as error:
+            refused.append(str(error))
+        parallel.window.abandon()
+    return refused
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_going_on_after_a_failed_backward_without_abandon_is_refused(degree: int) -> None:
+    for refused in run_ranks(go_on_after_failure, 4, shard_degree=degree, ranks_per_node=2):
+        assert len(refused) == 4
+        assert all("window.abandon()" in message and "failed" in message for message in refused)
+
+
+def zero_in_the_middle(which: str, **knobs) -> Gradients:
+    parallel = net_on_ranks(PLAIN, **knobs)
+    optimizers = left_and_others(parallel.module)
+    for optimizer in optimizers.values():
+        parallel.prepare_optimizer(optimizer)
+    with parallel.window.accumulate():
+        PLAIN.loss(parallel.module, 0, parallel.mesh.data_rank).backward()
+    for name, optimizer in optimizers.items():
+        if which in (name, "both"):
+            optimizer.zero_grad()
+    assert parallel.window.is_open == (which != "both")
+    PLAIN.loss(parallel.module, 1, parallel.mesh.data_rank).backward()
+    return gradients(parallel.module)
+
+
+def left_and_others(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    left = [parameter for name, parameter in model.named_parameters() if "left" in name or "gain" in name]
+    ids = {id(parameter) for parameter in left}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in ids]
+    return {"left": torch.optim.SGD(left, lr=0.1), "others": torch.optim.SGD(others, lr=0.1)}
+
+
+def zero_in_the_middle_alone(which: str) -> Gradients:
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizers = left_and_others(model)
+    for micro in range(2):
+        for name, optimizer in optimizers.items():
+            if micro == 1 and which in (name, "both"):
+                optimizer.zero_grad()
+        (sum(PLAIN.loss(model, micro, rank) for rank in range(4)) / 4).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("which", ["left", "both"])
+def test_zero_grad_in_the_middle_drops_what_the_window_holds_of_its_parameters(which: str, degree: int) -> None:
+    expected = zero_in_the_middle_alone(which)
+    for seen in run_ranks(zero_in_the_middle, 4, which, shard_degree=degree, ranks_per_node=2):
+        assert differences(seen, expected) == []
