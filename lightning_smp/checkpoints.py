@@ -6,9 +6,11 @@ latter by parameter name), everything else as the rest. An ordinary file of any 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,7 +124,24 @@ def save(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, st
     module = strategy.parallel.module
     prefix, inner = main_module(module)
     metadata = {"step": checkpoint["global_step"], "module_prefix": prefix, "trainer": "lightning"}
-    save_checkpoint(path, checkpoint, metadata=metadata, extra_files=_model_files(inner))
+    with _in_lightning_words():
+        save_checkpoint(path, checkpoint, metadata=metadata, extra_files=_model_files(inner))
+
+
+@contextlib.contextmanager
+def _in_lightning_words() -> Iterator[None]:
+    """The core's errors name arguments of its functions; here stands what a LightningModule says instead."""
+    words = {
+        "strict=False loads": "strict_loading=False on the LightningModule loads",
+        "or pass allow_pickle=True to saving and to loading": "or leave them out: save_hyperparameters(ignore=[...])",
+    }
+    try:
+        yield
+    except CheckpointError as error:
+        text = str(error)
+        for core, ours in words.items():
+            text = text.replace(core, ours)
+        raise CheckpointError(text) from error
 
 
 def _save_whole(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
@@ -171,13 +190,16 @@ def load(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> 
     rest: dict[str, Any] = read_rest(path, tensors=["*"], exclude=["state_dict.*", "optimizer_states.*"])
     manifest = read_manifest(path)
     # A folder saved without a LightningModule around the model (by accelerate_smp) has the names without its prefix.
-    name_there = names_between(main_module(module)[0], manifest.metadata.get("module_prefix", ""))
+    prefix_there = manifest.metadata.get("module_prefix", "")
+    by_lightning = manifest.metadata.get("trainer") == "lightning"
+    name_there = names_between(prefix_there if by_lightning else main_module(module)[0], prefix_there)
     if "loops" not in rest:
         rest.setdefault("pytorch-lightning_version", lightning.__version__)
         rest.setdefault("global_step", 0)
         logger.warning("%s was not saved by Lightning: weights and optimizers go on, loops start anew", path)
     state = get_model_state_dict(module)
-    load_checkpoint(path, {"state_dict": {name_there(name): value for name, value in state.items()}}, strict=strict)
+    with _in_lightning_words():
+        load_checkpoint(path, {"state_dict": {name_there(name): value for name, value in state.items()}}, strict=strict)
     if _is_fitting(strategy) and "optimizer_states" in rest:
         _check_number(strategy, len(rest["optimizer_states"]), path)
         for number, optimizer in enumerate(strategy.optimizers):

@@ -11,9 +11,10 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from tests.lightning.modules import ScheduledModule
-from tests.lightning.running import Run, assert_same, make_trainer, report, together
+from tests.lightning.running import Run, assert_same, make_trainer, report, together, whole_weights
 
 # 5 batches, windows of 2: an epoch is 3 steps, the last one with a window of one batch.
 BATCHES = 5
@@ -117,3 +118,33 @@ def test_a_saved_run_is_validated_on_other_ranks(tmp_path: Path) -> None:
     expected = fit_from(None, 1)
     assert_same(runs, Run([], expected.weights, expected.metrics))
     assert_same(runs, Run([], saved.weights, saved.metrics))
+
+
+class Extended(ScheduledModule):
+    """A layer more than was saved."""
+
+    def build(self) -> None:
+        super().build()
+        self.added = nn.Linear(3, 2)
+
+    @property
+    def strict_loading(self) -> bool:
+        return False
+
+
+def validate_extended(path: str) -> Run:
+    module = Extended(batches=BATCHES)
+    start = whole_weights(module.added)
+    trainer = make_trainer({"shard_degree": 2}, precision="64-true")
+    trainer.validate(module, ckpt_path=path, verbose=False)
+    return report(trainer, module, start=start)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_without_strict_loading_what_fits_is_loaded_and_the_rest_kept(whole: bool, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    saved = on_ranks(4, {"shard_degree": 4, "save_full_state_dict": whole}, 1, save=path)[0]
+    runs = together(validate_extended, path)
+    # What is not in the checkpoint is rank 0's, the same on all.
+    kept = {f"added.{name}": value for name, value in runs[0].extra["start"].items()}
+    assert_same(runs, Run([], {**saved.weights, **kept}, saved.metrics))

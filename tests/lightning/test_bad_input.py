@@ -1,0 +1,224 @@
+"""What cannot work ends at once, on every rank, with an error that names the value and says what to type."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_smp import SmpShardedStrategy
+from smp_core.config import SmpConfig
+from tests.harness import run_ranks
+from tests.lightning.modules import LanguageModule, LateModule, PictureModule
+from tests.lightning.running import make_trainer
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"shard_degre": 2}, r"shard_degre.*shard_degree"),
+        ({"shard_degree": 0}, r"shard_degree=0.*allowed"),
+        ({"shard_degree": "pod"}, r"shard_degree='pod'.*'node'|shard_degree='pod'.*\"node\""),
+        ({"config": SmpConfig(), "shard_degree": 2}, r"config=.*shard_degree.*dataclasses.replace"),
+        ({"shard_degree": 4, "context_parallel_degree": 8}, r"context_parallel_degree=8 is larger than shard_degree=4"),
+        ({"shard_degree": 4, "context_parallel_degree": 3}, r"context_parallel_degree=3 does not divide.*1, 2, 4"),
+        ({"shard_degree": 4, "context_parallel_degree": 2}, r"context_parallel_degree.*not built"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_knobs_are_refused_by_the_constructor(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SmpShardedStrategy(**arguments)
+
+
+def message_of(case: Callable[..., Any], *args: Any) -> str:
+    """The message of the ValueError that ``case`` raises on this rank."""
+    try:
+        case(*args)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def assert_says(case: Callable[..., Any], *args: Any, words: list[str], **kwargs: Any) -> None:
+    for rank, message in enumerate(run_ranks(message_of, 4, case, *args, **{"ranks_per_node": 2, **kwargs})):
+        for word in words:
+            assert word in message, f"rank {rank}: {word!r} is not in: {message}"
+
+
+def fit_with(knobs: dict[str, Any]) -> None:
+    make_trainer(knobs).fit(LanguageModule())
+
+
+def test_a_degree_that_does_not_divide_the_world_is_refused() -> None:
+    assert_says(fit_with, {"shard_degree": 3}, words=["shard_degree=3", "4 ranks", "1, 2, 4"])
+
+
+def test_a_wrap_rule_that_matches_nothing_names_the_classes() -> None:
+    assert_says(fit_with, {"wrap": ("Blok",), "shard_degree": 2}, words=["wrap='Blok'", "did you mean 'Block'"])
+
+
+def test_uneven_nodes_are_refused() -> None:
+    assert_says(fit_with, {}, words=["SMP_RANKS_PER_NODE", "3", "4"], ranks_per_node=3)
+
+
+class Narrow(LanguageModule):
+    """Another architecture under the same names: options["change"]."""
+
+    def build(self) -> None:
+        super().build()
+        if self.options["change"] == "shape":
+            self.model.unused = nn.Linear(8, 6)
+        elif self.options["change"] == "layer":
+            self.model.added = nn.Linear(8, 6)  # type: ignore[assignment]
+        else:
+            del self.model.unused
+
+
+class TwoOptimizers(LanguageModule):
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        return [torch.optim.SGD(self.model.blocks.parameters(), 0.1), torch.optim.SGD([self.model.gain], 0.1)]
+
+
+def save(knobs: dict[str, Any], path: str) -> None:
+    module = LanguageModule(batches=1)
+    trainer = make_trainer(knobs)
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+
+
+def resume(kind: type[LanguageModule], options: dict[str, Any], path: str) -> None:
+    make_trainer({"shard_degree": 2}, max_epochs=2).fit(kind(**options), ckpt_path=path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One run's checkpoint as a sharded folder and as one file."""
+    folder = tmp_path_factory.mktemp("saved")
+    paths = {"folder": folder / "sharded", "file": folder / "whole.ckpt"}
+    run_ranks(save, 4, {"shard_degree": 4}, str(paths["folder"]), ranks_per_node=2)
+    run_ranks(save, 4, {"shard_degree": 2, "save_full_state_dict": True}, str(paths["file"]), ranks_per_node=2)
+    return paths
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = str(tmp_path / "nowhere")
+    assert_says(resume, LanguageModule, {}, path, words=[path, "no checkpoint"])
+
+
+@pytest.mark.parametrize("damage", ["manifest", "tensors", "truncated"])
+def test_half_a_checkpoint_is_refused(damage: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(saved["folder"], half)
+    tensors = sorted(half.rglob("*.safetensors"), key=lambda path: path.stat().st_size)[-1]
+    victim = next(half.rglob("manifest.json")) if damage == "manifest" else tensors
+    if damage == "truncated":
+        victim.write_bytes(victim.read_bytes()[:-8])
+    else:
+        victim.unlink()
+    assert_says(resume, LanguageModule, {}, str(half), words=[str(half), victim.name])
+
+
+@pytest.mark.parametrize("foreign", ["folder", "file"])
+def test_what_is_no_checkpoint_of_ours_or_lightnings_is_refused(foreign: str, tmp_path: Path) -> None:
+    path = tmp_path / "foreign"
+    if foreign == "folder":
+        path.mkdir()
+        (path / "model.bin").write_bytes(b"something else")
+    else:
+        torch.save({"weights": torch.zeros(2)}, path)
+    assert_says(resume, LanguageModule, {}, str(path), words=[str(path)])
+
+
+@pytest.mark.parametrize("form", ["folder", "file"])
+@pytest.mark.parametrize(
+    "change, words",
+    [("shape", ["model.unused.weight", "5", "6"]), ("layer", ["model.added"]), ("less", ["model.unused"])],
+)
+def test_another_architecture_is_refused(change: str, words: list[str], form: str, saved: dict[str, Path]) -> None:
+    path = str(saved[form])
+    assert_says(resume, Narrow, {"change": change}, path, words=[*words, path])
+
+
+@pytest.mark.parametrize("form", ["folder", "file"])
+def test_another_number_of_optimizers_is_refused(form: str, saved: dict[str, Path]) -> None:
+    words = ["1 optimizers", "made 2", str(saved[form])]
+    assert_says(resume, TwoOptimizers, {}, str(saved[form]), words=words)
+
+
+class Custom:
+    """Something of the user's that only pickle could carry."""
+
+
+class CustomHyperparameter(LanguageModule):
+    def build(self) -> None:
+        super().build()
+        self.save_hyperparameters({"augmentation": Custom(), "width": 8})
+
+
+def save_custom(knobs: dict[str, Any], path: str) -> None:
+    module = CustomHyperparameter(batches=1)
+    trainer = make_trainer(knobs)
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+
+
+def test_a_hyper_parameter_of_a_custom_class_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "custom"
+    words = ["hyper_parameters.augmentation", "Custom", "save_hyperparameters(ignore=[...])"]
+    assert_says(save_custom, {"shard_degree": 2}, str(path), words=words)
+    assert not path.exists()
+
+
+def save_over_file(path: str) -> None:
+    save({"shard_degree": 2}, path)
+
+
+def test_a_folder_is_not_written_over_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_text("precious")
+    assert_says(save_over_file, str(path), words=[str(path), "is a file"])
+    assert path.read_text() == "precious"
+
+
+def refit(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Two trainers, one module; the words strategy: knobs, others: the Trainer's flags."""
+    module = PictureModule(batches=1)
+    for flags in (first, second):
+        knobs = {"shard_degree": 2, **flags.get("strategy", {})}
+        rest = {name: value for name, value in flags.items() if name != "strategy"}
+        make_trainer(knobs, **{"precision": "64-true", **rest}).fit(module)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"strategy": {"shard_degree": 4}}, ["shard_degree=4", "sharded before", "2"]),
+        ({"precision": "32-true"}, ["precision='32-true'", "64-true"]),
+        ({"sync_batchnorm": True}, ["sync_batchnorm=True", "sharded before", "model.1"]),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_a_sharded_module_is_not_sharded_in_another_way(flags: dict[str, Any], words: list[str]) -> None:
+    assert_says(refit, {}, flags, words=words)
+
+
+def fit_meta(kind: type[LanguageModule]) -> None:
+    make_trainer({"shard_degree": 2, "delayed_init": True}).fit(kind())
+
+
+class LateTroubled(LateModule):
+    """Its 0-d gain, a bare parameter, has no initialiser."""
+
+    def configure_model(self) -> None:
+        LanguageModule.build(self)
+
+
+def test_a_module_without_initialiser_is_named() -> None:
+    assert_says(fit_meta, LateTroubled, words=["gain", "TroubledModel", "reset_parameters"])
