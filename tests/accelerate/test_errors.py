@@ -1,0 +1,109 @@
+"""Every refusal names the knob, what was found and what to type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.parallelism_config import ParallelismConfig
+
+from accelerate_smp import SmpAccelerator
+from accelerate_smp.config import resolve_config
+from tests.accelerate.running import fresh_accelerator, make_loader
+from tests.core.models import TroubledModel
+from tests.harness import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"shard_degre": 2}, ["shard_degre", "shard_degree"]),
+        ({"smp_config": {"hierachical": True}}, ["hierachical", "hierarchical"]),
+        ({"smp_config": {"shard_degree": 2}, "shard_degree": 4}, ["smp_config", "shard_degree"]),
+        ({"context_parallel_degree": 2, "shard_degree": 4}, ["context_parallel_degree=2", "not built yet"]),
+        ({"mixed_precision": "fp8"}, ["FP8 plugin", "bf16"]),
+        ({"parallelism_config": ParallelismConfig(dp_shard_size=2), "shard_degree": 4}, ["shard_degree=4", "=2"]),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, ["tensor_parallel_degree=2", "not built yet"]),
+    ],
+    ids=["unknown", "unknown in config", "both", "not built", "fp8", "contradiction", "tensor parallel"],
+)
+def test_bad_arguments(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as refused:
+        SmpAccelerator(**arguments)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="fp16 runs on this machine")
+def test_fp16_on_cpu_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fp16.*cannot run on CPU; write 'bf16'"):
+        SmpAccelerator(mixed_precision="fp16")
+
+
+def test_an_old_transformers_is_refused() -> None:
+    pytest.importorskip("transformers")
+    from accelerate_smp.trainer import require_transformers
+
+    require_transformers("5.20.0")
+    with pytest.raises(ImportError, match=r"needs transformers>=5.20, found 4.57.1; type: pip install"):
+        require_transformers("4.57.1")
+
+
+def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plugins and the variables of `accelerate launch`."""
+    config = resolve_config(None, {}, ParallelismConfig(dp_replicate_size=2, dp_shard_size=4), None)
+    assert config.shard_degree == 4
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=False,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+    )
+    config = resolve_config(None, {}, None, plugin)
+    assert (config.shard_degree, config.reshard_after_forward, config.wrap) == ("world", False, ("Block",))
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "8")
+    monkeypatch.setenv("SMP_WRAP_MIN_PARAMETERS", "100")
+    config = resolve_config(None, {}, None, None)
+    assert (config.shard_degree, config.wrap_min_parameters) == (8, 100)
+
+
+def refusals() -> dict[str, str]:
+    """What four ranks refuse."""
+    said = {}
+
+    def refused(name: str, action: Any) -> None:
+        try:
+            action()
+        except ValueError as error:
+            said[name] = str(error)
+
+    sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
+    refused("product", lambda: fresh_accelerator(parallelism_config=sizes))
+    accelerator = fresh_accelerator(shard_degree=3)
+    refused("degree", lambda: accelerator.prepare(TroubledModel()))
+    accelerator = fresh_accelerator(shard_degree=2)
+    model = TroubledModel()
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    refused("stranger", lambda: accelerator.prepare(model, stranger))
+    refused("twice", lambda: accelerator.prepare(sharded_by_hand()))
+    accelerator.prepare(make_loader(1, 1, 2))
+    dist.barrier()
+    return said
+
+
+def sharded_by_hand() -> torch.nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(torch.nn.Linear(4, 4))
+
+
+def test_refusals_on_ranks() -> None:
+    for said in run_ranks(refusals, 4, ranks_per_node=2):
+        assert "dp_replicate_size=2 x dp_shard_size=4 makes 8, but 4 processes" in said["product"]
+        assert "shard_degree=3 does not divide the world of 4 ranks" in said["degree"]
+        assert "1 parameters of no prepared model" in said["stranger"]
+        assert "is sharded already" in said["twice"]
