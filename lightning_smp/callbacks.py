@@ -69,8 +69,8 @@ class SmpMonitor(Callback):
             or of an integer tensor [samples, sequence]; where neither is there, no tokens are reported.
         peak_tflops: the device's peak in TFLOPS at the precision in use, for MFU; default: the known dense bfloat16
             peak of the GPU. Without it, on a CPU for example, MFU is not reported.
-        flops_per_sample: model FLOPs of one sample's training step (forward and backward), where counting them does
-            not work, as inside a compiled module; default: counted while the first batch runs.
+        flops_per_sample: model FLOPs of one sample's training step (forward and backward), where torch cannot see the
+            products (kernels of one's own); default: counted while the first batch runs.
         prefix: put before the names in loggers.
 
     Reported by name: ``samples_per_second``, ``tokens_per_second``, ``tflops_per_device``, ``mfu``, ``samples`` (since
