@@ -39,7 +39,8 @@ PLAIN = SCENARIOS["everything is used"]
 
 def check_scenarios(names: list[str], degree: int, **options: bool) -> None:
     expected = {name: alone(SCENARIOS[name], 4) for name in names}
-    for rank, seen in enumerate(run_ranks(together, 4, names, ranks_per_node=2, shard_degree=degree, **options)):
+    knobs = {"shard_degree": degree, **options}
+    for rank, seen in enumerate(run_ranks(together, 4, names, ranks_per_node=2, timeout=200, **knobs)):
         wrong = {name: found for name in names if (found := differences(seen[name], expected[name]))}
         assert not wrong, f"rank {rank}"
 

@@ -128,7 +128,7 @@ def steps_after(old_torch: bool, **knobs) -> None:
     ],
 )
 def test_nothing_of_an_abandoned_window_reaches_the_next_step(degree: int, old_torch: bool) -> None:
-    run_ranks(steps_after, 4, old_torch, shard_degree=degree, ranks_per_node=2)
+    run_ranks(steps_after, 4, old_torch, shard_degree=degree, ranks_per_node=2, timeout=200)
 
 
 def go_on_after_failure(**knobs) -> list[str]:
