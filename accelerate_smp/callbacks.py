@@ -122,8 +122,9 @@ class SmpMonitorCallback(TrainerCallback):
         if self._clock == float("inf"):
             self._clock = time.perf_counter()
             # What was sent since the last optimizer step was sent by the evaluation.
-            for link, sent in ({} if self._meter is None else self._meter.unfinished()).items():
-                self._evaluated[link.removesuffix("_bytes")] = sent
+            unfinished = {} if self._meter is None else self._meter.unfinished()
+            for link in LINK_CLASSES:
+                self._evaluated[link] = unfinished.get(f"{link}_bytes", 0.0)
 
     def _report(self, step: int) -> None:
         """Add up over the ranks. Collective: every rank gets here after the same optimizer step."""

@@ -15,6 +15,7 @@ over pairs. Steps take a few hundred milliseconds, as a step that is worth distr
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -78,7 +79,7 @@ class StepTimes(Callback):
 
 def median_step(starts: list[float]) -> float:
     """Without the first two steps, which allocate and, in FSDP2, initialise lazily."""
-    return statistics.median(b - a for a, b in zip(starts[2:-1], starts[3:], strict=True))
+    return statistics.median(b - a for a, b in itertools.pairwise(starts[2:]))
 
 
 def loader(args: argparse.Namespace, ranks: int) -> DataLoader:

@@ -73,7 +73,8 @@ class SmpConfig:
             "auto" (default; float32 for half precision parameters, otherwise their own). "float16" is refused when
             training starts: gradients are added up before they are divided and would overflow.
         on_nonfinite_grad_norm: What a gradient norm that is inf or nan does. "ignore" (default; the step is taken, as
-            plain torch does), "skip" (the gradients are dropped, so that the optimizer step changes nothing) or "raise".
+            plain torch does), "skip" (the gradients are dropped, so that the optimizer step changes nothing) or
+            "raise".
         memory_headroom: Share of device memory that shard_degree="auto" leaves to activations and buffers. A number in
             [0, 1); default 0.35.
         device_memory_gib: Device memory in GiB that shard_degree="auto" plans for. A number > 0, or None (default; the
