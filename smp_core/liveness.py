@@ -8,12 +8,15 @@ survivors says so on stderr.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -88,6 +91,10 @@ class RankWatch:
         if not _looks_like_a_lost_peer(error):
             self._try(lambda: self._store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}"))
             return None
+        with _without_sigterm():
+            return self._find_out()
+
+    def _find_out(self) -> str | None:
         before = self._look()
         time.sleep(4 * self.interval)
         after = self._look()
@@ -159,6 +166,20 @@ class RankWatch:
             return action()
         except (dist.DistError, RuntimeError, ConnectionError):
             return None
+
+
+@contextlib.contextmanager
+def _without_sigterm() -> Iterator[None]:
+    """A launcher that notices the loss (torchrun within 0.1 s) tells the survivors to end, with SIGTERM and later
+    SIGKILL. This one is ending; a handler such as Lightning's, which starts a collective, must not cut it short."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _looks_like_a_lost_peer(error: BaseException) -> bool:
