@@ -76,10 +76,11 @@ class TrainingBar(TQDMProgressBar):
 
     @property
     def total_train_batches(self) -> int | float:
-        # Lightning counts max_steps as batches, without the micro-batches of a step.
+        # Lightning counts max_steps as batches, without the micro-batches of a step, and not from where a run resumes.
         trainer = self.trainer
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         remaining = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-        return min(trainer.num_training_batches, remaining)
+        return min(trainer.num_training_batches, done + remaining)
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)
