@@ -36,7 +36,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Run, floa
     return runs
 
 
-CASES = list(itertools.product((1, 2, 4), (1, 3)))
+CASES = [
+    pytest.param(*case, marks=() if case in ((1, 3), (2, 3), (4, 1)) else pytest.mark.slow)
+    for case in itertools.product((1, 2, 4), (1, 3))
+]
 
 
 @pytest.mark.parametrize(("degree", "micro_batches"), CASES)
@@ -85,6 +88,7 @@ def test_resume_on_other_numbers_of_ranks(tmp_path: Path) -> None:
         assert_close(seen, expected, noise, first_step=2)
 
 
+@pytest.mark.slow
 def test_resume_with_another_global_batch_goes_on_at_the_same_sample(tmp_path: Path) -> None:
     """16 samples were seen in 2 steps of 8; with 4 samples a step the run goes on with the 17th, as its fifth step."""
     flags = {"save_strategy": "steps", "save_steps": 2}

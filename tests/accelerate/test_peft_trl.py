@@ -1,0 +1,128 @@
+"""LoRA adapters and TRL's SFTTrainer, where peft and trl are installed: what one process trains, and an adapter saved
+whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainingArguments
+
+from accelerate_smp.trainer import SmpTrainer, SmpTrainerMixin
+from tests.accelerate.trainers import Recorder, Run, make_dataset, make_model, whole_weights
+from tests.harness import run_ranks
+
+pytest.importorskip("peft")
+
+
+def adapted(seed: int = 0) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = make_model(0)
+    torch.manual_seed(seed)
+    return get_peft_model(base, LoraConfig(r=3, lora_alpha=6, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+def common(folder: str, ranks: int) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": 8 // ranks,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "num_train_epochs": 1,
+        "use_cpu": True,
+    }
+
+
+def lora(folder: str, knobs: dict[str, Any] | None) -> Run:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    recorder = Recorder()
+    model = adapted(dist.get_rank() if ranks > 1 else 0)
+    options = {
+        "model": model,
+        "args": TrainingArguments(**common(folder, ranks)),
+        "train_dataset": make_dataset(),
+        "callbacks": [recorder],
+    }
+    trainer = Trainer(**options) if knobs is None else SmpTrainer(**options, smp_config=knobs)
+    trainer.train()
+    trainer.save_model(folder)
+    recorder.run.weights = {name: value for name, value in whole_weights(model).items() if "lora" in name}
+    return recorder.run
+
+
+@pytest.mark.slow
+def test_lora_trains_like_one_process_and_its_adapter_is_saved_whole(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    expected = lora(str(tmp_path / "alone"), None)
+    results = run_ranks(lora, 4, str(tmp_path / "ranks"), {"shard_degree": 2}, ranks_per_node=2, timeout=200)
+    for seen in results:
+        assert len(seen.losses) == len(expected.losses) == 6
+        for step, (ours, theirs) in enumerate(zip(seen.losses, expected.losses, strict=True)):
+            assert abs(ours - theirs) <= 1e-6 + 2e-7 * step
+        for step, (ours, theirs) in enumerate(zip(seen.norms, expected.norms, strict=True)):
+            assert abs(ours - theirs) <= 1e-6 + 2e-7 * step
+    saved = load_file(tmp_path / "ranks" / "adapter_model.safetensors")
+    trained = {name.replace(".default", ""): value for name, value in results[0].weights.items()}
+    assert saved.keys() == trained.keys() and saved
+    assert all(torch.equal(saved[name], value) for name, value in trained.items())
+    PeftModel.from_pretrained(make_model(0), tmp_path / "ranks")
+
+
+def supervised(folder: str, knobs: dict[str, Any] | None) -> Run:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    recorder = Recorder()
+    rows = [{"input_ids": row["input_ids"].tolist()} for row in make_dataset()]
+    arguments = SFTConfig(
+        **common(folder, ranks), dataset_kwargs={"skip_prepare_dataset": True}, max_length=None, bf16=False
+    )
+    options: dict[str, Any] = {
+        "model": make_model(dist.get_rank() if ranks > 1 else 0),
+        "args": arguments,
+        "train_dataset": Dataset.from_list(rows),
+        "processing_class": tokenizer(),
+        "callbacks": [recorder],
+    }
+    if knobs is None:
+        trainer = SFTTrainer(**options)
+    else:
+
+        class SmpSFTTrainer(SmpTrainerMixin, SFTTrainer):
+            pass
+
+        trainer = SmpSFTTrainer(**options, smp_config=knobs)
+    trainer.train()
+    return recorder.run
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(number): number for number in range(61)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "0")), pad_token="0", eos_token="0"
+    )
+
+
+@pytest.mark.slow
+def test_trls_sft_trainer_through_the_mixin(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    expected = supervised(str(tmp_path / "alone"), None)
+    for seen in run_ranks(supervised, 4, str(tmp_path / "ranks"), {"shard_degree": 4}, ranks_per_node=2, timeout=250):
+        assert len(seen.losses) == len(expected.losses) == 6
+        for step, (ours, theirs) in enumerate(zip(seen.losses, expected.losses, strict=True)):
+            assert abs(ours - theirs) <= 1e-6 + 2e-7 * step
