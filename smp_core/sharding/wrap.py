@@ -71,6 +71,7 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
     """
     names = {module: name for name, module in model.named_modules()}
     blocks, why = _blocks(model, config)
+    blocks = _compiled_whole(model, blocks)
     children = [] if entry == "forward" else list(_callable_children(model))
     above_children = entry == "steps" and len(_outside(model, children)) > 0
     roots = [model] if entry == "forward" or above_children else children
@@ -108,8 +109,10 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
 
 
 def _callable(module: nn.Module) -> bool:
-    """Whether the module has a forward of its own; FSDP2's hooks sit there."""
-    return type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    """Whether the module has a forward of its own; FSDP2's hooks sit there. (What torch.compile returns has it as an
+    attribute of the instance.)"""
+    has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    return has_forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
@@ -129,6 +132,12 @@ def _outside(model: nn.Module, modules: list[nn.Module]) -> set[nn.Parameter]:
 
 def _class_name(module: nn.Module) -> str:
     return type(getattr(module, "_orig_mod", module)).__name__  # torch.compile keeps the module it wraps there
+
+
+def _compiled_whole(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """For a module that torch.compile wraps, its wrapper: FSDP2's hooks inside would break its graph."""
+    wrapper = {m._orig_mod: m for m in model.modules() if m is not model and hasattr(m, "_orig_mod")}
+    return [wrapper.get(block, block) for block in blocks]
 
 
 def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:

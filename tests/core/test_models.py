@@ -98,7 +98,7 @@ def compare(names: list[str], world: int, **knobs) -> None:
                 assert worst <= tolerance, f"{name}: {key} is {worst} off"
 
 
-OTHERS = [name for name in SPECIMENS if name not in TRANSFORMERS]
+OTHERS = [name for name in SPECIMENS if name not in TRANSFORMERS and "compiled" not in name]
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
@@ -115,6 +115,12 @@ def test_transformers_models_train_like_one_process() -> None:
 def test_transformers_models_train_like_one_process_in_other_layouts(degree: int) -> None:
     compare(TRANSFORMERS, 2, shard_degree=degree)
     compare(TRANSFORMERS, 4, ranks_per_node=2, shard_degree=degree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [1, 2])
+def test_compiled_models_train_like_one_process(degree: int) -> None:
+    compare([name for name in SPECIMENS if "compiled" in name], 2, shard_degree=degree)
 
 
 @pytest.mark.slow

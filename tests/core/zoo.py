@@ -229,6 +229,13 @@ class Shared(nn.Module):
         return self.last(x)
 
 
+def compiled() -> nn.Module:
+    """Compiled blocks, one by one; without code generation, which takes its time."""
+    model = TiedBlocks()
+    model.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in model.blocks)  # type: ignore[misc]
+    return model
+
+
 class MixedLeaf(nn.Module):
     """Two trainable dtypes in one leaf."""
 
@@ -283,6 +290,8 @@ SPECIMENS: dict[str, Specimen] = {
     "parameter list": Specimen(Listed, square_loss, vectors),
     "tied across blocks": Specimen(TiedBlocks, square_loss, vectors),
     "shared block": Specimen(Shared, square_loss, vectors),
+    "compiled blocks": Specimen(compiled, square_loss, vectors),
+    "compiled": Specimen(lambda: torch.compile(TiedBlocks(), backend="eager"), square_loss, vectors),  # type: ignore
     "sequential": Specimen(sequential, square_loss, vectors),
     "every layer a unit": Specimen(TiedBlocks, square_loss, vectors, knobs={"wrap_min_parameters": 1}),
     # float32 parameters in it: 3 steps of a few roundings, 6e-8 each.
