@@ -99,7 +99,10 @@ class RankWatch:
         time.sleep(4 * self.interval)
         after = self._look()
         if before is None or after is None:
-            found = "rank 0 was lost (it kept the signs of life of the others)"
+            found = (
+                "rank 0 was lost, or ended before this rank looked (it kept the signs of life of the others; if "
+                "another rank wrote such a line before, that one has the cause)"
+            )
             first = True
         else:
             found = self._describe(before, after)

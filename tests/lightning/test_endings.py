@@ -1,0 +1,81 @@
+"""However a run ends, all its ranks end, the exit status says so, and somebody says which rank it was."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.harness import run_script
+
+# Seconds: half of it is importing on a busy machine. The script's collectives give up after 60.
+LIMIT = 150.0
+# Lightning's launcher looks every 5 s for dead ranks and kills the others then, perhaps before they have had the 2 s
+# that the watch takes; its own line names the rank too.
+BY_LIGHTNING = r"|\[rank: {rank}\] Child process with PID \d+ terminated with code -9"
+
+
+def end(launcher: str, ranks: int, event: str, rank: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the script; it must not come to its own end, nor leave a rank behind."""
+    done = run_script(
+        ["-m", "tests.lightning.ending_script", str(ranks), event, str(rank), str(folder)],
+        nproc=ranks if launcher == "torchrun" else None,
+        timeout=LIMIT,
+    )
+    assert done.returncode != 0, done.stderr
+    assert "the run came to its end" not in done.stdout
+    assert sorted(path.name for path in folder.iterdir()) == [str(number) for number in range(ranks)], done.stderr
+    pids = [int(path.read_text()) for path in folder.iterdir()]
+    deadline = time.monotonic() + 60.0
+    while (alive := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive, f"ranks with process ids {alive} go on; stderr:\n{done.stderr}"
+    return done
+
+
+def assert_lost(launcher: str, rank: int, stderr: str) -> None:
+    said = rf"torch-smp, rank (?!{rank}:)\d: rank {rank} was lost"
+    if launcher == "lightning":
+        said += BY_LIGHTNING.format(rank=rank)
+    assert re.search(said, stderr), stderr
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    """Under torchrun, whose SIGTERM reaches the survivors while they find out."""
+    assert_lost("torchrun", 1, end("torchrun", 2, "kill", 1, tmp_path).stderr)
+
+
+def test_an_exception_in_user_code_ends_all_ranks(tmp_path: Path) -> None:
+    """Under Lightning's own launcher; the traceback is there and a surviving rank says whose it is."""
+    stderr = end("lightning", 2, "raise", 1, tmp_path).stderr
+    assert "ArithmeticError: the user's own mistake" in stderr
+    assert re.search(r"torch-smp, rank 0: rank 1 failed: ArithmeticError|\[rank: 1\] Child process", stderr), stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher, ranks, rank", [("lightning", 2, 1), ("lightning", 4, 2), ("torchrun", 4, 2)])
+def test_a_killed_rank_is_named_under_every_launcher(launcher: str, ranks: int, rank: int, tmp_path: Path) -> None:
+    assert_lost(launcher, rank, end(launcher, ranks, "kill", rank, tmp_path).stderr)
+
+
+@pytest.mark.slow
+def test_the_loss_of_rank_0_is_named(tmp_path: Path) -> None:
+    """It keeps the signs of life; that they are gone is the sign."""
+    assert_lost("torchrun", 0, end("torchrun", 2, "kill", 0, tmp_path).stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher, rank", [("lightning", 0), ("torchrun", 0), ("torchrun", 1)])
+def test_an_exception_ends_all_ranks_under_every_launcher(launcher: str, rank: int, tmp_path: Path) -> None:
+    assert "ArithmeticError: the user's own mistake" in end(launcher, 2, "raise", rank, tmp_path).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["interrupt", "interrupt-all"])
+def test_ctrl_c_ends_all_ranks(event: str, tmp_path: Path) -> None:
+    done = end("lightning", 2, event, 1, tmp_path)
+    assert "Detected KeyboardInterrupt" in done.stderr + done.stdout
