@@ -67,7 +67,7 @@ def test_four_ranks_train_a_model_that_plain_transformers_loads(tmp_path: Path) 
     out, cache = tmp_path / "out", tmp_path / "cache"
     run = f"{SCRIPT} --ranks 4 --nodes 2 --accelerator cpu --shard-degree 2 --accumulate 2 --batch-size 4".split()
     done = run_script(
-        [*run, *SMALL, "--steps", str(STEPS), "--cache-dir", cache, "--out", out, "--delayed-init"], timeout=240
+        [*run, *SMALL, "--steps", str(STEPS), "--cache-dir", cache, "--out", out, "--delayed-init"], timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = check(out, cache, batch_size=4)
@@ -79,10 +79,11 @@ def test_four_ranks_train_a_model_that_plain_transformers_loads(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_demo_runs_both_shardings_over_the_same_batches(tmp_path: Path) -> None:
     out, cache = tmp_path / "out", tmp_path / "cache"
     done = run_script(
-        [SCRIPT, "--demo", *SMALL, "--steps", str(STEPS), "--cache-dir", cache, "--out", out], timeout=280
+        [SCRIPT, "--demo", *SMALL, "--steps", str(STEPS), "--cache-dir", cache, "--out", out], timeout=850
     )
     assert done.returncode == 0, done.stdout + done.stderr
     four, two = (check(out / name, cache, batch) for name, batch in (("degree-4", 8), ("degree-2", 4)))
