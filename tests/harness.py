@@ -48,6 +48,8 @@ _pools: dict[int, RankPool] = {}
 
 def _pool(world_size: int) -> RankPool:
     pool = _pools.pop(world_size, None)
+    if pool is not None and pool.alive and pool.is_worn_out():
+        pool.close()
     if pool is None or not pool.alive:
         while _pools and sum(_pools) + world_size > MAX_IDLE_RANKS:
             _pools.pop(next(iter(_pools))).close()
