@@ -131,7 +131,8 @@ def _outside(model: nn.Module, modules: list[nn.Module]) -> set[nn.Parameter]:
 
 
 def _class_name(module: nn.Module) -> str:
-    return type(getattr(module, "_orig_mod", module)).__name__  # torch.compile keeps the module it wraps there
+    # torch.compile keeps the module it wraps under _orig_mod; no public name leads there.
+    return type(getattr(module, "_orig_mod", module)).__name__
 
 
 def _compiled_whole(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
