@@ -32,7 +32,11 @@ def fit_saving(policy: str, folder: str, knobs: dict[str, Any] | None = None) ->
     trainer.fit(module)
     scores = {Path(path).name: float(score) for path, score in saver.best_k_models.items()}
     names = {"best": Path(saver.best_model_path).name, "last": Path(saver.last_model_path).name}
-    return report(trainer, module, scores=scores, names=names)
+    run = report(trainer, module, scores=scores, names=names)
+    if saver.monitor == "val_loss":
+        # By name, through the Trainer: the best epoch's weights, which are not the last one's.
+        run.extra["scores"]["validated"] = trainer.validate(module, ckpt_path="best", verbose=False)[0]["val_loss"]
+    return run
 
 
 def listing(folder: Path) -> dict[str, str]:

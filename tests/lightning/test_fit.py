@@ -12,7 +12,9 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from smp_core.sharding.accumulation import AccumulationWindow
-from tests.lightning.modules import LanguageModule
+from smp_core.sharding.grad_norm import NonfiniteGradNormError
+from tests.harness import run_ranks
+from tests.lightning.modules import LanguageModule, rank
 from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
 
 EXACT: dict[str, Any] = {"precision": "64-true"}
@@ -141,3 +143,39 @@ def test_strategies_chosen_by_name_train_like_one_process(name: str, degree: int
     runs = together(fit_by_name, name, **EXACT)
     assert_same(runs, fit(LanguageModule, **EXACT))
     assert [run.extra["degree"] for run in runs] == [degree] * 4
+
+
+class BlowsUp(LanguageModule):
+    """The loss of the second batch is infinite, on one rank only. options["skip"]: leaves such a step out itself, as
+    on_nonfinite_grad_norm="skip" has to."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.inf if batch_idx == 1 and rank() == 0 else loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        if self.options.get("skip") and not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("flags", [{}, {"gradient_clip_val": 0.1}], ids=["unclipped", "clipped"])
+def test_a_step_with_a_gradient_that_is_not_finite_is_left_out_on_all_ranks(flags: dict[str, Any]) -> None:
+    expected = fit(BlowsUp, {"skip": True}, **EXACT, **flags)
+    assert all(bool(value.isfinite().all()) for value in expected.weights.values())
+    knobs = {"shard_degree": 2, "on_nonfinite_grad_norm": "skip"}
+    assert_same(together(fit, BlowsUp, knobs=knobs, **EXACT, **flags), expected)
+
+
+def fit_blowing_up(knobs: dict[str, Any]) -> str:
+    try:
+        fit(BlowsUp, knobs=knobs)
+    except NonfiniteGradNormError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks_if_asked() -> None:
+    knobs = {"shard_degree": 2, "on_nonfinite_grad_norm": "raise"}
+    for message in run_ranks(fit_blowing_up, 4, knobs, ranks_per_node=2):
+        assert "on_nonfinite_grad_norm='skip'" in message
