@@ -55,9 +55,20 @@ def grad_norm(
     local, once = _reduced(sharded, norm_type, device), _reduced(whole, norm_type, device)
     biggest = math.isinf(norm_type)
     if dist.get_world_size(shard_group) > 1:
-        dist.all_reduce(local, op=dist.ReduceOp.MAX if biggest else dist.ReduceOp.SUM, group=shard_group)
+        if biggest:
+            local = _largest_of_all(local, shard_group)
+        else:
+            dist.all_reduce(local, group=shard_group)
     total = torch.maximum(local, once) if biggest else (local + once) ** (1.0 / norm_type)
     return total if double else total.float()
+
+
+def _largest_of_all(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Maximum over ranks, nan if any is: libraries compare, and a nan loses or wins by its place in the comparison."""
+    is_nan = local.isnan()
+    both = torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both[0].masked_fill(both[1] > 0, math.nan)
 
 
 def _reduced(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
