@@ -1,0 +1,190 @@
+"""Who was lost, from the signs of life that every rank leaves beside the collectives.
+
+A lost rank is played by one whose signs stop (or, for rank 0, whose store closes) while its process lives on, so that
+it can report to the test. Real deaths are in the tests of the Lightning face.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from smp_core.liveness import RankWatch
+from tests.harness import run_ranks
+
+# A look takes four intervals, in which a rank that lives has to get its turn on a busy machine.
+INTERVAL = 0.4
+PEER_LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+
+Report = tuple[str | None, str]
+
+
+def watch() -> RankWatch:
+    started = RankWatch.start(interval=INTERVAL)
+    assert started is not None
+    return started
+
+
+def report(watching: RankWatch, error: BaseException = PEER_LOST) -> Report:
+    """What was found, and what was written to stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        found = watching.report(error)
+    return found, stderr.getvalue()
+
+
+def fall_silent(watching: RankWatch) -> None:
+    watching._stopped.set()
+    watching._thread.join()
+
+
+def after(prepare: Callable[[RankWatch, int], None], reporting: list[int]) -> Report:
+    """Every rank prepares, then the reporting ones report; the others wait until those are done."""
+    watching, rank = watch(), dist.get_rank()
+    prepare(watching, rank)
+    dist.monitored_barrier(timeout=timedelta(seconds=40))
+    result = report(watching) if rank in reporting else (None, "")
+    dist.monitored_barrier(timeout=timedelta(seconds=40))
+    fall_silent(watching)
+    return result
+
+
+def written(reports: list[Report]) -> str:
+    """What all ranks wrote together: one line by one of them."""
+    lines = [text for _, text in reports if text]
+    assert len(lines) == 1, lines
+    assert lines[0].count("\n") == 1
+    return lines[0]
+
+
+def silence_rank_2(watching: RankWatch, rank: int) -> None:
+    if rank == 2:
+        watching.step = 7
+        dist.barrier()
+        fall_silent(watching)
+        watching._beat()  # the last sign of life
+    else:
+        dist.barrier()
+
+
+def rank_2_is_silent() -> Report:
+    return after(silence_rank_2, [0, 1])
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_named_with_its_step() -> None:
+    reports = run_ranks(rank_2_is_silent, 4)
+    for found, _ in reports[:2]:
+        assert found == "rank 2 was lost: no sign of life any more; it was in optimizer step 7"
+    assert "rank 2 was lost" in written(reports)
+
+
+def fail_on_rank_1(watching: RankWatch, rank: int) -> None:
+    if rank == 1:
+        assert report(watching, ValueError("the sample is broken")) == (None, "")
+
+
+def rank_1_fails() -> Report:
+    return after(fail_on_rank_1, [0, 2])
+
+
+def test_a_rank_that_fails_with_an_error_of_its_own_is_named_with_it() -> None:
+    reports = run_ranks(rank_1_fails, 4)
+    for rank in (0, 2):
+        assert reports[rank][0] == "rank 1 failed: ValueError: the sample is broken"
+    assert "rank 1 failed: ValueError: the sample is broken" in written(reports)
+
+
+def fail_and_silence(watching: RankWatch, rank: int) -> None:
+    fail_on_rank_1(watching, rank)
+    silence_rank_2(watching, rank)
+
+
+def rank_1_fails_and_rank_2_is_silent() -> Report:
+    return after(fail_and_silence, [0])
+
+
+def test_several_lost_ranks_are_all_named() -> None:
+    found = run_ranks(rank_1_fails_and_rank_2_is_silent, 4)[0][0]
+    assert found is not None
+    assert found.startswith("rank 1 failed: ValueError")
+    assert "; rank 2 was lost" in found
+
+
+def end_rank_1(watching: RankWatch, rank: int) -> None:
+    if rank == 1:
+        watching.stop()
+    silence_rank_2(watching, rank)
+
+
+def rank_1_ends_and_rank_2_is_silent() -> Report:
+    return after(end_rank_1, [0])
+
+
+def test_a_rank_that_ended_in_good_order_is_not_lost() -> None:
+    found = run_ranks(rank_1_ends_and_rank_2_is_silent, 4)[0][0]
+    assert found is not None
+    assert "rank 2" in found
+    assert "rank 1" not in found
+
+
+def fall_behind(watching: RankWatch, rank: int) -> None:
+    watching.step = 5 if rank == 1 else 6
+    watching._beat()
+
+
+def rank_1_is_behind() -> Report:
+    return after(fall_behind, [0, 2])
+
+
+def test_when_all_live_the_ranks_that_are_behind_are_named() -> None:
+    reports = run_ranks(rank_1_is_behind, 4)
+    for rank in (0, 2):
+        assert reports[rank][0] == "all ranks are alive, but behind are: rank 1"
+    written(reports)
+
+
+def all_are_well() -> Report:
+    return after(lambda watching, rank: None, [0, 2])
+
+
+def test_nothing_is_said_when_nothing_is_wrong_elsewhere() -> None:
+    assert run_ranks(all_are_well, 4) == [(None, "")] * 4
+
+
+def close_store_of_rank_0(watching: RankWatch, rank: int) -> None:
+    if rank == 0:
+        fall_silent(watching)
+        del watching._store
+        gc.collect()
+
+
+def rank_0_is_gone() -> Report:
+    return after(close_store_of_rank_0, [1, 2])
+
+
+def test_the_loss_of_rank_0_takes_the_store_away_and_is_told() -> None:
+    reports = run_ranks(rank_0_is_gone, 4)
+    for found, text in reports[1:3]:
+        assert found is not None
+        assert found.startswith("rank 0 was lost")
+        assert "rank 0 was lost" in text
+
+
+def test_one_process_watches_nobody() -> None:
+    assert RankWatch.start(interval=INTERVAL) is None
+
+
+def stop_twice() -> None:
+    watching = watch()
+    watching.stop()
+    assert not watching._thread.is_alive()
+    watching.stop()
+    dist.barrier()
+
+
+def test_stopping_is_final_and_may_be_repeated() -> None:
+    run_ranks(stop_twice, 4)

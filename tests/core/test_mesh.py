@@ -1,0 +1,219 @@
+"""Axes, groups and ranks of SmpMesh, and the degrees it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp_core.config import SmpConfig
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import parallelize_model
+from smp_core.topology import Topology
+from tests.harness import run_ranks
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank's mesh says; groups as global ranks."""
+
+    shard: list[int]
+    replicate: list[int]
+    intra: list[int] | None
+    inter: list[int] | None
+    context: list[int] | None
+    ranks: dict[str, int]
+    sums: dict[str, float]
+    effective: dict[str, Any]
+    axes: tuple[str, ...] | None
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> list[int] | None:
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+def look(knobs: dict[str, Any]) -> Seen:
+    mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
+    sums = {}
+    for name in ("shard", "replicate", "intra", "inter", "context"):
+        group = getattr(mesh, f"{name}_group")
+        if group is not None:  # the group works, and is the one it says
+            total = torch.tensor(float(10**mesh.rank))
+            dist.all_reduce(total, group=group)
+            sums[name] = total.item()
+    assert mesh.world_group is dist.group.WORLD
+    assert mesh.shard_mesh.ndim == 1
+    assert mesh.shard_mesh.mesh.tolist() == ranks_of(mesh.shard_group)
+    named = ("shard_rank", "replicate_rank", "context_rank", "data_rank", "data_size")
+    degrees = ("shard_degree", "replicate_degree", "context_degree")
+    return Seen(
+        shard=ranks_of(mesh.shard_group) or [],
+        replicate=ranks_of(mesh.replicate_group) or [],
+        intra=ranks_of(mesh.intra_group),
+        inter=ranks_of(mesh.inter_group),
+        context=ranks_of(mesh.context_group),
+        ranks={name: getattr(mesh, name) for name in (*named, *degrees)},
+        sums=sums,
+        effective={**config.effective(), "in effect": mesh.hierarchical},
+        axes=mesh.device_mesh.mesh_dim_names,
+    )
+
+
+def look_several(cases: list[dict[str, Any]]) -> list[Seen]:
+    return [look(knobs) for knobs in cases]
+
+
+def meshes(cases: list[dict[str, Any]], world: int, ranks_per_node: int) -> list[list[Seen]]:
+    """By case, then by rank."""
+    by_rank = run_ranks(look_several, world, cases, ranks_per_node=ranks_per_node)
+    by_case = [list(seen) for seen in zip(*by_rank, strict=True)]
+    for case in by_case:
+        for rank, seen in enumerate(case):
+            for name, total in seen.sums.items():
+                group = getattr(seen, name)
+                assert rank in group
+                assert total == sum(10.0**member for member in group), name
+    return by_case
+
+
+def test_partition_groups_are_neighbours_and_replication_groups_hold_equal_shards() -> None:
+    one, two, four = meshes([{"shard_degree": degree} for degree in (1, 2, 4)], 4, 2)
+    assert [seen.shard for seen in one] == [[0], [1], [2], [3]]
+    assert [seen.replicate for seen in one] == [[0, 1, 2, 3]] * 4
+    assert [seen.shard for seen in two] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [seen.replicate for seen in two] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [seen.shard for seen in four] == [[0, 1, 2, 3]] * 4
+    assert [seen.replicate for seen in four] == [[0], [1], [2], [3]]
+    assert {seen.axes for seen in [*one, *two, *four]} == {("replicate", "shard")}
+    assert [seen.ranks["shard_rank"] for seen in two] == [0, 1, 0, 1]
+    assert [seen.ranks["replicate_rank"] for seen in two] == [0, 0, 1, 1]
+    assert {seen.ranks["replicate_degree"] for seen in two} == {2}
+
+
+def test_named_degrees_are_resolved_and_shown() -> None:
+    node, world = meshes([{"shard_degree": "node"}, {"shard_degree": "world"}], 4, 2)
+    assert {seen.effective["shard_degree"] for seen in node} == {2}
+    assert {seen.effective["shard_degree"] for seen in world} == {4}
+
+
+def test_two_stages_are_chosen_where_there_are_two() -> None:
+    cases = [
+        {"shard_degree": 4},
+        {"shard_degree": 4, "hierarchical": False},
+        {"shard_degree": 4, "hierarchical": True},
+        {"shard_degree": 2},
+    ]
+    auto, off, on, inside = meshes(cases, 4, 2)
+    for case in (auto, on):
+        assert [seen.intra for seen in case] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+        assert [seen.inter for seen in case] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    for case in (off, inside):
+        assert all(seen.intra is None and seen.inter is None for seen in case)
+    in_effect = [case[0].effective["in effect"] for case in (auto, off, on, inside)]
+    assert in_effect == [case[0].effective["hierarchical"] for case in (auto, off, on, inside)]
+    assert in_effect == [True, False, True, False]
+
+
+def test_one_rank_per_node_has_one_stage() -> None:
+    (case,) = meshes([{"shard_degree": "world"}], 2, 1)
+    assert [seen.effective["hierarchical"] for seen in case] == [False, False]
+
+
+@pytest.mark.slow
+def test_stages_of_groups_that_span_some_of_the_nodes() -> None:
+    """Four nodes of two ranks, partition groups of two nodes each."""
+    (case,) = meshes([{"shard_degree": 4}], 8, 2)
+    assert [seen.shard for seen in case] == [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4
+    assert [seen.replicate for seen in case] == [[rank % 4, rank % 4 + 4] for rank in range(8)]
+    assert [seen.intra for seen in case] == [[rank // 2 * 2, rank // 2 * 2 + 1] for rank in range(8)]
+    assert [seen.inter for seen in case] == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+
+
+def test_context_ranks_are_inside_the_partition_group() -> None:
+    """As in SMP: hybrid_shard_degree=4 with context_parallel_degree=4 on 4 ranks is legal."""
+    cases = [
+        {"shard_degree": degree, "context_parallel_degree": context} for degree, context in ((4, 4), (4, 2), (2, 2))
+    ]
+    all_four, half, pairs = meshes(cases, 4, 2)
+    assert [seen.context for seen in all_four] == [[0, 1, 2, 3]] * 4
+    assert [seen.ranks["context_rank"] for seen in all_four] == [0, 1, 2, 3]
+    assert {(seen.ranks["data_rank"], seen.ranks["data_size"]) for seen in all_four} == {(0, 1)}
+    for case in (half, pairs):
+        assert [seen.context for seen in case] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+        assert [seen.ranks["data_rank"] for seen in case] == [0, 0, 1, 1]
+        assert {seen.ranks["data_size"] for seen in case} == {2}
+
+
+def test_the_data_axis_does_not_depend_on_the_shard_degree() -> None:
+    for case in meshes([{"shard_degree": degree} for degree in (1, 2, 4)], 4, 2):
+        assert [seen.ranks["data_rank"] for seen in case] == [0, 1, 2, 3]
+        assert {seen.ranks["data_size"] for seen in case} == {4}
+        assert all(seen.context is None for seen in case)
+
+
+def refusals(cases: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for knobs in cases:
+        try:
+            SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("accepted")
+    try:
+        SmpMesh.build(SmpConfig(shard_degree=2), Topology.uniform(8, 2), "cpu")
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_impossible_degrees_are_refused_on_all_ranks_with_what_is_allowed() -> None:
+    cases = [
+        {"shard_degree": 3},
+        {"shard_degree": 8},
+        {"shard_degree": "auto"},
+        {"shard_degree": 2, "hierarchical": True},
+        {"shard_degree": 4, "context_parallel_degree": 3},
+    ]
+    found = run_ranks(refusals, 4, cases, ranks_per_node=2)
+    assert found == [found[0]] * 4
+    three, eight, auto, inside, context, foreign = found[0]
+    assert "shard_degree=3 does not divide the world of 4 ranks; allowed: 1, 2, 4" in three
+    assert "shard_degree=8" in eight and "allowed: 1, 2, 4" in eight
+    assert "'auto'" in auto and "allowed here: 1, 2, 4" in auto
+    assert "hierarchical=True" in inside and "shard_degree=2" in inside and "hierarchical='auto'" in inside
+    assert "context_parallel_degree=3 does not divide shard_degree=4" in context and "allowed: 1, 2, 4" in context
+    assert "8 ranks" in foreign and "process group has 4" in foreign
+
+
+def test_a_context_degree_above_the_shard_degree_is_refused_before_any_mesh() -> None:
+    with pytest.raises(ValueError, match=r"context_parallel_degree=4.*shard_degree=2"):
+        SmpConfig(shard_degree=2, context_parallel_degree=4)
+
+
+def degrees_over_three_ranks_a_node() -> str:
+    with pytest.raises(ValueError) as caught:
+        SmpMesh.build(SmpConfig(shard_degree=2), Topology.discover(), "cpu")
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_degree_that_straddles_nodes_is_refused() -> None:
+    for message in run_ranks(degrees_over_three_ranks_a_node, 6, ranks_per_node=3):
+        assert "straddle nodes of 3 ranks" in message and "allowed: 1, 3, 6" in message
+
+
+def parallelize_with_context() -> str:
+    mesh, config = SmpMesh.build(SmpConfig(shard_degree=2, context_parallel_degree=2), Topology.discover(), "cpu")
+    with pytest.raises(ValueError) as caught:
+        parallelize_model(nn.Linear(2, 2), mesh, config)
+    return str(caught.value)
+
+
+def test_a_mesh_with_context_ranks_is_not_trained_on_yet() -> None:
+    for message in run_ranks(parallelize_with_context, 2):
+        assert "context_parallel_degree=2" in message and "not built yet" in message
