@@ -8,8 +8,8 @@ Two comparisons, in interleaved pairs inside one process each, so that both side
     four ranks     the strategy, 2 nodes x 2 ranks, shard degree 4, against a bare loop over FSDP2 with the same
                    communication objects
 
-A figure is other / ours of the median step times of one pair (1.0: no cost; 0.97: 3 % slower); reported is the pair with
-the median figure. Steps take a few hundred milliseconds, as a step that is worth distributing does.
+A figure is other / ours of the median step times of one pair (1.0: no cost; 0.97: 3 % slower); reported is the pair
+with the median figure. Steps take a few hundred milliseconds, as a step that is worth distributing does.
 """
 
 from __future__ import annotations
