@@ -112,9 +112,12 @@ class ProcessState:
         # DTensor remembers its plans by mesh, and meshes of the same shape are equal across cases, while the process
         # groups inside the remembered ones are gone or mean other ranks now (errors and hangs, seen with torch 2.13).
         if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
             _clear_sharding_prop_cache()
+            # Its planners hold meshes, and these their groups with all of gloo's threads.
+            clear_redistribute_planner_cache()
         for cache in self._mesh_caches:
             cache.cache_clear()
 

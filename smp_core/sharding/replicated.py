@@ -7,6 +7,7 @@ collective per group of parameters, and divided once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -130,8 +131,13 @@ class ReplicatedGradients:
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
     def _note(self, name: str) -> Callable[[torch.Tensor], None]:
+        # Autograd holds the hook where Python's garbage collector does not look: a strong reference from there would
+        # keep the model, its mesh and the process groups for good.
+        owner = weakref.ref(self)
+
         def note(_: torch.Tensor) -> None:
-            self._on_backward()
-            self._this_pass.add(name)
+            if (this := owner()) is not None:
+                this._on_backward()
+                this._this_pass.add(name)
 
         return note
