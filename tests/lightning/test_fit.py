@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -179,3 +181,21 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks_if_asked() -> N
     knobs = {"shard_degree": 2, "on_nonfinite_grad_norm": "raise"}
     for message in run_ranks(fit_blowing_up, 4, knobs, ranks_per_node=2):
         assert "on_nonfinite_grad_norm='skip'" in message
+
+
+def fit_and_drop(degree: int) -> list[str]:
+    module = LanguageModule(batches=2)
+    trainer = make_trainer({"shard_degree": degree})
+    trainer.fit(module)
+    held = {"trainer": trainer, "module": module, "parallel": trainer.strategy.parallel}  # type: ignore[attr-defined]
+    references = {name: weakref.ref(value) for name, value in held.items()}
+    del module, trainer, held
+    gc.collect()
+    return [name for name, reference in references.items() if reference() is not None]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_finished_run_is_freed(degree: int) -> None:
+    """Notebooks and sweeps fit one model after another in one process."""
+    for left in run_ranks(fit_and_drop, 2, degree):
+        assert left == []
