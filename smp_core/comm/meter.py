@@ -27,7 +27,14 @@ from smp_core.topology import Topology
 LinkClass = Literal["intra", "inter"]
 LINK_CLASSES: tuple[LinkClass, ...] = ("intra", "inter")
 
-_RING_FACTOR = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
+_RING_FACTOR = {
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+    "all_reduce": 2.0,
+    # keys and values of context parallelism, and their gradients
+    "context_gather": 1.0,
+    "context_reduce": 1.0,
+}
 
 
 @dataclass
@@ -64,7 +71,8 @@ class CommMeter:
         """Count one collective that the library runs as a ring over ``ranks`` (global, in group order).
 
         Args:
-            kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+            kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"context_gather"`` or
+                ``"context_reduce"``.
             full_bytes: bytes of the whole tensor (the gathered one, the one to be reduced).
             new_call: ``False`` for the second stage of one collective, so that it counts as one call.
         """

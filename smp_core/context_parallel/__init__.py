@@ -1,0 +1,1 @@
+"""Context parallelism: sequences that several ranks hold together (docs/context-parallelism.md)."""

@@ -1,0 +1,201 @@
+"""Attention over sequences that several ranks hold: two operators of torch.library, forward and backward.
+
+Each rank computes the attention of its own queries over everyone's keys and values, which it gathers, uses and drops;
+backward gathers them again, and adds up the ranks' gradients of them on the way back (the all-gather form of context
+parallelism: Llama 3, arXiv 2407.21783, section 3.3.2). Saved for backward are this rank's queries, keys, values, output
+and LSE, and nothing of the whole sequence's length.
+
+They are operators, and not an autograd.Function, because activation checkpointing can then keep their results
+(``torch.ops.smp.context_attention.default`` in a selective policy: nothing is gathered for the recomputation), and
+``torch.compile`` takes them as they are.
+
+Shape letters: B rows, L tokens of this rank, S tokens of all, H query heads, K key and value heads, D head size, E head
+size of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from smp_core.context_parallel import kernels
+from smp_core.context_parallel.plan import KernelCall, SequencePlan, decode
+from smp_core.context_parallel.traffic import ContextGroup, Pair, gathered, group_numbered, head_ranges, send_home
+
+
+def attention(
+    q_BLHD: torch.Tensor,
+    k_BLKD: torch.Tensor,
+    v_BLKE: torch.Tensor,
+    plan: torch.Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's queries over the whole sequence. Collective over the context group.
+
+    Args:
+        q_BLHD, k_BLKD, v_BLKE: this rank's tokens, in the plan's order. H is a multiple of K: query head h uses key
+        head
+            h // (H / K). float64, float32, bfloat16 or float16, all three the same.
+        plan: :meth:`SequencePlan.encode` of the batch.
+        causal: whether a token sees only its document's earlier tokens, and itself.
+        window: how many tokens it sees at most, itself included; needs ``causal``. None: all.
+        scale: factor of the scores; default 1 / sqrt(D).
+
+    Returns:
+        [B, L, H, E], of the inputs' dtype.
+
+    Raises:
+        ValueError: shapes that do not fit one another or the plan, different dtypes, a window without causality.
+    """
+    _check(q_BLHD, k_BLKD, v_BLKE, plan, causal, window)
+    scale = q_BLHD.shape[-1] ** -0.5 if scale is None else float(scale)
+    return context_attention(q_BLHD, k_BLKD, v_BLKE, plan, scale, causal, window)[0]
+
+
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: torch.Tensor, causal: bool, window: int | None
+) -> None:
+    if any(tensor.dim() != 4 for tensor in (q, k, v)):
+        raise ValueError(f"queries, keys and values have 4 dims [B, L, H, D], not {q.dim()}, {k.dim()} and {v.dim()}")
+    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit: rows, tokens and "
+            "the head size are the same (cross-attention and caches of earlier tokens have no context parallel form)"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key and value heads")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}; give all three one dtype")
+    if window is not None and (not causal or window < 1):
+        raise ValueError(f"window={window} with causal={causal}; allowed: a window of 1 token or more, causal only")
+
+
+@torch.library.custom_op("smp::context_attention", mutates_args=())
+def context_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: torch.Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [B, L, H, E] and LSE [B, H, L]; arguments as :func:`attention` has them, checked there."""
+    layout, group = _plan_for(q, plan)
+    rows, length, heads, _ = q.shape
+    out = q.new_empty(rows, length, heads, v.shape[3])
+    lse = q.new_empty(rows, heads, length, dtype=kernels.lse_dtype(q.dtype))
+    ranges = head_ranges(k.shape[2], group.head_groups)
+    share = heads // k.shape[2]
+    for (first, last), pair in zip(ranges, gathered(k, v, layout, group, ranges), strict=True):
+        mine = slice(first * share, last * share)
+        for call in layout.calls(group.rank, causal, window):
+            row, at, keys = _slices(call)
+            part, part_lse = kernels.forward(
+                q[row, at, mine],
+                pair[0][row, keys],
+                pair[1][row, keys],
+                call.segments,
+                scale=scale,
+                causal=causal,
+                window=window,
+            )
+            out[row, at, mine] = part
+            lse[row, mine, at] = part_lse
+        del pair
+    return out, lse
+
+
+@torch.library.custom_op("smp::context_attention_backward", mutates_args=())
+def context_attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    plan: torch.Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of this rank's queries, keys and values."""
+    layout, group = _plan_for(q, plan)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    ranges = head_ranges(k.shape[2], group.head_groups)
+    share = q.shape[2] // k.shape[2]
+    on_their_way: list[Callable[[], Pair]] = []
+    for (first, last), pair in zip(ranges, gathered(k, v, layout, group, ranges), strict=True):
+        mine = slice(first * share, last * share)
+        # Half precision would lose what each rank adds.
+        sums = [torch.zeros_like(whole, dtype=kernels.lse_dtype(q.dtype)) for whole in pair]
+        for call in layout.calls(group.rank, causal, window):
+            row, at, keys = _slices(call)
+            dq[row, at, mine], dk_part, dv_part = kernels.backward(
+                grad[row, at, mine],
+                q[row, at, mine],
+                pair[0][row, keys],
+                pair[1][row, keys],
+                out[row, at, mine],
+                lse[row, mine, at],
+                call.segments,
+                scale=scale,
+                causal=causal,
+                window=window,
+            )
+            sums[0][row, keys] += dk_part
+            sums[1][row, keys] += dv_part
+        del pair
+        on_their_way.append(send_home(sums[0], sums[1], layout, group))
+    for (first, last), arrive in zip(ranges, on_their_way, strict=True):
+        dk[:, :, first:last], dv[:, :, first:last] = arrive()
+    return dq, dk, dv
+
+
+def _plan_for(q: torch.Tensor, plan: torch.Tensor) -> tuple[SequencePlan, ContextGroup]:
+    layout = decode(plan)
+    if q.shape[1] != layout.local_length or len(layout.documents) not in (1, q.shape[0]):
+        raise ValueError(
+            f"queries of {q.shape[0]} rows of {q.shape[1]} tokens do not fit the batch's plan: "
+            f"{layout.local_length} tokens of each sequence on every rank, documents of {len(layout.documents)} rows. "
+            "Split the batch with the plan that is active"
+        )
+    return layout, group_numbered(layout.group)
+
+
+def _slices(call: KernelCall) -> tuple[slice, slice, slice]:
+    row = slice(None) if call.row is None else slice(call.row, call.row + 1)
+    return row, slice(*call.queries), slice(*call.keys)
+
+
+@context_attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, length, heads, _size = q.shape
+    out = q.new_empty(rows, length, heads, v.shape[3])
+    return out, q.new_empty(rows, heads, length, dtype=kernels.lse_dtype(q.dtype))
+
+
+@context_attention_backward.register_fake
+def _(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, plan, ctx.scale, ctx.causal, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, *output, plan)
+
+
+def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, out, lse, plan = ctx.saved_tensors
+    grads = context_attention_backward(grad, q, k, v, out, lse, plan, ctx.scale, ctx.causal, ctx.window)
+    return (*grads, None, None, None, None)
+
+
+context_attention.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,190 @@
+"""Who holds which tokens of a sequence, and which keys each of them sees: rectangles instead of masks.
+
+R ranks share sequences padded to S tokens, a multiple of 2R. Under "zigzag" the sequence is cut into 2R chunks and rank
+r holds chunks r and 2R-1-r, so that every rank has the same work under a causal mask (Llama 3, arXiv 2407.21783,
+section 3.3.2); under "contiguous" it holds one piece of S/R tokens.
+
+A row of the batch is a line of *documents* that do not see one another: packed texts, and the runs of padding, which
+nobody else sees. Inside a document attention is causal or bidirectional, perhaps with a window. So the part of a chunk
+that lies in one document sees one range of keys, aligned at its end: a rectangle. Nothing else is ever needed, and no
+mask of S x S elements exists.
+
+A plan travels to the kernels as one small integer tensor, which holds all of it: it can be saved for backward, is an
+ordinary input to ``torch.compile``, and is decoded once per batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+Order = Literal["zigzag", "contiguous"]
+_ORDERS: tuple[Order, ...] = ("zigzag", "contiguous")
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """Queries of one chunk and the keys they see.
+
+    Attributes:
+        row: index in the batch; None: all rows, which are alike.
+        queries: [start, end) in this rank's own tokens.
+        keys: [start, end) in the whole sequence.
+        segments: (queries, keys) of each document in turn; they fill both ranges.
+    """
+
+    row: int | None
+    queries: Range
+    keys: Range
+    segments: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """How one batch is laid out over the ranks of a context group.
+
+    Attributes:
+        degree: ranks R that share the sequences.
+        length: tokens S per row, padding included; a multiple of 2R.
+        documents: for each row the starts of its documents, 0 first; a single entry when all rows are alike.
+        order: how chunks are dealt out.
+        group: which group of ranks (:mod:`smp_core.context_parallel.traffic` knows it by this number).
+    """
+
+    degree: int
+    length: int
+    documents: tuple[tuple[int, ...], ...] = ((0,),)
+    order: Order = "zigzag"
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        if self.order not in _ORDERS:
+            raise ValueError(f"order={self.order!r}; allowed: 'zigzag', 'contiguous'")
+        if self.length <= 0 or self.length % (2 * self.degree):
+            raise ValueError(
+                f"a sequence of {self.length} tokens is not a multiple of 2 x {self.degree} ranks; pad it to "
+                f"{padded_length(max(self.length, 1), self.degree)}"
+            )
+        for starts in self.documents:
+            if (
+                not starts
+                or starts[0] != 0
+                or any(a >= b for a, b in zip(starts, [*starts[1:], self.length], strict=True))
+            ):
+                raise ValueError(f"document starts {starts} do not rise from 0 to below {self.length}")
+
+    @property
+    def local_length(self) -> int:
+        return self.length // self.degree
+
+    def chunks(self, rank: int) -> tuple[Range, ...]:
+        """The ranges of the sequence that ``rank`` holds, in the order in which it holds them."""
+        if self.order == "contiguous":
+            return ((rank * self.local_length, (rank + 1) * self.local_length),)
+        size = self.length // (2 * self.degree)
+        return tuple((i * size, (i + 1) * size) for i in (rank, 2 * self.degree - 1 - rank))
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """Indices into the sequence of the tokens that ``rank`` holds: [S/R], int64, on CPU."""
+        return torch.cat([torch.arange(*chunk) for chunk in self.chunks(rank)])
+
+    def in_sequence_order(self, pieces: torch.Tensor) -> torch.Tensor:
+        """The ranks' pieces laid end to end along dim 0, [S, *], as the sequence has them."""
+        if self.order == "contiguous" or self.degree == 1:
+            return pieces
+        heads, tails = pieces.unflatten(0, (self.degree, 2, -1)).unbind(1)
+        return torch.cat([heads, tails.flip(0)]).flatten(0, 1)
+
+    def by_rank(self, sequence: torch.Tensor) -> torch.Tensor:
+        """The reverse: [S, *] in the sequence's order to the ranks' pieces laid end to end."""
+        if self.order == "contiguous" or self.degree == 1:
+            return sequence
+        heads, tails = sequence.unflatten(0, (2, self.degree, -1)).unbind(0)
+        return torch.stack([heads, tails.flip(0)], 1).flatten(0, 2)
+
+    def calls(self, rank: int, causal: bool, window: int | None) -> tuple[KernelCall, ...]:
+        """What ``rank`` has to compute for one attention of every row.
+
+        Args:
+            causal: whether a token sees only those before it, and itself.
+            window: how many tokens a token sees at most, itself included; None: all. Causal only.
+        """
+        return _calls(self, rank, causal, window)
+
+    def encode(self) -> torch.Tensor:
+        """All of the plan in one int64 tensor on CPU; :func:`decode` reads it."""
+        header = [self.group, self.degree, self.length, _ORDERS.index(self.order), len(self.documents)]
+        counts = [len(starts) for starts in self.documents]
+        return torch.tensor(header + counts + [start for starts in self.documents for start in starts])
+
+
+def decode(encoded: torch.Tensor) -> SequencePlan:
+    """The plan in a tensor made by :meth:`SequencePlan.encode`."""
+    return _decode(encoded.numpy().tobytes())
+
+
+def padded_length(length: int, degree: int) -> int:
+    """The next multiple of 2 x degree."""
+    return -(-length // (2 * degree)) * 2 * degree
+
+
+def document_starts(ids: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    """Where runs of one number begin, for each row of [B, S]; one entry when all rows are alike."""
+    changes = ids[:, 1:] != ids[:, :-1]
+    rows = tuple((0, *(changes[row].nonzero().flatten() + 1).tolist()) for row in range(len(ids)))
+    return rows[:1] if len(set(rows)) == 1 else rows
+
+
+@lru_cache(maxsize=64)
+def _decode(content: bytes) -> SequencePlan:
+    numbers = memoryview(content).cast("q").tolist()
+    group, degree, length, order, rows = numbers[:5]
+    counts, starts = numbers[5 : 5 + rows], numbers[5 + rows :]
+    documents, at = [], 0
+    for count in counts:
+        documents.append(tuple(starts[at : at + count]))
+        at += count
+    return SequencePlan(degree, length, tuple(documents), _ORDERS[order], group)
+
+
+@lru_cache(maxsize=256)
+def _calls(plan: SequencePlan, rank: int, causal: bool, window: int | None) -> tuple[KernelCall, ...]:
+    calls = []
+    for row, starts in enumerate(plan.documents):
+        at = 0
+        for chunk in plan.chunks(rank):
+            rectangles = _rectangles(chunk, starts, plan.length, causal, window)
+            size = chunk[1] - chunk[0]
+            # Documents lie side by side and only the first can reach back before the chunk, only the last beyond it:
+            # together their keys are one range.
+            calls.append(
+                KernelCall(
+                    row=row if len(plan.documents) > 1 else None,
+                    queries=(at, at + size),
+                    keys=(rectangles[0][1][0], rectangles[-1][1][1]),
+                    segments=tuple((q[1] - q[0], k[1] - k[0]) for q, k in rectangles),
+                )
+            )
+            at += size
+    return tuple(calls)
+
+
+def _rectangles(
+    chunk: Range, starts: Sequence[int], length: int, causal: bool, window: int | None
+) -> list[tuple[Range, Range]]:
+    """(queries, keys) in the whole sequence of every document that meets the chunk."""
+    found = []
+    for start, end in zip(starts, [*starts[1:], length], strict=True):
+        queries = (max(chunk[0], start), min(chunk[1], end))
+        if queries[0] >= queries[1]:
+            continue
+        keys = (start, queries[1]) if causal else (start, end)
+        if window is not None:
+            keys = (max(keys[0], queries[0] - window + 1), keys[1])
+        found.append((queries, keys))
+    return found

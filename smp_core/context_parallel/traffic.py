@@ -1,0 +1,171 @@
+"""Keys and values on their way: gathered over the context ranks for an attention, their gradients brought home after.
+
+Heads travel in groups: while the attention of one group runs, the next group's keys and values are on their way, and
+the gradients of the one before. (The overlap of ring-flash-attention's "llama3" variant, which bounds memory as well:
+only two groups are held at a time.) What was gathered is freed when the attention over it is done, and gathered again
+in backward.
+
+Groups of ranks are known by a number, because an operator that torch compiles takes numbers and tensors only.
+
+Shape letters: R ranks, B rows, L tokens of a rank, S = RL tokens of all, K key and value heads of a head group, D and E
+head sizes of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from smp_core.comm.exchange import exchange, prefers_messages, sum_in_order
+from smp_core.comm.meter import CommMeter
+from smp_core.compat import all_gather_single, reduce_scatter_single
+from smp_core.context_parallel.plan import SequencePlan
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """Ranks that share sequences, as this process sees them.
+
+    Attributes:
+        process_group: None when the degree is 1.
+        number: what plans call it.
+        ranks: global ranks in the group's order.
+        rank: this process's place among them.
+        head_groups: in how many groups the key and value heads travel, at most.
+        meter: counts what leaves this rank, as "context_gather" and "context_reduce".
+    """
+
+    process_group: dist.ProcessGroup | None
+    number: int
+    ranks: tuple[int, ...]
+    rank: int
+    head_groups: int = 1
+    meter: CommMeter | None = None
+
+    @property
+    def degree(self) -> int:
+        return len(self.ranks)
+
+    def counting(self, kind: str, whole: torch.Tensor) -> AbstractContextManager[None]:
+        """Meter a collective over the group; ``whole`` is the tensor of all ranks' parts."""
+        if self.meter is None:
+            return nullcontext()
+        return self.meter.ring(kind, self.ranks, whole.numel() * whole.element_size())
+
+
+_groups: dict[int, ContextGroup] = {0: ContextGroup(None, 0, (0,), 0)}
+
+
+def register_group(
+    process_group: dist.ProcessGroup | None, *, head_groups: int = 1, meter: CommMeter | None = None
+) -> ContextGroup:
+    """Make a group known to the kernels of this process; None: this process alone."""
+    if head_groups < 1:
+        raise ValueError(f"head_groups={head_groups}; allowed: 1 or more")
+    ranks = (0,) if process_group is None else tuple(dist.get_process_group_ranks(process_group))
+    rank = 0 if process_group is None else dist.get_rank(process_group)
+    group = ContextGroup(process_group, len(_groups), ranks, rank, head_groups, meter)
+    _groups[group.number] = group
+    return group
+
+
+def group_numbered(number: int) -> ContextGroup:
+    return _groups[number]
+
+
+def head_ranges(heads: int, at_most: int) -> list[tuple[int, int]]:
+    """Equal runs of key and value heads, ``at_most`` many (the largest divisor of ``heads`` that is not above it)."""
+    groups = next(n for n in range(min(at_most, heads), 0, -1) if heads % n == 0)
+    return [(i * heads // groups, (i + 1) * heads // groups) for i in range(groups)]
+
+
+def gathered(
+    k_BLKD: torch.Tensor,
+    v_BLKE: torch.Tensor,
+    plan: SequencePlan,
+    group: ContextGroup,
+    heads: Sequence[tuple[int, int]],
+) -> Iterator[Pair]:
+    """For each range of heads the whole sequence's keys [B, S, K, D] and values [B, S, K, E], in the sequence's order.
+
+    The next range is on its way while the caller works on this one; a pair is freed when the caller lets go of it.
+    """
+
+    def start(which: tuple[int, int]) -> Callable[[], Pair]:
+        return _start_gather(k_BLKD[:, :, slice(*which)], v_BLKE[:, :, slice(*which)], plan, group)
+
+    pending = start(heads[0])
+    for following in [*heads[1:], None]:
+        pair = pending()
+        if following is not None:
+            pending = start(following)
+        yield pair
+        del pair
+
+
+def _start_gather(
+    k_BLKD: torch.Tensor, v_BLKE: torch.Tensor, plan: SequencePlan, group: ContextGroup
+) -> Callable[[], Pair]:
+    if group.process_group is None:
+        return lambda: (k_BLKD, v_BLKE)
+    # Tokens first, so that the ranks' pieces laid end to end are one tensor over the sequence.
+    local = torch.cat([k_BLKD.transpose(0, 1).flatten(), v_BLKE.transpose(0, 1).flatten()])
+    everyone = local.new_empty(group.degree * len(local))
+    with group.counting("context_gather", everyone):
+        work = all_gather_single(everyone, local, group=group.process_group, async_op=True)
+
+    def finish() -> Pair:
+        if work is not None:
+            work.wait()
+        parts = everyone.view(group.degree, -1).split([k_BLKD.numel(), v_BLKE.numel()], 1)
+        shapes = ((plan.length, len(like), *like.shape[2:]) for like in (k_BLKD, v_BLKE))
+        k, v = (plan.in_sequence_order(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True))
+        return k.transpose(0, 1), v.transpose(0, 1)
+
+    return finish
+
+
+def send_home(
+    dk_BSKD: torch.Tensor, dv_BSKE: torch.Tensor, plan: SequencePlan, group: ContextGroup
+) -> Callable[[], Pair]:
+    """Start adding up the ranks' gradients of the whole sequence; the result gives the sums for this rank's tokens."""
+    if group.process_group is None:
+        return lambda: (dk_BSKD, dv_BSKE)
+    parts = [plan.by_rank(gradient.transpose(0, 1)).reshape(group.degree, -1) for gradient in (dk_BSKD, dv_BSKE)]
+    sent_RN = torch.cat(parts, 1)
+    received = sent_RN.new_empty(sent_RN.shape[1])
+    work = _reduce_scatter(received, sent_RN, group)
+
+    def finish() -> Pair:
+        if work is not None:
+            work.wait()
+        shapes = ((plan.local_length, len(like), *like.shape[2:]) for like in (dk_BSKD, dv_BSKE))
+        sums = received.split([part.shape[1] for part in parts])
+        dk, dv = (part.view(shape).transpose(0, 1) for part, shape in zip(sums, shapes, strict=True))
+        return dk, dv
+
+    return finish
+
+
+def _reduce_scatter(received: torch.Tensor, sent_RN: torch.Tensor, group: ContextGroup) -> dist.Work | None:
+    assert group.process_group is not None
+    if not prefers_messages(group.process_group, sent_RN.device):
+        with group.counting("context_reduce", sent_RN):
+            return reduce_scatter_single(received, sent_RN.view(-1), group=group.process_group, async_op=True)
+    parts_RN = torch.empty_like(sent_RN)
+    parts_RN[group.rank] = sent_RN[group.rank]
+    others = [place for place in range(group.degree) if place != group.rank]
+    with group.counting("context_reduce", sent_RN):
+        exchange(
+            [(sent_RN[place], group.ranks[place]) for place in others],
+            [(parts_RN[place], group.ranks[place]) for place in others],
+            group.process_group,
+        )
+        sum_in_order(list(parts_RN), received)
+    return None

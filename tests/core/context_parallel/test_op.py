@@ -1,0 +1,39 @@
+"""Attention over 2, 4 and 8 ranks is attention in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.core.context_parallel.attention_cases import Case, largest_errors, matrix, sample, squared_errors
+from tests.harness import run_ranks
+
+
+def check_float64(cases: list[Case], ranks: int, timeout: float = 60.0) -> None:
+    """1e-12: some hundred rounding errors of sums over up to 64 keys in another order."""
+    for seen in run_ranks(largest_errors, ranks, cases, timeout=timeout):
+        wrong = [result for result in seen if not result["worst"] <= 1e-12]
+        assert not wrong, f"{len(wrong)} of {len(seen)}, first {wrong[0]}"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_output_and_gradients_equal_one_process(ranks: int) -> None:
+    check_float64(sample(ranks), ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_output_and_gradients_equal_one_process_everywhere(ranks: int) -> None:
+    check_float64(matrix() if ranks < 8 else matrix()[::3], ranks, timeout=600)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lower_precision_adds_no_error_of_its_own(dtype: torch.dtype) -> None:
+    """RMS error against float64, over all ranks' tokens, at most twice that of torch's own attention in one process."""
+    cases = [Case(mask, length=128) for mask in ("causal", "window", "packed", "packed window", "bidirectional")]
+    results = run_ranks(squared_errors, 4, cases, dtype)
+    for number, case in enumerate(cases):
+        for part, name in enumerate(("out", "dq", "dk", "dv")):
+            ours, theirs = (sum(seen[number][part][whose] for seen in results) ** 0.5 for whose in (0, 1))
+            assert theirs > 0
+            assert ours <= 2 * theirs, f"{case} {name}: {ours / theirs:.2f} times the error"
