@@ -48,9 +48,9 @@ class SmpConfig:
             not built yet.
         pipeline_parallel_degree: Stages the layers are dealt out to. Integer >= 1; default 1 (off). Others than 1 are
             not built yet.
-        hierarchical: Whether a partition group that spans nodes gathers parameters and reduces gradients in two
-            stages, between nodes and inside them, which sends fewer bytes over the slow link. True, False or "auto"
-            (default; on when the group spans more than one node and has more than one rank on each).
+        hierarchical: Whether a partition or replication group that spans nodes gathers and reduces in two stages,
+            between nodes and inside them, which sends fewer bytes over the slow link. True, False or "auto" (default;
+            on when the group spans more than one node and has more than one rank on each).
         reshard_after_forward: Whether a unit frees its gathered parameters after forward and gathers them again in
             backward. True (default; least memory), False (kept until backward: one gather less), an integer >= 2 that
             divides shard_degree or "node" (a copy sharded over that many ranks, or inside the node, is kept; not built
@@ -72,6 +72,8 @@ class SmpConfig:
         reduce_dtype: Dtype in which gradients are reduced. "float32", "bfloat16", None (the gradients' own dtype) or
             "auto" (default; float32 for half precision parameters, otherwise their own). "float16" is refused when
             training starts: gradients are added up before they are divided and would overflow.
+        replica_reduce_dtype: Dtype in which gradients travel between nodes when replicas are added up; sums are taken
+            in float32. "bf16" (half of float32's bytes) or None (default; reduce_dtype).
         on_nonfinite_grad_norm: What a gradient norm that is inf or nan does. "ignore" (default; the step is taken, as
             plain torch does), "skip" (the gradients are dropped, so that the optimizer step changes nothing) or
             "raise".
@@ -117,6 +119,7 @@ class SmpConfig:
     init_seed: int = 0
     param_dtype: DtypeName | None = "auto"
     reduce_dtype: DtypeName | None = "auto"
+    replica_reduce_dtype: Literal["bf16"] | None = None
     on_nonfinite_grad_norm: Literal["ignore", "skip", "raise"] = "ignore"
     memory_headroom: float = 0.35
     device_memory_gib: float | None = None

@@ -47,6 +47,7 @@ READERS: dict[str, read.Reader] = {
     "init_seed": read.integer(minimum=0),
     "param_dtype": _DTYPE,
     "reduce_dtype": _DTYPE,
+    "replica_reduce_dtype": read.either(read.nothing(), read.word("bf16", "bfloat16"), allowed="none, 'bf16'"),
     "on_nonfinite_grad_norm": read.word("ignore", "skip", "raise"),
     "memory_headroom": read.number(0.0, 1.0, include_lowest=True),
     "device_memory_gib": read.either(read.nothing(), read.number(0.0), allowed="a number above 0, none"),

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from smp_core.config import SmpConfig
 from smp_core.topology import Topology
 
+Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
+
 
 @dataclass(frozen=True)
 class SmpMesh:
@@ -33,6 +35,9 @@ class SmpMesh:
         intra_group: ranks of the partition group on this node; None unless hierarchical.
         inter_group: ranks of the partition group with this local rank; None unless hierarchical.
         context_group: ranks that share this rank's sequences; None when the context degree is 1.
+        replica_stages: for a replication group with several ranks on a node and several nodes: its ranks on this node,
+            and its ranks with this place on their nodes. None: its sums have one stage.
+        world_stages: the same for the world.
     """
 
     topology: Topology
@@ -46,6 +51,8 @@ class SmpMesh:
     intra_group: dist.ProcessGroup | None
     inter_group: dist.ProcessGroup | None
     context_group: dist.ProcessGroup | None
+    replica_stages: Stages | None
+    world_stages: Stages | None
 
     @classmethod
     def build(cls, config: SmpConfig, topology: Topology, device: torch.device | str) -> tuple[SmpMesh, SmpConfig]:
@@ -80,20 +87,28 @@ class SmpMesh:
                 f"context_parallel_degree={context} does not divide shard_degree={degree}: context ranks are part of "
                 f"the partition group; allowed: {', '.join(str(c) for c in range(1, degree + 1) if degree % c == 0)}"
             )
+        in_stages = config.hierarchical is not False
         hierarchical, why = _resolve_hierarchical(config.hierarchical, degree, topology)
         if hierarchical is not config.hierarchical:
             config = config.with_resolved("hierarchical", hierarchical, why)
 
         device_mesh = init_device_mesh(device.type, (world // degree, degree), mesh_dim_names=("replicate", "shard"))
-        intra = inter = None
-        if hierarchical:
-            k = topology.ranks_per_node
+        groups = _Groups(rank)
+        for axis in ("replicate", "shard"):
+            groups.know(device_mesh.get_group(axis))
+        k = topology.ranks_per_node
+        nodes = [list(range(first, first + k)) for first in range(0, world, k)]
+        intra = inter = replica_stages = world_stages = None
+        if two_stages(degree, topology) and hierarchical:
             starts = range(0, world, degree)
-            intra = _own_group([list(range(s + n, s + n + k)) for s in starts for n in range(0, degree, k)], rank)
-            inter = _own_group([list(range(s + i, s + degree, k)) for s in starts for i in range(k)], rank)
-        sharing = (
-            _own_group([list(range(s, s + context)) for s in range(0, world, context)], rank) if context > 1 else None
-        )
+            intra = groups.own(nodes)
+            inter = groups.own([list(range(s + i, s + degree, k)) for s in starts for i in range(k)])
+        if in_stages and k > 1 and topology.num_nodes > 1:
+            world_stages = (groups.own(nodes), groups.own([list(range(i, world, k)) for i in range(k)]))
+            if degree < k:
+                inside = [list(range(n[0] + i, n[0] + k, degree)) for n in nodes for i in range(degree)]
+                replica_stages = (groups.own(inside), world_stages[1])
+        sharing = groups.own([list(range(s, s + context)) for s in range(0, world, context)]) if context > 1 else None
         mesh = cls(
             topology=topology,
             rank=rank,
@@ -102,10 +117,12 @@ class SmpMesh:
             shard_degree=degree,
             replicate_degree=world // degree,
             context_degree=context,
-            hierarchical=hierarchical,
+            hierarchical=intra is not None,
             intra_group=intra,
             inter_group=inter,
             context_group=sharing,
+            replica_stages=replica_stages,
+            world_stages=world_stages,
         )
         return mesh, config
 
@@ -120,6 +137,11 @@ class SmpMesh:
     @property
     def replicate_group(self) -> dist.ProcessGroup:
         return self.device_mesh.get_group("replicate")
+
+    @property
+    def replicate_ranks(self) -> range:
+        """Global ranks of the replication group."""
+        return range(self.shard_rank, self.topology.world_size, self.shard_degree)
 
     @property
     def world_group(self) -> dist.ProcessGroup:
@@ -147,30 +169,47 @@ class SmpMesh:
         return self.rank // self.context_degree
 
 
+def two_stages(degree: int, topology: Topology) -> bool:
+    """Whether partition groups of ``degree`` ranks span nodes with several of their ranks on each."""
+    return degree > topology.ranks_per_node > 1
+
+
 def _resolve_hierarchical(asked: bool | str, degree: int, topology: Topology) -> tuple[bool, str]:
-    two_stages = degree > topology.ranks_per_node > 1
+    k, nodes = topology.ranks_per_node, topology.num_nodes
+    replicas_meet = degree < k and nodes > 1
     if asked == "auto":
-        if two_stages:
-            nodes = degree // topology.ranks_per_node
-            return True, f"the partition group spans {nodes} nodes with {topology.ranks_per_node} ranks each"
-        if degree > topology.ranks_per_node:
+        if two_stages(degree, topology):
+            return True, f"the partition group spans {degree // k} nodes with {k} ranks each"
+        if degree > k:
             return False, "one rank per node: there is only one stage"
+        if replicas_meet:
+            return True, f"the replication group spans {nodes} nodes with {k // degree} ranks each"
         return False, "the partition group lies inside one node"
-    if asked and not two_stages:
+    if asked and not two_stages(degree, topology) and not replicas_meet:
         raise ValueError(
-            f"hierarchical=True needs a partition group that spans nodes with more than one rank on each, but "
-            f"shard_degree={degree} on nodes of {topology.ranks_per_node} ranks does not; write hierarchical='auto' or "
+            "hierarchical=True needs a partition or replication group that spans nodes with more than one rank on "
+            f"each, but with shard_degree={degree} on nodes of {k} ranks there is none; write hierarchical='auto' or "
             "False, or a larger shard_degree"
         )
     return bool(asked), "as asked"
 
 
-def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
-    """Make all the groups, on every rank in the same order as torch.distributed wants it, and return the own one."""
-    own = None
-    for ranks in groups:
-        group = dist.new_group(ranks)
-        if rank in ranks:
-            own = group
-    assert own is not None
-    return own
+class _Groups:
+    """Process groups by their ranks, each made once."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def know(self, group: dist.ProcessGroup) -> None:
+        self._known[tuple(dist.get_process_group_ranks(group))] = group
+
+    def own(self, groups: list[list[int]]) -> dist.ProcessGroup:
+        """The one this rank is in. All are made, on every rank in the same order as torch.distributed wants it."""
+        mine = next(tuple(ranks) for ranks in groups if self._rank in ranks)
+        if mine not in self._known:
+            for ranks in groups:
+                group = dist.new_group(ranks)
+                if self._rank in ranks:
+                    self._known[mine] = group
+        return self._known[mine]

@@ -22,9 +22,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from smp_core.comm.flat import CommObject, FlatAllGather, FlatAllReduce, FlatReduceScatter
+from smp_core.comm.background import Background
+from smp_core.comm.codec import Codec, codec
+from smp_core.comm.flat import CommObject, FlatAllGather, FlatReduceScatter
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
 from smp_core.comm.meter import CommMeter
+from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.config import SmpConfig
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.accumulation import AccumulationWindow
@@ -204,7 +207,8 @@ def parallelize_model(
     by_name = dict(model.named_parameters())
     groups = [plan.replicated, *(unit.parameters for unit in plan.units if whole)]
     named_groups = [{name: by_name[name] for name in group} for group in groups]
-    window = AccumulationWindow(units, named_groups, mesh, FlatAllReduce(meter), _dtype(config.reduce_dtype))
+    config, hop, world_hop = _replica_hops(mesh, meter, config)
+    window = AccumulationWindow(units, named_groups, mesh, hop, world_hop, _dtype(config.reduce_dtype))
     return ParallelModel(model, mesh, config, plan, tuple(units), window, meter)
 
 
@@ -214,6 +218,29 @@ def _comm_objects(mesh: SmpMesh, meter: CommMeter) -> tuple[CommObject, CommObje
     assert mesh.intra_group is not None and mesh.inter_group is not None
     groups = (mesh.intra_group, mesh.inter_group)
     return HierarchicalAllGather(meter, *groups), HierarchicalReduceScatter(meter, *groups)
+
+
+def _replica_hops(mesh: SmpMesh, meter: CommMeter, config: SmpConfig) -> tuple[SmpConfig, ReplicaHop, ReplicaHop]:
+    """The sums over a replication group, and over the world for parameters that every rank holds whole."""
+    config, payload = _hop_codec(mesh, config)
+    background = Background(mesh.device)
+    hop = ReplicaHop(meter, mesh.replicate_group, mesh.replica_stages, background, payload)
+    if mesh.shard_degree == 1:
+        return config, hop, hop
+    # 0-d and shared parameters: few, and gradients of what is shared matter most.
+    return config, hop, ReplicaHop(meter, mesh.world_group, mesh.world_stages, background)
+
+
+def _hop_codec(mesh: SmpMesh, config: SmpConfig) -> tuple[SmpConfig, Codec | None]:
+    if config.replica_reduce_dtype is None:
+        return config, None
+    if mesh.replicate_degree == 1:
+        why = "there is one replica: nothing is reduced across replicas"
+        return config.with_resolved("replica_reduce_dtype", None, why), None
+    if not mesh.topology.spans_nodes(mesh.replicate_ranks):
+        why = "all replicas are on one node"
+        return config.with_resolved("replica_reduce_dtype", None, why), None
+    return config, codec("bfloat16")
 
 
 def _with_reduce_dtype(config: SmpConfig, parameters: Iterable[nn.Parameter]) -> SmpConfig:

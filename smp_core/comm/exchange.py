@@ -12,22 +12,61 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from smp_core.compat import all_gather_single
+
+# Messages of one tag never meet those of another, so that gathers in flight and reductions can share a group.
+GATHER, REDUCE, HOP = 1, 2, 3
+
 Message = tuple[torch.Tensor, int]
 
 
-def exchange(sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup) -> None:
+def exchange(sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup, tag: int = 0) -> None:
     """Send and receive contiguous tensors; returns when all have arrived and all send buffers are free again.
 
     Args:
         sends: (tensor, global rank of the destination). Messages to one destination keep their order.
         receives: (tensor, global rank of the source), in the order in which that source sends them.
         group: a group all these ranks belong to.
+        tag: messages are matched within a tag.
     """
-    pending = [dist.irecv(tensor, src=source, group=group) for tensor, source in receives if tensor.numel()]
-    pending += [dist.isend(tensor, dst=destination, group=group) for tensor, destination in sends if tensor.numel()]
-    for work in pending:
-        if work is not None:
-            work.wait()
+    for work in start_exchange(sends, receives, group, tag):
+        work.wait()
+
+
+def start_exchange(
+    sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup, tag: int = 0
+) -> list[dist.Work]:
+    """The same without waiting; the tensors must stay alive until everything was waited for."""
+    if "nccl" in str(dist.get_backend(group)):
+        # NCCL pairs up sends and receives only inside one batch.
+        batch = [dist.P2POp(dist.irecv, tensor, source, group) for tensor, source in receives if tensor.numel()]
+        batch += [dist.P2POp(dist.isend, tensor, to, group) for tensor, to in sends if tensor.numel()]
+        return dist.batch_isend_irecv(batch) if batch else []
+    works = [dist.irecv(tensor, src=source, group=group, tag=tag) for tensor, source in receives if tensor.numel()]
+    works += [dist.isend(tensor, dst=to, group=group, tag=tag) for tensor, to in sends if tensor.numel()]
+    return [work for work in works if work is not None]
+
+
+def all_to_all(out_PN: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
+    """Row i goes to rank i of the group; ``out_PN[i]`` is what rank i sent here. Rows are contiguous, all equal."""
+    if not prefers_messages(group, rows_PN.device):
+        dist.all_to_all_single(out_PN.view(-1), rows_PN.view(-1), group=group)
+        return
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+    out_PN[me].copy_(rows_PN[me])
+    others = [i for i in range(len(ranks)) if i != me]
+    exchange([(rows_PN[i], ranks[i]) for i in others], [(out_PN[i], ranks[i]) for i in others], group, tag)
+
+
+def gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
+    """Every rank's own row (its place in the group) goes to all others, in place."""
+    me = dist.get_rank(group)
+    if not prefers_messages(group, rows_PN.device):
+        all_gather_single(rows_PN.view(-1), rows_PN[me], group=group)
+        return
+    ranks = dist.get_process_group_ranks(group)
+    others = [i for i in range(len(ranks)) if i != me]
+    exchange([(rows_PN[me], ranks[i]) for i in others], [(rows_PN[i], ranks[i]) for i in others], group, tag)
 
 
 def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:

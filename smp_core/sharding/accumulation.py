@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.comm.flat import FlatAllReduce
+from smp_core.comm.background import Pending
+from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.fsdp import FAILED_PASS, ShardedUnit, Slot, at_end_of_backward, backward_pass, forget_passes
 from smp_core.sharding.replicated import ReplicatedGradients
@@ -39,7 +40,7 @@ class _UnitSum:
 
     slots: list[Slot] = field(default_factory=list)
     flat: torch.Tensor | None = None
-    in_flight: dist.Work | None = None
+    in_flight: Pending | None = None
     complete: bool = False
     # What came after the sum was sent off: FSDP2 reduces once more when a part of a unit's output that does not depend
     # on its inputs gets its gradient last.
@@ -89,7 +90,8 @@ class AccumulationWindow:
         units: the sharded units.
         replicated: groups of plain parameters, equal on all ranks, by name.
         mesh: partition and replication groups.
-        all_reduce: carries the replica hop.
+        hop: adds up over the replication group.
+        world_hop: adds up over all ranks.
         reduce_dtype: what sums of plain gradients are sent in; None: their own dtype. (FSDP2 has it for the units.)
     """
 
@@ -98,15 +100,16 @@ class AccumulationWindow:
         units: Sequence[ShardedUnit],
         replicated: Sequence[Mapping[str, nn.Parameter]],
         mesh: SmpMesh,
-        all_reduce: FlatAllReduce,
+        hop: ReplicaHop,
+        world_hop: ReplicaHop,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self._units = list(units)
         self._mesh = mesh
-        self._all_reduce = all_reduce
+        self._hop = hop
         self._sums = [_UnitSum() for _ in self._units]
         self._next = 0  # the unit whose sum is sent next
-        self._replicated = ReplicatedGradients(replicated, mesh, all_reduce, reduce_dtype, self._queue_end)
+        self._replicated = ReplicatedGradients(replicated, mesh, world_hop, reduce_dtype, self._queue_end)
         self._last = True
         self._running_pass: int | None = None
         self.micro_batches = 0
@@ -136,12 +139,13 @@ class AccumulationWindow:
         for unit_sum in self._sums:
             unit_sum.complete = unit_sum.flat is not None
         self._send_complete()
-        self._replicated.send()
         reached, telling = self._tell_what_was_reached()
         if self._next < len(self._units):
             if telling is not None:
                 telling.wait()
             self._send_the_rest(reached.tolist()[-len(self._units) :])
+        # Behind all units on every rank: stages of this hop may share groups with theirs.
+        self._replicated.send()
         for unit_sum in self._sums:
             if unit_sum.in_flight is not None:
                 unit_sum.in_flight.wait()
@@ -276,12 +280,7 @@ class AccumulationWindow:
         if unit_sum.flat is None:
             unit_sum.slots, unit_sum.flat = slots, self._units[number].zeros(slots)
         unit_sum.widen(slots)
-        unit_sum.in_flight = self._hop(unit_sum.flat)
-
-    def _hop(self, flat: torch.Tensor) -> dist.Work | None:
-        if self._mesh.replicate_degree == 1:
-            return None
-        return self._all_reduce(flat, self._mesh.replicate_group, async_op=True)
+        unit_sum.in_flight = self._hop(unit_sum.flat, self._units[number].name)
 
     def _everyone_reached(self) -> bool:
         """Whether this rank reached every trainable parameter, and so need not read what the others tell."""

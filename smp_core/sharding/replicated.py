@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from smp_core.comm.flat import FlatAllReduce
+from smp_core.comm.background import Pending
+from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.mesh import SmpMesh
 
 
@@ -23,7 +23,7 @@ class ReplicatedGradients:
 
     Args:
         groups: parameters by name, reduced together group by group.
-        all_reduce: carries the sums over all ranks.
+        hop: adds up over all ranks.
         reduce_dtype: what sums are sent in; None: the gradients' own dtype.
         on_backward: called whenever a backward pass reaches one of the parameters.
     """
@@ -32,7 +32,7 @@ class ReplicatedGradients:
         self,
         groups: Sequence[Mapping[str, nn.Parameter]],
         mesh: SmpMesh,
-        all_reduce: FlatAllReduce,
+        hop: ReplicaHop,
         reduce_dtype: torch.dtype | None,
         on_backward: Callable[[], None],
     ) -> None:
@@ -40,13 +40,13 @@ class ReplicatedGradients:
         self.parameters = {name: parameter for group in groups for name, parameter in group.items()}
         self.reached: set[str] = set()
         self._mesh = mesh
-        self._all_reduce = all_reduce
+        self._hop = hop
         self._reduce_dtype = reduce_dtype
         self._on_backward = on_backward
         self._this_pass: set[str] = set()
         self._was_trainable: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
-        self._in_flight: list[tuple[list[str], torch.Tensor, dist.Work | None]] = []
+        self._in_flight: list[tuple[list[str], torch.Tensor, Pending | None]] = []
         for name, parameter in self.parameters.items():
             # The hook can only be registered while a gradient is wanted; a frozen parameter may be trained later.
             trainable = parameter.requires_grad
@@ -79,7 +79,7 @@ class ReplicatedGradients:
         """Start adding up over all ranks. Every rank sends every parameter that takes part, reached or not."""
         if self._mesh.topology.world_size == 1:
             return
-        for group in self._groups:
+        for number, group in enumerate(self._groups):
             by_dtype: dict[torch.dtype, list[str]] = {}
             for name in group:
                 if self._takes_part(name):
@@ -87,7 +87,7 @@ class ReplicatedGradients:
             for dtype, names in by_dtype.items():
                 flat = torch.cat([self._contribution(name).reshape(-1) for name in names])
                 flat = flat.to(self._reduce_dtype or dtype)
-                work = self._all_reduce(flat, self._mesh.world_group, async_op=True)
+                work = self._hop(flat, ("whole", number, str(dtype)))
                 self._in_flight.append((names, flat, work))
 
     def finish(self, seen: Mapping[str, bool] | None) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from smp_core.comm.replica_hop import ReplicaHop
 from tests.accelerate.running import SAMPLES, STEPS, make_loader, prepared, train_alone, train_together
 from tests.core.models import loss_of
 from tests.core.test_equivalence import assert_close
@@ -35,13 +36,13 @@ def watch_the_window(**arguments: Any) -> dict[str, Any]:
     accelerator, optimizer, model, loader, _ = prepared(torch.float32, 3, **arguments)
     handle = accelerator.parallel
     hops: list[int] = []
-    all_reduce = handle.window._all_reduce.__class__.__call__
+    hop = ReplicaHop.__call__
 
-    def counted(this: Any, tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
-        hops.append(dist.get_world_size(group))
-        return all_reduce(this, tensor, group, async_op)
+    def counted(this: ReplicaHop, *arguments: Any) -> Any:
+        hops.append(dist.get_world_size(this.group))
+        return hop(this, *arguments)
 
-    handle.window._all_reduce.__class__.__call__ = counted
+    ReplicaHop.__call__ = counted  # type: ignore[method-assign]
     held, per_step = [], []
     try:
         for number, batch in enumerate(loader):
@@ -58,7 +59,7 @@ def watch_the_window(**arguments: Any) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
-        handle.window._all_reduce.__class__.__call__ = all_reduce
+        ReplicaHop.__call__ = hop  # type: ignore[method-assign]
     units = sum(any(p.requires_grad for p in unit.parameters()) for unit in handle.units)
     return {"held": held, "per_step": per_step, "units": units, "kinds": kinds}
 

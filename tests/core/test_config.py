@@ -62,6 +62,7 @@ VALUES: dict[str, Any] = {
     "init_seed": st.integers(0, 2**40),
     "param_dtype": st.sampled_from(["auto", None, "float32", "bfloat16", "float16"]),
     "reduce_dtype": st.sampled_from(["auto", None, "float32", "bfloat16", "float16"]),
+    "replica_reduce_dtype": st.sampled_from([None, "bf16"]),
     "on_nonfinite_grad_norm": st.sampled_from(["ignore", "skip", "raise"]),
     "memory_headroom": st.floats(0, 1, exclude_max=True),
     "device_memory_gib": st.none() | st.floats(0.01, 1e4),

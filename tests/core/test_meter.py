@@ -150,10 +150,22 @@ def test_partition_groups_inside_nodes_send_only_the_replica_hop_between_them() 
 
 
 def test_replicas_send_the_whole_gradient_once() -> None:
-    """Shard degree 1: a ring all-reduce over 4 ranks, 2 x 3 / 4 x M over the link that leaves each node."""
+    """Shard degree 1: the hop in two stages sends 2 (M - 1) / M of the gradients over the link of each of M = 2 nodes
+    (a unit's elements padded to a multiple of the 4 ranks); one stage is a ring over 4 ranks, 2 x 3 / 4."""
     steps = run_ranks(train_one_step, 4, MICRO_BATCHES, ranks_per_node=2, shard_degree=1)
     compare(steps, 2)
+    assert per_node(steps, "inter_bytes") == [sum(-(-unit // 16) * 16 for unit in unit_bytes(1))] * 2
+    for step in steps:
+        assert step.meter["all_reduce/calls"] == 1 + LAYERS
+    steps = run_ranks(train_one_step, 4, 1, ranks_per_node=2, shard_degree=1, hierarchical=False)
+    compare(steps, 2)
     assert per_node(steps, "inter_bytes") == [1.5 * sum(unit_bytes(1))] * 2
+
+
+def test_half_precision_replicas_are_half_the_bytes() -> None:
+    steps = run_ranks(train_one_step, 4, 1, ranks_per_node=2, shard_degree=2, replica_reduce_dtype="bf16")
+    compare(steps, 2)
+    assert per_node(steps, "inter_bytes") == [sum(-(-unit // 16) * 16 for unit in unit_bytes(2)) / 2] * 2
 
 
 def test_bfloat16_gathers_are_half_the_bytes() -> None:

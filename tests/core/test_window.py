@@ -61,6 +61,23 @@ def test_a_window_closed_by_hand_is_the_same(degree: int) -> None:
     check_scenarios(allowed(degree), degree, by_hand=True)
 
 
+def test_half_precision_replicas_train_like_one_process_within_bfloat16() -> None:
+    """Also where replicas use other cells, so that sums of one are sent at the end of the pass and of the other in its
+    middle. Two roundings of 2**-9 each, relative to the largest gradient on the way: 2**-7 leaves room for the sum."""
+    names = [name for name in allowed(2) if SCENARIOS[name].per_replica or "input" in name]
+    expected = {name: alone(SCENARIOS[name], 4) for name in names}
+    ranks = run_ranks(together, 4, names, ranks_per_node=2, timeout=200, shard_degree=2, replica_reduce_dtype="bf16")
+    for seen in ranks:
+        for name in names:
+            for parameter, value in expected[name].items():
+                mine, first = seen[name][parameter], ranks[0][name][parameter]
+                assert (mine is None) == (value is None), f"{name}, {parameter}"
+                if mine is not None and value is not None and first is not None:
+                    bound = 2**-7 * max(value.abs().max().item(), 0.5)
+                    assert (mine - value).abs().max() <= bound, f"{name}, {parameter}"
+                    assert torch.equal(mine, first), f"{name}, {parameter}: replicas differ"
+
+
 @dataclass
 class Window:
     """What one rank sent in one window, and what ``.grad`` was after each micro-batch but the last."""
@@ -123,7 +140,7 @@ def test_every_micro_batch_is_reduced_in_its_partition_and_once_across_replicas(
 
 
 def test_replicas_without_partitions_are_reduced_once_per_unit() -> None:
-    for window in run_ranks(record_window, 4, 4, ranks_per_node=2, shard_degree=1):
+    for window in run_ranks(record_window, 4, 4, ranks_per_node=2, shard_degree=1, hierarchical=False):
         assert Counter(call.n_bytes for call in replica_reductions(window)) == shard_bytes(1)
         assert window.before_last == 0, "nothing at all is sent before the last micro-batch"
         assert window.seen_between == []

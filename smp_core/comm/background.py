@@ -1,0 +1,96 @@
+"""Work behind the computation: a thread on CPU, a stream of its own on an accelerator.
+
+A hop across replicas of several stages cannot be handed to a library as one asynchronous call, and running it where it
+is asked for could dead-lock: replicas may ask in the middle of a backward pass, or at its end, or only after they have
+heard from one another that there is something to send. So stages run behind the caller, one submission after another,
+in the order of submission, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Pending(Protocol):
+    """Something to wait for; ``dist.Work`` is one."""
+
+    def wait(self) -> object: ...
+
+
+class _Task:
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+    def wait(self) -> None:
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class _Recorded:
+    def __init__(self, event: torch.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream().wait_event(self.event)
+
+
+class Background:
+    """Runs functions in order behind the caller. On CPU their errors are raised by ``wait``.
+
+    The thread lives while there is work, so that none is left behind, and is a daemon, so that a rank whose peers are
+    gone can still end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None
+        self._tasks: deque[_Task] = deque()
+        self._lock = threading.Lock()
+        self._running = False
+
+    def submit(self, run: Callable[[], None]) -> Pending:
+        """``run`` after everything submitted before; tensors it uses must stay alive until the answer was waited for.
+
+        On an accelerator ``run`` is called at once and what it launches goes to the stream, behind what the caller's
+        stream has launched so far.
+        """
+        if self._device.type != "cpu":
+            return self._on_stream(run)
+        task = _Task(run)
+        with self._lock:
+            self._tasks.append(task)
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._work, name="smp-background", daemon=True).start()
+        return task
+
+    def _work(self) -> None:
+        # Grad mode is per thread.
+        with torch.no_grad():
+            while True:
+                with self._lock:
+                    if not self._tasks:
+                        self._running = False
+                        return
+                    task = self._tasks.popleft()
+                try:
+                    task.run()
+                except BaseException as error:  # raised where somebody waits
+                    task.error = error
+                task.done.set()
+
+    def _on_stream(self, run: Callable[[], None]) -> Pending:
+        if self._stream is None:
+            self._stream = torch.Stream(self._device)
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with torch.get_device_module(self._device.type).stream(self._stream):
+            run()
+        return _Recorded(self._stream.record_event())

@@ -1,0 +1,209 @@
+"""The hop across replicas: sums over a replication group, once per unit and optimizer step (MiCS, 2205.00119, 3.4).
+
+A group with one rank per node and nothing to compress is one all-reduce of the library. Otherwise the hop has stages:
+
+    1. where the group has K > 1 ranks on a node: reduce-scatter inside the node, exact;
+    2. between nodes: every rank owns one of M parts of what it holds; the others' parts go to their owners, the owner
+       adds up in float32 (float64 for float64) in node order, and sends the sum to all;
+    3. all-gather inside the node.
+
+With a codec (bfloat16, int8, int4) what travels in stage 2 is encoded, and every rank, the owner included, goes on with
+the decoded sum, so that replicas stay bit-equal. A part that holds inf or nan cannot be encoded blockwise; sender and
+receiver both see that from the payload's scales, and the part follows exactly.
+
+Bytes that leave a node for n elements of e bytes that each rank of the group holds: 2 (M-1)/M x n e, and one stage
+sends the same for K = 1, 2 (g-1)/g x n e with g = K M ranks otherwise. With a codec e is the codec's.
+
+Shape letters: K ranks of the group on this node, M nodes of the group, S elements of one owner's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from smp_core.comm.background import Background, Pending
+from smp_core.comm.codec import Codec
+from smp_core.comm.exchange import HOP, all_to_all, exchange, gather_rows, sum_in_order
+from smp_core.comm.flat import CommObject, FlatAllReduce
+from smp_core.comm.meter import CommMeter, LinkClass
+
+
+class ReplicaHop(CommObject):
+    """Sums flat tensors over one group, in place and behind the caller.
+
+    Args:
+        group: the ranks whose tensors are added up.
+        stages: (its ranks on this node, its ranks with this place on their nodes); None: one stage.
+        codec: payload between nodes; None: as it is.
+        error_feedback: whether what a codec rounded off is added to the next sum sent under the same key.
+    """
+
+    def __init__(
+        self,
+        meter: CommMeter,
+        group: dist.ProcessGroup,
+        stages: tuple[dist.ProcessGroup, dist.ProcessGroup] | None,
+        background: Background,
+        codec: Codec | None = None,
+        error_feedback: bool = False,
+    ) -> None:
+        super().__init__(meter)
+        self.group, self.stages, self.codec = group, stages, codec
+        self._inter = group if stages is None else stages[1]
+        self._intra = None if stages is None else stages[0]
+        self._background = background
+        self._error_feedback = error_feedback and codec is not None
+        self.residuals: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Per key: what was rounded off on the way to owners [M, S], and by the owner [S]."""
+        self.fallbacks = 0
+        """Parts sent exactly because they held inf or nan."""
+        self._all_reduce = FlatAllReduce(meter)
+
+    def __call__(self, flat: torch.Tensor, key: Hashable = None) -> Pending | None:
+        """Start summing ``flat`` in place; it is complete after ``wait``. None: there is nobody to add up with.
+
+        Args:
+            key: names the tensor among those of one step, for error feedback; None: none.
+        """
+        if dist.get_world_size(self.group) == 1 or not flat.numel():
+            return None
+        if self.codec is None and self.stages is None:
+            return self._all_reduce(flat, self.group, async_op=True)
+        return self._background.submit(lambda: self._in_stages(flat, key))
+
+    def _in_stages(self, flat: torch.Tensor, key: Hashable) -> None:
+        k = 1 if self._intra is None else dist.get_world_size(self._intra)
+        m = dist.get_world_size(self._inter)
+        short = -flat.numel() % (k * m)
+        work = F.pad(flat, (0, short)) if short else flat
+        rows_KN = work.view(k, -1)
+        if self._intra is None:
+            mine_MS = rows_KN[0].view(m, -1)
+        else:
+            mine_MS = self._sum_inside(rows_KN, self._intra).view(m, -1)
+        self._sum_between(mine_MS, key)
+        if self._intra is not None:
+            with self._counted(self._intra, rows_KN[0], "intra"):
+                gather_rows(rows_KN, self._intra, HOP)
+        if short:
+            flat.copy_(work[: flat.numel()])
+
+    def _sum_inside(self, rows_KN: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        received_KN = torch.empty_like(rows_KN)
+        with self._counted(group, rows_KN[0], "intra", new_call=True):
+            all_to_all(received_KN, rows_KN, group, HOP)
+            mine = rows_KN[dist.get_rank(group)]
+            sum_in_order(list(received_KN), mine)
+        return mine
+
+    def _sum_between(self, mine_MS: torch.Tensor, key: Hashable) -> None:
+        me = dist.get_rank(self._inter)
+        new_call = self._intra is None
+        if self.codec is None:
+            received_MS = torch.empty_like(mine_MS)
+            with self._counted(self._inter, mine_MS[0], "inter", new_call=new_call):
+                all_to_all(received_MS, mine_MS, self._inter, HOP)
+                sum_in_order(list(received_MS), mine_MS[me])
+            with self._counted(self._inter, mine_MS[0], "inter"):
+                gather_rows(mine_MS, self._inter, HOP)
+            return
+        wide = torch.float64 if mine_MS.dtype == torch.float64 else torch.float32
+        sums_MS, rounded_off = self._with_residual(mine_MS.to(wide, copy=True), key)
+        self._to_owners(sums_MS, rounded_off, new_call)
+        own_residual = None if rounded_off is None else rounded_off[1]
+        self._from_owners(sums_MS, own_residual)
+        mine_MS.copy_(sums_MS)
+
+    def _with_residual(
+        self, sums_MS: torch.Tensor, key: Hashable
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        if not self._error_feedback or key is None:
+            return sums_MS, None
+        kept = self.residuals.get(key)
+        if kept is None or kept[0].shape != sums_MS.shape:
+            kept = (torch.zeros_like(sums_MS), torch.zeros_like(sums_MS[0]))
+            self.residuals[key] = kept
+        return sums_MS, kept
+
+    def _to_owners(self, sums_MS: torch.Tensor, kept: tuple[torch.Tensor, torch.Tensor] | None, new_call: bool) -> None:
+        """``sums_MS[me]`` becomes the sum over nodes."""
+        codec, me, (m, s) = self.codec, dist.get_rank(self._inter), sums_MS.shape
+        assert codec is not None
+        others = [i for i in range(m) if i != me]
+        sent = sums_MS.new_empty((m, codec.size(s)), dtype=torch.uint8)
+        for i in others:
+            encode_with_residual(codec, sums_MS[i], None if kept is None else kept[0][i], sent[i])
+        got = torch.empty_like(sent)
+        with self._counted(self._inter, sent[0], "inter", new_call=new_call):
+            all_to_all(got, sent, self._inter, HOP)
+        refused_here = [i for i in others if not codec.exact_in(sent[i], s)]
+        refused_there = [i for i in others if not codec.exact_in(got[i], s)]
+        exact = {i: torch.empty_like(sums_MS[0]) for i in refused_there}
+        if refused_here or refused_there:
+            self._send_exactly({i: sums_MS[i] for i in refused_here}, exact)
+        total = torch.zeros_like(sums_MS[0])
+        part = torch.empty_like(total)
+        for i in range(m):
+            if i != me and i not in exact:
+                codec.decode(got[i], part)
+            total += sums_MS[me] if i == me else exact.get(i, part)
+        sums_MS[me] = total
+
+    def _from_owners(self, sums_MS: torch.Tensor, residual: torch.Tensor | None) -> None:
+        codec, me, (m, s) = self.codec, dist.get_rank(self._inter), sums_MS.shape
+        assert codec is not None
+        payloads = sums_MS.new_empty((m, codec.size(s)), dtype=torch.uint8)
+        encode_with_residual(codec, sums_MS[me], residual, payloads[me])
+        with self._counted(self._inter, payloads[0], "inter"):
+            gather_rows(payloads, self._inter, HOP)
+        # Every rank holds all payloads, so all agree about which owners send again.
+        refused = [i for i in range(m) if not codec.exact_in(payloads[i], s)]
+        if refused:
+            to = {i: sums_MS[me] for i in range(m) if i != me} if me in refused else {}
+            self._send_exactly(to, {i: sums_MS[i] for i in refused if i != me})
+        for i in range(m):
+            if i not in refused:
+                codec.decode(payloads[i], sums_MS[i])
+
+    def _send_exactly(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
+        """By place in the group between nodes."""
+        self.fallbacks += len(sends)
+        ranks = self.ranks_of(self._inter)
+        n_bytes = [(ranks[i], part.numel() * part.element_size()) for i, part in sends.items()]
+        with self.meter.point_to_point("all_reduce", n_bytes, "inter", new_call=False):
+            exchange(
+                [(part, ranks[i]) for i, part in sends.items()],
+                [(part, ranks[i]) for i, part in receives.items()],
+                self._inter,
+                HOP,
+            )
+
+    def _counted(
+        self, group: dist.ProcessGroup, row: torch.Tensor, link: LinkClass, *, new_call: bool = False
+    ) -> AbstractContextManager[None]:
+        """One row to each other rank of ``group``."""
+        row_bytes = row.numel() * row.element_size()
+        sends = [(rank, row_bytes) for rank in self.ranks_of(group) if rank != self.meter.rank]
+        return self.meter.point_to_point("all_reduce", sends, link, new_call=new_call)
+
+
+def encode_with_residual(
+    codec: Codec, values: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor
+) -> None:
+    """Encode ``values`` plus what was rounded off before (error feedback, arXiv 1901.09847), and keep what is rounded
+    off now. ``values`` become what was meant to be sent; nothing is kept of values that cannot be encoded."""
+    if residual is not None:
+        values += residual
+    codec.encode(values, payload)
+    if residual is None:
+        return
+    if codec.exact_in(payload, values.numel()):
+        codec.decode(payload, residual)
+        torch.sub(values, residual, out=residual)
+    else:
+        residual.zero_()
