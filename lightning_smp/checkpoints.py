@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,7 +33,9 @@ from smp_core.checkpoint import (
     read_rest,
     remove_checkpoint,
     save_checkpoint,
+    save_full_state,
 )
+from smp_core.checkpoint.addresses import is_address
 from smp_core.checkpoint.optimizers import (
     clean_name,
     copy_into,
@@ -41,11 +44,16 @@ from smp_core.checkpoint.optimizers import (
     named_optimizer_state,
     names_between,
 )
+from smp_core.checkpoint.random_state import random_state
+from smp_core.checkpoint.ranks import Ranks
 
 if TYPE_CHECKING:
     from lightning_smp.strategy import SmpShardedStrategy
 
 logger = logging.getLogger("smp")
+
+# Where random states stand: of each rank's own part of a folder, and of all ranks in a file.
+RANDOM, RANDOM_OF_RANKS = "random", "smp_random"
 
 _COUNTERS = ("ready", "started", "processed", "completed")
 
@@ -93,21 +101,23 @@ def loader_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def model_state(strategy: SmpShardedStrategy) -> dict[str, Any]:
-    """The module's state dict: DTensors, or whole tensors on rank 0 with ``save_full_state_dict``."""
-    state = get_model_state_dict(strategy.parallel.module)
-    return full_state_dict(state) if strategy.config.save_full_state_dict else state
+    """The module's state dict; sharded parameters as DTensors."""
+    return get_model_state_dict(strategy.parallel.module)
 
 
 def optimizer_state(strategy: SmpShardedStrategy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """One optimizer's state by parameter name, or in torch's own numbered form with ``save_full_state_dict``."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer holds the real one
     if strategy.config.save_full_state_dict:
-        return full_state_dict(optimizer.state_dict())
+        return optimizer.state_dict()
     return named_optimizer_state(strategy.parallel.module, optimizer)
 
 
 def save(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-    """Write a checkpoint dictionary to ``path``. Collective; an error on one rank is raised on all."""
+    """Write a checkpoint dictionary to ``path``. Collective; an error on one rank is raised on all.
+
+    With ``async_save`` it returns when the tensors have been copied to host memory.
+    """
     if strategy.config.save_full_state_dict:
         _save_whole(strategy, checkpoint, path, storage_options)
         return
@@ -123,9 +133,20 @@ def save(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, st
         )
     module = strategy.parallel.module
     prefix, inner = main_module(module)
-    metadata = {"step": checkpoint["global_step"], "module_prefix": prefix, "trainer": "lightning"}
+    options: dict[str, Any] = {
+        "metadata": {"step": checkpoint["global_step"], "module_prefix": prefix, "trainer": "lightning"},
+        "extra_files": _model_files(inner),
+        "per_rank": {RANDOM: random_state()} if _can_resume(checkpoint) else None,
+    }
     with _in_lightning_words():
-        save_checkpoint(path, checkpoint, metadata=metadata, extra_files=_model_files(inner))
+        if strategy.background_saves is None:
+            save_checkpoint(path, checkpoint, **options)
+        else:
+            strategy.background_saves.save(path, checkpoint, **options)
+
+
+def _can_resume(checkpoint: dict[str, Any]) -> bool:
+    return "optimizer_states" in checkpoint  # not of ModelCheckpoint(save_weights_only=True)
 
 
 @contextlib.contextmanager
@@ -145,17 +166,21 @@ def _in_lightning_words() -> Iterator[None]:
 
 
 def _save_whole(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-    problem = None
-    if strategy.is_global_zero:
-        try:
-            if is_checkpoint(path):
-                remove_checkpoint(path)
-            Strategy.save_checkpoint(strategy, checkpoint, path, storage_options)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    problem = strategy.broadcast(problem)
-    if problem is not None:
-        raise CheckpointError(f"checkpoint {path} was not saved: {problem}")
+    if _can_resume(checkpoint):
+        checkpoint[RANDOM_OF_RANKS] = Ranks().gather(random_state())
+    if type(strategy.checkpoint_io) is TorchCheckpointIO and storage_options is None and not is_address(path):
+        with _in_lightning_words():
+            save_full_state(path, checkpoint)
+        return
+    # Somebody else writes the file, and takes the whole dictionary.
+    whole = full_state_dict(checkpoint)
+
+    def write() -> None:
+        if is_checkpoint(path):
+            remove_checkpoint(path)
+        Strategy.save_checkpoint(strategy, whole, path, storage_options)
+
+    Ranks().on_first(f"checkpoint {path} was not saved", write)
 
 
 def main_module(module: nn.Module) -> tuple[str, nn.Module]:
@@ -260,10 +285,17 @@ def _is_fitting(strategy: SmpShardedStrategy) -> bool:
 
 
 def remove(strategy: SmpShardedStrategy, path: Any) -> None:
-    """Remove a folder so that no half of it stays behind, or a file. On rank 0 only."""
-    if os.path.islink(path):
-        Path(path).unlink()
-    elif is_checkpoint(path):
-        remove_checkpoint(path)
+    """Remove a folder so that no half of it stays behind, or a file; once the pending save has committed. On rank 0."""
+
+    def remove_now() -> None:
+        if os.path.islink(path):
+            Path(path).unlink()
+        elif is_checkpoint(path):
+            remove_checkpoint(path)
+        else:
+            strategy.checkpoint_io.remove_checkpoint(path)
+
+    if strategy.background_saves is None:
+        remove_now()
     else:
-        strategy.checkpoint_io.remove_checkpoint(path)
+        strategy.background_saves.after_commit(f"removal of {path}", remove_now)

@@ -34,15 +34,17 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from rich.console import Console
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_smp import checkpoints
+from lightning_smp.background import BackgroundSaves
 from lightning_smp.environment import PlatformEnvironment
 from lightning_smp.precision import adapt_precision
+from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
@@ -56,6 +58,8 @@ from smp_core.topology import Topology
 logger = logging.getLogger("smp")
 
 _ATTACHED = "_smp_parallel"
+# Knobs that do not depend on how a module was sharded.
+_OF_EACH_RUN = ("save_full_state_dict", "async_save", "verify_checkpoint", "allow_batch_change")
 
 
 class SmpShardedStrategy(ParallelStrategy):
@@ -113,6 +117,8 @@ class SmpShardedStrategy(ParallelStrategy):
         self._parallel: ParallelModel | None = None
         self._window_start: checkpoints.WindowStart | None = None
         self._loaders: dict[str, Any] = {}
+        self.background_saves: BackgroundSaves | None = None
+        self._failed = False
 
     # What a callback or a LightningModule may look at
 
@@ -255,6 +261,9 @@ class SmpShardedStrategy(ParallelStrategy):
             self._parallel = self._reattach(*attached)
         self.model = module
         self.model_to_device()
+        if self.config.async_save and self.background_saves is None:
+            self.background_saves = BackgroundSaves(self.is_global_zero)
+        self._failed = False
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -328,15 +337,19 @@ class SmpShardedStrategy(ParallelStrategy):
                 f"precision={self.precision_plugin.precision!r}: this LightningModule was sharded before with "
                 f"precision={precision!r} and keeps that; use the same, or a new module and ckpt_path=..."
             )
+        config = attached.config
         for knob, asked in self.config.to_dict().items():
             default = SmpConfig().to_dict()[knob]
-            if asked not in (default, getattr(attached.config, knob), attached.config.asked(knob)):
+            if knob in _OF_EACH_RUN:
+                if asked != default:
+                    config = config.with_resolved(knob, asked, "asked by this run")
+            elif asked not in (default, getattr(attached.config, knob), attached.config.asked(knob)):
                 raise ValueError(
                     f"{knob}={asked!r}: this LightningModule was sharded before with {knob}="
                     f"{getattr(attached.config, knob)!r} and keeps that; use the same value, or a new module and "
                     "trainer.fit(..., ckpt_path=...)"
                 )
-        self.config = attached.config
+        self.config = config
         return attached
 
     def _say_what_took_effect(self, module: LightningModule) -> None:
@@ -438,6 +451,8 @@ class SmpShardedStrategy(ParallelStrategy):
 
         result = super().optimizer_step(optimizer, closure_and_close, model, **kwargs)
         self.parallel.meter.close_step()
+        if self.background_saves is not None:
+            self.background_saves.settle()
         self._remember_loaders()
         if self._watch is not None:
             self._watch.step += 1
@@ -538,6 +553,14 @@ class SmpShardedStrategy(ParallelStrategy):
         if self.window.is_open and self._window_start is not None:
             self._window_start.rewind(checkpoint)
         checkpoints.save(self, checkpoint, self.broadcast(filepath), storage_options)
+        if self.background_saves is not None and not self._is_running():
+            self.background_saves.wait()
+
+    def _is_running(self) -> bool:
+        """Whether there is training for a save to hide behind; after it, who saves wants to find the checkpoint."""
+        assert self.lightning_module is not None
+        state = self.lightning_module.trainer.state
+        return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -553,12 +576,25 @@ class SmpShardedStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
         if self._watch is not None and isinstance(exception, Exception):
             self._watch.report(exception)
 
     @override
     def teardown(self) -> None:
         """The module stays sharded and where it is: it can be evaluated, saved or trained on by a next call."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        try:
+            if self.background_saves is not None:
+                self.background_saves.wait()
+        except CheckpointError as error:
+            if not self._failed:  # else it would hide what went wrong first
+                raise
+            logger.error("%s", error)
+        finally:
+            self._tear_down()
+
+    def _tear_down(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None
         if self._watch is not None:
             self._watch.stop()

@@ -83,6 +83,13 @@ class SmpConfig:
             device is asked).
         save_full_state_dict: Whether a checkpoint is one ordinary file with the full state dict instead of a folder
             that every rank writes its shards to. True or False (default).
+        async_save: Whether a checkpoint is copied to host memory and written behind training, so that training stalls
+            for the copy only. At most one is in flight. True or False (default).
+        verify_checkpoint: What is checked before a checkpoint is loaded. "sizes" (headers and sizes of all files),
+            "digests" (every byte is read once more) or "auto" (default; digests when an interrupted save lies beside
+            it, sizes otherwise).
+        allow_batch_change: Whether a run may resume with another number of samples per optimizer step than it was saved
+            with, where accumulation cannot be adapted to keep it. True or False (default; refused).
         comm_meter: Whether bytes and seconds of collectives are counted by kind and link class. True (default) or
             False.
         fp8: FP8 recipe for the linear layers. None (default; off). Not built yet.
@@ -124,6 +131,9 @@ class SmpConfig:
     memory_headroom: float = 0.35
     device_memory_gib: float | None = None
     save_full_state_dict: bool = False
+    async_save: bool = False
+    verify_checkpoint: Literal["auto", "sizes", "digests"] = "auto"
+    allow_batch_change: bool = False
     comm_meter: bool = True
     fp8: Any = None
     activation_checkpointing: str = "none"
@@ -144,6 +154,12 @@ class SmpConfig:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
+        if self.async_save and self.save_full_state_dict:
+            raise ValueError(
+                "async_save=True has no effect with save_full_state_dict=True: whole tensors are gathered by all ranks "
+                "while training waits; write async_save=False, or save folders and bring a file back with `smp "
+                "checkpoint consolidate`"
+            )
         degree, context, kept = self.shard_degree, self.context_parallel_degree, self.reshard_after_forward
         if not isinstance(degree, int):
             return

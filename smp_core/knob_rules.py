@@ -52,6 +52,9 @@ READERS: dict[str, read.Reader] = {
     "memory_headroom": read.number(0.0, 1.0, include_lowest=True),
     "device_memory_gib": read.either(read.nothing(), read.number(0.0), allowed="a number above 0, none"),
     "save_full_state_dict": _BOOLEAN,
+    "async_save": _BOOLEAN,
+    "verify_checkpoint": read.word("auto", "sizes", "digests"),
+    "allow_batch_change": _BOOLEAN,
     "comm_meter": _BOOLEAN,
     "fp8": read.either(read.nothing(), read.anything(), allowed="none, a recipe"),
     "activation_checkpointing": read.either(

@@ -1,8 +1,9 @@
 """Saving behind training: staged to host memory, then written by a thread of its own over a process group of its own.
 
 Training stalls for the copy to host memory only. At most one save is in flight; its error is raised at the next call,
-on every rank, because the writing agrees on errors. A removal asked for while a save is in flight happens after that
-save has committed, and not at all if it failed: the last good checkpoint is never given up for one that does not exist.
+on every rank, because the writing agrees on errors. What is to happen to older checkpoints while a save is in flight
+(removal, LATEST) happens after that save has committed, and not at all if it failed: the last good checkpoint is never
+given up for one that does not exist.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from smp_core.checkpoint.addresses import remove_checkpoint
@@ -46,14 +48,17 @@ class AsyncCheckpointer:
         timeout: datetime.timedelta = datetime.timedelta(hours=1),
     ) -> None:
         self._group: dist.ProcessGroup | None = None
+        self._status_group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
             members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
             self._group = dist.new_group(members, timeout=timeout, backend="gloo", group_desc="smp checkpoints")
+            # The calling threads' own: collectives of two threads must not mix in one group.
+            self._status_group = dist.new_group(members, timeout=timeout, backend="gloo", group_desc="smp save status")
         self._ranks = Ranks(self._group)
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._removals: list[str] = []
+        self._deferred: list[tuple[str, Callable[[], object]]] = []
         self._pending = False  # from the start of a save until it has committed, or its error was raised
         self._lock = threading.Lock()
         self.stall_seconds = 0.0
@@ -106,11 +111,14 @@ class AsyncCheckpointer:
         except BaseException as error:
             self._error = error
             return
-        with self._lock:
-            removals, self._removals = self._removals, []
-            self._pending = False
-        for old in removals:
-            _remove(old)
+        while True:
+            with self._lock:
+                deferred, self._deferred = self._deferred, []
+                if not deferred:
+                    self._pending = False
+                    return
+            for what, action in deferred:
+                _attempt(what, action)
 
     @property
     def in_flight(self) -> bool:
@@ -126,11 +134,30 @@ class AsyncCheckpointer:
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
+    def settle(self) -> None:
+        """Once per step on all ranks: when the save in flight has ended everywhere, raise its error everywhere.
+
+        Collective while a save is in flight (one number over gloo), local otherwise. :meth:`check` alone would let the
+        rank whose thread is first leave the others behind in a collective of training.
+
+        Raises:
+            CheckpointError: the last save failed; on all ranks at the same call.
+        """
+        if self._thread is None:
+            return
+        ended = not self._thread.is_alive()
+        if self._status_group is not None:
+            everywhere = torch.tensor(int(ended))
+            dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._status_group)
+            ended = bool(everywhere)
+        if ended:
+            self.wait()
+
     def wait(self) -> None:
         """Wait for the save in flight.
 
         Raises:
-            CheckpointError: it failed. Removals that waited for it are given up and logged.
+            CheckpointError: it failed. What waited for it (removals) is given up and logged.
         """
         if self._thread is not None:
             self._thread.join()
@@ -138,11 +165,25 @@ class AsyncCheckpointer:
         error, self._error = self._error, None
         if error is not None:
             with self._lock:
-                kept, self._removals = self._removals, []
+                given_up, self._deferred = self._deferred, []
                 self._pending = False
-            if kept:
-                logger.warning("not removed, because the save that was to follow them failed: %s", ", ".join(kept))
+            if given_up:
+                undone = ", ".join(what for what, _ in given_up)
+                logger.warning("not done, because the save that was to come first failed: %s", undone)
             raise CheckpointError(str(error)) from error
+
+    def after_commit(self, what: str, action: Callable[[], object]) -> None:
+        """Do something once the save in flight has committed, at once when there is none. Call it on one rank.
+
+        Args:
+            what: its name in messages, as in ``"removal of ..."``.
+            action: it runs on the writing thread; an error there is logged.
+        """
+        with self._lock:
+            if self._pending:
+                self._deferred.append((what, action))
+                return
+        action()
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, once the save in flight has committed. Call it on one rank.
@@ -150,11 +191,7 @@ class AsyncCheckpointer:
         Raises:
             CheckpointError: nothing is in flight and the path is not a checkpoint.
         """
-        with self._lock:
-            if self._pending:
-                self._removals.append(os.fspath(path))
-                return
-        remove_checkpoint(path)
+        self.after_commit(f"removal of {os.fspath(path)}", lambda: remove_checkpoint(path))
 
     def close(self) -> None:
         """Wait for the save in flight and let go of the host buffers; the process group stays torch's to end.
@@ -168,11 +205,11 @@ class AsyncCheckpointer:
             self._buffers = HostBuffers()
 
 
-def _remove(path: str) -> None:
+def _attempt(what: str, action: Callable[[], object]) -> None:
     try:
-        remove_checkpoint(path)
-    except (CheckpointError, OSError) as error:
-        logger.error("%s was not removed: %s", path, error)
+        action()
+    except Exception as error:
+        logger.error("%s failed: %s", what, error)
 
 
 def _finish_at_exit(reference: weakref.ref[AsyncCheckpointer]) -> None:

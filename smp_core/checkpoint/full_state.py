@@ -182,8 +182,10 @@ def _ignore(count: int) -> None:
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Move what was made to its place; what was there before is left under the temporary's name."""
-    if os.path.lexists(target) and not rename_exchange(str(temporary), str(target)):
+    """Move what was made to its place; a folder that was there before is left under the temporary's name."""
+    if temporary.is_file() and not target.is_dir():
+        os.replace(temporary, target)
+    elif os.path.lexists(target) and not rename_exchange(str(temporary), str(target)):
         discard(target)
     if temporary.exists() and not os.path.lexists(target):
         rename_new(str(temporary), str(target))

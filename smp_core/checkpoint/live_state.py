@@ -14,13 +14,14 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.addresses import local_path
-from smp_core.checkpoint.full_state import discard
+from smp_core.checkpoint.full_state import discard, put_in_place
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.local_folder import fsync_directory, scratch_path
+from smp_core.checkpoint.local_folder import scratch_path
+from smp_core.checkpoint.opening import is_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
 from smp_core.checkpoint.torch_file import TorchFile
-from smp_core.checkpoint.tree import name_tensors
+from smp_core.checkpoint.tree import map_tensors, name_tensors
 
 
 def full_state_dict(model_or_state: nn.Module | Mapping[str, Any], rank0_only: bool = True) -> dict[str, Any]:
@@ -55,16 +56,7 @@ def full_state_dict(model_or_state: nn.Module | Mapping[str, Any], rank0_only: b
         seen[key] = host
         return host
 
-    def walk(node: Any) -> Any:
-        if isinstance(node, torch.Tensor):
-            return whole(node)
-        if isinstance(node, dict):
-            return {key: walk(value) for key, value in node.items()}
-        if isinstance(node, (list, tuple)):
-            return type(node)(walk(value) for value in node)
-        return node
-
-    result = walk(dict(state))
+    result: dict[str, Any] = map_tensors(dict(state), whole)
     return result if keep else {}
 
 
@@ -74,7 +66,7 @@ def save_full_state(
     """Write one ordinary ``torch.save`` file (a Lightning ``.ckpt``) from live ranks, streaming. Collective.
 
     Whole tensors are gathered and written one at a time, so rank 0 never holds more than one. The file appears at its
-    path as a whole or not at all, and replaces a file that is there.
+    path as a whole or not at all, and replaces a file or a checkpoint folder that is there.
 
     Args:
         path: a local file.
@@ -89,8 +81,16 @@ def save_full_state(
     what = f"{os.fspath(path)} was not saved"
     target = Path(local_path(path)).absolute()
     named = name_tensors(dict(content))
-    _, reports = ranks.together(what, lambda: dict(named.values()), find_ties)
-    aliases = agreed_aliases(reports)
+    tensors = dict(named.values())
+    sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
+    _, reports = ranks.together(what, lambda: tensors, lambda mine: (find_ties(mine), sharded))
+    if any(names != sharded for _, names in reports):
+        odd = sorted(set().union(*(names for _, names in reports)) - set.intersection(*(set(n) for _, n in reports)))
+        raise CheckpointError(
+            f"{what}: not every rank brings the same sharded tensors ({', '.join(odd[:3]) or 'other order'}), and they "
+            "are gathered together: add them to the state on every rank, or not at all"
+        )
+    aliases = agreed_aliases([ties for ties, _ in reports])
     temporary = scratch_path(target)
     lazy: dict[int, LazyTensor] = {}
     for name, tensor in named.values():
@@ -99,10 +99,10 @@ def save_full_state(
 
     def begin() -> None:
         nonlocal file
-        if target.is_dir():
-            raise CheckpointError(f"{target} is a directory; remove it first, or choose another path")
+        if target.is_dir() and any(target.iterdir()) and not is_checkpoint(target):
+            raise CheckpointError(f"{target} is a directory but no checkpoint; remove it, or choose another path")
         target.parent.mkdir(parents=True, exist_ok=True)
-        file = TorchFile(temporary, _replaced(dict(content), lazy))
+        file = TorchFile(temporary, map_tensors(dict(content), lambda tensor: lazy[id(tensor)]))
 
     try:
         ranks.on_first(what, begin)
@@ -120,8 +120,7 @@ def save_full_state(
                 raise problem
             assert file is not None
             file.close()
-            os.replace(temporary, target)
-            fsync_directory(target.parent)
+            put_in_place(temporary, target)
 
         ranks.on_first(what, commit)
     finally:
@@ -133,13 +132,3 @@ def _gathered_later(tensor: torch.Tensor, tie: str) -> LazyTensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     return LazyTensor(tuple(tensor.shape), tensor.dtype, load, tie)
-
-
-def _replaced(node: Any, lazy: Mapping[int, LazyTensor]) -> Any:
-    if isinstance(node, torch.Tensor):
-        return lazy[id(node)]
-    if isinstance(node, dict):
-        return type(node)((key, _replaced(value, lazy)) for key, value in node.items())
-    if type(node) in (list, tuple):
-        return type(node)(_replaced(value, lazy) for value in node)
-    return node

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -23,10 +23,14 @@ logger = logging.getLogger("smp")
 
 
 def random_state() -> dict[str, Any]:
-    """States of this rank's generators: Python, numpy, torch on the CPU and on the current CUDA device."""
+    """States of this rank's generators: Python, numpy, torch on the CPU and on the current CUDA device.
+
+    In plain types and tensors, so that ``torch.load(weights_only=True)`` reads them too.
+    """
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
+        "numpy": (str(kind), torch.from_numpy(numpy.asarray(keys).astype("int64")), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -42,7 +46,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """
     try:
         random.setstate(state["python"])
-        numpy.random.set_state(state["numpy"])
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, numpy.asarray(keys).astype("uint32"), *rest))
         torch.set_rng_state(state["torch"])
     except KeyError as error:
         raise CheckpointError(f"the saved random state has no {error}") from None
@@ -54,6 +59,47 @@ def derived_seed(seed: int, step: int, rank: int) -> int:
     """A 32-bit seed out of (seed, step, rank): equal every time, unrelated for neighbours."""
     digest = hashlib.sha256(f"smp {seed} {step} {rank}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
+
+
+def seed_random_state(seed: int) -> None:
+    """Seed all generators of this rank with a 32-bit seed."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)  # CUDA's too
+
+
+def resumed_random_state(
+    saved: Sequence[Mapping[str, Any] | None], rank: int, seed: int, step: int, where: str, world_size: int
+) -> dict[str, Any]:
+    """The random state with which this rank of a resumed run goes on; nothing is set yet.
+
+    Args:
+        saved: :func:`random_state` of every rank of the run that saved, by rank; empty or None where there is none.
+        rank, world_size: of this run.
+        seed, step: the run's seed and the optimizer step of the checkpoint, for another world size.
+        where: the checkpoint's name, for the log.
+
+    Returns:
+        this rank's saved state; on another world size one that is derived from (seed, step, rank), which rank 0 logs.
+    """
+    own = saved[rank] if len(saved) == world_size else None
+    if own is not None:
+        return dict(own)
+    if rank == 0:
+        logger.warning(
+            "%s holds random states of %d ranks, this run has %d: each rank is seeded from (seed=%d, step=%d, rank)",
+            where,
+            sum(state is not None for state in saved),
+            world_size,
+            seed,
+            step,
+        )
+    now = random_state()
+    try:
+        seed_random_state(derived_seed(seed, step, rank))
+        return random_state()
+    finally:
+        set_random_state(now)
 
 
 def restore_random_state(
@@ -76,21 +122,5 @@ def restore_random_state(
     """
     manifest = read_manifest(path)
     saved = [value.get(key) if isinstance(value, dict) else None for value in read_per_rank(path)]
-    own = saved[rank] if len(saved) == world_size else None
-    if own is not None:
-        set_random_state(own)
-        return True
-    mine = derived_seed(seed, manifest.step or 0, rank)
-    random.seed(mine)
-    numpy.random.seed(mine)
-    torch.manual_seed(mine)
-    if rank == 0:
-        logger.warning(
-            "%s holds random states of %d ranks, this run has %d: each rank is seeded from (seed=%d, step=%d, rank)",
-            os.fspath(path),
-            sum(state is not None for state in saved),
-            world_size,
-            seed,
-            manifest.step or 0,
-        )
-    return False
+    set_random_state(resumed_random_state(saved, rank, seed, manifest.step or 0, os.fspath(path), world_size))
+    return len(saved) == world_size and saved[rank] is not None

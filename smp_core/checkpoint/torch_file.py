@@ -21,6 +21,7 @@ import torch
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor, tie_key
 from smp_core.checkpoint.tensor_file import bytes_view, host_tensor
+from smp_core.checkpoint.tree import map_tensors
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # signature, ..., crc at field 6, name length, extra length
 _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")  # signature, ..., crc at field 7, name, extra and comment lengths
@@ -48,7 +49,7 @@ class TorchFile:
         self.leaves: list[Any] = []
         self._placeholders: list[torch.Tensor] = []
         self._known: dict[Any, torch.Tensor] = {}
-        skeleton = self._with_room(content)
+        skeleton = map_tensors(content, self._room)
         with open(path, "xb") as file, torch.serialization.skip_data():
             torch.save(skeleton, file)
         self._entries = self._data_entries()
@@ -58,24 +59,18 @@ class TorchFile:
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115  (closed in close)
         self._checksums: dict[str, int] = {}
 
-    def _with_room(self, node: Any) -> Any:
-        if isinstance(node, (torch.Tensor, LazyTensor)):
-            key: Any = id(node)
-            if isinstance(node, LazyTensor):
-                key = key if node.tie is None else ("tie", node.tie)
-            else:
-                key = tie_key(node) or key
-            if key not in self._known:
-                # Never touched, so it takes address space only.
-                self._known[key] = torch.empty(tuple(node.shape), dtype=node.dtype)
-                self._placeholders.append(self._known[key])
-                self.leaves.append(node)
-            return self._known[key]
-        if isinstance(node, dict):
-            return type(node)((key, self._with_room(value)) for key, value in node.items())
-        if type(node) in (list, tuple):
-            return type(node)(self._with_room(value) for value in node)
-        return node
+    def _room(self, leaf: torch.Tensor | LazyTensor) -> torch.Tensor:
+        key: Any = id(leaf)
+        if isinstance(leaf, LazyTensor):
+            key = key if leaf.tie is None else ("tie", leaf.tie)
+        else:
+            key = tie_key(leaf) or key
+        if key not in self._known:
+            # Never touched, so it takes address space only.
+            self._known[key] = torch.empty(tuple(leaf.shape), dtype=leaf.dtype)
+            self._placeholders.append(self._known[key])
+            self.leaves.append(leaf)
+        return self._known[key]
 
     def _data_entries(self) -> list[zipfile.ZipInfo]:
         with zipfile.ZipFile(self.path) as archive:

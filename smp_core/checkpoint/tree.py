@@ -15,6 +15,7 @@ JSON in which values that JSON has no type for carry a tag, so that every type c
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import math
 from collections import OrderedDict, defaultdict
@@ -78,6 +79,21 @@ def name_tensors(state: Any) -> dict[Path, tuple[str, Any]]:
             name = str(path_to_json(path))
         named[path] = (name, tensor)
     return named
+
+
+def map_tensors(state: Any, replace: Callable[[Any], Any]) -> Any:
+    """The same nest with ``replace(tensor)`` for every tensor (or LazyTensor); what holds none is kept as it is."""
+    if isinstance(state, (torch.Tensor, LazyTensor)):
+        return replace(state)
+    if not isinstance(state, (dict, list, tuple)) or not holds_tensor(state):
+        return state
+    if isinstance(state, dict):
+        same = copy.copy(state)
+        for key, value in state.items():
+            same[key] = map_tensors(value, replace)
+        return same
+    values = [map_tensors(value, replace) for value in state]
+    return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
 
 
 def holds_tensor(state: Any) -> bool:

@@ -1,0 +1,70 @@
+"""Saves behind training (``async_save=True``) as the Trainer and ModelCheckpoint see them.
+
+ModelCheckpoint takes a checkpoint for saved when ``save_checkpoint`` returns: it looks whether a name is taken, links
+to the checkpoint (``save_last="link"``) and removes older ones. So while a checkpoint is being written an empty folder
+holds its place, and removals wait until it has committed (smp_core.checkpoint.async_save).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from smp_core.checkpoint import AsyncCheckpointer, CheckpointError
+from smp_core.checkpoint.addresses import is_address, local_path
+
+
+class BackgroundSaves:
+    """At most one save in flight. Creating it is collective.
+
+    Args:
+        is_first: whether this is the rank that names, links and removes checkpoints.
+    """
+
+    def __init__(self, is_first: bool) -> None:
+        self.checkpointer = AsyncCheckpointer()
+        self._is_first = is_first
+        self._path: Any = None
+
+    def save(self, path: Any, checkpoint: dict[str, Any], **options: Any) -> None:
+        """Stage and return; arguments as of :func:`smp_core.checkpoint.save_checkpoint`. Collective.
+
+        Raises:
+            CheckpointError: the save before failed; on all ranks.
+        """
+        self.wait()
+        self._path = path
+        self.checkpointer.save(path, checkpoint, **options)
+        if self._is_first and not is_address(path):
+            with contextlib.suppress(FileExistsError):
+                os.makedirs(local_path(path))
+
+    def settle(self) -> None:
+        """Once per step: when the save has ended on all ranks, raise its error on all of them."""
+        with self._giving_up_the_place():
+            self.checkpointer.settle()
+
+    def wait(self) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        with self._giving_up_the_place():
+            self.checkpointer.wait()
+
+    def after_commit(self, what: str, action: Callable[[], object]) -> None:
+        """Do something to older checkpoints, once the save in flight has committed. On the first rank."""
+        self.checkpointer.after_commit(what, action)
+
+    @contextlib.contextmanager
+    def _giving_up_the_place(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            if self._is_first and not is_address(self._path):
+                with contextlib.suppress(OSError):  # not empty: the checkpoint that was to be replaced
+                    os.rmdir(local_path(self._path))
+            raise
