@@ -67,6 +67,9 @@ VALUES: dict[str, Any] = {
     "memory_headroom": st.floats(0, 1, exclude_max=True),
     "device_memory_gib": st.none() | st.floats(0.01, 1e4),
     "save_full_state_dict": st.booleans(),
+    "async_save": st.booleans(),
+    "verify_checkpoint": st.sampled_from(["auto", "sizes", "digests"]),
+    "allow_batch_change": st.booleans(),
     "comm_meter": st.booleans(),
     "fp8": st.none(),
     "activation_checkpointing": st.sampled_from(["none", "full", "selective", "every:3"]),
@@ -79,6 +82,10 @@ VALUES: dict[str, Any] = {
 }
 
 
+def contradictory(values: dict[str, Any]) -> bool:
+    return values.get("async_save", False) and values.get("save_full_state_dict", False)
+
+
 def as_text(value: Any) -> str:
     """The value as a person writes it into an environment variable."""
     if value is None:
@@ -89,7 +96,7 @@ def as_text(value: Any) -> str:
 
 
 @settings(max_examples=60, deadline=None)
-@given(values=st.fixed_dictionaries({}, optional=VALUES))
+@given(values=st.fixed_dictionaries({}, optional=VALUES).filter(lambda it: not contradictory(it)))
 def test_every_way_to_build_gives_the_same_config(values: dict[str, Any], tmp_path_factory: Any) -> None:
     config = SmpConfig(**values)
     assert {knob: getattr(config, knob) for knob in values} == values
@@ -100,6 +107,11 @@ def test_every_way_to_build_gives_the_same_config(values: dict[str, Any], tmp_pa
     path.write_text(yaml.safe_dump({"smp_config": config.to_dict()}))
     assert SmpConfig.from_yaml(path) == config
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_one_file_cannot_be_written_behind_training() -> None:
+    with pytest.raises(ValueError, match="async_save=True has no effect with save_full_state_dict=True"):
+        SmpConfig(async_save=True, save_full_state_dict=True)
 
 
 def test_the_property_test_covers_every_knob() -> None:

@@ -43,17 +43,17 @@ def fit_saving(folder: str, async_save: bool, load: str | None = None, **policy:
     saver, watch = ModelCheckpoint(dirpath=folder, filename="{step}", **policy), Watch(folder)
     knobs = {"shard_degree": 2, "async_save": async_save}
     trainer = make_trainer(knobs, callbacks=[watch, saver], max_epochs=2, **EXACT)
-    original = storage.Sink.write
+    original = storage.Sink.close
 
-    def slowly(sink: storage.Sink, data: Any) -> None:
+    def slowly(sink: storage.Sink) -> Any:
         time.sleep(0.05)  # long enough that training is ahead of the writing
-        original(sink, data)
+        return original(sink)
 
-    storage.Sink.write = slowly  # type: ignore[method-assign]
+    storage.Sink.close = slowly  # type: ignore[method-assign]
     try:
         trainer.fit(module, ckpt_path=load)
     finally:
-        storage.Sink.write = original  # type: ignore[method-assign]
+        storage.Sink.close = original  # type: ignore[method-assign]
     extra = {"seen": watch.seen, "in flight": watch.in_flight, "steps": trainer.global_step}
     return report(trainer, module, **extra)
 
