@@ -1,4 +1,4 @@
-"""async_save=True under the Trainer: the checkpoints are the same, none is removed too early, errors reach all ranks."""
+"""async_save=True under the Trainer: the same checkpoints, none removed too early, errors on all ranks."""
 
 from __future__ import annotations
 
