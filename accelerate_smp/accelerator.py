@@ -1,16 +1,19 @@
 """SmpAccelerator: smp_core under Accelerate's API.
 
 Sharding is done by :func:`smp_core.parallelize.parallelize_model`, called from ``prepare_model``, and not by
-Accelerate's own ``fsdp2_prepare_model`` with our objects attached afterwards. Both were considered; this one is
-sturdier because Accelerate's way (1.15)
+Accelerate's own ``fsdp2_prepare_model`` with our objects attached afterwards: one engine for both faces, with the same
+units, initial weights and refusals. Accelerate's way (1.15) also
 
-- does nothing on CPU (the FSDP plugin is dropped there and the model wrapped in DDP),
-- fails for persistent buffers, for 0-d parameters, for parameters tied across units and for mixed trainable dtypes,
-- finds the optimizer's new parameters by data pointer, which is 0 for every empty shard,
-- sends every whole tensor from rank 0 to the world, and has no shard mesh at all when the shard size is 1.
+- does nothing on CPU: the FSDP plugin is dropped there and the model wrapped in DDP,
+- refuses 0-d parameters and units of several dtypes, and replicas that are not sharded (no shard mesh for FSDP),
+- makes weights equal on replicas only with ``cpu_ram_efficient_loading``, which sends every whole tensor to the world
+  and fails for persistent buffers.
 
 To Accelerate the run is a plain multi-process one: its data loaders, samplers, trackers and gather functions work as
-they are. What is overridden is listed here, in this order:
+they are, and read the layout from ``parallelism_config`` (:mod:`accelerate_smp.parallelism`). A model that came sharded
+already (Transformers' ``distributed_config=``) keeps its sharding and gets the rest.
+
+What is overridden is listed here, in this order:
 
     prepare, prepare_model, prepare_optimizer, prepare_scheduler    shard, swap the optimizer's parameters
     no_sync (hence accumulate), clip_grad_norm_, clip_grad_value_   the accumulation window and norms over the mesh
@@ -31,15 +34,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 from rich.console import Console
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_smp import checkpoints
 from accelerate_smp.attachment import attach, parallel_of
 from accelerate_smp.config import check_world, engines_off, resolve_config
+from accelerate_smp.parallelism import SmpParallelism
 from smp_core.checkpoint import full_state_dict
 from smp_core.config import SmpConfig
 from smp_core.knob_rules import unknown_knob
@@ -87,6 +93,7 @@ class SmpAccelerator(Accelerator):
         self.smp_mesh: SmpMesh | None = None
         self._replaced = WeakIdKeyDictionary()
         self._topology: Topology | None = None
+        self._parallelism: SmpParallelism | None = None
         if _must_say_cpu():
             arguments["cpu"] = True
         if not smp:
@@ -106,6 +113,8 @@ class SmpAccelerator(Accelerator):
         check_world(parallelism, self.num_processes)
         if self.use_distributed and dist.is_initialized():
             self._topology = Topology.discover()
+            if self.smp_config.shard_degree != "auto":
+                self.smp_config = self._build_mesh(self.smp_config)
         elif self.smp_config != SmpConfig():
             logger.warning("one process: nothing is sharded; start with torchrun or `accelerate-smp launch`")
         if type(self.scaler) is torch.amp.GradScaler:
@@ -155,17 +164,21 @@ class SmpAccelerator(Accelerator):
                 f"{type(model).__name__} is sharded already (from_pretrained(distributed_config=...) or fully_shard); "
                 "load it without that and let SmpAccelerator shard it, or use SmpAccelerator(smp=False)"
             )
+        on_gpu = self.device.type == "cuda"  # first: says so when the state was reset since
         config = self.smp_config
         if config.param_dtype == "auto":
             mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.mixed_precision) if self.native_amp else None
             config = config.with_resolved("param_dtype", mixed, f"mixed_precision={self.mixed_precision!r}")
         if self.scaler is not None:
             config = config.with_resolved("on_nonfinite_grad_norm", "ignore", "the gradient scaler skips such steps")
-        first = self.smp_mesh is None
-        if first:
-            self.smp_mesh, config = self._build_mesh(model, config)
-        else:
-            config = config.with_resolved("shard_degree", self.mesh.shard_degree, "as the first model")
+        if self.smp_mesh is None:
+            if config.shard_degree == "auto":
+                memory = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else None
+                units = plan_units(model, config).unit_parameters()
+                degree, why, _ = smallest_shard_degree(model, self._topology, config, memory, units=units)
+                config = config.with_resolved("shard_degree", degree, why)
+            config = self._build_mesh(config)
+        first = all(parallel_of(prepared) is None for prepared in self._models)
         before = list(model.named_parameters(remove_duplicate=False))
         handle = parallelize_model(model, self.mesh, config, cast_forward_inputs=not self.native_amp)
         after = dict(model.named_parameters(remove_duplicate=False))
@@ -180,23 +193,33 @@ class SmpAccelerator(Accelerator):
                 console.print(handle.describe())
         return handle
 
-    def _build_mesh(self, model: nn.Module, config: SmpConfig) -> tuple[SmpMesh, SmpConfig]:
+    def _build_mesh(self, config: SmpConfig) -> SmpConfig:
+        """Make axes and groups for a known degree. Returns the config with what took effect. Collective."""
         assert self._topology is not None
-        if config.shard_degree == "auto":
-            memory = None
-            if self.device.type == "cuda":
-                memory = torch.cuda.get_device_properties(self.device).total_memory
-            units = plan_units(model, config).unit_parameters()
-            degree, why, _ = smallest_shard_degree(model, self._topology, config, memory, units=units)
-            config = config.with_resolved("shard_degree", degree, why)
-        return SmpMesh.build(config, self._topology, self.device)
+        self.smp_mesh, config = SmpMesh.build(config, self._topology, self.device)
+        self._parallelism = SmpParallelism.of(self.smp_mesh)
+        return config
 
     @property
     def mesh(self) -> SmpMesh:
-        """Axes and groups; known once the first model has been prepared."""
+        """Axes and groups; with ``shard_degree="auto"`` known once the first model has been prepared."""
         if self.smp_mesh is None:
-            raise RuntimeError("the mesh is made when the first model is prepared; call prepare(model) before")
+            raise RuntimeError(
+                "shard_degree='auto' is settled when the first model is prepared; call prepare(model) before"
+            )
         return self.smp_mesh
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The layout in Accelerate's words; None while ``shard_degree="auto"`` waits for the first model."""
+        return self._parallelism if self.sharding else super().parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """A mesh with the axes of :attr:`parallelism_config`; those of one rank are left out."""
+        if not self.sharding:
+            return super().torch_device_mesh
+        return None if self._parallelism is None else self._parallelism.device_mesh
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Give an optimizer made from the unsharded parameters the sharded ones, in the same groups."""

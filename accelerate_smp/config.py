@@ -15,6 +15,7 @@ from typing import Any
 
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from smp_core.config import SmpConfig
 from smp_core.config_sources import knobs_in_environment
@@ -145,24 +146,41 @@ def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[s
         raise ValueError(f"fsdp_version={fsdp.fsdp_version}: torch-smp stands on FSDP2; write fsdp_version: 2")
     if getattr(fsdp.cpu_offload, "offload_params", None) or type(fsdp.cpu_offload).__name__ == "CPUOffloadPolicy":
         raise ValueError("fsdp cpu_offload/offload_params=true: not built yet; write false")
+    if fsdp.ignored_modules:
+        raise ValueError("fsdp ignored_modules: torch-smp shards every parameter; leave it out")
+    if fsdp.param_init_fn is not None:
+        raise ValueError(
+            "fsdp param_init_fn: modules on the meta device are initialised by their own reset_parameters(); leave it out"
+        )
+    if callable(fsdp.auto_wrap_policy) and fsdp.auto_wrap_policy not in (
+        transformer_auto_wrap_policy,
+        size_based_auto_wrap_policy,
+    ):
+        raise ValueError(
+            "fsdp auto_wrap_policy: a function of your own is not called; write wrap= in torch-smp's knobs"
+        )
     knobs: dict[str, Any] = {"reshard_after_forward": bool(fsdp.reshard_after_forward)}
     if not has_degree:
         knobs["shard_degree"] = "world"  # what plain FSDP does
-    if fsdp.transformer_cls_names_to_wrap:
-        knobs["wrap"] = tuple(fsdp.transformer_cls_names_to_wrap)
+    classes = fsdp.transformer_cls_names_to_wrap
+    if classes:
+        knobs["wrap"] = tuple(classes.split(",") if isinstance(classes, str) else classes)
     if fsdp.min_num_params:
         knobs["wrap_min_parameters"] = fsdp.min_num_params
     if fsdp.activation_checkpointing:
         knobs["activation_checkpointing"] = "full"
+    if fsdp.activation_checkpointing_offload:
+        knobs["activation_offloading"] = True
     policy = fsdp.mixed_precision_policy
     for knob in ("param_dtype", "reduce_dtype"):
         dtype = getattr(policy, knob, None)
         if dtype is not None:
             knobs[knob] = str(dtype).removeprefix("torch.")
-    if fsdp.ignored_modules:
-        raise ValueError("fsdp ignored_modules: torch-smp shards every parameter; leave it out")
-    logger.info(
-        "fsdp_config: cpu_ram_efficient_loading, sync_module_states and state_dict_type have no effect here: rank 0's "
-        "weights go to every rank unit by unit, and checkpoints are always sharded"
-    )
+    if fsdp.cpu_ram_efficient_loading:
+        logger.info("fsdp cpu_ram_efficient_loading has no effect: rank 0's weights go to every rank unit by unit")
+    if "FULL" in str(fsdp.state_dict_type):
+        logger.info(
+            "fsdp state_dict_type=FULL_STATE_DICT has no effect: checkpoints are sharded and load on any number of "
+            "ranks; save_model() and get_state_dict() give the whole model"
+        )
     return knobs

@@ -71,6 +71,30 @@ def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) 
     assert (config.shard_degree, config.wrap_min_parameters) == (8, 100)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cpu_offload": True}, ["offload_params", "write false"]),
+        ({"ignored_modules": ["head"]}, ["ignored_modules", "leave it out"]),
+        ({"param_init_fn": torch.nn.init.zeros_}, ["param_init_fn", "leave it out"]),
+        ({"auto_wrap_policy": lambda *a, **k: False}, ["auto_wrap_policy", "write wrap="]),
+        ({"activation_checkpointing": True}, ["activation_checkpointing=", "gradient checkpointing"]),
+    ],
+    ids=["offload", "ignored", "init", "wrap", "activation checkpointing"],
+)
+def test_fsdp_settings_without_counterpart_are_refused(settings: dict[str, Any], words: list[str]) -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **settings)
+    with pytest.raises(ValueError) as refused:
+        resolve_config(None, {}, None, plugin)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_fsdp1_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fsdp_version=1.*write fsdp_version: 2"):
+        resolve_config(None, {}, None, FullyShardedDataParallelPlugin(fsdp_version=1))
+
+
 def refusals() -> dict[str, str]:
     """What four ranks refuse."""
     said = {}
@@ -83,8 +107,7 @@ def refusals() -> dict[str, str]:
 
     sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
     refused("product", lambda: fresh_accelerator(parallelism_config=sizes))
-    accelerator = fresh_accelerator(shard_degree=3)
-    refused("degree", lambda: accelerator.prepare(TroubledModel()))
+    refused("degree", lambda: fresh_accelerator(shard_degree=3))
     accelerator = fresh_accelerator(shard_degree=2)
     model = TroubledModel()
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)

@@ -1,0 +1,71 @@
+"""The run's layout in Accelerate's words: its data loaders, Trainer and TRL read ``accelerator.parallelism_config``.
+
+dp_replicate_size   replicas of the model states
+dp_shard_size       ranks of a partition group that read different samples: shard_degree / context degree
+cp_size             ranks that share a sequence; Accelerate counts them beside the shard ranks, we inside them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from smp_core.mesh import SmpMesh
+
+
+@dataclass
+class SmpParallelism(ParallelismConfig):
+    """What torch-smp does, as a ``ParallelismConfig`` to read from. Made by :meth:`of`; nothing is set through it."""
+
+    @classmethod
+    def of(cls, mesh: SmpMesh) -> SmpParallelism:
+        """The layout of ``mesh``. Collective where sequences are shared."""
+        config = cls(
+            dp_replicate_size=mesh.replicate_degree,
+            dp_shard_size=mesh.shard_degree // mesh.context_degree,
+            cp_size=mesh.context_degree,
+            tp_size=1,
+            sp_size=1,
+        )
+        config.device_mesh = _device_mesh(mesh)
+        return config
+
+    def __post_init__(self) -> None:
+        # Not the base's: it reads sizes from the environment, and refuses replicas whose ranks all share sequences.
+        self.cp_backend, self.sp_backend = "torch", "deepspeed"
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """FSDP2 is given the partition group alone; the hop across replicas is ours."""
+        return ["dp_shard_cp"]
+
+    @property
+    def cp_enabled(self) -> bool:
+        """False whatever ``cp_size`` is: torch's context parallelism, which Accelerate and Trainer would switch on, is
+        not what shares sequences here."""
+        return False
+
+
+def _device_mesh(mesh: SmpMesh) -> DeviceMesh | None:
+    """The same ranks on axes of Accelerate's names, those of more than one rank; no new process groups unless
+    sequences are shared."""
+    sizes = {
+        "dp_replicate": mesh.replicate_degree,
+        "dp_shard": mesh.shard_degree // mesh.context_degree,
+        "cp": mesh.context_degree,
+    }
+    active = {name: size for name, size in sizes.items() if size > 1}
+    if not active:
+        return None
+    names = tuple(active)
+    if mesh.context_degree > 1:
+        return init_device_mesh(mesh.device.type, tuple(active.values()), mesh_dim_names=names)
+    ours = {"dp_replicate": mesh.replicate_group, "dp_shard": mesh.shard_group}
+    ranks = torch.arange(mesh.topology.world_size).view(tuple(active.values()))
+    groups = [ours[name] for name in names]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device.type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, mesh.device.type, mesh=ranks, mesh_dim_names=names)
