@@ -150,7 +150,7 @@ def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[s
         raise ValueError("fsdp ignored_modules: torch-smp shards every parameter; leave it out")
     if fsdp.param_init_fn is not None:
         raise ValueError(
-            "fsdp param_init_fn: modules on the meta device are initialised by their own reset_parameters(); leave it out"
+            "fsdp param_init_fn: modules on the meta device use their own reset_parameters(); leave it out"
         )
     if callable(fsdp.auto_wrap_policy) and fsdp.auto_wrap_policy not in (
         transformer_auto_wrap_policy,
