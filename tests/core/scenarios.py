@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -244,9 +245,19 @@ def differences(ours: Gradients, expected: Gradients) -> list[str]:
     return found
 
 
+# Meshes by world group (of the present case alone), degree and stages: making process groups takes longer than most of
+# what is done with them here.
+_meshes: dict[tuple[Any, ...], SmpMesh] = {}
+
+
 def parallel_model(model: nn.Module, **knobs) -> ParallelModel:
-    mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
-    return parallelize_model(model, mesh, config)
+    config = SmpConfig(**knobs)
+    key = (dist.group.WORLD, config.shard_degree, config.hierarchical)
+    if key not in _meshes:
+        for old in [old for old in _meshes if old[0] is not dist.group.WORLD]:
+            del _meshes[old]
+        _meshes[key], _ = SmpMesh.build(config, Topology.discover(), "cpu")
+    return parallelize_model(model, _meshes[key], config)
 
 
 def allowed(degree: int) -> list[str]:

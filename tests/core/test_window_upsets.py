@@ -120,10 +120,10 @@ def steps_after(old_torch: bool, **knobs) -> None:
 @pytest.mark.parametrize(
     ("degree", "old_torch"),
     [
-        (1, False),
         (4, False),
-        (2, True),
+        pytest.param(1, False, marks=pytest.mark.slow),
         pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
         pytest.param(4, True, marks=pytest.mark.slow),
     ],
 )
