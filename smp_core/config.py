@@ -93,9 +93,14 @@ class SmpConfig:
         comm_meter: Whether bytes and seconds of collectives are counted by kind and link class. True (default) or
             False.
         fp8: FP8 recipe for the linear layers. None (default; off). Not built yet.
-        activation_checkpointing: Which activations are recomputed in backward. "none" (default), "full" (each wrapped
-            block), "every:N" (each N-th block) or "selective" (keeps matrix products). Others than "none" are not
-            built yet.
+        activation_checkpointing: Which activations are computed again in backward instead of kept. "none" (default),
+            "full" (each wrapped block keeps its inputs only), "every:N" (the same for each N-th block), "selective"
+            (each block keeps its inputs and the outputs of matrix products, attention and communication) or a mapping
+            from class names or globs over module names to one of these ({"*.mlp": "full", "*.attn": "selective"});
+            the first pattern that matches decides about a module and all inside it.
+        activation_checkpointing_check: Whether the outputs of every recomputation are compared with those of forward,
+            bit by bit; an error names the module that differs. True or False (default; only shapes and dtypes are
+            compared).
         activation_offloading: Whether inputs of checkpointed blocks wait in host memory for backward. True or False
             (default). True is not built yet.
         activation_loading_horizon: How many blocks' offloaded inputs may be on the device at once. Integer >= 1;
@@ -136,7 +141,8 @@ class SmpConfig:
     allow_batch_change: bool = False
     comm_meter: bool = True
     fp8: Any = None
-    activation_checkpointing: str = "none"
+    activation_checkpointing: str | Mapping[str, str] = "none"
+    activation_checkpointing_check: bool = False
     activation_offloading: bool = False
     activation_loading_horizon: int = 2
     quantized_all_gather: Literal["int8", "fp8"] | None = None
@@ -255,7 +261,7 @@ class SmpConfig:
         The values can be written as JSON or YAML, except a function given as `wrap`.
         """
         asked = {knob: self.asked(knob) for knob in READERS}
-        return {knob: list(value) if isinstance(value, tuple) else value for knob, value in asked.items()}
+        return {knob: _as_asked(value) for knob, value in asked.items()}
 
     def asked(self, knob: str) -> Any:
         """The value that was asked for; differs from the attribute once `with_resolved` was called for the knob."""
@@ -324,8 +330,16 @@ class SmpConfig:
         return config
 
 
+def _as_asked(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _plain(value: Any) -> Any:
     """The value in types that JSON has; a function or an object by its name."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -334,6 +348,8 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {item}" for name, item in value.items())
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
     if value is None:

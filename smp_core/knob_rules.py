@@ -19,6 +19,11 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DTYPE = read.either(
     read.nothing(), read.dtype_name(*_DTYPES), allowed="'auto', 'float32', 'bfloat16', 'float16', none"
 )
+_CHECKPOINTING = read.either(
+    read.word("none", "full", "selective"),
+    read.pattern(r"every:[1-9][0-9]*"),
+    allowed="'none', 'full', 'every:N', 'selective'",
+)
 
 READERS: dict[str, read.Reader] = {
     "shard_degree": read.either(
@@ -58,10 +63,12 @@ READERS: dict[str, read.Reader] = {
     "comm_meter": _BOOLEAN,
     "fp8": read.either(read.nothing(), read.anything(), allowed="none, a recipe"),
     "activation_checkpointing": read.either(
-        read.word("none", "full", "selective"),
-        read.pattern(r"every:[1-9][0-9]*"),
-        allowed="'none', 'full', 'every:N', 'selective'",
+        _CHECKPOINTING,
+        read.mapping(_CHECKPOINTING),
+        allowed="'none', 'full', 'every:N', 'selective', a mapping from class names or globs to one of these (in text "
+        """a JSON object: '{"*.mlp": "full"}')""",
     ),
+    "activation_checkpointing_check": _BOOLEAN,
     "activation_offloading": _BOOLEAN,
     "activation_loading_horizon": _DEGREE,
     "quantized_all_gather": read.either(read.nothing(), read.word("int8", "fp8"), allowed="none, 'int8', 'fp8'"),
@@ -102,11 +109,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
         "a secondary shard (an integer or 'node') is", "write true or false", _only(True, False)
     ),
     "fp8": NotBuilt("FP8 training is", "leave it at none and train in bfloat16", _only(None)),
-    "activation_checkpointing": NotBuilt(
-        "activation checkpointing is",
-        "write 'none' and use the model's own gradient checkpointing",
-        _only("none"),
-    ),
     "activation_offloading": NotBuilt("activation offloading is", "write false", _only(False)),
     "activation_loading_horizon": NotBuilt("activation offloading is", "leave it at 2", _only(2)),
     "quantized_all_gather": NotBuilt("quantised communication is", "leave it at none", _only(None)),

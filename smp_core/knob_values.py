@@ -13,7 +13,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Reader = Callable[[str, Any], Any]
@@ -136,6 +136,25 @@ def names() -> Reader:
         if not all(isinstance(name, str) and name.strip() for name in found):
             raise refusal(knob, value, "a list of names, none of them empty", example)
         return tuple(name.strip() for name in found)
+
+    return read
+
+
+def mapping(of: Reader) -> Reader:
+    """A mapping from non-empty names to values that `of` reads, not empty; in text a JSON object."""
+
+    def read(knob: str, value: Any) -> dict[str, Any]:
+        found: Any = value
+        if isinstance(value, str) and value.strip().startswith("{"):
+            try:
+                found = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise refusal(knob, value, f"a JSON object ({error})") from None
+        if not isinstance(found, Mapping) or not found:
+            raise refusal(knob, value, "a mapping from names")
+        if not all(isinstance(name, str) and name.strip() for name in found):
+            raise refusal(knob, value, "a mapping from names, none of them empty")
+        return {name.strip(): of(f"{knob}[{name.strip()!r}]", item) for name, item in found.items()}
 
     return read
 

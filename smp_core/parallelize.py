@@ -2,7 +2,7 @@
 
 1. (FP8 linear conversion)            later issue
 2. (tensor and context parallelism)   later issue
-3. (activation checkpointing)         later issue
+3. activation checkpointing: a property of a module's forward, so inside FSDP2's hooks
 4. equal initial weights: rank 0's, unit by unit, while a unit is still whole
 5. fully_shard of blocks, then roots, with our communication objects
 6. materialisation of what is on the meta device, shard by shard
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from smp_core.activations.checkpointing import apply_checkpointing, checkpoints_itself
+from smp_core.activations.plan import CheckpointedModule, plan_checkpointing
 from smp_core.comm.background import Background
 from smp_core.comm.codec import Codec, codec
 from smp_core.comm.flat import CommObject, FlatAllGather, FlatReduceScatter
@@ -50,6 +53,7 @@ class ParallelModel:
     units: tuple[ShardedUnit, ...]
     window: AccumulationWindow
     meter: CommMeter
+    checkpointed: tuple[CheckpointedModule, ...] = ()
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
@@ -120,6 +124,9 @@ class ParallelModel:
             f"each over {mesh.shard_degree} ranks" + (", collectives in two stages" if mesh.hierarchical else ""),
             f"{total:,} parameters, units: {len(self.plan.units)} ({self.plan.why})",
         ]
+        if self.checkpointed:
+            modes = ", ".join(f"{n} {mode}" for mode, n in Counter(c.mode for c in self.checkpointed).items())
+            lines.append(f"recomputed in backward: {len(self.checkpointed)} modules ({modes})")
         if self.plan.replicated:
             lines.append(f"whole on every rank: {', '.join(self.plan.replicated)}")
         return "\n".join(lines)
@@ -157,7 +164,8 @@ def parallelize_model(
         the handle whose ``window``, ``clip_grad_norm_`` and ``meter`` a training loop uses.
 
     Raises:
-        ValueError: a knob that is not built yet, a wrap rule that matches nothing, a module without initialiser.
+        ValueError: a knob that is not built yet, a wrap or checkpointing rule that matches nothing, a module without
+            initialiser.
     """
     config.require_built()
     plan = plan_units(model, config, entry=entry)
@@ -176,6 +184,7 @@ def parallelize_model(
     if whole:
         why = "shard_degree=1: parameters are whole, nothing is gathered"
         config = config.with_resolved("param_dtype", None, why).with_resolved("reshard_after_forward", False, why)
+    config, checkpointed, recomputed = _checkpointing(model, plan, config, sharded=not whole)
     replicated = [*plan.replicated, *(name for unit in plan.units for name in unit.parameters if whole)]
     _broadcast((by_name[name] for name in replicated), mesh.device)
     _broadcast(model.buffers(), mesh.device)
@@ -194,6 +203,7 @@ def parallelize_model(
             all_gather=all_gather,
             reduce_scatter=reduce_scatter,
             before_shard=equal_weights,
+            recomputed=recomputed,
         )
     if config.delayed_init and not on_meta:
         why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
@@ -209,7 +219,28 @@ def parallelize_model(
     named_groups = [{name: by_name[name] for name in group} for group in groups]
     config, hop, world_hop = _replica_hops(mesh, meter, config)
     window = AccumulationWindow(units, named_groups, mesh, hop, world_hop, _dtype(config.reduce_dtype))
-    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter)
+    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, checkpointed)
+
+
+def _checkpointing(
+    model: nn.Module, plan: WrapPlan, config: SmpConfig, *, sharded: bool
+) -> tuple[SmpConfig, tuple[CheckpointedModule, ...], frozenset[str]]:
+    """Apply ``activation_checkpointing``, unless the model has its own on: computing everything twice more saves
+    nothing. Returns what took effect, and the names of the units that run again in backward."""
+    if config.activation_checkpointing != "none" and checkpoints_itself(model):
+        why = "the model's own gradient checkpointing is on"
+        logger.warning("activation_checkpointing=%r has no effect: %s", config.activation_checkpointing, why)
+        config = config.with_resolved("activation_checkpointing", "none", why)
+    chosen = tuple(plan_checkpointing(model, plan.blocks, config.activation_checkpointing))
+    if config.activation_checkpointing_check and not chosen:
+        why = "nothing is recomputed"
+        logger.warning("activation_checkpointing_check=True has no effect: %s", why)
+        config = config.with_resolved("activation_checkpointing_check", False, why)
+    units = [unit.name for unit in plan.units] if sharded else []
+    inside = {each.name: [name for name in units if name.startswith(f"{each.name}.")] for each in chosen}
+    for each in chosen:
+        apply_checkpointing(each, check=config.activation_checkpointing_check, to_the_end=bool(inside[each.name]))
+    return config, chosen, frozenset(name for names in inside.values() for name in names)
 
 
 def _comm_objects(mesh: SmpMesh, meter: CommMeter) -> tuple[CommObject, CommObject]:

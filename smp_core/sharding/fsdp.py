@@ -9,6 +9,8 @@ FSDP2 shards, gathers and reduces inside the partition group; the hop across rep
   registered with ``register_fsdp_forward_method``, :meth:`ShardedUnit.run_as_forward`): how often a unit is used, and
   which of its parameters a backward pass reached, by ``_unsharded_param.grad``; that one's ``requires_grad`` goes stale
   when the sharded parameter's is changed while it is kept gathered;
+- ``state._pre_forward_hook_handle``, ``state._post_forward_hook_handle``, and ``_disable_current_modes``: inside a
+  selectively checkpointed module what a unit's hooks do must not be taken for operations of the model;
 - ``state._state_ctx``, ``_comm_ctx`` and training states: what a failed backward pass leaves behind, which torch < 2.13
   has no ``reset_iter_state`` for, and whether it left something;
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
@@ -32,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.comm.flat import CommObject
 from smp_core.sharding.wrap import WrapPlan
@@ -139,7 +142,8 @@ class ShardedUnit:
         or are trained again (``toggle_optimizer``): FSDP2 tells it only when it gathers."""
 
         def used(*args: Any, **kwargs: Any) -> Any:
-            self.uses += torch.is_grad_enabled()
+            # A unit inside a checkpointed module is used again in backward.
+            self.uses += torch.is_grad_enabled() and backward_pass() == -1
             inputs = pre_forward(*args, **kwargs)
             for parameter in self._fsdp_parameters:
                 wanted = parameter.sharded_param.requires_grad
@@ -175,6 +179,25 @@ class ShardedUnit:
             raise RuntimeError(FAILED_PASS)
 
 
+def _hide_hooks_from_modes(module: nn.Module) -> None:
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+
+    def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @torch.compiler.disable
+        def outside_of_modes(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return hook(*args, **kwargs)
+
+        return outside_of_modes
+
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = module.register_forward_pre_hook(
+        hidden(state._pre_forward), prepend=True, with_kwargs=True
+    )
+    state._post_forward_hook_handle = module.register_forward_hook(hidden(state._post_forward))
+
+
 def shard_units(
     model: nn.Module,
     plan: WrapPlan,
@@ -185,6 +208,7 @@ def shard_units(
     all_gather: CommObject,
     reduce_scatter: CommObject,
     before_shard: Callable[[nn.Module, Iterable[nn.Parameter]], None] | None = None,
+    recomputed: Container[str] = (),
 ) -> list[ShardedUnit]:
     """``fully_shard`` every planned unit, innermost first, with our communication objects.
 
@@ -192,6 +216,7 @@ def shard_units(
         mesh: the 1-D mesh over the partition group.
         before_shard: called with each unit's module and its parameters just before they are sharded, while they are
             whole (equal initial weights are made there, one unit at a time).
+        recomputed: names of units that lie inside checkpointed modules.
 
     Returns:
         the units in the plan's order; roots keep their parameters gathered after forward, as FSDP2 does.
@@ -216,6 +241,8 @@ def shard_units(
         unit_module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
         unit_module.set_force_sum_reduction_for_comms(True)
         unit_module.set_gradient_divide_factor(1.0)
+        if planned.name in recomputed:
+            _hide_hooks_from_modes(unit_module)
         units.append(ShardedUnit(planned.name, planned.module, planned.parameters, planned.is_root))
     return units
 

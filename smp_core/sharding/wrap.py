@@ -45,11 +45,13 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class WrapPlan:
-    """Units, innermost first; names of replicated parameters; and, for the log, how the blocks were chosen."""
+    """Units, innermost first; names of replicated parameters; for the log, how the blocks were chosen; and names of the
+    outermost blocks in the model's order, for activation checkpointing."""
 
     units: tuple[PlannedUnit, ...]
     replicated: tuple[str, ...]
     why: str
+    blocks: tuple[str, ...] = ()
 
     def unit_parameters(self) -> list[list[str]]:
         """Parameter names unit by unit, for :mod:`smp_core.planning.memory`."""
@@ -105,7 +107,21 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
     if tied:
         shown = [name for name, parameter in model.named_parameters() if parameter in tied]
         logger.info("parameters shared by several units stay whole on every rank: %s", ", ".join(shown))
-    return WrapPlan(units, tuple(plain), why)
+    return WrapPlan(units, tuple(plain), why, tuple(_outermost(names, blocks)))
+
+
+def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator[str]:
+    """Names of the blocks that are more than one layer of torch's own and lie in no other block."""
+    inside: set[nn.Module] = set()
+    wanted = {
+        block
+        for block in blocks
+        if any(True for _ in block.children()) or not type(block).__module__.startswith("torch.")
+    }
+    for module, name in names.items():
+        if module in wanted and module not in inside:
+            inside.update(module.modules())
+            yield name
 
 
 def _callable(module: nn.Module) -> bool:

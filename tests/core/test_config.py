@@ -72,7 +72,8 @@ VALUES: dict[str, Any] = {
     "allow_batch_change": st.booleans(),
     "comm_meter": st.booleans(),
     "fp8": st.none(),
-    "activation_checkpointing": st.sampled_from(["none", "full", "selective", "every:3"]),
+    "activation_checkpointing": st.sampled_from(["none", "full", "selective", "every:3", {"*.mlp": "full"}]),
+    "activation_checkpointing_check": st.booleans(),
     "activation_offloading": st.booleans(),
     "activation_loading_horizon": st.integers(1, 9),
     "quantized_all_gather": st.sampled_from([None, "int8", "fp8"]),
@@ -92,7 +93,7 @@ def as_text(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
-    return json.dumps(list(value)) if isinstance(value, tuple) else str(value)
+    return json.dumps(value) if isinstance(value, (tuple, dict)) else str(value)
 
 
 @settings(max_examples=60, deadline=None)
@@ -317,7 +318,6 @@ NOT_YET: list[tuple[str, Any]] = [
     ("reshard_after_forward", 2),
     ("reshard_after_forward", "node"),
     ("fp8", "hybrid"),
-    ("activation_checkpointing", "full"),
     ("activation_offloading", True),
     ("activation_loading_horizon", 4),
     ("quantized_all_gather", "int8"),

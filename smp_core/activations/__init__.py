@@ -1,0 +1,1 @@
+"""What forward leaves behind for backward: recomputed, or parked in host memory."""

@@ -1,0 +1,157 @@
+"""Activation checkpointing (arXiv 1604.06174): a module keeps its inputs and computes the rest again in backward.
+
+A checkpointed module gets a subclass of its own class whose forward runs under ``torch.utils.checkpoint`` without
+reentrant autograd. The place of it:
+
+- inside FSDP2's hooks, which are on the module and not in its forward: the unit is gathered once for recomputation and
+  backward together;
+- inside ``torch.compile`` where the module was compiled, so that the compiler sees which values to keep;
+- a subclass and not an attribute of the instance, so that names, signatures and copies of the module stay as they were.
+
+Outside of training (``torch.no_grad``) the module is what it was. Random numbers are drawn again from the same state.
+A Transformers block that would append to a key-value cache once more while it is recomputed gets none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
+
+from smp_core.activations.plan import CheckpointedModule
+from smp_core.activations.selective import ContextPair, selective_contexts
+
+logger = logging.getLogger("smp")
+
+# What Transformers' blocks (and their like) call the cache that they append keys and values to.
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class NotDeterministicError(RuntimeError):
+    """A module gave other values when it was computed again; its gradients would be wrong."""
+
+
+def checkpoints_itself(model: nn.Module) -> bool:
+    """Whether the model's own checkpointing (``gradient_checkpointing`` of Transformers) is on in any module."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
+def apply_checkpointing(chosen: CheckpointedModule, *, check: bool = False, to_the_end: bool = False) -> None:
+    """Make the module recompute. In place, before ``fully_shard``.
+
+    Args:
+        check: compare the outputs of every recomputation with those of forward, bit by bit (costs the part of
+            recomputation that is otherwise left out, and a sum over the outputs).
+        to_the_end: run recomputations to the end of forward, not only as far as values are needed. For modules with
+            FSDP units inside, whose hooks come in pairs.
+    """
+    # torch.compile keeps the module it wraps under _orig_mod; no public name leads there.
+    module = getattr(chosen.module, "_orig_mod", chosen.module)
+    kind: Any = type(module)
+    module.__class__ = _checkpointed(kind, chosen.mode == "selective", chosen.name if check else None, to_the_end)
+
+
+@functools.cache
+def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | None, to_the_end: bool) -> type[nn.Module]:
+    """``compared_as``: the module's name for the complaint when a recomputation differs; None: do not compare."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or _is_recomputed_by_its_own(self):
+            return kind.forward(self, *args, **kwargs)
+        kwargs = _without_cache(self, kwargs)
+        # torch stores the random state of the devices that it finds among the positional arguments.
+        names = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor)]
+        tensors = [kwargs.pop(key) for key in names]
+
+        def run(*given: Any) -> Any:
+            named = dict(zip(names, given[len(args) :], strict=True))
+            return kind.forward(self, *given[: len(args)], **kwargs, **named)
+
+        given = (*args, *tensors)
+        if compared_as is not None and not torch.compiler.is_compiling():
+            compared = _Compared(run, compared_as, selective_contexts if selective else noop_context_fn)
+            with set_checkpoint_early_stop(False):
+                return checkpoint(compared, *given, use_reentrant=False, context_fn=compared.contexts)
+        if to_the_end and not torch.compiler.is_compiling():
+            contexts = selective_contexts if selective else noop_context_fn
+            with set_checkpoint_early_stop(False):
+                return checkpoint(run, *given, use_reentrant=False, context_fn=contexts)
+        # Dynamo takes a context_fn only where it is written out as a global function.
+        if selective:
+            return checkpoint(run, *given, use_reentrant=False, context_fn=selective_contexts)
+        return checkpoint(run, *given, use_reentrant=False)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _is_recomputed_by_its_own(module: nn.Module) -> bool:
+    return getattr(module, "gradient_checkpointing", False) is True and module.training
+
+
+def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    found = [key for key in CACHES if kwargs.get(key) is not None]
+    if not found or getattr(module, "_can_checkpoint_with_cache", False):  # Transformers' mark of layers that only read
+        return kwargs
+    return {**kwargs, **dict.fromkeys(found), **({"use_cache": False} if "use_cache" in kwargs else {})}
+
+
+class _Compared:
+    """A function that is called twice, and complains when the second call (the recomputation) gives other values.
+
+    Looks at the outputs after the contexts of ``contexts`` are left: inside, selective checkpointing would take the
+    comparison for a part of the function.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, contexts: ContextPair) -> None:
+        self._function, self._name, self._contexts = function, name, contexts
+        self._outputs: Any = None
+        self._first: list[torch.Tensor] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        self._outputs = self._function(*args)
+        return self._outputs
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, recomputation = self._contexts()
+        return self._looked_at(forward), self._looked_at(recomputation)
+
+    @contextlib.contextmanager
+    def _looked_at(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        with context:
+            yield
+        outputs, self._outputs = self._outputs, None
+        with torch.no_grad():
+            sums = [_bits(tensor) for tensor in _tensors(outputs)]
+        if self._first is None:
+            self._first = sums
+        elif not all(map(torch.equal, self._first, sums)):
+            raise NotDeterministicError(
+                f"{self._name} gave other values when it was computed again in backward, so gradients would be wrong: "
+                "it draws random numbers that torch's generators do not give, or depends on something that changed. "
+                f'Leave it out: activation_checkpointing={{"{self._name}": "none", ...}}'
+            )
+
+
+def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, (tuple, list, Mapping)):
+        for each in outputs.values() if isinstance(outputs, Mapping) else outputs:
+            yield from _tensors(each)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum over the bits of every element, each weighted by its place: exact, so the order of adding up does not
+    matter."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = plain.detach().contiguous().view(whole[plain.element_size()]).flatten().to(torch.int64)
+    return (bits * (torch.arange(bits.numel(), device=bits.device) * 2 + 1)).sum()

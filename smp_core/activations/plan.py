@@ -1,0 +1,101 @@
+"""Which modules are checkpointed, and how.
+
+A mode by itself is for the wrapped blocks of the model. ``{glob: mode}`` is for any modules: the model is walked from
+the root down, the first pattern (a class name, or a glob over module names) that matches a module decides about it and
+about everything inside of it, so nothing is ever checkpointed twice.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+Mode = Literal["full", "selective"]
+
+
+@dataclass(frozen=True)
+class CheckpointedModule:
+    """A module by its name in the model, and what is kept of its activations: its inputs ("full"), or also the outputs
+    of the operations in :mod:`smp_core.activations.selective` ("selective")."""
+
+    name: str
+    module: nn.Module
+    mode: Mode
+
+
+def plan_checkpointing(
+    model: nn.Module, blocks: Sequence[str], setting: str | Mapping[str, str]
+) -> list[CheckpointedModule]:
+    """The modules to be checkpointed, in the model's order.
+
+    Args:
+        blocks: names of the model's wrapped blocks (:attr:`smp_core.sharding.wrap.WrapPlan.blocks`).
+        setting: the knob ``activation_checkpointing``.
+
+    Raises:
+        ValueError: the model has no blocks, or a pattern matches nothing that another one does not have already.
+    """
+    if isinstance(setting, str):
+        if setting == "none":
+            return []
+        if not blocks:
+            raise ValueError(
+                f"activation_checkpointing={setting!r}: {type(model).__name__} has no repeated blocks to checkpoint; "
+                'name the classes in wrap=["MyBlock"], or the modules in activation_checkpointing={"layers.*": "full"}'
+            )
+        by_name = dict(model.named_modules())
+        return _of_group([(name, by_name[name]) for name in blocks], setting)
+    groups = _claimed(model, setting)
+    chosen = [each for pattern, members in groups.items() for each in _of_group(members, setting[pattern])]
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    return sorted(chosen, key=lambda each: order[each.name])
+
+
+def _of_group(members: Sequence[tuple[str, nn.Module]], setting: str) -> list[CheckpointedModule]:
+    if setting == "none":
+        return []
+    every = int(setting.removeprefix("every:")) if setting.startswith("every:") else 1
+    mode: Mode = "selective" if setting == "selective" else "full"
+    return [CheckpointedModule(name, module, mode) for name, module in members[::every]]
+
+
+def _claimed(model: nn.Module, setting: Mapping[str, str]) -> dict[str, list[tuple[str, nn.Module]]]:
+    groups: dict[str, list[tuple[str, nn.Module]]] = {pattern: [] for pattern in setting}
+
+    def visit(name: str, module: nn.Module) -> None:
+        if name:
+            for pattern in setting:
+                if _matches(pattern, name, module):
+                    groups[pattern].append((name, module))
+                    return
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+
+    visit("", model)
+    for pattern, members in groups.items():
+        if members:
+            continue
+        elsewhere = [name for name, module in model.named_modules() if name and _matches(pattern, name, module)]
+        if elsewhere:
+            raise ValueError(
+                f"activation_checkpointing[{pattern!r}]: {elsewhere[0]} and all else that it matches lie inside "
+                "modules that other patterns match; the first pattern that matches the outermost module decides"
+            )
+        names = {name for name, _ in model.named_modules() if name} | {type(m).__name__ for m in model.modules()}
+        near = difflib.get_close_matches(pattern, sorted(names), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"activation_checkpointing[{pattern!r}] matches no class name and no module name of "
+            f"{type(model).__name__}{hint}"
+        )
+    return groups
+
+
+def _matches(pattern: str, name: str, module: nn.Module) -> bool:
+    # torch.compile keeps the module it wraps under _orig_mod; no public name leads there.
+    return type(getattr(module, "_orig_mod", module)).__name__ == pattern or fnmatch.fnmatchcase(name, pattern)

@@ -1,0 +1,103 @@
+"""Selective checkpointing: what is dear to compute is kept, what is cheap is computed again.
+
+Kept are the outputs of matrix products, convolutions and attention (the split between the two kinds of operations is
+Megatron's, arXiv 2205.05198, section 5), and of communication: a collective is never repeated in backward. An operation
+that is not torch's own joins by :func:`keep_outputs_of`; the rest (norms, activation functions, dropout, element-wise
+arithmetic, casts) is recomputed from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+_KEPT_NAMES: dict[str, tuple[str, ...]] = {
+    "aten": (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addbmm",
+        "addmv",
+        "mv",
+        "dot",
+        "_scaled_mm",
+        "_scaled_grouped_mm",
+        "_grouped_mm",
+        "_int_mm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+        "_cudnn_attention_forward",
+    ),
+    "_c10d_functional": (
+        "all_reduce",
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_coalesced",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced",
+        "all_to_all_single",
+        "broadcast",
+    ),
+}
+
+
+def _ops_of_torch() -> set[Any]:
+    """Those of the names above that this torch has."""
+    packets = (
+        getattr(getattr(torch.ops, space), name)
+        for space, names in _KEPT_NAMES.items()
+        for name in names
+        if hasattr(getattr(torch.ops, space), name)
+    )
+    found = {packet.default for packet in packets if "default" in packet.overloads()}
+    if hasattr(torch.ops.higher_order, "flex_attention"):
+        found.add(torch.ops.higher_order.flex_attention)
+    return found
+
+
+_kept: set[Any] = _ops_of_torch()
+
+
+def keep_outputs_of(*operators: Any) -> None:
+    """From now on selective checkpointing keeps the outputs of these operators and never runs them again in backward.
+
+    For operators that communicate or are dear to compute (``keep_outputs_of(torch.ops.smp.cp_attn)``). Call it where
+    the operator is defined.
+
+    Args:
+        operators: ``torch.ops.<space>.<name>``, all its overloads, or one overload of it. Their outputs must not be
+            changed in place later.
+    """
+    for operator in operators:
+        if hasattr(operator, "overloads"):
+            _kept.update(getattr(operator, overload) for overload in operator.overloads())
+        else:
+            _kept.add(operator)
+
+
+def is_kept(operator: Any) -> bool:
+    """Whether selective checkpointing keeps the outputs of an operator's overload."""
+    return operator in _kept
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The pair of contexts for forward and recomputation that ``torch.utils.checkpoint`` wants as ``context_fn``."""
+    forward, recomputation = create_selective_checkpoint_contexts(_policy)
+    return forward, recomputation
+
+
+ContextPair = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
