@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from smp_core.config_sources import knobs_in_environment, knobs_in_yaml
+from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.knob_rules import NOT_BUILT, READERS, unknown_knob
 from smp_core.smp_parameters import translate_smp_parameters
 
@@ -92,7 +93,9 @@ class SmpConfig:
             with, where accumulation cannot be adapted to keep it. True or False (default; refused).
         comm_meter: Whether bytes and seconds of collectives are counted by kind and link class. True (default) or
             False.
-        fp8: FP8 recipe for the linear layers. None (default; off). Not built yet.
+        fp8: FP8 matrix products in the linear layers (docs/fp8.md). None (default; off), True (delayed scaling with
+            its defaults), "delayed", "dynamic", or an Fp8Recipe or a mapping of its fields
+            ({"amax_history_len": 16, "margin": 1}).
         activation_checkpointing: Which activations are computed again in backward instead of kept. "none" (default),
             "full" (each wrapped block keeps its inputs only), "every:N" (the same for each N-th block), "selective"
             (each block keeps its inputs and the outputs of matrix products, attention and communication) or a mapping
@@ -140,7 +143,7 @@ class SmpConfig:
     verify_checkpoint: Literal["auto", "sizes", "digests"] = "auto"
     allow_batch_change: bool = False
     comm_meter: bool = True
-    fp8: Any = None
+    fp8: Fp8Recipe | None = None
     activation_checkpointing: str | Mapping[str, str] = "none"
     activation_checkpointing_check: bool = False
     activation_offloading: bool = False
@@ -167,6 +170,7 @@ class SmpConfig:
                 "checkpoint consolidate`"
             )
         degree, context, kept = self.shard_degree, self.context_parallel_degree, self.reshard_after_forward
+        self._check_fp8()
         if not isinstance(degree, int):
             return
         if context > degree:
@@ -182,6 +186,21 @@ class SmpConfig:
         if not isinstance(kept, bool) and isinstance(kept, int) and degree % kept:
             allowed = ", ".join(["true", "false", *(str(n) for n in range(2, degree + 1) if degree % n == 0)])
             raise ValueError(f"reshard_after_forward={kept} does not divide shard_degree={degree}; allowed: {allowed}")
+
+    def _check_fp8(self) -> None:
+        if self.fp8 is None or not self.fp8.fp8_all_gather:
+            return
+        if not isinstance(self.reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward!r} keeps a secondary shard, which torch cannot "
+                "combine with weights that travel in FP8; write reshard_after_forward=true or false, or "
+                "fp8={'fp8_all_gather': false}"
+            )
+        if self.quantized_all_gather is not None:
+            raise ValueError(
+                f"quantized_all_gather={self.quantized_all_gather!r}: with fp8 weights travel in FP8 already; "
+                "leave it at none, or write fp8={'fp8_all_gather': false}"
+            )
 
     @classmethod
     def knobs(cls) -> tuple[str, ...]:
@@ -331,6 +350,8 @@ class SmpConfig:
 
 
 def _as_asked(value: Any) -> Any:
+    if isinstance(value, Fp8Recipe):
+        return value.to_dict()
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from smp_core import knob_values as read
+from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.smp_parameters import SMP_OPTIONS
 
 _DEGREE = read.integer(minimum=1)
@@ -61,7 +62,7 @@ READERS: dict[str, read.Reader] = {
     "verify_checkpoint": read.word("auto", "sizes", "digests"),
     "allow_batch_change": _BOOLEAN,
     "comm_meter": _BOOLEAN,
-    "fp8": read.either(read.nothing(), read.anything(), allowed="none, a recipe"),
+    "fp8": lambda knob, value: Fp8Recipe.read(value),
     "activation_checkpointing": read.either(
         _CHECKPOINTING,
         read.mapping(_CHECKPOINTING),
@@ -108,7 +109,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "reshard_after_forward": NotBuilt(
         "a secondary shard (an integer or 'node') is", "write true or false", _only(True, False)
     ),
-    "fp8": NotBuilt("FP8 training is", "leave it at none and train in bfloat16", _only(None)),
     "activation_offloading": NotBuilt("activation offloading is", "write false", _only(False)),
     "activation_loading_horizon": NotBuilt("activation offloading is", "leave it at 2", _only(2)),
     "quantized_all_gather": NotBuilt("quantised communication is", "leave it at none", _only(None)),

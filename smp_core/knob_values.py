@@ -181,11 +181,6 @@ def function(signature: str) -> Reader:
     return read
 
 
-def anything() -> Reader:
-    """Any value, taken as it is."""
-    return lambda knob, value: value
-
-
 def nothing() -> Reader:
     """None; in text `none` or `null`."""
 

@@ -1,6 +1,6 @@
 """parallelize_model(): the one place that knows the order of all conversions.
 
-1. (FP8 linear conversion)            later issue
+1. linear layers to FP8, whose weights then travel in FP8
 2. (tensor and context parallelism)   later issue
 3. activation checkpointing: a property of a module's forward, so inside FSDP2's hooks
 4. equal initial weights: rank 0's, unit by unit, while a unit is still whole
@@ -27,11 +27,12 @@ from smp_core.activations.checkpointing import apply_checkpointing, checkpoints_
 from smp_core.activations.plan import CheckpointedModule, plan_checkpointing
 from smp_core.comm.background import Background
 from smp_core.comm.codec import Codec, codec
-from smp_core.comm.flat import CommObject, FlatAllGather, FlatReduceScatter
+from smp_core.comm.flat import CommObject, FlatAllGather, FlatMaxReduce, FlatReduceScatter
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.config import SmpConfig
+from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
@@ -44,7 +45,7 @@ logger = logging.getLogger("smp")
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A parallelized module with what steps it: units, window, meter, mesh."""
+    """A parallelized module with what steps it: units, window, meter, mesh; with ``config.fp8``, its FP8 scales."""
 
     module: nn.Module
     mesh: SmpMesh
@@ -54,6 +55,7 @@ class ParallelModel:
     window: AccumulationWindow
     meter: CommMeter
     checkpointed: tuple[CheckpointedModule, ...] = ()
+    fp8: Fp8Model | None = None
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
@@ -114,6 +116,8 @@ class ParallelModel:
         # A forward without backward (one network's inside the other one's step) leaves its roots gathered, as they were
         # before this step.
         optimizer.register_step_post_hook(lambda *_: self.reshard())
+        if self.fp8 is not None:
+            self.fp8.follow(optimizer)
 
     def describe(self) -> str:
         """A few lines for people: the layout, the units, what is replicated."""
@@ -129,6 +133,8 @@ class ParallelModel:
             lines.append(f"recomputed in backward: {len(self.checkpointed)} modules ({modes})")
         if self.plan.replicated:
             lines.append(f"whole on every rank: {', '.join(self.plan.replicated)}")
+        if self.fp8 is not None:
+            lines.append(self.fp8.describe())
         return "\n".join(lines)
 
     @torch.no_grad()
@@ -171,6 +177,7 @@ def parallelize_model(
     plan = plan_units(model, config, entry=entry)
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=config.comm_meter)
     all_gather, reduce_scatter = _comm_objects(mesh, meter)
+    fp8 = None if config.fp8 is None else convert_to_fp8(model, config.fp8)
 
     def equal_weights(_: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         _broadcast(parameters, mesh.device)
@@ -204,6 +211,7 @@ def parallelize_model(
             reduce_scatter=reduce_scatter,
             before_shard=equal_weights,
             recomputed=recomputed,
+            gather_of=None if fp8 is None else fp8.gather_of,
         )
     if config.delayed_init and not on_meta:
         why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
@@ -218,8 +226,24 @@ def parallelize_model(
     groups = [plan.replicated, *(unit.parameters for unit in plan.units if whole)]
     named_groups = [{name: by_name[name] for name in group} for group in groups]
     config, hop, world_hop = _replica_hops(mesh, meter, config)
-    window = AccumulationWindow(units, named_groups, mesh, hop, world_hop, _dtype(config.reduce_dtype))
-    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, checkpointed)
+    veto = None if fp8 is None else fp8.state.nonfinite
+    window = AccumulationWindow(units, named_groups, mesh, hop, world_hop, _dtype(config.reduce_dtype), veto=veto)
+    if fp8 is not None:
+        unmetered = CommMeter(mesh.topology, mesh.rank, enabled=False)
+        fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(unmetered))
+        fp8.refresh_weights()  # before the first step; what is sent belongs to none
+        fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(meter))
+    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, checkpointed, fp8)
+
+
+def _maximum(mesh: SmpMesh, reduce: FlatMaxReduce) -> Callable[[torch.Tensor], None]:
+    """The maximum over all ranks: every one of them holds a part of the weights or sees a part of the tokens."""
+
+    def all_reduce_max(amax: torch.Tensor) -> None:
+        if mesh.topology.world_size > 1:
+            reduce(amax, mesh.world_group)
+
+    return all_reduce_max
 
 
 def _checkpointing(

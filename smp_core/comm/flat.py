@@ -103,3 +103,11 @@ class FlatAllReduce(CommObject):
     def __call__(self, tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
         with self.meter.ring("all_reduce", self.ranks_of(group), tensor.numel() * tensor.element_size()):
             return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+
+
+class FlatMaxReduce(CommObject):
+    """Maximum over a group, in place; metered as ``"amax_all_reduce"``, for FP8 scales."""
+
+    def __call__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        with self.meter.ring("amax_all_reduce", self.ranks_of(group), tensor.numel() * tensor.element_size()):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)

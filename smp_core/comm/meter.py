@@ -31,6 +31,7 @@ _RING_FACTOR = {
     "all_gather": 1.0,
     "reduce_scatter": 1.0,
     "all_reduce": 2.0,
+    "amax_all_reduce": 2.0,  # FP8 scales
     # keys and values of context parallelism, and their gradients
     "context_gather": 1.0,
     "context_reduce": 1.0,

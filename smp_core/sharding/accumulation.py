@@ -19,7 +19,7 @@ one that only other ranks reached gets their gradient. Ranks tell each other whi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -93,6 +93,8 @@ class AccumulationWindow:
         hop: adds up over the replication group.
         world_hop: adds up over all ranks.
         reduce_dtype: what sums of plain gradients are sent in; None: their own dtype. (FSDP2 has it for the units.)
+        veto: asked when the window closes: a 0-d bool tensor, whether this rank wants the window's gradients dropped.
+            If any rank does, ``.grad`` is None everywhere after it, so that the optimizer step changes nothing.
     """
 
     def __init__(
@@ -103,8 +105,10 @@ class AccumulationWindow:
         hop: ReplicaHop,
         world_hop: ReplicaHop,
         reduce_dtype: torch.dtype | None = None,
+        veto: Callable[[], torch.Tensor] | None = None,
     ) -> None:
         self._units = list(units)
+        self._veto = veto
         self._mesh = mesh
         self._hop = hop
         self._sums = [_UnitSum() for _ in self._units]
@@ -143,7 +147,7 @@ class AccumulationWindow:
         if self._next < len(self._units):
             if telling is not None:
                 telling.wait()
-            self._send_the_rest(reached.tolist()[-len(self._units) :])
+            self._send_the_rest(reached.tolist()[-len(self._units) - 1 : -1])
         # Behind all units on every rank: stages of this hop may share groups with theirs.
         self._replicated.send()
         for unit_sum in self._sums:
@@ -157,6 +161,10 @@ class AccumulationWindow:
                 unit_sum.add(slots, flat)
         if telling is not None:
             telling.wait()
+        if self._veto is not None and bool(reached[-1]):
+            self._replicated.finish(None)  # what is in flight arrives first
+            self._drop_gradients()
+            return
         everyone = self._everyone_reached()
         seen = None if everyone else reached.cpu()
         position = 0
@@ -181,9 +189,7 @@ class AccumulationWindow:
             if unit_sum.in_flight is not None:
                 unit_sum.in_flight.wait()
         forget_passes(self._units)
-        for parameter in self._replicated.parameters.values():
-            parameter.grad = None
-        self._forget()
+        self._drop_gradients()
 
     @torch.no_grad()
     def drop(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -202,6 +208,13 @@ class AccumulationWindow:
         self._replicated.drop(dropped)
         if not kept_any and not self._replicated.reached:
             self._forget()
+
+    def _drop_gradients(self) -> None:
+        for parameter in [p for unit in self._units for p in unit.parameters()]:
+            parameter.grad = None
+        for parameter in self._replicated.parameters.values():
+            parameter.grad = None
+        self._forget()
 
     def _forget(self) -> None:
         self._sums = [_UnitSum() for _ in self._units]
@@ -292,13 +305,15 @@ class AccumulationWindow:
 
     def _tell_what_was_reached(self) -> tuple[torch.Tensor, dist.Work | None]:
         """One small MAX all-reduce over all ranks: per parameter whether it was reached, units first, then replicated
-        ones, and per unit whether there is a sum of it."""
+        ones, and per unit whether there is a sum of it; last, whether a rank vetoes the window."""
         flags: list[int] = []
         for unit in self._units:
             flags += [int(index in unit.reached) for index in range(len(unit.parameters()))]
         flags += [int(name in self._replicated.reached) for name in self._replicated.parameters]
         flags += [int(unit_sum.flat is not None) for unit_sum in self._sums]
-        reached = torch.tensor(flags, dtype=torch.int32, device=self._mesh.device)
+        reached = torch.tensor([*flags, 0], dtype=torch.int32, device=self._mesh.device)
+        if self._veto is not None:
+            reached[-1] = self._veto()
         if self._mesh.topology.world_size == 1:
             return reached, None
         return reached, dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self._mesh.world_group, async_op=True)

@@ -15,6 +15,9 @@ FSDP2 shards, gathers and reduces inside the partition group; the hop across rep
   has no ``reset_iter_state`` for, and whether it left something;
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
+- ``FSDPParam._sharded_local_tensor``: where FSDP2 looks for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Its
+  documented place for them is a tensor subclass as the parameter, which state dicts would then show; and
+  ``_init_extensions``, ``_sharded_param_data``, ``_orig_size``: what belongs to it;
 - ``torch.autograd.Variable._execution_engine.queue_callback`` and ``torch._C._current_graph_task_id``: the end of a
   backward pass, as FSDP2 itself finds it, and which pass it is.
 
@@ -33,10 +36,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.comm.flat import CommObject
+from smp_core.fp8.gathered import WeightGather
 from smp_core.sharding.wrap import WrapPlan
 
 FAILED_PASS = (
@@ -209,6 +214,7 @@ def shard_units(
     reduce_scatter: CommObject,
     before_shard: Callable[[nn.Module, Iterable[nn.Parameter]], None] | None = None,
     recomputed: Container[str] = (),
+    gather_of: Callable[[nn.Module, str], WeightGather | None] | None = None,
 ) -> list[ShardedUnit]:
     """``fully_shard`` every planned unit, innermost first, with our communication objects.
 
@@ -217,6 +223,7 @@ def shard_units(
         before_shard: called with each unit's module and its parameters just before they are sharded, while they are
             whole (equal initial weights are made there, one unit at a time).
         recomputed: names of units that lie inside checkpointed modules.
+        gather_of: (module, parameter's name in it) -> how the parameter travels, if not as it is.
 
     Returns:
         the units in the plan's order; roots keep their parameters gathered after forward, as FSDP2 does.
@@ -243,8 +250,52 @@ def shard_units(
         unit_module.set_gradient_divide_factor(1.0)
         if planned.name in recomputed:
             _hide_hooks_from_modes(unit_module)
-        units.append(ShardedUnit(planned.name, planned.module, planned.parameters, planned.is_root))
+        unit = ShardedUnit(planned.name, planned.module, planned.parameters, planned.is_root)
+        if gather_of is not None:
+            for parameter in unit._fsdp_parameters:
+                gather = gather_of(parameter._module_info.module, parameter._module_info.param_name)
+                if gather is not None:
+                    _travel(parameter, gather)
+        units.append(unit)
     return units
+
+
+class _TravellingParameter(FSDPParam):
+    """A parameter of FSDP2 that travels as its :class:`WeightGather` says."""
+
+    travelling: _Travelling
+
+    @property
+    def _sharded_local_tensor(self) -> Any:  # type: ignore[override]
+        return self.travelling
+
+
+class _Travelling:
+    """What FSDP2 asks about the local tensor of such a parameter."""
+
+    def __init__(self, parameter: FSDPParam, gather: WeightGather) -> None:
+        self._parameter, self._gather = parameter, gather
+
+    def size(self) -> torch.Size:
+        return self._parameter.padded_sharded_param_size
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        payload, inverse_scale = self._gather.pack(self._parameter._sharded_param_data.view(self.size()))
+        return (payload,), (inverse_scale,)
+
+    def fsdp_post_all_gather(
+        self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        weight = self._gather.unpack(gathered[0], metadata[0], self._parameter._orig_size, dtype, out)
+        return None if weight is None else (weight, ())
+
+
+def _travel(parameter: FSDPParam, gather: WeightGather) -> None:
+    parameter.__class__ = _TravellingParameter
+    parameter.travelling = _Travelling(parameter, gather)  # type: ignore[attr-defined]
+    parameter._init_extensions()
 
 
 def reshard(model: nn.Module) -> None:

@@ -38,7 +38,7 @@ def test_shipped_files_are_valid(path: Path, tmp_path: Path) -> None:
     part = tmp_path / "part.yaml"
     part.write_text(yaml.safe_dump(for_accelerate(file.accelerate, processes, on_cpu=False)))
     ClusterConfig.from_yaml_file(part)
-    missing = {"long_context": "context_parallel_degree", "fp8": "fp8"}.get(path.stem)
+    missing = {"long_context": "context_parallel_degree"}.get(path.stem)
     if missing is None:
         file.check(processes)
     else:

@@ -1,0 +1,131 @@
+"""Casts to FP8: value * scale, clamped, rounded to nearest even; with the amax, and on the device the transpose.
+
+Every cast clamps first: above E4M3's range torch 2.11 makes nan and torch 2.13 saturates, also infinities, without a
+trace. Infinities are found in the amax instead. nan stays nan.
+
+Three ways to the same numbers: a Triton kernel that reads the tensor once (CUDA, where Triton is there), the eager
+formula compiled by ``torch.compile`` (CUDA without it), and the eager formula (everywhere; it is what the others are
+tested against).
+
+Shape letters: R rows (tokens), C columns (features).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+from smp_core.fp8.scaling import LARGEST, Fp8State, scale_for
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix in FP8: ``data * inverse_scale`` is its value.
+
+    Attributes:
+        rows: ``[R, C]``, row-major; None if only the transpose is needed.
+        columns: ``[C, R]``, row-major, the same numbers transposed; None where nobody needs it.
+        inverse_scale: 0-d float32.
+    """
+
+    rows: torch.Tensor | None
+    columns: torch.Tensor | None
+    inverse_scale: torch.Tensor
+
+
+@functools.cache
+def device_multiplies_fp8(device: torch.device) -> bool:
+    """Whether ``torch._scaled_mm`` runs on the device's tensor cores (Ada, Hopper and later). On CPU it exists too, as
+    a reference kernel that is 500 times slower than dequantising: never used outside tests."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@torch.no_grad()
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude, 0-d float32; nan if there is one, 0 for an empty tensor."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    return torch.linalg.vector_norm(x, ord=torch.inf).float()
+
+
+def cast_eager(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Any shape. Scales are powers of two, so the product is exact in every dtype that has float32's exponents."""
+    if x.dtype == torch.float16:
+        x = x.float()
+    return (x * scale.to(x.dtype)).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+
+
+def transposed(x8_RC: torch.Tensor) -> torch.Tensor:
+    """A row-major copy ``[C, R]`` of FP8 numbers, moved as bytes."""
+    return x8_RC.view(torch.uint8).t().contiguous().view(x8_RC.dtype)
+
+
+def _cast_all(
+    x_RC: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    x8_RC = cast_eager(x_RC, scale, dtype)
+    return x8_RC if rows else None, transposed(x8_RC) if columns else None, amax_of(x_RC)
+
+
+@functools.cache
+def _compiled_cast() -> object:
+    return torch.compile(_cast_all, dynamic=True)
+
+
+@torch.no_grad()
+def quantize(
+    x_RC: torch.Tensor,
+    state: Fp8State,
+    site: int,
+    role: int,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    recording: bool = True,
+) -> Quantized:
+    """Cast ``x_RC`` by the scale in effect for this site and role, or by its own amax while that is not calibrated.
+
+    Args:
+        rows, columns: which layouts are wanted.
+        recording: note the amax in the history (not in evaluation).
+    """
+    dtype = state.formats[role]
+    if state.uses_history(site, role):
+        scale, inverse = state.scales(site, role)
+        amax = None
+    else:
+        amax = amax_of(x_RC)
+        scale = scale_for(amax, LARGEST[dtype], state.recipe.margin)
+        inverse = 1.0 / scale
+    on_device = device_multiplies_fp8(x_RC.device)
+    if on_device and has_triton() and x_RC.numel():
+        from smp_core.fp8.triton_casts import cast_fused
+
+        data, data_t, found = cast_fused(x_RC, scale, dtype, rows=rows, columns=columns)
+    elif on_device and x_RC.numel() and not torch.compiler.is_compiling():
+        data, data_t, found = _compiled_cast()(x_RC, scale, dtype, rows, columns)  # type: ignore[operator]
+    else:
+        x8_RC = cast_eager(x_RC, scale, dtype)
+        data, data_t = x8_RC if rows else None, transposed(x8_RC) if columns else None
+        found = amax_of(x_RC) if amax is None and recording else x_RC.new_zeros(())
+    if recording:
+        state.record(site, role, found if amax is None else amax)
+        if state.counts is not None:
+            _count(state.counts[site, role], x_RC, scale, dtype)
+    return Quantized(data, data_t, inverse)
+
+
+def _count(counts: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add to saturated, flushed (not zero before, zero in FP8) and all elements."""
+    scaled = (x.float() * scale).abs()
+    counts[0] += (scaled > LARGEST[dtype]).sum()
+    counts[1] += ((scaled > 0) & (scaled.clamp(max=LARGEST[dtype]).to(dtype).float() == 0)).sum()
+    counts[2] += x.numel()

@@ -1,0 +1,284 @@
+"""convert_to_fp8(): which modules compute in FP8, and the handle that steps their scales."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.fp8.gathered import WeightGather
+from smp_core.fp8.linear import SITES, Fp8Site, fp8_class
+from smp_core.fp8.recipe import Fp8Recipe
+from smp_core.fp8.scaling import Fp8State
+
+logger = logging.getLogger("smp")
+
+_ALIGNMENT = 16
+_NO_PRODUCT = (
+    *(nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+def _alone(amax: torch.Tensor) -> None:
+    """One process agrees with itself."""
+
+
+@dataclass
+class Fp8Model:
+    """A converted model: its state, the weights, and why other modules were left out.
+
+    Attributes:
+        left_out: module name -> reason, of every module with a matrix product that stays as it is.
+        all_reduce_max: makes a float32 tensor the elementwise maximum over all ranks that share the model, in place.
+    """
+
+    model: nn.Module
+    recipe: Fp8Recipe
+    state: Fp8State
+    sites: tuple[tuple[nn.Module, str, Fp8Site], ...]
+    left_out: Mapping[str, str]
+    all_reduce_max: Callable[[torch.Tensor], None] = field(default=_alone)
+
+    def gather_of(self, module: nn.Module, parameter: str) -> WeightGather | None:
+        """How this parameter travels in FP8; None: as it is."""
+        site = getattr(module, SITES, {}).get(parameter)
+        return WeightGather(self.state, site.index) if site is not None and self.recipe.fp8_all_gather else None
+
+    @torch.no_grad()
+    def weight_amax(self) -> torch.Tensor:
+        """``[N]`` float32: the largest magnitude of each weight, of this rank's shards where it is sharded."""
+        weights = []
+        for module, name, _ in self.sites:
+            weight = getattr(module, name).detach()
+            weights.append(weight.to_local() if isinstance(weight, DTensor) else weight)
+        filled = [i for i, weight in enumerate(weights) if weight.numel()]
+        amax = torch.zeros(len(weights), device=self.state.device)
+        if filled:
+            # torch._foreach_norm is one kernel for all of them and has no public name.
+            norms = torch._foreach_norm([weights[i] for i in filled], torch.inf)
+            amax[torch.tensor(filled, device=amax.device)] = torch.stack([norm.float() for norm in norms])
+        return amax
+
+    def refresh_weights(self) -> None:
+        """Scale weights by what they are now: after they were made, loaded or edited. Collective."""
+        self.state.to(next(self.model.parameters()).device)
+        amax = self.weight_amax()
+        self.all_reduce_max(amax)
+        self.state.set_weight_scales(amax)
+
+    def step(self) -> None:
+        """After an optimizer step: new scales. Collective; one all-reduce."""
+        bad = self.state.step(self.weight_amax(), self.all_reduce_max)
+        if bad:
+            shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+            logger.warning(
+                "fp8: inf or nan in %s; the step's gradients were dropped and these scales stay as they were", shown
+            )
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call :meth:`step` after every step of ``optimizer``."""
+        optimizer.register_step_post_hook(lambda *_: self.step())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors by module name, the same on every rank and for every number of ranks. Collective only where
+        ``reduce_amax=False`` (ranks' own histories are merged to their maximum)."""
+        state = self.state.state_dict()
+        if not self.recipe.reduce_amax:
+            for tensors in state["sites"].values():
+                self.all_reduce_max(tensors["amax_history"])
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Bring a state back, and scale weights by what they are now. Collective.
+
+        Args:
+            state: of :meth:`state_dict`; None or with modules missing: those are calibrated anew, and a warning says
+                so.
+        """
+        missing = self.state.load_state_dict(state or {})
+        if missing:
+            logger.warning(
+                "the checkpoint has no FP8 scales of %s: calibrated anew in the next step",
+                "any module" if len(missing) == len(self.state.names) else ", ".join(missing[:5]),
+            )
+        self.refresh_weights()
+
+    def describe(self) -> str:
+        """What computes in FP8 and what does not, with reasons, for people."""
+        kinds: dict[str, int] = defaultdict(int)
+        for module, _, _ in self.sites:
+            kinds[type(module).__name__] += 1
+        lines = [f"fp8: {len(self.sites)} weights in " + ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))]
+        by_reason: dict[str, list[str]] = defaultdict(list)
+        for name, reason in self.left_out.items():
+            by_reason[reason].append(name)
+        for reason, names in by_reason.items():
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            lines.append(f"fp8: left out: {shown} ({reason})")
+        return "\n".join(lines)
+
+
+def convert_to_fp8(
+    model: nn.Module,
+    recipe: Fp8Recipe | None = None,
+    *,
+    all_reduce_max: Callable[[torch.Tensor], None] = _alone,
+) -> Fp8Model:
+    """Make the linear layers of ``model`` compute in FP8, in place; call it before the model is sharded.
+
+    Converted are ``nn.Linear``, Transformers' ``Conv1D`` and fused experts with ``gate_up_proj`` and ``down_proj``.
+    Parameters stay the same objects with the same names. After every optimizer step, :meth:`Fp8Model.step` has to run
+    on every rank (:meth:`Fp8Model.follow`).
+
+    Args:
+        all_reduce_max: see :class:`Fp8Model`; default one process.
+
+    Returns:
+        the handle with the state. ``refresh_weights`` has to be called once the weights have values; this is done
+        here unless some are on the meta device.
+
+    Raises:
+        ValueError: no module can be converted, or a glob of ``include`` matches nothing.
+    """
+    recipe = recipe or Fp8Recipe()
+    if recipe.backend != "native":
+        raise ValueError(
+            f"fp8: convert_to_fp8 is the native backend; backend={recipe.backend!r} is applied by "
+            "smp_core.fp8.backends.convert_with"
+        )
+    chosen, left_out = choose(model, recipe)
+    names = [_site_name(name, parameter) for name, _, parameters in chosen for parameter in parameters]
+    state = Fp8State(recipe, names, _device(model))
+    sites: list[tuple[nn.Module, str, Fp8Site]] = []
+    for _, module, parameters in chosen:
+        own = {}
+        for parameter in parameters:
+            own[parameter] = Fp8Site(state, len(sites), names[len(sites)])
+            sites.append((module, parameter, own[parameter]))
+        module.__class__ = fp8_class(type(module))  # type: ignore[arg-type]  # modules' classes are hashable
+        setattr(module, SITES, own)
+    fp8 = Fp8Model(model, recipe, state, tuple(sites), left_out, all_reduce_max)
+    if not any(getattr(module, name).is_meta for module, name, _ in sites):
+        fp8.refresh_weights()
+    return fp8
+
+
+def choose(model: nn.Module, recipe: Fp8Recipe) -> tuple[list[tuple[str, nn.Module, tuple[str, ...]]], dict[str, str]]:
+    """Which modules can and shall be converted, as (name, module, parameters), and why others are left out."""
+    holders: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders[id(parameter)].append(name)
+    chosen: list[tuple[str, nn.Module, tuple[str, ...]]] = []
+    left_out: dict[str, str] = {}
+    matched: set[str] = set()
+    for name, module in model.named_modules():
+        if not _has_product(module):
+            continue
+        matched |= {glob for glob in recipe.include if fnmatch.fnmatchcase(name, glob)}
+        reason = _why_not(name, module, recipe, holders)
+        if reason is None:
+            chosen.append((name, module, _weights(module)))
+        else:
+            left_out[name] = reason
+    unmatched = [glob for glob in recipe.include if glob not in matched]
+    if unmatched and left_out:
+        raise ValueError(
+            f"fp8: include={unmatched[0]!r} matches no linear layer; there are for example "
+            f"{', '.join([name for name, *_ in chosen][:3] or list(left_out)[:3])}"
+        )
+    if not chosen:
+        why = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(left_out.items())[:5])
+        raise ValueError(
+            f"fp8: no layer of {type(model).__name__} can be converted ({why or 'it has no linear layer'})"
+        )
+    return chosen, left_out
+
+
+def _has_product(module: nn.Module) -> bool:
+    """Whether the module itself multiplies by a weight matrix, as far as one can see: linear layers, and modules
+    with matrices of their own that are neither embeddings nor convolutions."""
+    if isinstance(module, _NO_PRODUCT):
+        return False
+    return any(parameter.ndim in (2, 3) for parameter in module.parameters(recurse=False))
+
+
+def _why_not(name: str, module: nn.Module, recipe: Fp8Recipe, holders: Mapping[int, list[str]]) -> str | None:
+    if not any(fnmatch.fnmatchcase(name, glob) for glob in recipe.include):
+        return f"not in include={list(recipe.include)}"
+    for glob in recipe.exclude:
+        if fnmatch.fnmatchcase(name, glob):
+            return f"exclude has {glob!r}"
+    weights = _weights(module)
+    if not weights:
+        return f"{type(module).__name__} has a forward of its own"
+    for weight in weights:
+        parameter = getattr(module, weight)
+        if isinstance(parameter, DTensor):
+            return "its weight is sharded already"
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            return f"its weight is {parameter.dtype}"
+        if any(size % _ALIGNMENT for size in parameter.shape[-2:]):
+            return f"its size {' x '.join(map(str, parameter.shape[-2:]))} is not in multiples of {_ALIGNMENT}"
+        shared = [other for other in holders[id(parameter)] if other != name]
+        if shared:
+            return f"its weight is shared with {shared[0]}"
+    return None
+
+
+def _weights(module: nn.Module) -> tuple[str, ...]:
+    """The parameters that the FP8 forward multiplies by; none where there is no such forward for the class."""
+    kind = type(module)
+    if kind is nn.Linear:
+        return ("weight",)
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return ("weight",)
+    own = dict(module.named_parameters(recurse=False))
+    if (
+        kind.__name__.endswith("Experts")
+        and set(own) == {"gate_up_proj", "down_proj"}
+        and all(parameter.ndim == 3 for parameter in own.values())
+        and callable(getattr(module, "act_fn", None))
+        and isinstance(getattr(module, "num_experts", None), int)
+        # Two halves, [E, 2I, K] and [E, K, I], not interleaved and not transposed.
+        and own["gate_up_proj"].shape[1] == 2 * own["down_proj"].shape[2]
+        and own["gate_up_proj"].shape[2] == own["down_proj"].shape[1]
+        and not any(getattr(module, flag, False) for flag in ("is_transposed", "has_bias", "has_post_expert_norm"))
+        and getattr(module, "is_concatenated", True)
+        and _plain_gate(kind)
+        and list(inspect.signature(kind.forward).parameters) == _EXPERT_CALL
+    ):
+        return ("gate_up_proj", "down_proj")
+    return ()
+
+
+_EXPERT_CALL = ["self", "hidden_states", "top_k_index", "top_k_weights"]
+
+
+def _plain_gate(kind: type[nn.Module]) -> bool:
+    """Whether the experts gate as act(gate) * up: a class that says otherwise defines ``_apply_gate`` (Transformers'
+    name) itself."""
+    gate = getattr(kind, "_apply_gate", None)
+    return gate is None or gate.__module__ == "transformers.integrations.moe"
+
+
+def _site_name(module: str, parameter: str) -> str:
+    if parameter == "weight":
+        return module or parameter
+    return f"{module}.{parameter}" if module else parameter
+
+
+def _device(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+    return torch.device("cpu")

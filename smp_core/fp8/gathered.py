@@ -1,0 +1,113 @@
+"""GatheredWeight: a weight that was gathered in FP8, seen as a tensor of the parameters' dtype.
+
+FSDP2 lets a sharded parameter say what travels (``fsdp_pre_all_gather``) and what becomes of it
+(``fsdp_post_all_gather``). What travels is the shard cast with the scale all ranks share, as uint8 (gloo knows no FP8),
+half the bytes of bfloat16. What becomes of it must look like a parameter in high precision, so that its gradient is
+one: this wrapper. FP8 products read :attr:`GatheredWeight.data8`; any other operation sees the dequantised values.
+
+It exists only while a unit is gathered. Sharded parameters, hence state dicts and checkpoints, are plain DTensors.
+
+``_make_wrapper_subclass`` is torch's documented way to make such a tensor and ``_pytree`` what maps over an operation's
+arguments; neither has a public name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from smp_core.fp8.casting import cast_eager
+from smp_core.fp8.scaling import WEIGHT, Fp8State
+
+
+class GatheredWeight(torch.Tensor):
+    """``data8 * inverse_scale``, of ``data8``'s shape and the dtype given."""
+
+    data8: torch.Tensor
+    inverse_scale: torch.Tensor
+
+    # Operations arrive in __torch_dispatch__ below; results are plain tensors, not wrapped again.
+    __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, data8: torch.Tensor, inverse_scale: torch.Tensor, dtype: torch.dtype, requires_grad: bool = False
+    ) -> GatheredWeight:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, data8.shape, strides=data8.stride(), dtype=dtype, device=data8.device, requires_grad=requires_grad
+        )
+
+    def __init__(
+        self, data8: torch.Tensor, inverse_scale: torch.Tensor, dtype: torch.dtype, requires_grad: bool = False
+    ) -> None:
+        self.data8, self.inverse_scale = data8, inverse_scale
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GatheredWeight({tuple(self.shape)}, {self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["data8", "inverse_scale"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], dtype: Any, size: Any, stride: Any) -> GatheredWeight:
+        return GatheredWeight(inner["data8"], inner["inverse_scale"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func in _SAME_TENSOR:
+            weight = args[0]
+            if func is torch.ops.aten.as_strided.default and (
+                tuple(args[1]) != tuple(weight.shape) or tuple(args[2]) != weight.stride()
+            ):
+                return func(dequantize(weight), *args[1:], **kwargs)
+            return GatheredWeight(weight.data8, weight.inverse_scale, weight.dtype)
+        if func is torch.ops.aten.zeros_like.default:  # a gradient of nothing, perhaps of a weight that is freed
+            return torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+        args, kwargs = pytree.tree_map_only(GatheredWeight, dequantize, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+# What FSDP2 and nn.Parameter do to make a parameter of it.
+_SAME_TENSOR = (torch.ops.aten.as_strided.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def dequantize(weight: GatheredWeight) -> torch.Tensor:
+    """The values as a plain tensor."""
+    return (weight.data8.float() * weight.inverse_scale).to(weight.dtype)
+
+
+class WeightGather:
+    """How one weight travels: what FSDP2 asks for around an all-gather.
+
+    Args:
+        state, site: whose weight scale is used.
+    """
+
+    def __init__(self, state: Fp8State, site: int) -> None:
+        self._state, self._site = state, site
+
+    def pack(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """uint8 of the shard's shape, and the inverse scale that goes with it (known to every rank)."""
+        scale, inverse = self._state.scales(self._site, WEIGHT)
+        return cast_eager(shard, scale, self._state.formats[WEIGHT]).view(torch.uint8), inverse
+
+    def unpack(
+        self,
+        payload: torch.Tensor,
+        inverse: torch.Tensor,
+        size: torch.Size,
+        dtype: torch.dtype,
+        out: torch.Tensor | None = None,
+    ) -> GatheredWeight | None:
+        """The gathered weight of ``size`` from ``payload`` (rows padded), or ``out`` renewed: its bytes are in the same
+        storage, only the scale may have changed."""
+        if out is not None:
+            assert isinstance(out, GatheredWeight)
+            out.inverse_scale = inverse
+            return None
+        data8 = payload.view(self._state.formats[WEIGHT])[: size[0]].view(size)
+        return GatheredWeight(data8, inverse, dtype)

@@ -1,0 +1,252 @@
+"""Linear layers whose three matrix products run in FP8.
+
+Forward casts the input and the weight, backward the gradient; the input is kept for backward in FP8, half the bytes of
+bfloat16. A layer keeps its class (as a base class), its parameters and their names: only ``forward`` is another one, so
+that state dicts, initialisers and adapters see what they know.
+
+Shape letters: R rows (all leading dims of the input flattened), K inputs, N outputs, E experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.fp8.casting import Quantized, quantize, transposed
+from smp_core.fp8.gathered import GatheredWeight
+from smp_core.fp8.products import forward_product, input_gradient, needs_columns, weight_gradient
+from smp_core.fp8.scaling import GRADIENT, INPUT, WEIGHT, Fp8State
+
+SITES = "fp8_sites"
+"""Attribute of a converted module: its sites by parameter name."""
+
+
+@dataclass(eq=False)
+class Fp8Site:
+    """One weight with its row in the state."""
+
+    state: Fp8State
+    index: int
+    name: str
+
+    def quantize_weight(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight's FP8 numbers, of its own shape, and their inverse scale."""
+        if isinstance(weight, GatheredWeight):
+            return weight.data8, weight.inverse_scale
+        flat = weight.detach().reshape(-1, weight.shape[-1])
+        cast = quantize(flat, self.state, self.index, WEIGHT, recording=False)
+        assert cast.rows is not None
+        return cast.rows.view(weight.shape), cast.inverse_scale
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """``y[R, N]`` from ``x[R, K]`` and a weight ``[N, K]`` (``[K, N]`` with ``flipped``)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x_RK: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        site: Fp8Site,
+        flipped: bool,
+        dtype: torch.dtype,
+        recording: bool,
+    ) -> torch.Tensor:
+        # The weight's gradient reads the input once more: on the device its transpose, which is then all that is kept.
+        wants_w = recording and ctx.needs_input_grad[1]
+        columns = wants_w and needs_columns(x_RK.device)
+        x = quantize(x_RK.detach(), site.state, site.index, INPUT, columns=columns, recording=recording)
+        w = _oriented(*site.quantize_weight(weight), flipped)
+        y_RN = forward_product(x, w, dtype, bias)
+        kept = x.columns if columns else x.rows
+        # A gathered weight is saved as the parameter: FSDP2 frees it now and gathers it again for backward.
+        gathered = isinstance(weight, GatheredWeight)
+        saved_w = weight if gathered else (w.columns if flipped else w.rows)
+        ctx.save_for_backward(
+            kept if wants_w else None, x.inverse_scale, saved_w, None if gathered else w.inverse_scale
+        )
+        ctx.site, ctx.flipped = site, flipped
+        ctx.dtypes = x_RK.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y_RN
+
+    @staticmethod
+    def backward(ctx: Any, g_RN: torch.Tensor) -> Any:  # type: ignore[override]
+        kept_x, inverse_x, weight, inverse_w = ctx.saved_tensors
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        wants_x, wants_w, wants_bias = ctx.needs_input_grad[:3]
+        columns = needs_columns(g_RN.device)
+        g = quantize(g_RN, ctx.site.state, ctx.site.index, GRADIENT, columns=columns and wants_w)
+        dx = dw = None
+        if wants_x:
+            w8, inverse_w = ctx.site.quantize_weight(weight) if inverse_w is None else (weight, inverse_w)
+            dx = input_gradient(g, _oriented(w8, inverse_w, ctx.flipped, backward=True), x_dtype)
+        if wants_w:
+            x = Quantized(None if columns else kept_x, kept_x if columns else None, inverse_x)
+            dw = weight_gradient(g, x, w_dtype)
+            if ctx.flipped:
+                dw = dw.t()
+        db = g_RN.sum(0).to(bias_dtype) if wants_bias else None
+        return dx, dw, db, None, None, None, None
+
+
+def _oriented(w8: torch.Tensor, inverse: torch.Tensor, flipped: bool, backward: bool = False) -> Quantized:
+    """A weight as ``[N, K]``: stored that way, or, ``flipped``, as its transpose, which is what backward reads."""
+    if not flipped:
+        return Quantized(w8, None, inverse)
+    if not needs_columns(w8.device):
+        return Quantized(w8.t(), w8, inverse)
+    return Quantized(None if backward else transposed(w8), w8, inverse)
+
+
+def fp8_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Fp8Site, *, flipped: bool = False
+) -> torch.Tensor:
+    """``x @ weight.T + bias`` in FP8.
+
+    Args:
+        x: ``[..., K]``, floating point.
+        weight: ``[N, K]``, or ``[K, N]`` with ``flipped`` (Transformers' ``Conv1D``); a parameter or a gathered weight.
+
+    Returns:
+        ``[..., N]`` in autocast's dtype inside autocast, otherwise in ``x``'s.
+    """
+    dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    y_RN = _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, site, flipped, dtype, torch.is_grad_enabled())
+    return y_RN.view(*x.shape[:-1], y_RN.shape[-1])
+
+
+class Float8Linear(nn.Linear):
+    """``nn.Linear`` with FP8 products; made by :func:`smp_core.fp8.convert_to_fp8`, never by its constructor."""
+
+    fp8_sites: dict[str, Fp8Site]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return fp8_linear(input, self.weight, self.bias, self.fp8_sites["weight"])
+
+
+class _Conv1DForward:
+    """Transformers' ``Conv1D``: a linear layer whose weight is stored as ``[K, N]``."""
+
+    fp8_sites: dict[str, Fp8Site]
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fp8_linear(x, self.weight, self.bias, self.fp8_sites["weight"], flipped=True)
+
+
+class _Fp8GroupedLinear(torch.autograd.Function):
+    """``y[R, N]``: rows sorted by expert times their expert's ``[N, K]`` part of a weight ``[E, N, K]``."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x_RK: torch.Tensor,
+        weight_ENK: torch.Tensor,
+        counts: Sequence[int],
+        site: Fp8Site,
+        dtype: torch.dtype,
+        recording: bool,
+    ) -> torch.Tensor:
+        x = quantize(x_RK.detach(), site.state, site.index, INPUT, recording=recording)
+        w8_ENK, inverse_w = site.quantize_weight(weight_ENK)
+        assert x.rows is not None
+        y_RN = x_RK.new_empty(x_RK.shape[0], weight_ENK.shape[1], dtype=dtype)
+        for expert, rows in _groups(counts):
+            y_RN[rows] = forward_product(
+                Quantized(x.rows[rows], None, x.inverse_scale), Quantized(w8_ENK[expert], None, inverse_w), dtype, None
+            )
+        gathered = isinstance(weight_ENK, GatheredWeight)
+        ctx.save_for_backward(
+            x.rows, x.inverse_scale, weight_ENK if gathered else w8_ENK, None if gathered else inverse_w
+        )
+        ctx.site, ctx.counts, ctx.dtypes = site, counts, (x_RK.dtype, weight_ENK.dtype)
+        return y_RN
+
+    @staticmethod
+    def backward(ctx: Any, g_RN: torch.Tensor) -> Any:  # type: ignore[override]
+        x8_RK, inverse_x, weight, inverse_w = ctx.saved_tensors
+        x_dtype, w_dtype = ctx.dtypes
+        w8_ENK, inverse_w = ctx.site.quantize_weight(weight) if inverse_w is None else (weight, inverse_w)
+        g = quantize(g_RN, ctx.site.state, ctx.site.index, GRADIENT)
+        assert g.rows is not None
+        columns = needs_columns(g_RN.device)
+        wants_x, wants_w = ctx.needs_input_grad[:2]
+        dx = torch.empty(x8_RK.shape, dtype=x_dtype, device=g_RN.device) if wants_x else None
+        dw = torch.zeros(w8_ENK.shape, dtype=w_dtype, device=g_RN.device) if wants_w else None
+        for expert, rows in _groups(ctx.counts):
+            g8, x8 = g.rows[rows], x8_RK[rows]
+            g_part = Quantized(g8, transposed(g8) if columns and wants_w else None, g.inverse_scale)
+            if dx is not None:
+                dx[rows] = input_gradient(g_part, Quantized(w8_ENK[expert], None, inverse_w), x_dtype)
+            if dw is not None:
+                x_part = Quantized(x8, transposed(x8) if columns else None, inverse_x)
+                dw[expert] = weight_gradient(g_part, x_part, w_dtype)
+        return dx, dw, None, None, None, None
+
+
+def _groups(counts: Sequence[int]) -> list[tuple[int, slice]]:
+    groups, start = [], 0
+    for expert, count in enumerate(counts):
+        if count:
+            groups.append((expert, slice(start, start + count)))
+        start += count
+    return groups
+
+
+class _ExpertsForward:
+    """Fused experts of Transformers' mixture-of-experts models: gate and up projections in one ``[E, 2I, K]``
+    parameter, down projections in one ``[E, K, I]``; an expert computes ``down(act(gate(x)) * up(x))``."""
+
+    fp8_sites: dict[str, Fp8Site]
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    act_fn: Any
+    num_experts: int
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """``hidden_states[R, K]``, chosen experts and their weights ``[R, top_k]`` -> ``[R, K]``."""
+        chosen = top_k_index.reshape(-1)
+        order = chosen.argsort(stable=True)
+        # Experts of other ranks have the number after the last one; their rows are left out.
+        counts = torch.bincount(chosen, minlength=self.num_experts + 1)[: self.num_experts].tolist()
+        order = order[: sum(counts)]
+        token = order // top_k_index.shape[-1]
+        x = hidden_states[token]
+        gate, up = self._grouped(x, self.gate_up_proj, counts, "gate_up_proj").chunk(2, dim=-1)
+        y = self._grouped(self.act_fn(gate) * up, self.down_proj, counts, "down_proj")
+        y = y * top_k_weights.reshape(-1)[order, None]
+        result = torch.zeros_like(hidden_states)
+        return result.index_add(0, token, y.to(result.dtype))
+
+    def _grouped(self, x: torch.Tensor, weight: torch.Tensor, counts: list[int], name: str) -> torch.Tensor:
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        return _Fp8GroupedLinear.apply(x, weight, counts, self.fp8_sites[name], dtype, torch.is_grad_enabled())
+
+
+@functools.cache
+def fp8_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class with FP8 products for modules of class ``kind``, which it inherits from.
+
+    Raises:
+        KeyError: there is none.
+    """
+    if kind is nn.Linear:
+        return Float8Linear
+    forwards: dict[str, type] = {"Conv1D": _Conv1DForward}
+    forward = forwards.get(kind.__name__) or (_ExpertsForward if kind.__name__.endswith("Experts") else None)
+    if forward is None:
+        raise KeyError(kind.__name__)
+    return type(f"Float8{kind.__name__}", (forward, kind), {"__module__": kind.__module__})

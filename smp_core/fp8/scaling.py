@@ -1,0 +1,211 @@
+"""Fp8State: the amax history and scales of every FP8 product of a model, in three tensors.
+
+Delayed scaling (Transformer Engine's, NVIDIA; arXiv 2209.05433, 3): a tensor is cast with a scale found from the
+largest magnitudes (amax) it had in earlier steps, so that the cast needs no pass of its own to look at it first.
+
+- A *site* is one weight with the products it takes part in; each has three *roles*: its input x, its weight w, the
+  gradient g of its output.
+- While a step runs, magnitudes are recorded (a running maximum, no communication) and scales stay as they are. After
+  the optimizer step one MAX all-reduce makes the amaxes those of all ranks, histories roll, and new scales are made.
+  Since a maximum does not mind being taken twice, recomputing activations needs nothing special, and the micro-batches
+  of a step roll the history once.
+- Weights are scaled by their present amax, which is known exactly after the optimizer step: they never overflow.
+- Scales are powers of two, rounded down: multiplying by them rounds nothing, in any dtype, so a value casts to the
+  same FP8 number whichever scale (large enough) is in effect. At most one of FP8's 9 (E5M2: 15) binades is given up.
+- A scale with no history yet is *not calibrated*: its tensors are cast by their own present amax.
+
+Shape letters: H history length, N sites, 3 roles.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from smp_core.fp8.recipe import Fp8Recipe
+
+logger = logging.getLogger("smp")
+
+INPUT, WEIGHT, GRADIENT = 0, 1, 2
+ROLES = ("input", "weight", "gradient")
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: torch.finfo(E4M3).max, E5M2: torch.finfo(E5M2).max}
+# Scales and their inverses stay normal float32 numbers, whatever the amax.
+_EXPONENT_LIMIT = 100
+
+
+def formats_of(recipe: Fp8Recipe) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """The dtypes of inputs, weights and gradients."""
+    return E4M3, E4M3, (E5M2 if recipe.fp8_format == "hybrid" else E4M3)
+
+
+def scale_for(amax: torch.Tensor, largest: torch.Tensor | float, margin: int = 0) -> torch.Tensor:
+    """The largest power of two that keeps ``amax * scale * 2 ** margin`` within ``largest``; float32, same shape.
+
+    1 where ``amax`` is zero or not finite.
+    """
+    usable = torch.isfinite(amax) & (amax > 0)
+    ratio = (largest / torch.where(usable, amax.float(), torch.ones_like(amax, dtype=torch.float32))).clamp(
+        2.0**-_EXPONENT_LIMIT, 2.0**_EXPONENT_LIMIT
+    )
+    _, exponent = torch.frexp(ratio)
+    scale = torch.ldexp(torch.ones_like(ratio), exponent - 1 - margin)
+    return torch.where(usable, scale, torch.ones_like(scale))
+
+
+class Fp8State:
+    """Histories and scales of all sites of one model.
+
+    Args:
+        recipe: history length, algorithm, margin, formats.
+        names: the sites' names, which are those of the modules (or parameters, for fused experts).
+        device: where the tensors live.
+
+    Attributes:
+        history: ``[H, N, 3]`` float32, newest first; 0 where nothing has been recorded.
+        current: ``[N, 3]`` float32, the running maximum of the present step on this rank.
+        scale: ``[N, 3]`` float32; replaced, not written into, by every :meth:`step`, so that what an earlier forward
+            pass saved for its backward pass stays what it was.
+        calibrated: per site and role, whether ``scale`` comes from a history.
+        generation: counts changes of the scales.
+    """
+
+    def __init__(self, recipe: Fp8Recipe, names: Sequence[str], device: torch.device | str = "cpu") -> None:
+        self.recipe = recipe
+        self.names = tuple(names)
+        self.formats = formats_of(recipe)
+        count = len(self.names)
+        self.history = torch.zeros(recipe.amax_history_len, count, 3, device=device)
+        self.current = torch.zeros(count, 3, device=device)
+        self.scale = torch.ones(count, 3, device=device)
+        self.inverse = torch.ones(count, 3, device=device)
+        self.calibrated = [[False] * 3 for _ in self.names]
+        self.steps = 0
+        self.generation = 0
+        self.counts: torch.Tensor | None = None
+        """``[N, 3, 3]`` while :class:`Fp8Monitor` probes: saturated, flushed to zero and all elements per role."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.current.device
+
+    def to(self, device: torch.device | str) -> None:
+        """Move all tensors."""
+        for name in ("history", "current", "scale", "inverse"):
+            setattr(self, name, getattr(self, name).to(device))
+
+    def uses_history(self, site: int, role: int) -> bool:
+        """Whether tensors of this role are cast with ``scale``; otherwise by their own present amax."""
+        if role != WEIGHT and (self.recipe.scaling == "dynamic" or self.steps < self.recipe.calibration_steps):
+            return False
+        return self.calibrated[site][role]
+
+    def scales(self, site: int, role: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale and its inverse, 0-d float32."""
+        return self.scale[site, role], self.inverse[site, role]
+
+    @torch.no_grad()
+    def record(self, site: int, role: int, amax: torch.Tensor) -> None:
+        """Note a 0-d amax of the present step; nan and inf are kept, and veto the step (see :meth:`nonfinite`)."""
+        slot = self.current[site, role]
+        torch.maximum(slot, amax.to(slot.dtype), out=slot)
+
+    @torch.no_grad()
+    def nonfinite(self) -> torch.Tensor:
+        """0-d bool: whether an input or gradient of the present step held inf or nan on this rank."""
+        return ~torch.isfinite(self.current).all()
+
+    @torch.no_grad()
+    def set_weight_scales(self, amax: torch.Tensor) -> None:
+        """Scales of the weights from their present amaxes ``[N]``, those of whole weights, equal on all ranks."""
+        fresh = scale_for(amax, LARGEST[self.formats[WEIGHT]], self.recipe.margin)
+        self.scale, self.inverse = self.scale.clone(), self.inverse.clone()
+        self.scale[:, WEIGHT] = fresh
+        self.inverse[:, WEIGHT] = 1.0 / fresh
+        for flags in self.calibrated:
+            flags[WEIGHT] = True
+        self.generation += 1
+
+    @torch.no_grad()
+    def step(self, weight_amax: torch.Tensor, all_reduce_max: Callable[[torch.Tensor], None]) -> list[str]:
+        """After an optimizer step: agree on the amaxes, roll histories, make new scales. Collective.
+
+        Args:
+            weight_amax: ``[N]``, of this rank's shards of the weights.
+            all_reduce_max: makes a float32 tensor the elementwise maximum over the ranks, in place. Called once.
+
+        Returns:
+            what held inf or nan on any rank, as ``"<site> (<role>)"``; its history and scale stay as they were.
+        """
+        amax = self.current.clone()
+        amax[:, WEIGHT] = weight_amax
+        # Libraries compare, and a nan wins or loses by its place in the comparison; inf is ordered.
+        amax = torch.where(torch.isfinite(amax), amax, torch.full_like(amax, torch.inf))
+        if self.recipe.reduce_amax:
+            all_reduce_max(amax)
+        else:
+            weights = amax[:, WEIGHT].contiguous()
+            all_reduce_max(weights)
+            amax[:, WEIGHT] = weights
+        fine = torch.isfinite(amax) & (amax > 0)
+        rolled = torch.cat([amax[None], self.history[:-1]])
+        self.history = torch.where(fine[None], rolled, self.history)
+        basis = self.history.amax(0) if self.recipe.amax_compute_algo == "max" else self.history[0].clone()
+        basis[:, WEIGHT] = self.history[0, :, WEIGHT]
+        self._make_scales(basis)
+        self.current = torch.zeros_like(self.current)
+        self.steps += 1
+        # One look from the host per step; the veto of a non-finite step has waited for the device already.
+        seen, bad = torch.stack([basis > 0, torch.isinf(amax)]).tolist()
+        self.calibrated = seen
+        return [f"{self.names[i]} ({ROLES[r]})" for i, row in enumerate(bad) for r, is_bad in enumerate(row) if is_bad]
+
+    def _make_scales(self, basis: torch.Tensor) -> None:
+        largest = torch.tensor([LARGEST[dtype] for dtype in self.formats], device=basis.device)
+        fresh = scale_for(basis, largest, self.recipe.margin)
+        self.scale = torch.where(basis > 0, fresh, self.scale)
+        self.inverse = 1.0 / self.scale
+        self.generation += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors by site name (``amax_history`` ``[H, 3]``, ``scale`` ``[3]``, copies), and the step count."""
+        sites = {
+            name: {"amax_history": self.history[:, i].clone(), "scale": self.scale[i].clone()}
+            for i, name in enumerate(self.names)
+        }
+        return {"steps": self.steps, "sites": sites}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Bring back what :meth:`state_dict` gave; a history of another length is cut or filled up with zeros.
+
+        Returns:
+            names of sites that ``state`` has nothing of: those are calibrated anew.
+        """
+        saved = {_clean(name): tensors for name, tensors in state.get("sites", {}).items()}
+        missing = []
+        self.history = torch.zeros_like(self.history)
+        self.scale, self.inverse = torch.ones_like(self.scale), torch.ones_like(self.inverse)
+        self.current = torch.zeros_like(self.current)
+        for i, name in enumerate(self.names):
+            tensors = saved.get(_clean(name))
+            if tensors is None:
+                missing.append(name)
+                continue
+            rows = tensors["amax_history"].to(self.history)[: self.history.shape[0]]
+            self.history[: rows.shape[0], i] = rows
+            self.scale[i] = tensors["scale"].to(self.scale)
+        self.inverse = 1.0 / self.scale
+        self.calibrated = (self.history.amax(0) > 0).tolist()
+        self.steps = int(state.get("steps", 0)) if len(missing) < len(self.names) else 0
+        self.generation += 1
+        return missing
+
+
+def _clean(name: str) -> str:
+    """A site's name without what wrappers put in (checkpointing, torch.compile)."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

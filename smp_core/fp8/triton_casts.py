@@ -1,0 +1,96 @@
+"""One pass over a tensor: its FP8 numbers, their transpose and its amax, as a Triton kernel.
+
+This is what makes delayed scaling cheaper than current scaling: with the scale known beforehand the tensor is read
+once, and the transposed copy that Hopper's gradient products want comes out of the same registers. Numbers are those of
+:func:`smp_core.fp8.casting.cast_eager` (clamp, round to nearest even, nan stays nan); the amax is inf where the tensor
+holds a nan.
+
+Imported only where Triton is there. Shape letters: R rows, C columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from smp_core.fp8.scaling import E5M2, LARGEST
+
+_BLOCK_R, _BLOCK_C = 64, 64
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cast_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    scale_ptr,
+    rows_ptr,
+    columns_ptr,
+    amax_ptr,
+    R,
+    C,
+    stride_r,
+    stride_c,
+    LARGEST_VALUE: tl.constexpr,
+    IS_E5M2: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    # 64-bit offsets: a long sequence times a wide layer passes 2^31 elements.
+    r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    c = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    inside = (r[:, None] < R) & (c[None, :] < C)
+    x = tl.load(x_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=inside, other=0.0).to(tl.float32)
+    # A maximum passes over nan, so nan counts as inf here.
+    magnitude = tl.where(x == x, tl.abs(x), float("inf"))
+    tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude, axis=1), axis=0))
+    scaled = tl.clamp(x * tl.load(scale_ptr), -LARGEST_VALUE, LARGEST_VALUE, propagate_nan=tl.PropagateNan.ALL)
+    if IS_E5M2:
+        numbers = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        numbers = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    if ROWS:
+        tl.store(rows_ptr + r[:, None] * C + c[None, :], numbers, mask=inside)
+    if COLUMNS:
+        inside_t = (c[:, None] < C) & (r[None, :] < R)
+        tl.store(columns_ptr + c[:, None] * R + r[None, :], tl.trans(numbers), mask=inside_t)
+
+
+def cast_fused(
+    x_RC: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted, and the 0-d float32 amax of ``x_RC``.
+
+    Args:
+        x_RC: on CUDA, any strides, floating point.
+        scale: 0-d float32 on the same device.
+    """
+    count_r, count_c = x_RC.shape
+    amax = torch.zeros((), device=x_RC.device)
+    rows_RC = x_RC.new_empty(count_r, count_c, dtype=torch.uint8) if rows else None
+    columns_CR = x_RC.new_empty(count_c, count_r, dtype=torch.uint8) if columns else None
+    grid = (triton.cdiv(count_r, _BLOCK_R), triton.cdiv(count_c, _BLOCK_C))
+    with torch.cuda.device(x_RC.device):
+        _cast_kernel[grid](
+            x_RC,
+            scale,
+            rows_RC if rows_RC is not None else amax,
+            columns_CR if columns_CR is not None else amax,
+            amax,
+            count_r,
+            count_c,
+            x_RC.stride(0),
+            x_RC.stride(1),
+            LARGEST_VALUE=LARGEST[dtype],
+            IS_E5M2=dtype == E5M2,
+            ROWS=rows,
+            COLUMNS=columns,
+            BLOCK_R=_BLOCK_R,
+            BLOCK_C=_BLOCK_C,
+        )
+    return (
+        None if rows_RC is None else rows_RC.view(dtype),
+        None if columns_CR is None else columns_CR.view(dtype),
+        amax,
+    )

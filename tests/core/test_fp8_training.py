@@ -1,0 +1,306 @@
+"""FP8 under sharding: scales agree, meshes agree, recomputation and accumulation change nothing, bytes are halved.
+
+Equality is bitwise where the numbers are the same numbers: two ranks sharded or replicated add up two gradients, in
+either order; recomputation and a resumed run do the same operations again.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from smp_core.config import SmpConfig
+from smp_core.fp8 import Fp8Recipe
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import ParallelModel, parallelize_model
+from smp_core.topology import Topology
+from tests.core.gpt import SmallGpt
+from tests.harness import run_ranks
+
+VOCABULARY, WIDTH, LENGTH = 64, 32, 9
+RECIPE = Fp8Recipe(amax_history_len=4)
+
+
+class Recomputing(nn.Module):
+    """A block whose activations are recomputed in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def build(*, dtype: torch.dtype = torch.float32, recompute: bool = False, **knobs) -> ParallelModel:
+    torch.manual_seed(dist.get_rank())  # the others take rank 0's weights
+    model = SmallGpt(vocabulary=VOCABULARY, width=WIDTH, layers=2, heads=2, length=LENGTH - 1).to(dtype)
+    if recompute:
+        model.blocks = nn.ModuleList(Recomputing(block) for block in model.blocks)
+    mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
+    return parallelize_model(model, mesh, config)
+
+
+def batches(steps: int, samples: int = 4) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (steps, samples, LENGTH), generator=torch.Generator().manual_seed(7))
+
+
+@dataclass
+class Run:
+    """What a run showed: losses are the mean over data ranks; histories are those of the last step."""
+
+    losses: list[float] = field(default_factory=list)
+    histories: list[torch.Tensor] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    scales: torch.Tensor | None = None
+    amax_calls: list[float] = field(default_factory=list)
+    gathered: list[float] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
+
+
+def train(parallel: ParallelModel, tokens: torch.Tensor, micro_batches: int = 1, lr: float = 1e-2) -> Run:
+    model, mesh = parallel.module, parallel.mesh
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    parallel.prepare_optimizer(optimizer)
+    run = Run()
+    for batch in tokens:
+        mine = batch.chunk(mesh.data_size)[mesh.data_rank]
+        total = torch.zeros(())
+        for number, micro in enumerate(mine.chunk(micro_batches)):
+            with parallel.window.accumulate(number < micro_batches - 1):
+                loss = model(micro) / micro_batches
+                loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        parallel.meter.close_step()
+        figures = parallel.meter.per_step()
+        run.amax_calls.append(figures.get("amax_all_reduce/calls", 0.0))
+        run.gathered.append(figures.get("all_gather/intra_bytes", 0.0) + figures.get("all_gather/inter_bytes", 0.0))
+        dist.all_reduce(total)
+        run.losses.append(total.item() / mesh.data_size)
+        run.histories.append(parallel.fp8.state.history[0].clone() if parallel.fp8 else torch.zeros(0))
+    run.weights = whole(model)
+    run.scales = parallel.fp8.state.scale.clone() if parallel.fp8 else None
+    run.kinds = {type(value).__name__ for value in model.state_dict().values()}
+    return run
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name.replace("block.", ""): (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def runs_of(variants: list[dict], steps: int = 4, samples: int = 4) -> list[Run]:
+    """One run for each set of knobs (and ``micro_batches``), on the ranks of one case."""
+    found = []
+    for variant in variants:
+        knobs = {"fp8": RECIPE, **variant}
+        micro_batches = knobs.pop("micro_batches", 1)
+        found.append(train(build(**knobs), batches(steps, samples), micro_batches))
+    return found
+
+
+def same(ours: Run, theirs: Run) -> list[str]:
+    """What differs at all."""
+    differing = [name for name, value in theirs.weights.items() if not torch.equal(ours.weights[name], value)]
+    if ours.losses != theirs.losses:
+        differing.append(f"losses {ours.losses} {theirs.losses}")
+    if not torch.equal(torch.stack(ours.histories), torch.stack(theirs.histories)):
+        differing.append("histories")
+    return differing
+
+
+def test_two_ranks_sharded_replicated_and_recomputing_are_bitwise_equal() -> None:
+    variants = [{"shard_degree": 2}, {"shard_degree": 1}, {"shard_degree": 2, "recompute": True}]
+    variants += [{"shard_degree": 2, "reshard_after_forward": False}]
+    for sharded, *others in run_ranks(runs_of, 2, variants):
+        assert sharded.losses[-1] < sharded.losses[0] and sharded.histories[-1].count_nonzero() == 8 * 3
+        assert [same(other, sharded) for other in others] == [[], [], []]
+        assert sharded.kinds == {"DTensor"}
+
+
+def test_bfloat16_parameters_gathered_in_fp8_are_bitwise_those_that_were_cast_after_gathering() -> None:
+    variants = [
+        {"shard_degree": 2, "dtype": torch.bfloat16},
+        {"shard_degree": 2, "dtype": torch.bfloat16, "fp8": Fp8Recipe(amax_history_len=4, fp8_all_gather=False)},
+    ]
+    for in_fp8, in_bf16 in run_ranks(runs_of, 2, variants):
+        assert same(in_fp8, in_bf16) == []
+        assert in_fp8.gathered[1] < in_bf16.gathered[1]
+
+
+MESHES = [{"shard_degree": 2}, {"shard_degree": 4}]
+MORE_MESHES = [{"shard_degree": 1}, {"shard_degree": 4, "hierarchical": False}]
+
+
+def check_meshes(meshes: list[dict]) -> None:
+    alone = run_ranks(runs_of, 1, [{"shard_degree": 1}], steps=20)[0][0]
+    ranks = run_ranks(runs_of, 4, meshes, steps=20, ranks_per_node=2)
+    for number, knobs in enumerate(meshes):
+        runs = [rank[number] for rank in ranks]
+        assert abs(runs[0].losses[0] - alone.losses[0]) <= 1e-6 * alone.losses[0], knobs
+        mean, expected = (math.fsum(run.losses) / 20 for run in (runs[0], alone))
+        assert abs(mean - expected) <= 5e-3 * expected, knobs
+        assert all(torch.equal(run.scales, runs[0].scales) for run in runs), knobs
+        assert runs[0].amax_calls == [1.0] * 20, "one all-reduce for amaxes in every step"
+
+
+def test_meshes_agree_and_scales_are_equal_on_all_ranks() -> None:
+    """First loss within 1e-6 (scales are powers of two, so a rank's own amax casts almost every value to the same FP8
+    number), the mean of 20 within 0.5 %; one process is the reference."""
+    check_meshes(MESHES)
+
+
+@pytest.mark.slow
+def test_more_meshes_agree_and_scales_are_equal_on_all_ranks() -> None:
+    check_meshes(MORE_MESHES)
+
+
+def accumulating() -> list[Run]:
+    return runs_of([{"shard_degree": 2, "dtype": torch.float64, "micro_batches": n} for n in (4, 1)], 3, samples=8)
+
+
+def test_micro_batches_roll_the_history_once() -> None:
+    """4 x 1 and 1 x 4 micro-batches. In float64 sums of FP8 products are exact, so the first step's amaxes, of inputs
+    and of gradients, are the same numbers; later ones follow weights that differ by float64 rounding."""
+    four, one = run_ranks(accumulating, 2)[0]
+    assert torch.equal(four.histories[0], one.histories[0])
+    torch.testing.assert_close(torch.stack(four.histories), torch.stack(one.histories), rtol=1e-6, atol=0)
+    assert torch.equal(four.scales, one.scales)
+    assert four.amax_calls == one.amax_calls == [1.0] * 3
+
+
+def gathered_bytes() -> list[float]:
+    """Bytes this rank sends in a step with weights in FP8 and in bfloat16; and the number of converted elements."""
+    found = []
+    for recipe in (Fp8Recipe(), Fp8Recipe(fp8_all_gather=False)):
+        parallel = build(shard_degree=4, fp8=recipe, param_dtype="bfloat16")
+        found.append(train(parallel, batches(1)).gathered[0])
+        converted = sum(getattr(module, name).numel() for module, name, _ in parallel.fp8.sites)
+    return [*found, converted]
+
+
+def test_converted_weights_travel_in_half_the_bytes_of_bfloat16() -> None:
+    """Through the two-stage gather. The runs differ by one byte per converted element, each of which is sent to three
+    other ranks, in forward and again in backward."""
+    ranks = run_ranks(gathered_bytes, 4, ranks_per_node=2)
+    saved, converted = sum(in_bf16 - in_fp8 for in_fp8, in_bf16, _ in ranks), ranks[0][2]
+    assert saved == pytest.approx(2 * 3 * converted, rel=0.02)
+
+
+def resuming() -> list[list[str]]:
+    """Three steps, then three more: in one go, and from what was saved in between."""
+    found = []
+    tokens = batches(6)
+    straight = train(build(shard_degree=2, fp8=RECIPE), tokens)
+    first = build(shard_degree=2, fp8=RECIPE)
+    train(first, tokens[:3])
+    saved, scales = whole(first.module), copy.deepcopy(first.fp8.state_dict())
+    assert all(type(t) is torch.Tensor for site in scales["sites"].values() for t in site.values())
+    for degree in (2, 1):
+        second = build(shard_degree=degree, fp8=RECIPE)
+        load_whole(second.module, saved)
+        second.fp8.load_state_dict(scales)
+        resumed = train(second, tokens[3:])
+        resumed.losses, resumed.histories = (
+            straight.losses[:3] + resumed.losses,
+            straight.histories[:3] + resumed.histories,
+        )
+        found.append(same(resumed, straight))
+    return found
+
+
+def load_whole(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if isinstance(value, DTensor):
+                local = value.to_local()
+                mine = weights[name].chunk(value.device_mesh.size())
+                rank = value.device_mesh.get_local_rank()
+                if local.numel():
+                    local.copy_(mine[rank])
+            else:
+                value.copy_(weights[name])
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one_also_on_another_mesh() -> None:
+    assert run_ranks(resuming, 2) == [[[], []]] * 2
+
+
+def recalibrating() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    try:
+        parallel = build(shard_degree=2, fp8=RECIPE)
+        train(parallel, batches(2))
+        state = parallel.fp8.state_dict()
+        del state["sites"]["blocks.0.qkv"]
+        parallel.fp8.load_state_dict(state)
+        assert parallel.fp8.state.calibrated[0] == [False, True, False]
+        parallel.fp8.load_state_dict(None)
+        assert parallel.fp8.state.steps == 0
+        run = train(parallel, batches(2))
+        assert all(math.isfinite(loss) for loss in run.losses)
+        assert all(all(flags) for flags in parallel.fp8.state.calibrated)
+    finally:
+        logging.getLogger("smp").removeHandler(handler)
+    return said
+
+
+def test_missing_state_recalibrates_with_a_warning() -> None:
+    for said in run_ranks(recalibrating, 2):
+        assert said == [
+            "the checkpoint has no FP8 scales of blocks.0.qkv: calibrated anew in the next step",
+            "the checkpoint has no FP8 scales of any module: calibrated anew in the next step",
+        ]
+
+
+def poisoned(degree: int) -> tuple[bool, bool, list[str], bool]:
+    """One rank's activations hold an infinity in the second of three steps."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    try:
+        parallel = build(shard_degree=degree, fp8=RECIPE)
+        train(parallel, batches(2))
+        before, scales = whole(parallel.module), parallel.fp8.state.scale
+        poison = dist.get_rank() == 1
+
+        def hook(module: nn.Module, args: tuple) -> tuple:
+            x = args[0].clone()
+            x[0, 0, 0] = math.inf
+            return (x,)
+
+        handle = parallel.module.blocks[1].up.register_forward_pre_hook(hook) if poison else None
+        train(parallel, batches(1))
+        unchanged = all(torch.equal(value, before[name]) for name, value in whole(parallel.module).items())
+        index = parallel.fp8.state.names.index("blocks.1.up")
+        kept = torch.equal(parallel.fp8.state.scale[index], scales[index])
+        if handle is not None:
+            handle.remove()
+        after = train(parallel, batches(2))
+        return unchanged, kept, said, all(math.isfinite(loss) for loss in after.losses)
+    finally:
+        logging.getLogger("smp").removeHandler(handler)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_an_infinity_on_one_rank_drops_the_step_on_all_and_says_where(degree: int) -> None:
+    for unchanged, kept, said, recovered in run_ranks(poisoned, 2, degree):
+        assert unchanged and kept and recovered
+        assert len(said) == 1 and said[0].startswith("fp8: inf or nan in ") and "blocks.1.up (input)" in said[0]
