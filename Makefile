@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+# Test files run side by side: a case on ranks keeps two cores busy, one in a single process does not.
+TEST_WORKERS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -38,7 +40,7 @@ lint: $(STAMP) ## style and types
 	$(BIN)/mypy
 
 test: lint ## style, types and the tests of every change (without those marked slow)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## the full matrices
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

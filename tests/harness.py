@@ -31,8 +31,8 @@ __all__ = ["ROOT", "RanksFailed", "ScriptTimedOut", "close_pools", "free_port", 
 
 T = TypeVar("T")
 
-# More ranks than this are never kept alive at once: each takes a few hundred MB.
-MAX_IDLE_RANKS = 16
+# More ranks than this are never kept alive at once by one pytest process: each takes a few hundred MB.
+MAX_IDLE_RANKS = 8
 
 SCRIPT_OUTPUT_TAIL = 20000
 # Seconds that the processes of a script past its limit have, together, to write their stacks.
