@@ -104,10 +104,15 @@ class SmpConfig:
         activation_checkpointing_check: Whether the outputs of every recomputation are compared with those of forward,
             bit by bit; an error names the module that differs. True or False (default; only shapes and dtypes are
             compared).
-        activation_offloading: Whether inputs of checkpointed blocks wait in host memory for backward. True or False
-            (default). True is not built yet.
-        activation_loading_horizon: How many blocks' offloaded inputs may be on the device at once. Integer >= 1;
-            default 2. Others are not built yet.
+        activation_offloading: Whether the inputs of checkpointed modules wait in host memory for backward, copied out
+            and back beside compute. Needs activation_checkpointing. True or False (default).
+        activation_loading_horizon: How many checkpointed modules' inputs may be on the device at once when they are
+            offloaded: those of the last modules stay, and backward fetches this many less one ahead. Integer >= 1;
+            default 2.
+        activation_offloading_min_bytes: Inputs smaller than this stay on the device. Integer >= 0; default 65536.
+        activation_offloading_host_gib: Host memory in GiB that offloaded inputs may take on each rank; more is an
+            error. A number > 0, or None (default; four fifths of what the node has available at the start, divided by
+            its ranks).
         quantized_all_gather: Payload of the parameter gather between nodes. None (default; as is), "int8" or "fp8".
             Others than None are not built yet.
         quantized_reduce: Payload of the gradient reduction between nodes. None (default; as is), "int8" or "int4".
@@ -148,6 +153,8 @@ class SmpConfig:
     activation_checkpointing_check: bool = False
     activation_offloading: bool = False
     activation_loading_horizon: int = 2
+    activation_offloading_min_bytes: int = 65536
+    activation_offloading_host_gib: float | None = None
     quantized_all_gather: Literal["int8", "fp8"] | None = None
     quantized_reduce: Literal["int8", "int4"] | None = None
     optimizer_shard: Literal["shard", "world"] = "shard"
@@ -163,6 +170,11 @@ class SmpConfig:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
+        if self.activation_offloading and self.activation_checkpointing == "none":
+            raise ValueError(
+                "activation_offloading=true offloads the inputs of checkpointed modules, but activation_checkpointing="
+                "'none'; write activation_checkpointing='full' (or another mode), or activation_offloading=false"
+            )
         if self.async_save and self.save_full_state_dict:
             raise ValueError(
                 "async_save=True has no effect with save_full_state_dict=True: whole tensors are gathered by all ranks "

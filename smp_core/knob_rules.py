@@ -72,6 +72,8 @@ READERS: dict[str, read.Reader] = {
     "activation_checkpointing_check": _BOOLEAN,
     "activation_offloading": _BOOLEAN,
     "activation_loading_horizon": _DEGREE,
+    "activation_offloading_min_bytes": read.integer(minimum=0),
+    "activation_offloading_host_gib": read.either(read.nothing(), read.number(0.0), allowed="a number above 0, none"),
     "quantized_all_gather": read.either(read.nothing(), read.word("int8", "fp8"), allowed="none, 'int8', 'fp8'"),
     "quantized_reduce": read.either(read.nothing(), read.word("int8", "int4"), allowed="none, 'int8', 'int4'"),
     "optimizer_shard": read.word("shard", "world"),
@@ -109,8 +111,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "reshard_after_forward": NotBuilt(
         "a secondary shard (an integer or 'node') is", "write true or false", _only(True, False)
     ),
-    "activation_offloading": NotBuilt("activation offloading is", "write false", _only(False)),
-    "activation_loading_horizon": NotBuilt("activation offloading is", "leave it at 2", _only(2)),
     "quantized_all_gather": NotBuilt("quantised communication is", "leave it at none", _only(None)),
     "quantized_reduce": NotBuilt("quantised communication is", "leave it at none", _only(None)),
     "optimizer_shard": NotBuilt(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_m
 from torch.distributed.tensor import DTensor
 
 from smp_core.activations.checkpointing import apply_checkpointing, checkpoints_itself
+from smp_core.activations.host_pool import HostPool, available_host_bytes
+from smp_core.activations.offloading import Offloader, park_inputs
 from smp_core.activations.plan import CheckpointedModule, plan_checkpointing
 from smp_core.comm.background import Background
 from smp_core.comm.codec import Codec, codec
@@ -56,6 +58,7 @@ class ParallelModel:
     meter: CommMeter
     checkpointed: tuple[CheckpointedModule, ...] = ()
     fp8: Fp8Model | None = None
+    offloader: Offloader | None = None
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
@@ -131,6 +134,11 @@ class ParallelModel:
         if self.checkpointed:
             modes = ", ".join(f"{n} {mode}" for mode, n in Counter(c.mode for c in self.checkpointed).items())
             lines.append(f"recomputed in backward: {len(self.checkpointed)} modules ({modes})")
+        if self.offloader is not None:
+            lines.append(
+                f"inputs of all but {self.offloader.horizon} of them wait in host memory, at most "
+                f"{self.offloader.pool.limit_bytes / 2**30:.3g} GiB on each rank"
+            )
         if self.plan.replicated:
             lines.append(f"whole on every rank: {', '.join(self.plan.replicated)}")
         if self.fp8 is not None:
@@ -192,6 +200,7 @@ def parallelize_model(
         why = "shard_degree=1: parameters are whole, nothing is gathered"
         config = config.with_resolved("param_dtype", None, why).with_resolved("reshard_after_forward", False, why)
     config, checkpointed, recomputed = _checkpointing(model, plan, config, sharded=not whole)
+    config, offloader = _offloading(checkpointed, mesh, config)
     replicated = [*plan.replicated, *(name for unit in plan.units for name in unit.parameters if whole)]
     _broadcast((by_name[name] for name in replicated), mesh.device)
     _broadcast(model.buffers(), mesh.device)
@@ -233,7 +242,7 @@ def parallelize_model(
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(unmetered))
         fp8.refresh_weights()  # before the first step; what is sent belongs to none
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(meter))
-    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, checkpointed, fp8)
+    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, checkpointed, fp8, offloader)
 
 
 def _maximum(mesh: SmpMesh, reduce: FlatMaxReduce) -> Callable[[torch.Tensor], None]:
@@ -253,6 +262,12 @@ def _checkpointing(
     nothing. Returns what took effect, and the names of the units that run again in backward."""
     if config.activation_checkpointing != "none" and checkpoints_itself(model):
         why = "the model's own gradient checkpointing is on"
+        if config.activation_offloading:
+            raise ValueError(
+                f"activation_offloading=true: {why}, and its inputs cannot be offloaded; switch it off "
+                "(model.gradient_checkpointing_disable(), TrainingArguments(gradient_checkpointing=False)) so that "
+                f"activation_checkpointing={config.activation_checkpointing!r} takes its place"
+            )
         logger.warning("activation_checkpointing=%r has no effect: %s", config.activation_checkpointing, why)
         config = config.with_resolved("activation_checkpointing", "none", why)
     chosen = tuple(plan_checkpointing(model, plan.blocks, config.activation_checkpointing))
@@ -265,6 +280,35 @@ def _checkpointing(
     for each in chosen:
         apply_checkpointing(each, check=config.activation_checkpointing_check, to_the_end=bool(inside[each.name]))
     return config, chosen, frozenset(name for names in inside.values() for name in names)
+
+
+def _offloading(
+    chosen: Sequence[CheckpointedModule], mesh: SmpMesh, config: SmpConfig
+) -> tuple[SmpConfig, Offloader | None]:
+    """Apply ``activation_offloading`` to the checkpointed modules."""
+    horizon = config.activation_loading_horizon
+    if not config.activation_offloading:
+        if horizon != 2:
+            config = config.with_resolved("activation_loading_horizon", horizon, "no effect: nothing is offloaded")
+        return config, None
+    if horizon >= len(chosen):
+        why = f"the inputs of all {len(chosen)} checkpointed modules may stay on the device"
+        logger.warning("activation_offloading=True has no effect: activation_loading_horizon=%s, so %s", horizon, why)
+        return config.with_resolved("activation_offloading", False, why), None
+    if config.activation_offloading_host_gib is None:
+        limit = int(0.8 * available_host_bytes() / mesh.topology.ranks_per_node)
+        why = "four fifths of what was available, divided by the node's ranks"
+        config = config.with_resolved("activation_offloading_host_gib", round(limit / 2**30, 3), why)
+    else:
+        limit = int(config.activation_offloading_host_gib * 2**30)
+    lower = (
+        "lower the batch size or the sequence length, checkpoint fewer modules, or raise activation_offloading_host_gib"
+    )
+    pool = HostPool(limit, pinned=mesh.device.type == "cuda", lower=lower)
+    offloader = Offloader(mesh.device, horizon, pool, min_bytes=config.activation_offloading_min_bytes)
+    for each in chosen:
+        park_inputs(each, offloader)
+    return config, offloader
 
 
 def _comm_objects(mesh: SmpMesh, meter: CommMeter) -> tuple[CommObject, CommObject]:

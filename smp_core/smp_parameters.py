@@ -159,6 +159,14 @@ def _hybrid_shard_degree(option: str, value: Any, options: Mapping[str, Any], to
         to.set(option, value, "shard_degree", degree, "plain replicas, nothing is sharded" if degree == 1 else "")
 
 
+def _offload_activations(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    offload = read.boolean()(option, value)
+    if offload:
+        note = "SMP offloads what the script checkpoints; here that is every wrapped block"
+        to.set(option, value, "activation_checkpointing", "full", note)
+    to.set(option, value, "activation_offloading", offload)
+
+
 def _horizon(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
     blocks = read.integer(1)(option, value)
     asked = [name for name in ("offload_activations", "sm_activation_offloading") if name in options]
@@ -249,7 +257,7 @@ SMP_OPTIONS: dict[str, Handler] = {
     "memory_weight": _no_effect(read.number(0.0, 1.0 + 1e-9, include_lowest=True), _STAGES),
     "active_microbatches": _no_effect(_DEGREE, _STAGES),
     "deterministic_server": _no_effect(_BOOLEAN, _STAGES),
-    "offload_activations": _knob("activation_offloading", _BOOLEAN),
+    "offload_activations": _offload_activations,
     "activation_loading_horizon": _horizon,
     "tensor_parallel_degree": _knob("tensor_parallel_degree", _DEGREE),
     "fp16": _half_precision("float16"),
@@ -275,7 +283,7 @@ SMP_OPTIONS: dict[str, Handler] = {
     "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": _no_effect(read.integer(0), "SMDDP's collectives are not used"),
     "_sharded_data_parallelism_config": _deepspeed_json,
     "hybrid_shard_degree": _hybrid_shard_degree,
-    "sm_activation_offloading": _knob("activation_offloading", _BOOLEAN),
+    "sm_activation_offloading": _offload_activations,
     "fsdp_cache_flush_warnings": _no_effect(
         _BOOLEAN, "torch.cuda.memory_stats()['num_alloc_retries'] counts the allocator's flushes"
     ),

@@ -71,9 +71,11 @@ def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | Non
         names = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor)]
         tensors = [kwargs.pop(key) for key in names]
 
+        first_named = len(args)  # not args itself: what run refers to lives until backward
+
         def run(*given: Any) -> Any:
-            named = dict(zip(names, given[len(args) :], strict=True))
-            return kind.forward(self, *given[: len(args)], **kwargs, **named)
+            named = dict(zip(names, given[first_named:], strict=True))
+            return kind.forward(self, *given[:first_named], **kwargs, **named)
 
         given = (*args, *tensors)
         if compared_as is not None and not torch.compiler.is_compiling():

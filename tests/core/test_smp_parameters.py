@@ -122,7 +122,7 @@ def test_no_option_takes_any_value_whatever(option: str) -> None:
         ({"sm_activation_offloading": False, "activation_loading_horizon": 4}, {"activation_offloading": False}),
         (
             {"offload_activations": True, "activation_loading_horizon": 4},
-            {"activation_offloading": True, "activation_loading_horizon": 4},
+            {"activation_offloading": True, "activation_checkpointing": "full", "activation_loading_horizon": 4},
         ),
         ({"shard_optimizer_state": True}, {"optimizer_shard": "world", "shard_degree": 1}),
         ({"shard_optimizer_state": False}, {}),

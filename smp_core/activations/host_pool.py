@@ -1,0 +1,99 @@
+"""Host memory that is taken once and used again: pinned where the device is a GPU, so that copies run beside compute.
+
+The pool holds as many buffers as were ever in use at one time, none larger than the largest tensor that came by: when
+no free buffer is large enough, a smaller free one makes room for a larger.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+GIB = 2**30
+
+
+class HostMemoryError(RuntimeError):
+    """The host pool has reached its limit, or the system gave no more memory."""
+
+
+@dataclass
+class HostBuffer:
+    """``bytes``: uint8 [capacity]. ``free_after``: an event of the stream that read the buffer last; None on CPU."""
+
+    bytes: torch.Tensor
+    free_after: Any = None
+
+
+class HostPool:
+    """Buffers on the host for what is parked there.
+
+    Args:
+        limit_bytes: what the pool may hold at most.
+        pinned: page-locked memory (torch rounds it up to a power of two, and so does the pool).
+        lower: what to lower when the limit is reached, for the error's text.
+    """
+
+    def __init__(self, limit_bytes: int, *, pinned: bool, lower: str) -> None:
+        self.limit_bytes, self.pinned, self._lower = limit_bytes, pinned, lower
+        self._free: list[HostBuffer] = []
+        self.n_bytes = 0
+        """Held now, in use or free."""
+        self.bytes_in_use = 0
+        self.allocations = 0
+        """Buffers made so far; stands still once the pool has met its largest step."""
+
+    def take(self, n_bytes: int) -> HostBuffer:
+        """A buffer of at least ``n_bytes``: the smallest free one that is large enough, or a new one.
+
+        Raises:
+            HostMemoryError: the limit is reached or there is no memory; the message says what to lower.
+        """
+        fitting = [buffer for buffer in self._free if buffer.bytes.numel() >= n_bytes]
+        if fitting:
+            buffer = min(fitting, key=lambda each: each.bytes.numel())
+            self._free.remove(buffer)
+        else:
+            buffer = self._new(n_bytes)
+        self.bytes_in_use += buffer.bytes.numel()
+        return buffer
+
+    def give(self, buffer: HostBuffer) -> None:
+        self.bytes_in_use -= buffer.bytes.numel()
+        self._free.append(buffer)
+
+    def _new(self, n_bytes: int) -> HostBuffer:
+        if self._free:
+            smallest = min(self._free, key=lambda each: each.bytes.numel())
+            self._free.remove(smallest)
+            self.n_bytes -= smallest.bytes.numel()
+        capacity = 1 << (n_bytes - 1).bit_length() if self.pinned else n_bytes
+        if self.n_bytes + capacity > self.limit_bytes:
+            raise HostMemoryError(
+                f"host memory for offloading: {capacity / GIB:.3g} GiB more than the {self.n_bytes / GIB:.3g} GiB in "
+                f"use would pass the limit of {self.limit_bytes / GIB:.3g} GiB per rank; {self._lower}"
+            )
+        try:
+            made = torch.empty(capacity, dtype=torch.uint8, pin_memory=self.pinned)
+        except RuntimeError as error:
+            raise HostMemoryError(
+                f"host memory for offloading: the system gave no {capacity / GIB:.3g} GiB on top of "
+                f"{self.n_bytes / GIB:.3g} GiB ({error}); {self._lower}"
+            ) from error
+        self.n_bytes += capacity
+        self.allocations += 1
+        return HostBuffer(made)
+
+
+def available_host_bytes() -> int:
+    """What the machine could give to new allocations now (Linux: MemAvailable; elsewhere all memory there is)."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

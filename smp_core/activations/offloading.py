@@ -1,0 +1,242 @@
+"""Activation offloading: the inputs of checkpointed modules wait in host memory for backward.
+
+A checkpointed module holds nothing but its inputs, and saves them where a pair of saved-tensor hooks around the call
+sees them. The horizon H says how many modules' inputs may be on the device at once (``activation_loading_horizon`` of
+SageMaker SMP). In forward, when a module's input arrives, the oldest of the H before it leaves, and the next to leave
+starts its copy to the host, with a module's compute time to get there. The inputs of the last H modules stay: backward
+begins with them. In backward, a module that takes its input back sets off the copies of the H - 1 that come next. With
+H = 1 there is nothing ahead: each copy is waited for.
+
+Copies out and copies in have a CUDA stream each. Device memory belongs to the compute stream: it waits for a copy out
+before memory is given up, and copies in wait for what used the memory before. Without CUDA the same happens step by
+step.
+
+What stays where it is: parameters and tensor subclasses (fp8 weights, DTensors), what needs no gradient (masks,
+positions), small tensors, and an input that a second module takes too (an encoder's output in every block of a
+decoder).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakIdKeyDictionary
+
+from smp_core.activations.host_pool import HostBuffer, HostPool
+from smp_core.activations.plan import CheckpointedModule
+
+
+class _Parked:
+    """One input: on the device, in a host buffer, or both. Lives as long as autograd's graph holds it."""
+
+    def __init__(self, tensor: torch.Tensor, pool: HostPool) -> None:
+        # Autograd checks what it saves for changes in place, by _version, but not what hooks pack.
+        self.version = tensor._version
+        self.device_tensor: torch.Tensor | None = tensor
+        self.size, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self.n_bytes = tensor.numel() * tensor.element_size()
+        self.buffer: HostBuffer | None = None
+        self.copied_out: Any = None
+        self.copied_in: Any = None
+        self._pool = pool
+
+    def on_host(self) -> torch.Tensor:
+        assert self.buffer is not None
+        return torch.as_strided(self.buffer.bytes[: self.n_bytes].view(self.dtype), self.size, self.stride)
+
+    def check_unchanged(self) -> None:
+        if self.device_tensor is not None and self.device_tensor._version != self.version:
+            raise RuntimeError(
+                "activation_offloading: the input of a checkpointed module was changed in place before backward had "
+                "it; recomputation would start from other values. Write the operation without the underscore, or leave "
+                "the module out of activation_checkpointing"
+            )
+
+    def __del__(self) -> None:
+        if self.copied_in is not None:  # fetched ahead and not used: the copy must not write into memory given back
+            self.copied_in.synchronize()
+        if self.buffer is not None:
+            self._pool.give(self.buffer)
+
+
+class Offloader:
+    """Parks the inputs of one model's checkpointed modules.
+
+    Args:
+        device: where the model computes.
+        horizon: how many modules' inputs may be on the device at once.
+        pool: host buffers.
+        min_bytes: smaller tensors stay on the device.
+    """
+
+    def __init__(self, device: torch.device, horizon: int, pool: HostPool, *, min_bytes: int) -> None:
+        self.device, self.horizon, self.pool, self.min_bytes = device, horizon, pool, min_bytes
+        on_cuda = device.type == "cuda"
+        self._out = torch.cuda.Stream(device) if on_cuda else None
+        self._in = torch.cuda.Stream(device) if on_cuda else None
+        self._parked: list[weakref.ref[_Parked]] = []  # in forward's order
+        self._seen = WeakIdKeyDictionary()
+        self.bytes_out = 0
+        """Copied to the host so far."""
+        self.bytes_in = 0
+        """Copied back to the device so far."""
+
+    def on_device(self) -> list[int]:
+        """Bytes of each parked input that is on the device now, in forward's order."""
+        return [parked.n_bytes for parked in self._alive() if parked.device_tensor is not None]
+
+    def on_host(self) -> list[int]:
+        """Bytes of each parked input that is on the host and not on the device."""
+        return [parked.n_bytes for parked in self._alive() if parked.device_tensor is None]
+
+    def _alive(self) -> list[_Parked]:
+        found = [parked for each in self._parked if (parked := each()) is not None]
+        if len(found) < len(self._parked):
+            self._parked = [weakref.ref(parked) for parked in found]
+        return found
+
+    @contextlib.contextmanager
+    def inputs_parked(self, given: Iterable[Any]) -> Iterator[None]:
+        """Inside, what autograd saves of the tensors ``given`` to a module is parked."""
+        wanted = [tensor for tensor in given if self._may_leave(tensor)]
+        parked: dict[int, _Parked] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Parked:
+            number = next((i for i, each in enumerate(wanted) if _same_memory(each, tensor)), None)
+            if number is None:
+                return tensor
+            if number not in parked:
+                parked[number] = self._park(wanted[number].detach())
+            return parked[number]
+
+        try:
+            with saved_tensors_hooks(pack, self._unpack):
+                yield
+        finally:  # autograd keeps the hooks, and these would keep the tensors
+            parked.clear()
+            wanted.clear()
+
+    def _may_leave(self, given: Any) -> bool:
+        if type(given) is not torch.Tensor or not given.requires_grad or given.device != self.device:
+            return False
+        if given.numel() * given.element_size() < self.min_bytes or not _is_dense(given):
+            return False
+        first_use = given not in self._seen
+        self._seen[given] = True
+        return first_use
+
+    @torch.no_grad()
+    def _park(self, tensor: torch.Tensor) -> _Parked:
+        parked = _Parked(tensor, self.pool)
+        staying = [each for each in self._alive() if each.device_tensor is not None]
+        while len(staying) >= self.horizon:
+            leaving = staying.pop(0)
+            self._copy_out(leaving)
+            leaving.check_unchanged()
+            if leaving.copied_out is not None:
+                torch.cuda.current_stream(self.device).wait_event(leaving.copied_out)
+            leaving.device_tensor = None
+        self._parked.append(weakref.ref(parked))
+        staying.append(parked)
+        if len(staying) == self.horizon:
+            self._copy_out(staying[0])
+        return parked
+
+    def _copy_out(self, parked: _Parked) -> None:
+        if parked.buffer is not None:
+            return
+        assert parked.device_tensor is not None
+        parked.check_unchanged()
+        parked.buffer = self.pool.take(parked.n_bytes)
+        self.bytes_out += parked.n_bytes
+        if self._out is None:
+            parked.on_host().copy_(parked.device_tensor)
+            return
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out):
+            if parked.buffer.free_after is not None:
+                self._out.wait_event(parked.buffer.free_after)
+            parked.on_host().copy_(parked.device_tensor, non_blocking=True)
+            parked.copied_out = parked.buffer.free_after = self._out.record_event()
+
+    def _copy_in(self, parked: _Parked) -> None:
+        if parked.device_tensor is not None:
+            return
+        assert parked.buffer is not None
+        parked.device_tensor = torch.empty_strided(parked.size, parked.stride, dtype=parked.dtype, device=parked.device)
+        self.bytes_in += parked.n_bytes
+        if self._in is None:
+            parked.device_tensor.copy_(parked.on_host())
+            parked.version = parked.device_tensor._version
+            return
+        self._in.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._in):
+            self._in.wait_event(parked.copied_out)
+            parked.device_tensor.copy_(parked.on_host(), non_blocking=True)
+            parked.copied_in = parked.buffer.free_after = self._in.record_event()
+        parked.version = parked.device_tensor._version
+
+    @torch.no_grad()
+    def _unpack(self, packed: torch.Tensor | _Parked) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        packed.check_unchanged()
+        self._copy_in(packed)
+        tensor = packed.device_tensor
+        assert tensor is not None
+        if packed.copied_in is not None:
+            torch.cuda.current_stream(self.device).wait_event(packed.copied_in)
+            packed.copied_in = None
+        if packed.buffer is not None:
+            packed.device_tensor = None  # backward has it now; the host has it for another time
+        before = self._alive()
+        here = next(i for i, each in enumerate(before) if each is packed)
+        for each in before[max(here - self.horizon + 1, 0) : here][::-1]:
+            self._copy_in(each)
+        return tensor
+
+
+def park_inputs(chosen: CheckpointedModule, offloader: Offloader) -> None:
+    """Give the inputs of a checkpointed module to ``offloader``. In place, before ``fully_shard``.
+
+    The hooks are around ``torch.compile``, not inside: what a compiled module saves for backward passes through them.
+    """
+    module: Any = chosen.module
+    if hasattr(module, "_orig_mod"):  # what torch.compile returns has its forward as an attribute of the instance
+        module.forward = _watched(module.forward, offloader, skip=0)
+        return
+    kind: type[nn.Module] = type(module)
+    module.__class__ = type(
+        kind.__name__, (kind,), {"forward": _watched(kind.forward, offloader, skip=1), "__module__": kind.__module__}
+    )
+
+
+def _watched(forward: Callable[..., Any], offloader: Offloader, skip: int) -> Callable[..., Any]:
+    """``skip``: leading arguments that are no inputs (``self``)."""
+
+    @torch.compiler.disable(recursive=False)
+    @functools.wraps(forward)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with offloader.inputs_parked([*args[skip:], *kwargs.values()]):
+            return forward(*args, **kwargs)
+
+    return watched
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill one stretch of memory, in any order of dims."""
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
