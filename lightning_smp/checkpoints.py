@@ -7,29 +7,31 @@ latter by parameter name), everything else as the rest. An ordinary file of any 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from lightning_smp.resume import Resume, random_of_rank
 from smp_core.checkpoint import (
     CheckpointError,
+    find_checkpoints,
+    first_whole,
     full_state_dict,
     is_checkpoint,
     load_checkpoint,
     read_manifest,
+    read_per_rank,
     read_rest,
     remove_checkpoint,
     save_checkpoint,
@@ -44,7 +46,7 @@ from smp_core.checkpoint.optimizers import (
     named_optimizer_state,
     names_between,
 )
-from smp_core.checkpoint.random_state import random_state
+from smp_core.checkpoint.random_state import resumed_random_state
 from smp_core.checkpoint.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -52,52 +54,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-# Where random states stand: of each rank's own part of a folder, and of all ranks in a file.
-RANDOM, RANDOM_OF_RANKS = "random", "smp_random"
-
-_COUNTERS = ("ready", "started", "processed", "completed")
-
-
-@dataclass(frozen=True)
-class WindowStart:
-    """Where the data stood before the first micro-batch of the open window.
-
-    Attributes:
-        batches: batches of this epoch before it.
-        total: batches of the whole run before it.
-        loaders: Lightning's state of data loaders that can be resumed, taken when the window before was closed.
-    """
-
-    batches: int
-    total: int
-    loaders: dict[str, Any]
-
-    @classmethod
-    def here(cls, trainer: Trainer, loaders: dict[str, Any]) -> WindowStart:
-        """To be called when the window's first batch has been fetched and counted as ready."""
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        return cls(progress.current.ready - 1, progress.total.ready - 1, loaders)
-
-    def rewind(self, checkpoint: dict[str, Any]) -> None:
-        """Make ``checkpoint``, taken inside the window, resume with the window's first batch.
-
-        Weights and optimizer are those from before the window; its partial sum of gradients is not saved, so its
-        batches have to be seen again.
-        """
-        loop = checkpoint["loops"]["fit_loop"]
-        progress = loop["epoch_loop.batch_progress"]
-        replayed = progress["current"]["processed"] - self.batches
-        for part, batches in (("current", self.batches), ("total", self.total)):
-            progress[part].update(dict.fromkeys(_COUNTERS, batches))
-        progress["is_last_batch"] = False
-        if self.loaders:
-            loop["state_dict"].update(self.loaders)
-        checkpoint["smp_window"] = {"first_batch": self.batches, "batches_to_replay": replayed}
-
-
-def loader_state(trainer: Trainer) -> dict[str, Any]:
-    """Position of the training data loaders that can tell it, as Lightning saves it; empty otherwise."""
-    return copy.deepcopy(trainer.fit_loop.on_save_checkpoint())
+# In a file: what a folder has as each rank's own part.
+_PER_RANK = "smp_per_rank"
 
 
 def model_state(strategy: SmpShardedStrategy) -> dict[str, Any]:
@@ -136,7 +94,7 @@ def save(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, st
     options: dict[str, Any] = {
         "metadata": {"step": checkpoint["global_step"], "module_prefix": prefix, "trainer": "lightning"},
         "extra_files": _model_files(inner),
-        "per_rank": {RANDOM: random_state()} if _can_resume(checkpoint) else None,
+        "per_rank": _own_part(strategy) if _can_resume(checkpoint) else None,
     }
     with _in_lightning_words():
         if strategy.background_saves is None:
@@ -165,9 +123,14 @@ def _in_lightning_words() -> Iterator[None]:
         raise CheckpointError(text) from error
 
 
+def _own_part(strategy: SmpShardedStrategy) -> dict[str, Any]:
+    assert strategy.lightning_module is not None
+    return random_of_rank(strategy.lightning_module.trainer)
+
+
 def _save_whole(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
     if _can_resume(checkpoint):
-        checkpoint[RANDOM_OF_RANKS] = Ranks().gather(random_state())
+        checkpoint[_PER_RANK] = Ranks().gather(_own_part(strategy))
     if type(strategy.checkpoint_io) is TorchCheckpointIO and storage_options is None and not is_address(path):
         with _in_lightning_words():
             save_full_state(path, checkpoint)
@@ -208,6 +171,9 @@ def load(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> 
     Returns:
         the rest of the checkpoint dictionary for the Trainer.
     """
+    verify = strategy.config.verify_checkpoint
+    if _means_newest(strategy, path):
+        path, verify = _newest_whole(path, verify), "sizes"
     if os.path.isfile(path):
         return _load_whole(strategy, path, weights_only)
     module = strategy.parallel.module
@@ -223,19 +189,81 @@ def load(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> 
         rest.setdefault("global_step", 0)
         logger.warning("%s was not saved by Lightning: weights and optimizers go on, loops start anew", path)
     state = get_model_state_dict(module)
+    fitting = _is_fitting(strategy)
+    if fitting:
+        _check_complete(rest, path)
     with _in_lightning_words():
-        load_checkpoint(path, {"state_dict": {name_there(name): value for name, value in state.items()}}, strict=strict)
-    if _is_fitting(strategy) and "optimizer_states" in rest:
+        load_checkpoint(
+            path,
+            {"state_dict": {name_there(name): value for name, value in state.items()}},
+            strict=strict,
+            verify=verify,
+        )
+    if fitting:
         _check_number(strategy, len(rest["optimizer_states"]), path)
         for number, optimizer in enumerate(strategy.optimizers):
-            load_named_optimizer_state(path, ("optimizer_states", number), module, optimizer, name_there)
+            where = ("optimizer_states", number)
+            load_named_optimizer_state(path, where, module, optimizer, name_there, verify="sizes")
+        _begin_resume(strategy, rest, read_per_rank(path), path)
     return {**rest, "state_dict": state}
+
+
+def _means_newest(strategy: SmpShardedStrategy, path: Any) -> bool:
+    """Whether a path is what ``ckpt_path="last"`` stands for."""
+    assert strategy.lightning_module is not None
+    folder, name = os.path.split(os.path.abspath(path))
+    for callback in strategy.lightning_module.trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            parts = os.path.splitext(name)[0].split(callback.CHECKPOINT_JOIN_CHAR)
+            if os.path.abspath(callback.dirpath) == folder and callback.CHECKPOINT_NAME_LAST in parts:
+                return True
+    return False
+
+
+def _newest_whole(path: Any, verify: str) -> str:
+    """``path`` or, where that is broken, the newest whole checkpoint beside it. Collective."""
+
+    def candidates() -> list[str]:
+        folder = os.path.dirname(os.path.abspath(path))
+        folders = [os.path.join(folder, name) for name in reversed(find_checkpoints(folder))]
+        files = sorted((str(file) for file in Path(folder).glob("*.ckpt") if file.is_file()), key=os.path.getmtime)
+        others = [*files[::-1], *folders] if os.path.isfile(path) else [*folders, *files[::-1]]
+        return list({os.path.realpath(each): each for each in [*others[::-1], str(path)]}.values())[::-1]
+
+    ordered = Ranks().on_first(f"{path} was not loaded", candidates)
+    return first_whole(ordered, verify)
+
+
+def _check_complete(checkpoint: dict[str, Any], path: Any) -> None:
+    if "optimizer_states" not in checkpoint:
+        raise CheckpointError(
+            f"{path} holds weights only (save_weights_only=True): no training to go on with. To begin a new one from "
+            "them, leave ckpt_path out and use YourModule.load_from_checkpoint on an ordinary .ckpt; `smp checkpoint "
+            f"consolidate {path} weights.ckpt` makes one of a folder"
+        )
+
+
+def _begin_resume(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], per_rank: list[Any], path: Any) -> None:
+    """Remember what is settled when the data loaders are known and the first batch comes."""
+    parts = [part if isinstance(part, dict) else {} for part in per_rank]
+    random, world = None, strategy.world_size
+    if any("random" in part for part in parts):
+        seed, step = int(os.environ.get("PL_GLOBAL_SEED", "0")), int(checkpoint["global_step"])
+        saved = [part.get("random") for part in parts]
+        random = resumed_random_state(saved, strategy.global_rank, world, seed, step, os.fspath(path))
+    epoch_random = parts[strategy.global_rank].get("epoch_random") if len(parts) == world else None
+    place = checkpoint.get("smp_data")
+    data_size = strategy.mesh.data_size
+    strategy.resume = Resume(place, random, epoch_random, data_size, strategy.config.allow_batch_change)
 
 
 def _load_whole(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> dict[str, Any]:
     checkpoint = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
     if "state_dict" not in checkpoint:
         raise CheckpointError(f"{path} is no Lightning checkpoint: it has no 'state_dict' but {sorted(checkpoint)[:8]}")
+    fitting = _is_fitting(strategy)
+    if fitting:
+        _check_complete(checkpoint, path)
     module = strategy.parallel.module
     saved = {clean_name(name): value for name, value in checkpoint["state_dict"].items()}
     state: dict[str, Any] = get_model_state_dict(module)
@@ -243,10 +271,11 @@ def _load_whole(strategy: SmpShardedStrategy, path: Any, weights_only: bool | No
     for name, value in state.items():
         if name in saved:
             copy_into(value, saved[name])
-    if _is_fitting(strategy) and "optimizer_states" in checkpoint:
+    if fitting:
         _check_number(strategy, len(checkpoint["optimizer_states"]), path)
         for optimizer, optimizer_saved in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):
             load_whole_optimizer_state(optimizer, optimizer_saved)
+        _begin_resume(strategy, checkpoint, checkpoint.get(_PER_RANK, []), path)
     return checkpoint
 
 

@@ -44,6 +44,7 @@ from lightning_smp import checkpoints
 from lightning_smp.background import BackgroundSaves
 from lightning_smp.environment import PlatformEnvironment
 from lightning_smp.precision import adapt_precision
+from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, place_sampler
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.liveness import RankWatch
@@ -115,8 +116,9 @@ class SmpShardedStrategy(ParallelStrategy):
         self._topology: Topology | None = None
         self._watch: RankWatch | None = None
         self._parallel: ParallelModel | None = None
-        self._window_start: checkpoints.WindowStart | None = None
+        self._window_start: WindowStart | None = None
         self._loaders: dict[str, Any] = {}
+        self.resume: Resume | None = None
         self.background_saves: BackgroundSaves | None = None
         self._failed = False
 
@@ -264,6 +266,7 @@ class SmpShardedStrategy(ParallelStrategy):
         if self.config.async_save and self.background_saves is None:
             self.background_saves = BackgroundSaves(self.is_global_zero)
         self._failed = False
+        self.resume = None
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -407,14 +410,25 @@ class SmpShardedStrategy(ParallelStrategy):
         return self._run_step(self.lightning_module.predict_step, context, *args, **kwargs)
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        place_sampler(dataloader)
+        return dataloader
+
+    @override
     def on_train_start(self) -> None:
+        if self.resume is not None:
+            assert self.lightning_module is not None
+            self.resume.on_train_start(self.lightning_module.trainer)
         self._remember_loaders()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.resume is not None:
+            self.resume.on_train_batch_start()
+            self.resume = None
         if not self.window.is_open:
             assert self.lightning_module is not None
-            self._window_start = checkpoints.WindowStart.here(self.lightning_module.trainer, self._loaders)
+            self._window_start = WindowStart.here(self.lightning_module.trainer, self._loaders)
 
     def _remember_loaders(self) -> None:
         """Between windows; a save inside the next one resumes from here."""
@@ -423,7 +437,7 @@ class SmpShardedStrategy(ParallelStrategy):
             self.lightning_module.trainer.accumulate_grad_batches > 1
             or not self.lightning_module.automatic_optimization
         ):
-            self._loaders = checkpoints.loader_state(self.lightning_module.trainer)
+            self._loaders = loader_state(self.lightning_module.trainer)
 
     @contextlib.contextmanager
     @override
@@ -552,6 +566,10 @@ class SmpShardedStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.window.is_open and self._window_start is not None:
             self._window_start.rewind(checkpoint)
+        assert self.lightning_module is not None
+        place = describe_place(self.lightning_module.trainer, checkpoint, self.mesh.data_size)
+        if place is not None:
+            checkpoint["smp_data"] = place
         checkpoints.save(self, checkpoint, self.broadcast(filepath), storage_options)
         if self.background_saves is not None and not self._is_running():
             self.background_saves.wait()

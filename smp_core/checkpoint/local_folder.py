@@ -41,6 +41,7 @@ _RENAME_EXCHANGE = 2
 _STALE_SECONDS = 3600.0
 _SEEN_SECONDS = 30.0
 _UNNAMED_PREFIX = ".new-"  # for the microseconds before a temporary is locked
+_OWN_FILE = re.compile(r"(tensors-\d{5,}-of-\d{5,}\.safetensors|index\.json|rest\.json|rest\.pt|rest-pickle\.pt|extra)")
 _OWN_ENTRY = re.compile(r"\.(tmp|prev)-.+-[0-9a-f]{8}-[0-9a-f]{12}")
 
 
@@ -199,7 +200,7 @@ class LocalTransaction(Transaction):
             return
         if not overwrite:
             raise CheckpointError(f"{self.path} exists already; choose another path or pass overwrite=True")
-        if os.path.isdir(self.path) and os.listdir(self.path) and not os.path.exists(f"{self.path}/{MANIFEST}"):
+        if os.path.isdir(self.path) and not os.path.exists(f"{self.path}/{MANIFEST}") and not _is_half(self.path):
             raise CheckpointError(
                 f"{self.path} holds something that is not a torch-smp checkpoint; it is not overwritten. Choose "
                 "another path, or remove that directory first"
@@ -254,6 +255,11 @@ class LocalTransaction(Transaction):
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _is_half(path: str) -> bool:
+    """Whether everything in a folder is part of a checkpoint, so that nobody misses it when a whole one replaces it."""
+    return all(_OWN_FILE.fullmatch(name) for name in os.listdir(path))
 
 
 def new_save_id() -> str:

@@ -61,12 +61,14 @@ def load_named_optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     name_there: Callable[[str], str] = str,
+    verify: str | None = "auto",
 ) -> None:
     """Read the optimizer state saved under ``prefix`` of a checkpoint folder into ``optimizer``. Collective.
 
     Args:
         prefix: path of the state inside the checkpoint, e.g. ``("optimizer_states", 0)``.
         name_there: a parameter's name here -> its name in the checkpoint (:func:`names_between`).
+        verify: as in :func:`smp_core.checkpoint.load_checkpoint`.
 
     Raises:
         CheckpointError: parameters that the checkpoint has and the optimizer lacks or the other way round.
@@ -90,7 +92,7 @@ def load_named_optimizer_state(
             record = index.record(name)
             owner, key = place[-2], place[-1]
             template.setdefault(owner, {})[key] = like_parameter(by_name[owner], record.shape, record.dtype)
-    load_checkpoint(path, _nested((*prefix, "state"), template), strict=False)
+    load_checkpoint(path, _nested((*prefix, "state"), template), strict=False, verify=verify)
     for owner, entry in template.items():
         state.setdefault(owner, {}).update(entry)
     number = {name: i for i, name in enumerate(names)}

@@ -69,7 +69,7 @@ def seed_random_state(seed: int) -> None:
 
 
 def resumed_random_state(
-    saved: Sequence[Mapping[str, Any] | None], rank: int, seed: int, step: int, where: str, world_size: int
+    saved: Sequence[Mapping[str, Any] | None], rank: int, world_size: int, seed: int, step: int, where: str
 ) -> dict[str, Any]:
     """The random state with which this rank of a resumed run goes on; nothing is set yet.
 
@@ -122,5 +122,5 @@ def restore_random_state(
     """
     manifest = read_manifest(path)
     saved = [value.get(key) if isinstance(value, dict) else None for value in read_per_rank(path)]
-    set_random_state(resumed_random_state(saved, rank, seed, manifest.step or 0, os.fspath(path), world_size))
+    set_random_state(resumed_random_state(saved, rank, world_size, seed, manifest.step or 0, os.fspath(path)))
     return len(saved) == world_size and saved[rank] is not None

@@ -36,7 +36,7 @@ from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.tensor_file import TensorFile
 from smp_core.checkpoint.tree import DROP, Path, decode_rest, holds_tensor, iterate_tensors, path_text, subtree
-from smp_core.checkpoint.verify import check_files
+from smp_core.checkpoint.verify import open_checked
 
 logger = logging.getLogger("smp")
 
@@ -78,18 +78,11 @@ def load_checkpoint(
     """
     ranks = Ranks(process_group)
     what = f"checkpoint {os.fspath(path)} was not loaded"
-    opened, crashes = ranks.together(what, lambda: _open(path, verify), lambda it: it.folder.signs_of_crash())
-    mode = verify
-    if verify == "auto":
-        mode = "digests" if any(crashes) else "sizes"
-        if any(crashes) and ranks.rank == 0:
-            logger.warning("an interrupted save lies beside %s: checking all digests", opened.address)
-
-    def prepare() -> tuple[dict[str, torch.Tensor], list[tuple[Any, Any, Any]]]:
-        check_files(opened, mode, ranks.rank, ranks.size)
-        return _match(opened, state, strict, None if only is None else list(only), allow_dtype_cast, allow_pickle)
-
-    (tensors, replacements), _ = ranks.together(what, prepare)
+    opened = open_checked(path, verify, ranks, what)
+    globs = None if only is None else list(only)
+    (tensors, replacements), _ = ranks.together(
+        what, lambda: _match(opened, state, strict, globs, allow_dtype_cast, allow_pickle)
+    )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -106,12 +99,6 @@ def load_checkpoint(
         raise CheckpointError(f"{what}: {'; '.join(list(texts)[:3])}") from error
     for container, key, value in replacements:
         container[key] = value
-
-
-def _open(path: str | os.PathLike[str], verify: str | None) -> OpenCheckpoint:
-    if verify not in ("auto", "sizes", "digests", None):
-        raise CheckpointError(f"verify={verify!r} is not known; allowed: 'auto', 'sizes', 'digests', None")
-    return open_checkpoint(path)
 
 
 def _match(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREF
 from smp_core.checkpoint.local_folder import fsync_directory, new_save_id, own_name
 from smp_core.checkpoint.opening import open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.verify import verify_checkpoint
+from smp_core.checkpoint.torch_file import check_torch_file
+from smp_core.checkpoint.verify import open_checked, verify_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 
 logger = logging.getLogger("smp")
@@ -149,6 +150,43 @@ def newest_checkpoint(root: str | os.PathLike[str], verify: str | None = "sizes"
             return join(root, name)
         logger.warning("BROKEN CHECKPOINT SKIPPED: %s", "; ".join(problems[:3]))
     return None
+
+
+def first_whole(
+    paths: Sequence[str | os.PathLike[str]],
+    verify: str | None = "auto",
+    process_group: dist.ProcessGroup | None = None,
+) -> str:
+    """The first whole checkpoint of several, the one that is wanted most at the front. Collective.
+
+    Broken ones are skipped, with a warning that names them and what is wrong; ranks share the reading.
+
+    Args:
+        paths: checkpoint folders, or single files as ``save_full_state_dict`` writes them; the same on all ranks.
+        verify: as in :func:`smp_core.checkpoint.load_checkpoint`; of a single file the checksums are always read.
+        process_group: the ranks that look together; None: all.
+
+    Raises:
+        CheckpointError: none of them is whole; the message says what is wrong with the first.
+    """
+    ranks = Ranks(process_group)
+    problems: list[str] = []
+    for path in paths:
+        where = os.fspath(path)
+        try:
+            if is_address(where) or not os.path.isfile(where):
+                open_checked(where, verify, ranks, "BROKEN CHECKPOINT SKIPPED")
+            else:
+                ranks.on_first("BROKEN CHECKPOINT SKIPPED", lambda where=where: check_torch_file(where))  # type: ignore[misc]
+        except CheckpointError as error:
+            problems.append(str(error).removeprefix("BROKEN CHECKPOINT SKIPPED: "))
+            if ranks.rank == 0:
+                logger.warning("%s", error)
+            continue
+        if problems and ranks.rank == 0:
+            logger.warning("GOING ON FROM %s INSTEAD, which is older", where)
+        return where
+    raise CheckpointError(f"no whole checkpoint is left of {len(paths)}: {problems[0] if problems else 'none given'}")
 
 
 def save_step(

@@ -151,3 +151,18 @@ def stream_torch_save(
         file.fill(number, value)
         advance(value.nbytes)
     file.close()
+
+
+def check_torch_file(path: str | os.PathLike[str]) -> None:
+    """Read a ``torch.save`` file and compare its checksums, which ``torch.load`` does not.
+
+    Raises:
+        CheckpointError: cut short, damaged, or not such a file.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise CheckpointError(f"{os.fspath(path)} is damaged: {error}") from error
+    if broken is not None:
+        raise CheckpointError(f"{os.fspath(path)} is damaged: the checksum of {broken} does not fit")

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from smp_core.checkpoint.layout import CheckpointError, FileRecord, Manifest, new_digest
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
+from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.storage import PIECE_BYTES, Folder
 from smp_core.checkpoint.tensor_file import TensorFile
+
+logger = logging.getLogger("smp")
+
+
+def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks, what: str) -> OpenCheckpoint:
+    """Open a checkpoint and check its files, each rank some of them. Collective.
+
+    Args:
+        path: checkpoint folder or address.
+        verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: digests when an interrupted save lies beside the
+            folder, sizes otherwise.
+        ranks: who checks together.
+        what: how the message of an error begins.
+
+    Raises:
+        CheckpointError: on every rank: missing, half, damaged or foreign.
+    """
+
+    def opened_here() -> OpenCheckpoint:
+        if verify not in ("auto", "sizes", "digests", None):
+            raise CheckpointError(f"verify={verify!r} is not known; allowed: 'auto', 'sizes', 'digests', None")
+        return open_checkpoint(path)
+
+    opened, crashes = ranks.together(what, opened_here, lambda it: it.folder.signs_of_crash())
+    mode = verify
+    if verify == "auto":
+        mode = "digests" if any(crashes) else "sizes"
+        if any(crashes) and ranks.rank == 0:
+            logger.warning("an interrupted save lies beside %s: checking all digests", opened.address)
+    ranks.together(what, lambda: check_files(opened, mode, ranks.rank, ranks.size))
+    return opened
 
 
 def check_files(opened: OpenCheckpoint, mode: str | None, rank: int = 0, size: int = 1) -> None:

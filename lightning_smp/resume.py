@@ -1,0 +1,325 @@
+"""Where a resumed run goes on: the window's first batch, the place in the data, the global batch, random states.
+
+Lightning counts batches and starts an epoch's data from its beginning again, so what it has seen is seen twice and the
+rest never. Here the place is counted in samples, which holds on other numbers of ranks and for other batch sizes:
+
+    in a checkpoint    smp_data: batches of the epoch that were trained on, samples in each over all ranks, accumulation
+    while training     the sampler inside each loader's BatchSampler is wrapped, so that an epoch can begin later
+    at a resume        on_train_start: accumulation settled, counters and samplers put to the place, generators restored
+
+Private names: ``FitLoop._data_fetcher``, because Lightning makes the iterators of an epoch before ``on_train_start``
+and has no public way to make them anew or to leave batches out.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from smp_core.checkpoint.random_state import random_state, set_random_state
+
+logger = logging.getLogger("smp")
+
+_COUNTERS = ("ready", "started", "processed", "completed")
+
+
+@dataclass(frozen=True)
+class WindowStart:
+    """Where the data stood before the first micro-batch of the open window.
+
+    Attributes:
+        batches: batches of this epoch before it.
+        total: batches of the whole run before it.
+        loaders: Lightning's state of data loaders that can be resumed, taken when the window before was closed.
+    """
+
+    batches: int
+    total: int
+    loaders: dict[str, Any]
+
+    @classmethod
+    def here(cls, trainer: Trainer, loaders: dict[str, Any]) -> WindowStart:
+        """To be called when the window's first batch has been fetched and counted as ready."""
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        return cls(progress.current.ready - 1, progress.total.ready - 1, loaders)
+
+    def rewind(self, checkpoint: dict[str, Any]) -> None:
+        """Make ``checkpoint``, taken inside the window, resume with the window's first batch.
+
+        Weights and optimizer are those from before the window; its partial sum of gradients is not saved, so its
+        batches have to be seen again.
+        """
+        loop = checkpoint["loops"]["fit_loop"]
+        progress = loop["epoch_loop.batch_progress"]
+        replayed = progress["current"]["processed"] - self.batches
+        for part, batches in (("current", self.batches), ("total", self.total)):
+            progress[part].update(dict.fromkeys(_COUNTERS, batches))
+        progress["is_last_batch"] = False
+        if self.loaders:
+            loop["state_dict"].update(self.loaders)
+        checkpoint["smp_window"] = {"first_batch": self.batches, "batches_to_replay": replayed}
+
+
+def loader_state(trainer: Trainer) -> dict[str, Any]:
+    """Position of the training data loaders that can tell it, as Lightning saves it; empty otherwise."""
+    return copy.deepcopy(trainer.fit_loop.on_save_checkpoint())
+
+
+class PlacedSampler(Sampler[Any]):
+    """A sampler whose next epoch can begin after some of its samples.
+
+    A sampler that draws from the global generators (RandomSampler) gives the same epoch again when they are put back to
+    where they were at its start; that state is kept, except for DistributedSampler, which has a seed of its own.
+
+    Args:
+        sampler: the one that decides.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.random_at_start: dict[str, Any] | None = None
+        self._skip = 0
+        self._random: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
+
+    def begin_after(self, samples: int, at_start: dict[str, Any] | None, then: dict[str, Any] | None) -> None:
+        """Leave samples out of the next epoch; random states for its start and after the gap (None: as they are)."""
+        self._skip, self._random = samples, (at_start, then)
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, (at_start, then) = self._skip, self._random
+        self._skip, self._random = 0, (None, None)
+        if at_start is not None:
+            set_random_state(at_start)
+        self.random_at_start = None if isinstance(self.sampler, DistributedSampler) else random_state()
+        samples = iter(self.sampler)
+        for _ in itertools.islice(samples, skip):
+            pass
+        if then is not None:
+            set_random_state(then)
+        yield from samples
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["sampler"], name)  # set_epoch and what else the user's sampler has
+
+
+def place_sampler(loader: Any) -> None:
+    """Wrap the sampler of a DataLoader, where there is one between it and its batches."""
+    batches = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return
+    if isinstance(batches, BatchSampler) and not isinstance(batches.sampler, PlacedSampler):
+        batches.sampler = PlacedSampler(batches.sampler)
+
+
+def sampler_of(loader: Any) -> PlacedSampler | None:
+    """The wrapped sampler of a loader."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return sampler if isinstance(sampler, PlacedSampler) else None
+
+
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """The data loaders of fit, flat."""
+    return [] if trainer.train_dataloader is None else CombinedLoader(trainer.train_dataloader).flattened
+
+
+def samples_per_batch(loader: Any, data_size: int) -> int | None:
+    """Samples of one batch over all ranks; None where the loader does not tell."""
+    size = getattr(loader, "batch_size", None)
+    return None if size is None else size * data_size
+
+
+def describe_place(trainer: Trainer, checkpoint: dict[str, Any], data_size: int) -> dict[str, Any] | None:
+    """``smp_data`` of a checkpoint dictionary; None outside of fit.
+
+    Args:
+        data_size: ranks that read different samples.
+    """
+    loaders = training_loaders(trainer)
+    if not loaders:
+        return None
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    batches = 0 if progress["is_last_batch"] else progress["current"]["processed"]
+    sizes = [samples_per_batch(loader, data_size) for loader in loaders]
+    return {
+        "batches": batches,
+        "samples_per_batch": sizes,
+        "samples_in_epoch": [None if size is None else size * batches for size in sizes],
+        "accumulate_grad_batches": accumulation(trainer),
+    }
+
+
+def accumulation(trainer: Trainer) -> int | None:
+    """Micro-batches of an optimizer step; None where the module or a schedule decides."""
+    scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    assert trainer.lightning_module is not None
+    if scheduled or not trainer.lightning_module.automatic_optimization:
+        return None
+    return trainer.accumulate_grad_batches
+
+
+def random_of_rank(trainer: Trainer) -> dict[str, Any]:
+    """What a rank saves of its generators: as they are, and as they were when its samplers' epoch began."""
+    starts = [getattr(sampler_of(loader), "random_at_start", None) for loader in training_loaders(trainer)]
+    kept = {} if all(start is None for start in starts) else {"epoch_random": starts}
+    return {"random": random_state(), **kept}
+
+
+class Resume:
+    """A resume that is under way, from loading to the first batch.
+
+    Args:
+        place: ``smp_data`` of the checkpoint, None where it has none (another program's, or an older one's).
+        random: the generators' state to go on with, None to leave them as they are.
+        epoch_random: their states at the start of the samplers' epoch, None where they have no part in it.
+        data_size: ranks of this run that read different samples.
+        allow_batch_change: the knob.
+    """
+
+    def __init__(
+        self,
+        place: dict[str, Any] | None,
+        random: dict[str, Any] | None,
+        epoch_random: list[dict[str, Any] | None] | None,
+        data_size: int,
+        allow_batch_change: bool,
+    ) -> None:
+        self.place = place
+        self.random = random
+        self.epoch_random = epoch_random
+        self.data_size = data_size
+        self.allow_batch_change = allow_batch_change
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Settle the global batch and put the data to its place.
+
+        Raises:
+            ValueError: the global batch would change, which is not allowed.
+        """
+        loaders = training_loaders(trainer)
+        sizes = [samples_per_batch(loader, self.data_size) for loader in loaders]
+        batches = 0
+        if self.place is not None:
+            self._settle_global_batch(trainer, sizes)
+            batches = self._batches_here(trainer, sizes)
+        for loader in loaders:
+            for sampler in (loader.sampler, sampler_of(loader)) if isinstance(loader, DataLoader) else ():
+                set_epoch = getattr(sampler, "set_epoch", None)
+                if set_epoch is not None:  # Lightning does it later, when workers have begun to fetch
+                    set_epoch(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
+        self._go_to(trainer, loaders, batches)
+
+    def _settle_global_batch(self, trainer: Trainer, sizes: list[int | None]) -> None:
+        assert self.place is not None
+        saved, steps = self.place["samples_per_batch"], self.place["accumulate_grad_batches"]
+        here = accumulation(trainer)
+        if len(saved) != len(sizes):
+            raise ValueError(
+                f"the checkpoint was saved with {len(saved)} training data loaders, here are {len(sizes)}; give the "
+                "same ones, or load the weights alone"
+            )
+        if None in saved or None in sizes:
+            if saved != sizes:
+                logger.warning(
+                    "data loaders without a batch_size: nobody can tell whether the global batch is the same"
+                )
+            return
+        before = [size * (steps or 1) for size in saved]
+        now = [size * (here or 1) for size in sizes]  # type: ignore[operator]
+        if before == now:
+            return
+        change = f"an optimizer step had {_listed(before)} samples when the checkpoint was saved and has {_listed(now)}"
+        if self.allow_batch_change:
+            logger.warning("%s now (allow_batch_change=True)", change)
+            return
+        adapted = before[0] // sizes[0] if sizes[0] else 0
+        if steps and here and [size * adapted for size in sizes] == before:  # type: ignore[operator]
+            logger.warning(
+                "%s here: accumulate_grad_batches is %d instead of %d, which keeps it at %s",
+                change,
+                adapted,
+                here,
+                _listed(before),
+            )
+            trainer.accumulate_grad_batches = adapted
+            return
+        raise ValueError(
+            f"{change} here (batch_size x {self.data_size} ranks x accumulate_grad_batches={here or 'by the module'}), "
+            "and no accumulation keeps it; change batch_size, or write allow_batch_change=True to go on with another "
+            "global batch"
+        )
+
+    def _batches_here(self, trainer: Trainer, sizes: list[int | None]) -> int:
+        """The place in batches of this run; Lightning's counters are put to it."""
+        assert self.place is not None
+        before: int = self.place["batches"]
+        if sizes == self.place["samples_per_batch"]:
+            return before
+        samples, size = self.place["samples_in_epoch"][0], sizes[0]
+        if samples is None or size is None:
+            return before
+        window = size * (accumulation(trainer) or 1)
+        batches = samples // window * (accumulation(trainer) or 1)
+        if batches * size != samples:
+            logger.warning(
+                "%d samples of the epoch had been seen; an optimizer step has %d now: the last %d are seen again",
+                samples,
+                window,
+                samples - batches * size,
+            )
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        for counter in _COUNTERS:
+            setattr(progress.current, counter, getattr(progress.current, counter) + batches - before)
+        return batches
+
+    def _go_to(self, trainer: Trainer, loaders: list[Any], batches: int) -> None:
+        if not batches and self.random is not None:
+            # An epoch's start: nothing is left out, and making the iterators draws what it drew in the run that saved.
+            set_random_state(self.random)
+            self.random = None
+        elif batches:
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+        fetcher = trainer.fit_loop._data_fetcher
+        if fetcher is None or any(hasattr(loader, "load_state_dict") for loader in loaders):
+            return  # they know their place, and Lightning has told them
+        samplers = [sampler for loader in loaders if (sampler := sampler_of(loader)) is not None]
+        by_sampler = len(samplers) == len(loaders)
+        if batches and by_sampler:
+            self._skip(loaders, samplers, batches)
+        iter(fetcher)
+        if batches and not by_sampler:
+            logger.warning("%d batches are read and dropped: the data loader has no sampler to begin later", batches)
+            for _ in range(batches):
+                next(fetcher)
+            fetcher.fetched -= batches  # Lightning adds them
+
+    def _skip(self, loaders: list[Any], samplers: list[PlacedSampler], batches: int) -> None:
+        starts = self.epoch_random or [None] * len(loaders)
+        # Without workers an epoch's first sample is read when it is needed, and reading may draw: restored just before.
+        lazy = all(loader.num_workers == 0 for loader in loaders)
+        for loader, sampler, start in zip(loaders, samplers, starts, strict=True):
+            then = self.random if lazy else None
+            sampler.begin_after(batches % len(loader) * loader.batch_size, start, then)
+        if lazy:
+            self.random = None
+
+    def on_train_batch_start(self) -> None:
+        """Before the first training step: restore the generators, where fetching the batch has not done it."""
+        if self.random is not None:
+            set_random_state(self.random)
+
+
+def _listed(sizes: list[int]) -> str:
+    return " + ".join(map(str, sizes))
