@@ -17,8 +17,9 @@ import torch
 
 from smp_core.checkpoint.addresses import local_path
 from smp_core.checkpoint.export_names import export_names
+from smp_core.checkpoint.file_system import fsync_directory, rename_exchange, rename_new
 from smp_core.checkpoint.layout import CheckpointError, dtype_from_name
-from smp_core.checkpoint.local_folder import fsync_directory, rename_exchange, rename_new, scratch_path
+from smp_core.checkpoint.leftovers import scratch_path
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.reader import TensorFiles, decode_state
 from smp_core.checkpoint.safetensors_export import ExportOptions, Progress, parse_size, write_safetensors_folder

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint.addresses import local_path
 from smp_core.checkpoint.full_state import discard, put_in_place
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.local_folder import scratch_path
+from smp_core.checkpoint.leftovers import scratch_path
 from smp_core.checkpoint.opening import is_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties

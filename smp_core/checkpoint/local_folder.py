@@ -11,99 +11,33 @@ left behind from what another job is writing at the moment.
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import fcntl
-import hashlib
 import logging
 import os
 import re
-import secrets
-import shutil
-import sys
 import time
 from pathlib import Path
 
+from smp_core.checkpoint.file_system import (
+    fsync_directory,
+    new_save_id,
+    remove_tree,
+    rename_exchange,
+    rename_new,
+    try_lock,
+)
 from smp_core.checkpoint.layout import (
     MANIFEST,
     PREVIOUS_PREFIX,
     TEMPORARY_PREFIX,
     CheckpointError,
 )
+from smp_core.checkpoint.leftovers import UNNAMED_PREFIX, previous_of, siblings, sweep
 from smp_core.checkpoint.storage import Folder, RangeFile, Sink, Transaction
 
 logger = logging.getLogger("smp")
 
-_AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
-_RENAME_EXCHANGE = 2
-# An unlocked temporary of another host may belong to a live save where locks do not cross the network.
-_STALE_SECONDS = 3600.0
 _SEEN_SECONDS = 30.0
-_UNNAMED_PREFIX = ".new-"  # for the microseconds before a temporary is locked
 _OWN_FILE = re.compile(r"(tensors-\d{5,}-of-\d{5,}\.safetensors|index\.json|rest\.json|rest\.pt|rest-pickle\.pt|extra)")
-_OWN_ENTRY = re.compile(r"\.(tmp|prev)-.+-[0-9a-f]{8}-[0-9a-f]{12}")
-
-
-def rename_exchange(first: str, second: str) -> bool:
-    """Swap two paths in one step. False where the system or the file system cannot."""
-    return _renameat2(first, second, _RENAME_EXCHANGE)
-
-
-def rename_new(source: str, target: str) -> None:
-    """Rename a directory to a path where nothing may be.
-
-    Raises:
-        FileExistsError: something is there.
-    """
-    if not _renameat2(source, target, _RENAME_NOREPLACE):
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, "already exists", target)
-        os.rename(source, target)
-
-
-def _renameat2(source: str, target: str, flags: int) -> bool:
-    if sys.platform != "linux":
-        return False
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is None:
-        return False
-    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), source, None, target)
-
-
-def fsync_directory(path: str | os.PathLike[str]) -> None:
-    """Make the entries of a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _host_id() -> str:
-    try:
-        identity = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        identity = os.uname().nodename
-    return hashlib.sha256(identity.encode()).hexdigest()[:8]
-
-
-def _try_lock(path: str) -> int | None:
-    """A descriptor that holds the lock of a directory; None when another process holds it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except OSError:
-        pass  # no locks on this file system: age decides
-    return descriptor
 
 
 class _LocalRangeFile(RangeFile):
@@ -157,7 +91,7 @@ class LocalFolder(Folder):
         return _LocalRangeFile(os.path.join(self.path, name))
 
     def signs_of_crash(self) -> bool:
-        return bool(_siblings(self.path, TEMPORARY_PREFIX) or _siblings(self.path, PREVIOUS_PREFIX))
+        return bool(siblings(self.path, TEMPORARY_PREFIX) or siblings(self.path, PREVIOUS_PREFIX))
 
 
 class LocalTransaction(Transaction):
@@ -175,9 +109,9 @@ class LocalTransaction(Transaction):
         sweep(self.path)
         self._check_target(overwrite)
         # Locked before it has the name by which another job's sweep would find it.
-        unnamed = os.path.join(parent, f"{_UNNAMED_PREFIX}{save_id}")
+        unnamed = os.path.join(parent, f"{UNNAMED_PREFIX}{save_id}")
         os.mkdir(unnamed)
-        self._lock = _try_lock(unnamed)
+        self._lock = try_lock(unnamed)
         self.temporary = self._temporary(save_id)
         os.rename(unnamed, self.temporary)
 
@@ -221,12 +155,18 @@ class LocalTransaction(Transaction):
         sink.close()
         for where, _, _ in os.walk(self.temporary):
             fsync_directory(where)
-        parent = os.path.dirname(os.path.abspath(self.path))
         replaced = self._rename_into_place()
-        fsync_directory(parent)
+        self.temporary = ""  # the rename was the commit: from here on nothing is undone
+        try:
+            fsync_directory(os.path.dirname(os.path.abspath(self.path)))
+        except OSError as error:
+            # Whole and in its place for every reader; only what a power failure would leave of the rename is not known.
+            kept = f"; what it replaced is kept as {replaced}" if replaced else ""
+            logger.error("%s was saved, but its directory could not be made durable: %s%s", self.path, error, kept)
+            replaced = None
         self._unlock()
         if replaced:
-            _remove_tree(replaced)
+            remove_tree(replaced)
 
     def _rename_into_place(self) -> str | None:
         """Put the new checkpoint at its path; the path of what was there before, to be removed."""
@@ -248,7 +188,7 @@ class LocalTransaction(Transaction):
 
     def abort(self) -> None:
         if self.temporary:
-            _remove_tree(self.temporary)
+            remove_tree(self.temporary)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -260,102 +200,6 @@ class LocalTransaction(Transaction):
 def _is_half(path: str) -> bool:
     """Whether everything in a folder is part of a checkpoint, so that nobody misses it when a whole one replaces it."""
     return all(_OWN_FILE.fullmatch(name) for name in os.listdir(path))
-
-
-def new_save_id() -> str:
-    """A random identity, beginning with an identity of this host's current boot."""
-    return f"{_host_id()}-{secrets.token_hex(6)}"
-
-
-def previous_of(path: str) -> str | None:
-    """The newest whole ``.prev-*`` of a path."""
-    found = [entry for entry in _siblings(path, PREVIOUS_PREFIX) if os.path.exists(os.path.join(entry, MANIFEST))]
-    return max(found, key=os.path.getmtime, default=None)
-
-
-def own_name(entry: str) -> str:
-    """The name of the checkpoint that a temporary or previous directory belongs to."""
-    return entry.removeprefix(TEMPORARY_PREFIX).removeprefix(PREVIOUS_PREFIX)[:-22]
-
-
-def _siblings(path: str, prefix: str) -> list[str]:
-    parent = os.path.dirname(os.path.abspath(path))
-    start = f"{prefix}{os.path.basename(path)}-"
-    try:
-        names = os.listdir(parent)
-    except OSError:
-        return []
-    # What follows is "<8 hex>-<12 hex>": "a-b" must not claim the temporaries of "a-b-c".
-    return [os.path.join(parent, name) for name in names if name.startswith(start) and len(name) == len(start) + 21]
-
-
-def sweep(path: str) -> list[str]:
-    """Remove what dead saves left beside this path, under whatever name; never what a live save still writes.
-
-    Returns:
-        the removed directories.
-    """
-    removed = []
-    if not os.path.lexists(path):
-        previous = previous_of(path)
-        if previous is not None:
-            rename_new(previous, path)
-            logger.warning("%s restored from %s, which an interrupted overwrite left", path, previous)
-    for entry in _left_behind(os.path.dirname(os.path.abspath(path))):
-        try:
-            lock = _try_lock(entry)
-        except OSError:
-            continue  # gone, or not a directory
-        if lock is None:
-            continue
-        try:
-            same_host = f"-{_host_id()}-" in os.path.basename(entry)
-            if same_host or time.time() - _newest_change(entry) > _STALE_SECONDS:
-                _remove_tree(entry)
-                removed.append(entry)
-        finally:
-            os.close(lock)
-    if removed:
-        logger.warning("removed what interrupted saves left: %s", ", ".join(removed))
-    return removed
-
-
-def _left_behind(parent: str) -> list[str]:
-    """Temporaries in a directory, and moved checkpoints whose own path holds one again."""
-    try:
-        names = [name for name in os.listdir(parent) if _OWN_ENTRY.fullmatch(name)]
-    except OSError:
-        return []
-    return [
-        os.path.join(parent, name)
-        for name in names
-        if name.startswith(TEMPORARY_PREFIX) or os.path.lexists(os.path.join(parent, own_name(name)))
-    ]
-
-
-def scratch_path(target: Path) -> Path:
-    """Where something other than a checkpoint is made before it is renamed to its path; never swept."""
-    return target.parent / f".partial-{target.name}-{new_save_id()}"
-
-
-def _newest_change(directory: str) -> float:
-    times = [os.path.getmtime(directory)]
-    for where, _, names in os.walk(directory):
-        for name in names:
-            try:
-                times.append(os.path.getmtime(os.path.join(where, name)))
-            except OSError:
-                continue
-    return max(times)
-
-
-def _remove_tree(path: str) -> None:
-    if os.path.islink(path) or os.path.isfile(path):
-        os.unlink(path)
-        return
-    shutil.rmtree(path, ignore_errors=True)
-    if os.path.lexists(path):
-        logger.warning("%s could not be removed entirely", path)
 
 
 def remove_local(path: str) -> None:
@@ -378,4 +222,4 @@ def remove_local(path: str) -> None:
     )
     os.rename(path, away)
     fsync_directory(os.path.dirname(away))
-    _remove_tree(away)
+    remove_tree(away)

@@ -17,8 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from smp_core.checkpoint.addresses import is_address, local_path, remove_checkpoint
+from smp_core.checkpoint.file_system import fsync_directory, new_save_id
 from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREFIX, CheckpointError
-from smp_core.checkpoint.local_folder import fsync_directory, new_save_id, own_name
+from smp_core.checkpoint.leftovers import own_name
 from smp_core.checkpoint.opening import open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.torch_file import check_torch_file

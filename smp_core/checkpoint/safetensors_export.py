@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from smp_core.checkpoint.export_names import ExportNames
+from smp_core.checkpoint.file_system import fsync_directory
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.local_folder import fsync_directory
 from smp_core.checkpoint.opening import OpenCheckpoint
 from smp_core.checkpoint.reader import TensorFiles
 from smp_core.checkpoint.storage import Sink

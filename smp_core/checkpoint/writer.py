@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from smp_core.checkpoint.addresses import open_transaction
+from smp_core.checkpoint.file_system import new_save_id
 from smp_core.checkpoint.layout import (
     FORMAT,
     CheckpointError,
@@ -42,7 +43,6 @@ from smp_core.checkpoint.layout import (
     TensorRecord,
     new_digest,
 )
-from smp_core.checkpoint.local_folder import new_save_id
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import SmpSavePlanner
 from smp_core.checkpoint.staging import Staged, stage

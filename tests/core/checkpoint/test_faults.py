@@ -269,6 +269,51 @@ def test_what_a_live_save_is_writing_is_not_swept(tmp_path: Path) -> None:
     assert temporaries(tmp_path) == []
 
 
+def test_what_nobody_has_written_to_for_long_is_swept(tmp_path: Path) -> None:
+    """Half exports, and temporaries of a crash before they had a lock."""
+    made = [tmp_path / f".new-{local_folder.new_save_id()}", tmp_path / f".partial-out.pt-{local_folder.new_save_id()}"]
+    made[0].mkdir()
+    made[1].write_bytes(b"half")
+    (tmp_path / ".partial-of-my-own").write_text("not ours")
+    save_checkpoint(tmp_path / "a", small(1))
+    assert sorted(temporaries(tmp_path)) == sorted([".partial-of-my-own", *(path.name for path in made)])
+    for path in (*made, tmp_path / ".partial-of-my-own"):
+        os.utime(path, (0, 0))
+    save_checkpoint(tmp_path / "a", small(2))
+    assert temporaries(tmp_path) == [".partial-of-my-own"]
+
+
+def test_a_directory_that_cannot_be_made_durable_after_the_rename_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint is in its place, so the save has succeeded; what it replaced stays until one works."""
+    path = tmp_path / "last.ckpt"
+    save_checkpoint(path, small(1))
+    with monkeypatch.context() as patch:
+        fsync_directory = local_folder.fsync_directory
+
+        def failing(directory: Any) -> None:
+            if Path(directory) == tmp_path:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            fsync_directory(directory)
+
+        patch.setattr(local_folder, "fsync_directory", failing)
+        save_checkpoint(path, small(2))
+    assert differences(loaded(path), small(2)) == []
+    (kept,) = temporaries(tmp_path)
+    assert differences(loaded(tmp_path / kept), small(1)) == []
+    assert kept in caplog.text and "could not be made durable" in caplog.text
+    save_checkpoint(path, small(3))
+    assert temporaries(tmp_path) == []
+
+
+def test_half_a_checkpoint_of_ours_is_replaced_by_a_whole_one(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", small(1))
+    (tmp_path / "a" / "manifest.json").unlink()
+    save_checkpoint(tmp_path / "a", small(2))
+    assert differences(loaded(tmp_path / "a"), small(2)) == []
+
+
 def test_something_foreign_at_the_path_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.tex").write_text("years of work")

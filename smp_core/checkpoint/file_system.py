@@ -1,0 +1,102 @@
+"""What a POSIX file system does in one step: renames, locks, directories made durable."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import sys
+from pathlib import Path
+
+logger = logging.getLogger("smp")
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+
+
+def rename_exchange(first: str, second: str) -> bool:
+    """Swap two paths in one step. False where the system or the file system cannot."""
+    return _renameat2(first, second, _RENAME_EXCHANGE)
+
+
+def rename_new(source: str, target: str) -> None:
+    """Rename a directory to a path where nothing may be.
+
+    Raises:
+        FileExistsError: something is there.
+    """
+    if not _renameat2(source, target, _RENAME_NOREPLACE):
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, "already exists", target)
+        os.rename(source, target)
+
+
+def _renameat2(source: str, target: str, flags: int) -> bool:
+    if sys.platform != "linux":
+        return False
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), source, None, target)
+
+
+def fsync_directory(path: str | os.PathLike[str]) -> None:
+    """Make the entries of a directory durable, where the file system can."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def host_id() -> str:
+    """An identity of this host's current boot: 8 hexadecimal digits."""
+    try:
+        identity = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        identity = os.uname().nodename
+    return hashlib.sha256(identity.encode()).hexdigest()[:8]
+
+
+def try_lock(path: str) -> int | None:
+    """A descriptor that holds the lock of a directory; None when another process holds it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        pass  # no locks on this file system: age decides
+    return descriptor
+
+
+def remove_tree(path: str) -> bool:
+    """Remove a file or directory; whether nothing of it is left, else it is logged."""
+    if os.path.islink(path) or os.path.isfile(path):
+        os.unlink(path)
+        return True
+    shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        logger.warning("%s could not be removed entirely", path)
+        return False
+    return True
+
+
+def new_save_id() -> str:
+    """A random identity, beginning with an identity of this host's current boot."""
+    return f"{host_id()}-{secrets.token_hex(6)}"

@@ -1,0 +1,131 @@
+"""What saves leave beside a checkpoint when they are interrupted, and when it may be removed.
+
+.tmp-<name>-<host>-<random>        a save being written; locked while it lives
+.prev-<name>-<host>-<random>       the checkpoint that an overwrite moved aside; whole
+.partial-<name>-<host>-<random>    an export or a single file being written
+.new-<host>-<random>               a temporary in the microseconds before it is locked
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from pathlib import Path
+
+from smp_core.checkpoint.file_system import fsync_directory, host_id, new_save_id, remove_tree, rename_new, try_lock
+from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREFIX
+
+logger = logging.getLogger("smp")
+
+UNNAMED_PREFIX = ".new-"
+# An unlocked temporary of another host may belong to a live save where locks do not cross the network.
+_STALE_SECONDS = 3600.0
+_OWN_ENTRY = re.compile(r"\.(tmp|prev)-.+-[0-9a-f]{8}-[0-9a-f]{12}")
+_SCRATCH_ENTRY = re.compile(r"\.(new|partial-.+)-[0-9a-f]{8}-[0-9a-f]{12}")
+
+
+def scratch_path(target: Path) -> Path:
+    """Where something other than a checkpoint is made before it is renamed to its path."""
+    return target.parent / f".partial-{target.name}-{new_save_id()}"
+
+
+def own_name(entry: str) -> str:
+    """The name of the checkpoint that a temporary or previous directory belongs to."""
+    return entry.removeprefix(TEMPORARY_PREFIX).removeprefix(PREVIOUS_PREFIX)[:-22]
+
+
+def previous_of(path: str) -> str | None:
+    """The newest whole ``.prev-*`` of a path."""
+    found = [entry for entry in siblings(path, PREVIOUS_PREFIX) if os.path.exists(os.path.join(entry, MANIFEST))]
+    return max(found, key=os.path.getmtime, default=None)
+
+
+def siblings(path: str, prefix: str) -> list[str]:
+    """Entries with this prefix that belong to a path."""
+    parent = os.path.dirname(os.path.abspath(path))
+    start = f"{prefix}{os.path.basename(path)}-"
+    try:
+        names = os.listdir(parent)
+    except OSError:
+        return []
+    # What follows is "<8 hex>-<12 hex>": "a-b" must not claim the temporaries of "a-b-c".
+    return [os.path.join(parent, name) for name in names if name.startswith(start) and len(name) == len(start) + 21]
+
+
+def sweep(path: str) -> list[str]:
+    """Remove what dead saves left beside this path, under whatever name; never what a live save still writes.
+
+    Returns:
+        the removed directories.
+    """
+    removed: list[str] = []
+    if not os.path.lexists(path):
+        previous = previous_of(path)
+        if previous is not None:
+            rename_new(previous, path)
+            logger.warning("%s restored from %s, which an interrupted overwrite left", path, previous)
+    parent = os.path.dirname(os.path.abspath(path))
+    left_behind = _left_behind(parent)
+    try:
+        if left_behind:
+            fsync_directory(parent)  # before what a rename took the place of is given up
+    except OSError as error:
+        logger.error("%s cannot be made durable, so nothing in it is removed: %s", parent, error)
+        return removed
+    for entry in left_behind:
+        try:
+            lock = try_lock(entry)
+        except OSError:
+            continue  # gone, or not a directory
+        if lock is None:
+            continue
+        try:
+            same_host = f"-{host_id()}-" in os.path.basename(entry)
+            if same_host or time.time() - _newest_change(entry) > _STALE_SECONDS:
+                remove_tree(entry)
+                removed.append(entry)
+        finally:
+            os.close(lock)
+    removed += [entry for entry in _scratch_left_behind(parent) if remove_tree(entry)]
+    if removed:
+        logger.warning("removed what interrupted saves left: %s", ", ".join(removed))
+    return removed
+
+
+def _scratch_left_behind(parent: str) -> list[str]:
+    """What nothing has been written to for long: half exports, and folders of a crash before they were locked.
+
+    Nobody locks them, but who makes them writes all the time, or takes no time at all.
+    """
+    now = time.time()
+    try:
+        found = [os.path.join(parent, name) for name in os.listdir(parent) if _SCRATCH_ENTRY.fullmatch(name)]
+        return [entry for entry in found if now - _newest_change(entry) > _STALE_SECONDS]
+    except OSError:
+        return []
+
+
+def _left_behind(parent: str) -> list[str]:
+    """Temporaries in a directory, and moved checkpoints whose own path holds one again."""
+    try:
+        names = [name for name in os.listdir(parent) if _OWN_ENTRY.fullmatch(name)]
+    except OSError:
+        return []
+    return [
+        os.path.join(parent, name)
+        for name in names
+        if name.startswith(TEMPORARY_PREFIX) or os.path.lexists(os.path.join(parent, own_name(name)))
+    ]
+
+
+def _newest_change(directory: str) -> float:
+    times = [os.path.getmtime(directory)]
+    for where, _, names in os.walk(directory):
+        for name in names:
+            try:
+                times.append(os.path.getmtime(os.path.join(where, name)))
+            except OSError:
+                continue
+    return max(times)
