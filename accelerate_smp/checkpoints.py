@@ -38,6 +38,8 @@ from smp_core.checkpoint import (
     save_checkpoint,
 )
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state, names_between
+from smp_core.comm.remainder_state import KEY as REMAINDERS
+from smp_core.comm.remainder_state import load_remainder_state, remainder_state
 
 if TYPE_CHECKING:
     from accelerate_smp.accelerator import SmpAccelerator
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 # Tensors that are read into place; the rest (a scheduler's, a registered object's) comes whole.
-_SHARDED = ("state_dict.*", "more_state_dicts.*", "optimizer_states.*")
+_SHARDED = ("state_dict.*", "more_state_dicts.*", "optimizer_states.*", f"{REMAINDERS}.*")
 
 
 def save_state(accelerator: SmpAccelerator, output_dir: str | None) -> str:
@@ -83,6 +85,9 @@ def write(accelerator: SmpAccelerator, path: str, facts: dict[str, Any], schedul
         "dataloaders": [_loader_state(loader) for loader in accelerator._dataloaders],
         "custom_objects": [obj.state_dict() for obj in accelerator._custom_objects],
     }
+    handle = parallel_of(models[0]) if models else None
+    if handle is not None:
+        state.update(remainder_state(handle.traffic))
     files = config_files(models[0]) if models else {}
     metadata = {"module_prefix": "", "trainer": "accelerate", **facts}
     save_checkpoint(path, state, metadata=metadata, extra_files=files, per_rank=random_state())
@@ -110,6 +115,9 @@ def read(accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: 
     if extra:
         load_checkpoint(path, {"more_state_dicts": [get_model_state_dict(m) for m in models[1:]]}, strict=strict)
     load_optimizers(models, _optimizers(accelerator), path, rest)
+    handle = parallel_of(models[0]) if models else None
+    if handle is not None:
+        load_remainder_state(handle.traffic, path)
     ours, schedules = rest.get("accelerate"), rest.get("lr_schedulers", [])
     if ours is None:
         same = len(schedulers) == len(schedules)

@@ -48,6 +48,8 @@ from smp_core.checkpoint.optimizers import (
 )
 from smp_core.checkpoint.random_state import resumed_random_state
 from smp_core.checkpoint.ranks import Ranks
+from smp_core.comm.remainder_state import KEY as REMAINDERS
+from smp_core.comm.remainder_state import load_remainder_state, remainder_state
 
 if TYPE_CHECKING:
     from lightning_smp.strategy import SmpShardedStrategy
@@ -91,6 +93,8 @@ def save(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, st
         )
     module = strategy.parallel.module
     prefix, inner = main_module(module)
+    if _can_resume(checkpoint):
+        checkpoint = {**checkpoint, **remainder_state(strategy.parallel.traffic)}
     options: dict[str, Any] = {
         "metadata": {"step": checkpoint["global_step"], "module_prefix": prefix, "trainer": "lightning"},
         "extra_files": _model_files(inner),
@@ -178,7 +182,9 @@ def load(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> 
         return _load_whole(strategy, path, weights_only)
     module = strategy.parallel.module
     strict = getattr(module, "strict_loading", True)
-    rest: dict[str, Any] = read_rest(path, tensors=["*"], exclude=["state_dict.*", "optimizer_states.*"])
+    rest: dict[str, Any] = read_rest(
+        path, tensors=["*"], exclude=["state_dict.*", "optimizer_states.*", f"{REMAINDERS}.*"]
+    )
     manifest = read_manifest(path)
     # A folder saved without a LightningModule around the model (by accelerate_smp) has the names without its prefix.
     prefix_there = manifest.metadata.get("module_prefix", "")
@@ -205,6 +211,7 @@ def load(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> 
             where = ("optimizer_states", number)
             load_named_optimizer_state(path, where, module, optimizer, name_there, verify="sizes")
         _begin_resume(strategy, rest, read_per_rank(path), path)
+        load_remainder_state(strategy.parallel.traffic, path)
     return {**rest, "state_dict": state}
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from smp_core.config_sources import knobs_in_environment, knobs_in_yaml
 from smp_core.fp8.recipe import Fp8Recipe
-from smp_core.knob_rules import NOT_BUILT, READERS, unknown_knob
+from smp_core.knob_rules import CONTRADICTIONS, NOT_BUILT, READERS, unknown_knob
 from smp_core.smp_parameters import translate_smp_parameters
 
 if TYPE_CHECKING:
@@ -53,9 +53,12 @@ class SmpConfig:
             between nodes and inside them, which sends fewer bytes over the slow link. True, False or "auto" (default;
             on when the group spans more than one node and has more than one rank on each).
         reshard_after_forward: Whether a unit frees its gathered parameters after forward and gathers them again in
-            backward. True (default; least memory), False (kept until backward: one gather less), an integer >= 2 that
-            divides shard_degree or "node" (a copy sharded over that many ranks, or inside the node, is kept; not built
-            yet).
+            backward. True (default; least memory), False (kept until backward: one gather less), "node" (each node
+            keeps a copy sharded over its ranks, so that backward gathers stay inside) or an integer >= 2 that divides
+            shard_degree (a copy sharded over that many neighbours).
+        forward_prefetch: How many units ahead of the one that runs gathers are started in forward, in the order in
+            which units are registered. Integer >= 0; default 0 (on CPU none, elsewhere as far as streams overlap).
+        backward_prefetch: How many units ahead gathers are started in backward. Integer >= 1; default 1.
         wrap: Which modules become FSDP units, each gathered and freed as a whole. "auto" (default; the blocks a
             Transformers model names, otherwise repeated blocks of an nn.ModuleList), a list of class names or globs
             over module names (["GPT2Block", "encoder.layers.*"]), or a function (module_name, module) -> bool. The
@@ -113,10 +116,19 @@ class SmpConfig:
         activation_offloading_host_gib: Host memory in GiB that offloaded inputs may take on each rank; more is an
             error. A number > 0, or None (default; four fifths of what the node has available at the start, divided by
             its ranks).
-        quantized_all_gather: Payload of the parameter gather between nodes. None (default; as is), "int8" or "fp8".
-            Others than None are not built yet.
-        quantized_reduce: Payload of the gradient reduction between nodes. None (default; as is), "int8" or "int4".
-            Others than None are not built yet.
+        quantized_all_gather: Payload of the parameter gather between nodes: 8-bit codes with a scale for each 256
+            elements. None (default; as is), "int8" or "fp8". Every rank computes with the decoded weights; units
+            whose weights are inf or nan are gathered as they are.
+        quantize_inside_nodes: Whether quantized_all_gather also encodes what travels inside a node. True or False
+            (default).
+        quantize_after_steps: Optimizer steps that still gather exactly before quantized_all_gather sets in. Integer >=
+            0; default 0.
+        quantize_exclude: Parameters that quantized_all_gather leaves exact: globs over full names (["*norm*",
+            "*.bias"]). Default none.
+        quantized_reduce: Payload of the gradient reduction between nodes, inside a partition group and across
+            replicas; sums are taken in float32. None (default; as is), "int8" or "int4".
+        error_feedback: Whether what quantized_reduce rounds off is added to the next gradients. It costs a float32 copy
+            of what a rank sends between nodes and makes 4 bits train well. True or False (default).
         optimizer_shard: Where optimizer states live. "shard" (default; sharded like the parameters, over the partition
             group) or "world" (over all ranks). "world" is not built yet.
         state_offload: What waits in host memory. None (default; nothing), "optimizer" or "all". Others than None are
@@ -132,6 +144,8 @@ class SmpConfig:
     pipeline_parallel_degree: int = 1
     hierarchical: bool | Literal["auto"] = "auto"
     reshard_after_forward: bool | int | Literal["node"] = True
+    forward_prefetch: int = 0
+    backward_prefetch: int = 1
     wrap: Literal["auto"] | tuple[str, ...] | WrapRule = "auto"
     wrap_min_parameters: int = 0
     forward_methods: tuple[str, ...] = ()
@@ -156,7 +170,11 @@ class SmpConfig:
     activation_offloading_min_bytes: int = 65536
     activation_offloading_host_gib: float | None = None
     quantized_all_gather: Literal["int8", "fp8"] | None = None
+    quantize_inside_nodes: bool = False
+    quantize_after_steps: int = 0
+    quantize_exclude: tuple[str, ...] = ()
     quantized_reduce: Literal["int8", "int4"] | None = None
+    error_feedback: bool = False
     optimizer_shard: Literal["shard", "world"] = "shard"
     state_offload: Literal["optimizer", "all"] | None = None
 
@@ -318,7 +336,7 @@ class SmpConfig:
         return resolved
 
     def require_built(self) -> None:
-        """Refuse the knobs whose feature this version does not have.
+        """Refuse the knobs whose feature this version does not have, and knobs that cannot go together.
 
         Raises:
             ValueError: names each such knob, its value, and what to write instead.
@@ -328,6 +346,7 @@ class SmpConfig:
             for knob, missing in NOT_BUILT.items()
             if not missing.is_built(getattr(self, knob))
         ]
+        refused += [message for is_contradiction, message in CONTRADICTIONS if is_contradiction(self)]
         if refused:
             raise ValueError("\n".join(refused))
 

@@ -41,6 +41,8 @@ READERS: dict[str, read.Reader] = {
         read.word("node"),
         allowed="true, false, an integer of at least 2, 'node'",
     ),
+    "forward_prefetch": read.integer(minimum=0),
+    "backward_prefetch": _DEGREE,
     "wrap": read.either(
         read.word("auto"),
         read.names(),
@@ -75,7 +77,11 @@ READERS: dict[str, read.Reader] = {
     "activation_offloading_min_bytes": read.integer(minimum=0),
     "activation_offloading_host_gib": read.either(read.nothing(), read.number(0.0), allowed="a number above 0, none"),
     "quantized_all_gather": read.either(read.nothing(), read.word("int8", "fp8"), allowed="none, 'int8', 'fp8'"),
+    "quantize_inside_nodes": _BOOLEAN,
+    "quantize_after_steps": read.integer(minimum=0),
+    "quantize_exclude": read.names(),
     "quantized_reduce": read.either(read.nothing(), read.word("int8", "int4"), allowed="none, 'int8', 'int4'"),
+    "error_feedback": _BOOLEAN,
     "optimizer_shard": read.word("shard", "world"),
     "state_offload": read.either(read.nothing(), read.word("optimizer", "all"), allowed="none, 'optimizer', 'all'"),
 }
@@ -108,11 +114,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "pipeline_parallel_degree": NotBuilt(
         "pipeline parallelism is", "leave it at 1 and raise shard_degree until the model fits", _only(1)
     ),
-    "reshard_after_forward": NotBuilt(
-        "a secondary shard (an integer or 'node') is", "write true or false", _only(True, False)
-    ),
-    "quantized_all_gather": NotBuilt("quantised communication is", "leave it at none", _only(None)),
-    "quantized_reduce": NotBuilt("quantised communication is", "leave it at none", _only(None)),
     "optimizer_shard": NotBuilt(
         "sharding of optimizer states over the world is",
         "write 'shard', with shard_degree='node' or 'world' to shard them together with the parameters",
@@ -120,6 +121,33 @@ NOT_BUILT: dict[str, NotBuilt] = {
     ),
     "state_offload": NotBuilt("offloading of model and optimizer states is", "leave it at none", _only(None)),
 }
+
+
+# (config -> whether it is asked for, what to say): knobs that are fine by themselves and not together.
+CONTRADICTIONS: list[tuple[Callable[[Any], bool], str]] = [
+    (
+        lambda config: config.quantized_reduce is not None and config.replica_reduce_dtype is not None,
+        "quantized_reduce and replica_reduce_dtype both say how gradients travel between replicas; keep one of them",
+    ),
+    (
+        lambda config: config.error_feedback and config.asked("quantized_reduce") is None,
+        "error_feedback=true adds back what quantized_reduce rounds off; write quantized_reduce='int8' or 'int4' too",
+    ),
+    (
+        lambda config: (
+            getattr(config.fp8, "fp8_all_gather", False) and not isinstance(config.reshard_after_forward, bool)
+        ),
+        "reshard_after_forward='node' (or a number) keeps a copy of gathered weights, which FP8 weights that travel as "
+        "bytes do not allow; write reshard_after_forward=true, or fp8={'fp8_all_gather': False}",
+    ),
+    *(
+        (
+            lambda config, knob=knob: bool(getattr(config, knob)) and config.asked("quantized_all_gather") is None,
+            f"{knob} says how quantized_all_gather works; write quantized_all_gather='int8' or 'fp8' too",
+        )
+        for knob in ("quantize_inside_nodes", "quantize_after_steps", "quantize_exclude")
+    ),
+]
 
 
 def unknown_knob(name: str) -> ValueError:

@@ -38,6 +38,8 @@ class SmpMesh:
         replica_stages: for a replication group with several ranks on a node and several nodes: its ranks on this node,
             and its ranks with this place on their nodes. None: its sums have one stage.
         world_stages: the same for the world.
+        secondary_mesh: (across, secondary) over the partition group: ranks that each hold a whole copy, sharded among
+            them, between forward and backward. None unless ``reshard_after_forward`` asks for one.
     """
 
     topology: Topology
@@ -53,6 +55,7 @@ class SmpMesh:
     context_group: dist.ProcessGroup | None
     replica_stages: Stages | None
     world_stages: Stages | None
+    secondary_mesh: DeviceMesh | None
 
     @classmethod
     def build(cls, config: SmpConfig, topology: Topology, device: torch.device | str) -> tuple[SmpMesh, SmpConfig]:
@@ -108,6 +111,17 @@ class SmpMesh:
             if degree < k:
                 inside = [list(range(n[0] + i, n[0] + k, degree)) for n in nodes for i in range(degree)]
                 replica_stages = (groups.own(inside), world_stages[1])
+        config = _with_secondary_degree(config, degree, topology)
+        secondary = None
+        if type(config.reshard_after_forward) is int:
+            n = config.reshard_after_forward
+            held = groups.own([list(range(first, first + n)) for first in range(0, world, n)])
+            across = groups.own([list(range(s + i, s + degree, n)) for s in range(0, world, degree) for i in range(n)])
+            first = rank - rank % degree
+            ranks = torch.arange(first, first + degree).view(-1, n)
+            secondary = DeviceMesh.from_group(
+                [across, held], device.type, mesh=ranks, mesh_dim_names=("across", "secondary")
+            )
         sharing = groups.own([list(range(s, s + context)) for s in range(0, world, context)]) if context > 1 else None
         mesh = cls(
             topology=topology,
@@ -123,6 +137,7 @@ class SmpMesh:
             context_group=sharing,
             replica_stages=replica_stages,
             world_stages=world_stages,
+            secondary_mesh=secondary,
         )
         return mesh, config
 
@@ -137,6 +152,12 @@ class SmpMesh:
     @property
     def replicate_group(self) -> dist.ProcessGroup:
         return self.device_mesh.get_group("replicate")
+
+    @property
+    def shard_ranks(self) -> range:
+        """Global ranks of the partition group."""
+        first = self.rank - self.shard_rank
+        return range(first, first + self.shard_degree)
 
     @property
     def replicate_ranks(self) -> range:
@@ -192,6 +213,27 @@ def _resolve_hierarchical(asked: bool | str, degree: int, topology: Topology) ->
             "False, or a larger shard_degree"
         )
     return bool(asked), "as asked"
+
+
+def _with_secondary_degree(config: SmpConfig, degree: int, topology: Topology) -> SmpConfig:
+    """Settle how many ranks hold a copy after forward: an integer below the shard degree, True or False."""
+    asked = config.reshard_after_forward
+    if isinstance(asked, bool):
+        return config
+    k = topology.ranks_per_node
+    if asked == "node" and degree <= k:
+        return config.with_resolved("reshard_after_forward", True, "the partition group lies inside one node already")
+    if asked == "node" and k == 1:
+        return config.with_resolved("reshard_after_forward", False, "one rank per node: its copy is a whole one")
+    if asked == "node":
+        return config.with_resolved("reshard_after_forward", k, f"a copy sharded over the {k} ranks of each node")
+    assert isinstance(asked, int)
+    if degree % asked:
+        allowed = ", ".join(["true", "false", *(str(n) for n in range(2, degree + 1) if degree % n == 0)])
+        raise ValueError(f"reshard_after_forward={asked} does not divide shard_degree={degree}; allowed: {allowed}")
+    if asked == degree:
+        return config.with_resolved("reshard_after_forward", True, "as many ranks as the partition group has")
+    return config
 
 
 class _Groups:

@@ -27,18 +27,15 @@ from smp_core.activations.checkpointing import apply_checkpointing, checkpoints_
 from smp_core.activations.host_pool import HostPool, available_host_bytes
 from smp_core.activations.offloading import Offloader, park_inputs
 from smp_core.activations.plan import CheckpointedModule, plan_checkpointing
-from smp_core.comm.background import Background
-from smp_core.comm.codec import Codec, codec
-from smp_core.comm.flat import CommObject, FlatAllGather, FlatMaxReduce, FlatReduceScatter
-from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
+from smp_core.comm.flat import FlatMaxReduce
 from smp_core.comm.meter import CommMeter
-from smp_core.comm.replica_hop import ReplicaHop
+from smp_core.comm.traffic import Traffic
 from smp_core.config import SmpConfig
 from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
-from smp_core.sharding.fsdp import ShardedUnit, reshard, shard_units
+from smp_core.sharding.fsdp import ShardedUnit, prefetch, reshard, shard_units
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
 from smp_core.sharding.wrap import Entry, WrapPlan, plan_units
 
@@ -47,7 +44,7 @@ logger = logging.getLogger("smp")
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A parallelized module with what steps it: units, window, meter, mesh; with ``config.fp8``, its FP8 scales."""
+    """A parallelized module with what steps it: units, window, meter, traffic, mesh; with ``config.fp8``, scales."""
 
     module: nn.Module
     mesh: SmpMesh
@@ -56,6 +53,7 @@ class ParallelModel:
     units: tuple[ShardedUnit, ...]
     window: AccumulationWindow
     meter: CommMeter
+    traffic: Traffic
     checkpointed: tuple[CheckpointedModule, ...] = ()
     fp8: Fp8Model | None = None
     offloader: Offloader | None = None
@@ -70,6 +68,7 @@ class ParallelModel:
     def reshard(self) -> None:
         """Free gathered parameters, e.g. after an evaluation or before weights are loaded."""
         reshard(self.module)
+        self.traffic.weights_changed()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
@@ -184,7 +183,8 @@ def parallelize_model(
     config.require_built()
     plan = plan_units(model, config, entry=entry)
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=config.comm_meter)
-    all_gather, reduce_scatter = _comm_objects(mesh, meter)
+    traffic = Traffic(mesh, meter, config)
+    config = traffic.config
     fp8 = None if config.fp8 is None else convert_to_fp8(model, config.fp8)
 
     def equal_weights(_: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
@@ -216,12 +216,14 @@ def parallelize_model(
                 cast_forward_inputs=cast_forward_inputs,
             ),
             reshard_after_forward=bool(config.reshard_after_forward),
-            all_gather=all_gather,
-            reduce_scatter=reduce_scatter,
+            secondary_mesh=mesh.secondary_mesh,
+            all_gather=traffic.all_gather,
+            reduce_scatter=traffic.reduce_scatter,
             before_shard=equal_weights,
             recomputed=recomputed,
             gather_of=None if fp8 is None else fp8.gather_of,
         )
+        prefetch(model, forward=config.forward_prefetch, backward=config.backward_prefetch)
     if config.delayed_init and not on_meta:
         why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
         logger.warning("delayed_init=True has no effect: %s", why)
@@ -234,15 +236,23 @@ def parallelize_model(
     by_name = dict(model.named_parameters())
     groups = [plan.replicated, *(unit.parameters for unit in plan.units if whole)]
     named_groups = [{name: by_name[name] for name in group} for group in groups]
-    config, hop, world_hop = _replica_hops(mesh, meter, config)
     veto = None if fp8 is None else fp8.state.nonfinite
-    window = AccumulationWindow(units, named_groups, mesh, hop, world_hop, _dtype(config.reduce_dtype), veto=veto)
+    window = AccumulationWindow(
+        units,
+        named_groups,
+        mesh,
+        traffic.hop,
+        traffic.world_hop,
+        _dtype(config.reduce_dtype),
+        veto=veto,
+        on_close=traffic.step_done,
+    )
     if fp8 is not None:
         unmetered = CommMeter(mesh.topology, mesh.rank, enabled=False)
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(unmetered))
         fp8.refresh_weights()  # before the first step; what is sent belongs to none
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(meter))
-    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, checkpointed, fp8, offloader)
+    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic, checkpointed, fp8, offloader)
 
 
 def _maximum(mesh: SmpMesh, reduce: FlatMaxReduce) -> Callable[[torch.Tensor], None]:
@@ -309,37 +319,6 @@ def _offloading(
     for each in chosen:
         park_inputs(each, offloader)
     return config, offloader
-
-
-def _comm_objects(mesh: SmpMesh, meter: CommMeter) -> tuple[CommObject, CommObject]:
-    if not mesh.hierarchical:
-        return FlatAllGather(meter), FlatReduceScatter(meter)
-    assert mesh.intra_group is not None and mesh.inter_group is not None
-    groups = (mesh.intra_group, mesh.inter_group)
-    return HierarchicalAllGather(meter, *groups), HierarchicalReduceScatter(meter, *groups)
-
-
-def _replica_hops(mesh: SmpMesh, meter: CommMeter, config: SmpConfig) -> tuple[SmpConfig, ReplicaHop, ReplicaHop]:
-    """The sums over a replication group, and over the world for parameters that every rank holds whole."""
-    config, payload = _hop_codec(mesh, config)
-    background = Background(mesh.device)
-    hop = ReplicaHop(meter, mesh.replicate_group, mesh.replica_stages, background, payload)
-    if mesh.shard_degree == 1:
-        return config, hop, hop
-    # 0-d and shared parameters: few, and gradients of what is shared matter most.
-    return config, hop, ReplicaHop(meter, mesh.world_group, mesh.world_stages, background)
-
-
-def _hop_codec(mesh: SmpMesh, config: SmpConfig) -> tuple[SmpConfig, Codec | None]:
-    if config.replica_reduce_dtype is None:
-        return config, None
-    if mesh.replicate_degree == 1:
-        why = "there is one replica: nothing is reduced across replicas"
-        return config.with_resolved("replica_reduce_dtype", None, why), None
-    if not mesh.topology.spans_nodes(mesh.replicate_ranks):
-        why = "all replicas are on one node"
-        return config.with_resolved("replica_reduce_dtype", None, why), None
-    return config, codec("bfloat16")
 
 
 def _with_reduce_dtype(config: SmpConfig, parameters: Iterable[nn.Parameter]) -> SmpConfig:

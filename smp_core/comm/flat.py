@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.comm.exchange import exchange, prefers_messages, sum_in_order
+from smp_core.comm.exchange import REDUCE, exchange, prefers_messages, sum_in_order
 from smp_core.comm.meter import CommMeter, LinkClass
 from smp_core.compat import all_gather_single, reduce_scatter_single
 
@@ -50,7 +50,16 @@ def average_divisor(op: Any, group_size: int) -> int:
 
 
 class FlatAllGather(CommObject):
-    """All-gather in one stage: ``output[P * N]`` from ``input[N]`` of every rank of ``group``."""
+    """All-gather in one stage: ``output[P * N]`` from ``input[N]`` of every rank of ``group``.
+
+    Args:
+        deferred: return what the library gives to wait for also where nobody asked for ``async_op``; FSDP2 never asks,
+            and waits for what it gets. For backends without streams.
+    """
+
+    def __init__(self, meter: CommMeter, *, deferred: bool = False) -> None:
+        super().__init__(meter)
+        self._deferred = deferred
 
     def __call__(
         self,
@@ -61,7 +70,7 @@ class FlatAllGather(CommObject):
     ) -> dist.Work | None:
         n_bytes = output_tensor.numel() * output_tensor.element_size()
         with self.meter.ring("all_gather", self.ranks_of(group), n_bytes):
-            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op or self._deferred)
 
 
 class FlatReduceScatter(CommObject):
@@ -90,7 +99,8 @@ class FlatReduceScatter(CommObject):
         shard_bytes = input_PN[0].numel() * input_PN.element_size()
         link: LinkClass = "inter" if self.meter.topology.spans_nodes(ranks) else "intra"
         with self.meter.point_to_point("reduce_scatter", [(ranks[i], shard_bytes) for i in others], link):
-            exchange([(input_PN[i], ranks[i]) for i in others], [(received_PN[i], ranks[i]) for i in others], group)
+            sends = [(input_PN[i], ranks[i]) for i in others]
+            exchange(sends, [(received_PN[i], ranks[i]) for i in others], group, REDUCE)
             sum_in_order(list(received_PN), output_tensor)
         if divisor != 1:
             output_tensor /= divisor

@@ -16,13 +16,15 @@ Shape letters: M nodes, K ranks per node, N elements of one shard.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from smp_core.comm.exchange import exchange, prefers_messages, sum_in_order
-from smp_core.comm.flat import CommObject, average_divisor
+from smp_core.comm.deferred import Deferred
+from smp_core.comm.exchange import GATHER, REDUCE, exchange, prefers_messages, start_exchange, sum_in_order
+from smp_core.comm.flat import CommObject, FlatAllGather, average_divisor
 from smp_core.comm.meter import CommMeter
 from smp_core.compat import all_gather_single, reduce_scatter_single
 
@@ -50,7 +52,25 @@ class _TwoStage(CommObject):
 
 
 class HierarchicalAllGather(_TwoStage):
-    """Bit-identical to the flat all-gather: ``output[M * K * N]`` from ``input[N]`` of every rank."""
+    """Bit-identical to the flat all-gather: ``output[M * K * N]`` from ``input[N]`` of every rank.
+
+    Over a smaller group, which a secondary shard is gathered over, it has one stage.
+
+    Args:
+        deferred: on gloo, return a handle as soon as the stage between nodes is under way.
+    """
+
+    def __init__(
+        self,
+        meter: CommMeter,
+        intra_group: dist.ProcessGroup,
+        inter_group: dist.ProcessGroup,
+        *,
+        deferred: bool = False,
+    ) -> None:
+        super().__init__(meter, intra_group, inter_group)
+        self._deferred = deferred
+        self._flat = FlatAllGather(meter, deferred=deferred)
 
     def __call__(
         self,
@@ -59,15 +79,20 @@ class HierarchicalAllGather(_TwoStage):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._check(group)
+        if dist.get_world_size(group) != self.nodes * self.local_ranks:
+            return self._flat(output_tensor, input_tensor, group, async_op)
         output_MKN = output_tensor.view(self.nodes, self.local_ranks, -1)
-        if prefers_messages(group, output_tensor.device):
-            self._by_messages(output_MKN, input_tensor)
-        else:
+        if not prefers_messages(group, output_tensor.device):
             self._by_collectives(output_MKN, input_tensor)
+            return None
+        finish = self._by_messages(output_MKN, input_tensor)
+        if self._deferred:
+            return Deferred(finish)
+        finish()
         return None
 
-    def _by_messages(self, output_MKN: torch.Tensor, input_N: torch.Tensor) -> None:
+    def _by_messages(self, output_MKN: torch.Tensor, input_N: torch.Tensor) -> Callable[[], None]:
+        """Start the stage between nodes; what is returned does the rest."""
         node_ranks, local_ranks = self.ranks_of(self.inter_group), self.ranks_of(self.intra_group)
         shard_bytes = input_N.numel() * input_N.element_size()
         me, here = self.local_rank, self.node
@@ -78,19 +103,28 @@ class HierarchicalAllGather(_TwoStage):
         nodes = [m for m in range(self.nodes) if m != here]
         sent = [(node_ranks[m], shard_bytes) for m in nodes]
         with self.meter.point_to_point("all_gather", sent, "inter"):
-            exchange(
+            works = start_exchange(
                 [(mine, node_ranks[m]) for m in nodes],
                 [(output_MKN[m, me], node_ranks[m]) for m in nodes],
                 self.inter_group,
+                GATHER,
             )
-        peers = [k for k in range(self.local_ranks) if k != me]
-        sent = [(local_ranks[k], shard_bytes * self.nodes) for k in peers]
-        with self.meter.point_to_point("all_gather", sent, "intra", new_call=False):
-            exchange(
-                [(output_MKN[m, me], local_ranks[k]) for k in peers for m in range(self.nodes)],
-                [(output_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)],
-                self.intra_group,
-            )
+
+        def finish() -> None:
+            with self.meter.point_to_point("all_gather", [], "inter", new_call=False):
+                for work in works:
+                    work.wait()
+            peers = [k for k in range(self.local_ranks) if k != me]
+            sent = [(local_ranks[k], shard_bytes * self.nodes) for k in peers]
+            with self.meter.point_to_point("all_gather", sent, "intra", new_call=False):
+                exchange(
+                    [(output_MKN[m, me], local_ranks[k]) for k in peers for m in range(self.nodes)],
+                    [(output_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)],
+                    self.intra_group,
+                    GATHER,
+                )
+
+        return finish
 
     def _by_collectives(self, output_MKN: torch.Tensor, input_N: torch.Tensor) -> None:
         shard_bytes = input_N.numel() * input_N.element_size()
@@ -120,56 +154,57 @@ class HierarchicalReduceScatter(_TwoStage):
     ) -> dist.Work | None:
         self._check(group)
         divisor = average_divisor(op, self.nodes * self.local_ranks)
-        input_MKN = input_tensor.view(self.nodes, self.local_ranks, -1)
-        if prefers_messages(group, input_tensor.device):
-            self._by_messages(output_tensor, input_MKN)
-        else:
-            self._by_collectives(output_tensor, input_MKN)
+        partial_MN = self.sum_inside(input_tensor.view(self.nodes, self.local_ranks, -1))
+        self._sum_between(output_tensor, partial_MN)
         if divisor != 1:
             output_tensor /= divisor
         return None
 
-    def _by_messages(self, output_N: torch.Tensor, input_MKN: torch.Tensor) -> None:
-        node_ranks, local_ranks = self.ranks_of(self.inter_group), self.ranks_of(self.intra_group)
-        shard_bytes = output_N.numel() * output_N.element_size()
-        me, here = self.local_rank, self.node
-
-        received_KMN = input_MKN.new_empty(self.local_ranks, self.nodes, output_N.numel())
+    def sum_inside(self, input_MKN: torch.Tensor) -> torch.Tensor:
+        """The sums over this node for the slots of this rank's peers between nodes [M, N]."""
+        if not prefers_messages(self.intra_group, input_MKN.device):
+            partial_MN = input_MKN.new_empty(self.nodes, input_MKN.shape[2])
+            n_bytes = input_MKN.numel() * input_MKN.element_size()
+            with self.meter.ring("reduce_scatter", self.ranks_of(self.intra_group), n_bytes):
+                works = [
+                    reduce_scatter_single(partial_MN[m], input_MKN[m].view(-1), group=self.intra_group, async_op=True)
+                    for m in range(self.nodes)
+                ]
+                for work in works:
+                    work.wait()
+            return partial_MN
+        local_ranks, me = self.ranks_of(self.intra_group), self.local_rank
+        received_KMN = input_MKN.new_empty(self.local_ranks, self.nodes, input_MKN.shape[2])
         received_KMN[me] = input_MKN[:, me]
         peers = [k for k in range(self.local_ranks) if k != me]
-        sent = [(local_ranks[k], shard_bytes * self.nodes) for k in peers]
+        sent = [(local_ranks[k], received_KMN[k].numel() * received_KMN.element_size()) for k in peers]
         with self.meter.point_to_point("reduce_scatter", sent, "intra"):
             exchange(
                 [(input_MKN[m, k], local_ranks[k]) for k in peers for m in range(self.nodes)],
                 [(received_KMN[k, m], local_ranks[k]) for k in peers for m in range(self.nodes)],
                 self.intra_group,
+                REDUCE,
             )
             partial_MN = received_KMN[0]
             sum_in_order(list(received_KMN), partial_MN)
+        return partial_MN
 
+    def _sum_between(self, output_N: torch.Tensor, partial_MN: torch.Tensor) -> None:
+        node_ranks, here = self.ranks_of(self.inter_group), self.node
+        if not prefers_messages(self.inter_group, partial_MN.device):
+            n_bytes = partial_MN.numel() * partial_MN.element_size()
+            with self.meter.ring("reduce_scatter", node_ranks, n_bytes, new_call=False):
+                reduce_scatter_single(output_N, partial_MN.view(-1), group=self.inter_group)
+            return
         nodes = [m for m in range(self.nodes) if m != here]
-        # The peers' parts of the first stage are summed and free now: receive into one of them.
-        gathered_MN = received_KMN[1] if self.local_ranks > 1 else torch.empty_like(partial_MN)
+        gathered_MN = torch.empty_like(partial_MN)
         gathered_MN[here] = partial_MN[here]
-        sent = [(node_ranks[m], shard_bytes) for m in nodes]
+        sent = [(node_ranks[m], output_N.numel() * output_N.element_size()) for m in nodes]
         with self.meter.point_to_point("reduce_scatter", sent, "inter", new_call=False):
             exchange(
                 [(partial_MN[m], node_ranks[m]) for m in nodes],
                 [(gathered_MN[m], node_ranks[m]) for m in nodes],
                 self.inter_group,
+                REDUCE,
             )
             sum_in_order(list(gathered_MN), output_N)
-
-    def _by_collectives(self, output_N: torch.Tensor, input_MKN: torch.Tensor) -> None:
-        n_bytes = input_MKN.numel() * input_MKN.element_size()
-        partial_MN = input_MKN.new_empty(self.nodes, output_N.numel())
-        with self.meter.ring("reduce_scatter", self.ranks_of(self.intra_group), n_bytes):
-            works = [
-                reduce_scatter_single(partial_MN[m], input_MKN[m].view(-1), group=self.intra_group, async_op=True)
-                for m in range(self.nodes)
-            ]
-            for work in works:
-                work.wait()
-        column_bytes = partial_MN.numel() * partial_MN.element_size()
-        with self.meter.ring("reduce_scatter", self.ranks_of(self.inter_group), column_bytes, new_call=False):
-            reduce_scatter_single(output_N, partial_MN.view(-1), group=self.inter_group)

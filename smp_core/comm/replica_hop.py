@@ -19,7 +19,6 @@ Shape letters: K ranks of the group on this node, M nodes of the group, S elemen
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from contextlib import AbstractContextManager
 
 import torch
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 
 from smp_core.comm.background import Background, Pending
 from smp_core.comm.codec import Codec
+from smp_core.comm.encoded_sum import encode_with_residual, sum_at_owners, wide_copy
 from smp_core.comm.exchange import HOP, all_to_all, exchange, gather_rows, sum_in_order
 from smp_core.comm.flat import CommObject, FlatAllReduce
 from smp_core.comm.meter import CommMeter, LinkClass
@@ -54,17 +54,17 @@ class ReplicaHop(CommObject):
     ) -> None:
         super().__init__(meter)
         self.group, self.stages, self.codec = group, stages, codec
-        self._inter = group if stages is None else stages[1]
-        self._intra = None if stages is None else stages[0]
+        self.between = group if stages is None else stages[1]
+        self._inside = None if stages is None else stages[0]
         self._background = background
         self._error_feedback = error_feedback and codec is not None
-        self.residuals: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.residuals: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """Per key: what was rounded off on the way to owners [M, S], and by the owner [S]."""
         self.fallbacks = 0
         """Parts sent exactly because they held inf or nan."""
         self._all_reduce = FlatAllReduce(meter)
 
-    def __call__(self, flat: torch.Tensor, key: Hashable = None) -> Pending | None:
+    def __call__(self, flat: torch.Tensor, key: str | None = None) -> Pending | None:
         """Start summing ``flat`` in place; it is complete after ``wait``. None: there is nobody to add up with.
 
         Args:
@@ -76,20 +76,20 @@ class ReplicaHop(CommObject):
             return self._all_reduce(flat, self.group, async_op=True)
         return self._background.submit(lambda: self._in_stages(flat, key))
 
-    def _in_stages(self, flat: torch.Tensor, key: Hashable) -> None:
-        k = 1 if self._intra is None else dist.get_world_size(self._intra)
-        m = dist.get_world_size(self._inter)
+    def _in_stages(self, flat: torch.Tensor, key: str | None) -> None:
+        k = 1 if self._inside is None else dist.get_world_size(self._inside)
+        m = dist.get_world_size(self.between)
         short = -flat.numel() % (k * m)
         work = F.pad(flat, (0, short)) if short else flat
         rows_KN = work.view(k, -1)
-        if self._intra is None:
+        if self._inside is None:
             mine_MS = rows_KN[0].view(m, -1)
         else:
-            mine_MS = self._sum_inside(rows_KN, self._intra).view(m, -1)
+            mine_MS = self._sum_inside(rows_KN, self._inside).view(m, -1)
         self._sum_between(mine_MS, key)
-        if self._intra is not None:
-            with self._counted(self._intra, rows_KN[0], "intra"):
-                gather_rows(rows_KN, self._intra, HOP)
+        if self._inside is not None:
+            with self._counted(self._inside, rows_KN[0], "intra"):
+                gather_rows(rows_KN, self._inside, HOP)
         if short:
             flat.copy_(work[: flat.numel()])
 
@@ -101,66 +101,49 @@ class ReplicaHop(CommObject):
             sum_in_order(list(received_KN), mine)
         return mine
 
-    def _sum_between(self, mine_MS: torch.Tensor, key: Hashable) -> None:
-        me = dist.get_rank(self._inter)
-        new_call = self._intra is None
+    def _sum_between(self, mine_MS: torch.Tensor, key: str | None) -> None:
+        me = dist.get_rank(self.between)
+        new_call = self._inside is None
         if self.codec is None:
             received_MS = torch.empty_like(mine_MS)
-            with self._counted(self._inter, mine_MS[0], "inter", new_call=new_call):
-                all_to_all(received_MS, mine_MS, self._inter, HOP)
+            with self._counted(self.between, mine_MS[0], "inter", new_call=new_call):
+                all_to_all(received_MS, mine_MS, self.between, HOP)
                 sum_in_order(list(received_MS), mine_MS[me])
-            with self._counted(self._inter, mine_MS[0], "inter"):
-                gather_rows(mine_MS, self._inter, HOP)
+            with self._counted(self.between, mine_MS[0], "inter"):
+                gather_rows(mine_MS, self.between, HOP)
             return
-        wide = torch.float64 if mine_MS.dtype == torch.float64 else torch.float32
-        sums_MS, rounded_off = self._with_residual(mine_MS.to(wide, copy=True), key)
-        self._to_owners(sums_MS, rounded_off, new_call)
-        own_residual = None if rounded_off is None else rounded_off[1]
-        self._from_owners(sums_MS, own_residual)
+        sums_MS = wide_copy(mine_MS)
+        to_owners, from_owner = self._residuals_of(key, sums_MS)
+        self.fallbacks += sum_at_owners(
+            sums_MS,
+            self.codec,
+            self.between,
+            self.meter,
+            kind="all_reduce",
+            tag=HOP,
+            residual_MS=to_owners,
+            new_call=new_call,
+        )
+        self._from_owners(sums_MS, from_owner)
         mine_MS.copy_(sums_MS)
 
-    def _with_residual(
-        self, sums_MS: torch.Tensor, key: Hashable
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    def _residuals_of(
+        self, key: str | None, sums_MS: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         if not self._error_feedback or key is None:
-            return sums_MS, None
+            return None, None
         kept = self.residuals.get(key)
         if kept is None or kept[0].shape != sums_MS.shape:
-            kept = (torch.zeros_like(sums_MS), torch.zeros_like(sums_MS[0]))
-            self.residuals[key] = kept
-        return sums_MS, kept
-
-    def _to_owners(self, sums_MS: torch.Tensor, kept: tuple[torch.Tensor, torch.Tensor] | None, new_call: bool) -> None:
-        """``sums_MS[me]`` becomes the sum over nodes."""
-        codec, me, (m, s) = self.codec, dist.get_rank(self._inter), sums_MS.shape
-        assert codec is not None
-        others = [i for i in range(m) if i != me]
-        sent = sums_MS.new_empty((m, codec.size(s)), dtype=torch.uint8)
-        for i in others:
-            encode_with_residual(codec, sums_MS[i], None if kept is None else kept[0][i], sent[i])
-        got = torch.empty_like(sent)
-        with self._counted(self._inter, sent[0], "inter", new_call=new_call):
-            all_to_all(got, sent, self._inter, HOP)
-        refused_here = [i for i in others if not codec.exact_in(sent[i], s)]
-        refused_there = [i for i in others if not codec.exact_in(got[i], s)]
-        exact = {i: torch.empty_like(sums_MS[0]) for i in refused_there}
-        if refused_here or refused_there:
-            self._send_exactly({i: sums_MS[i] for i in refused_here}, exact)
-        total = torch.zeros_like(sums_MS[0])
-        part = torch.empty_like(total)
-        for i in range(m):
-            if i != me and i not in exact:
-                codec.decode(got[i], part)
-            total += sums_MS[me] if i == me else exact.get(i, part)
-        sums_MS[me] = total
+            kept = self.residuals[key] = (torch.zeros_like(sums_MS), torch.zeros_like(sums_MS[0]))
+        return kept
 
     def _from_owners(self, sums_MS: torch.Tensor, residual: torch.Tensor | None) -> None:
-        codec, me, (m, s) = self.codec, dist.get_rank(self._inter), sums_MS.shape
+        codec, me, (m, s) = self.codec, dist.get_rank(self.between), sums_MS.shape
         assert codec is not None
         payloads = sums_MS.new_empty((m, codec.size(s)), dtype=torch.uint8)
         encode_with_residual(codec, sums_MS[me], residual, payloads[me])
-        with self._counted(self._inter, payloads[0], "inter"):
-            gather_rows(payloads, self._inter, HOP)
+        with self._counted(self.between, payloads[0], "inter"):
+            gather_rows(payloads, self.between, HOP)
         # Every rank holds all payloads, so all agree about which owners send again.
         refused = [i for i in range(m) if not codec.exact_in(payloads[i], s)]
         if refused:
@@ -173,13 +156,13 @@ class ReplicaHop(CommObject):
     def _send_exactly(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
         """By place in the group between nodes."""
         self.fallbacks += len(sends)
-        ranks = self.ranks_of(self._inter)
+        ranks = self.ranks_of(self.between)
         n_bytes = [(ranks[i], part.numel() * part.element_size()) for i, part in sends.items()]
         with self.meter.point_to_point("all_reduce", n_bytes, "inter", new_call=False):
             exchange(
                 [(part, ranks[i]) for i, part in sends.items()],
                 [(part, ranks[i]) for i, part in receives.items()],
-                self._inter,
+                self.between,
                 HOP,
             )
 
@@ -190,20 +173,3 @@ class ReplicaHop(CommObject):
         row_bytes = row.numel() * row.element_size()
         sends = [(rank, row_bytes) for rank in self.ranks_of(group) if rank != self.meter.rank]
         return self.meter.point_to_point("all_reduce", sends, link, new_call=new_call)
-
-
-def encode_with_residual(
-    codec: Codec, values: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor
-) -> None:
-    """Encode ``values`` plus what was rounded off before (error feedback, arXiv 1901.09847), and keep what is rounded
-    off now. ``values`` become what was meant to be sent; nothing is kept of values that cannot be encoded."""
-    if residual is not None:
-        values += residual
-    codec.encode(values, payload)
-    if residual is None:
-        return
-    if codec.exact_in(payload, values.numel()):
-        codec.decode(payload, residual)
-        torch.sub(values, residual, out=residual)
-    else:
-        residual.zero_()

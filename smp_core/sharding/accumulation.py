@@ -95,6 +95,7 @@ class AccumulationWindow:
         reduce_dtype: what sums of plain gradients are sent in; None: their own dtype. (FSDP2 has it for the units.)
         veto: asked when the window closes: a 0-d bool tensor, whether this rank wants the window's gradients dropped.
             If any rank does, ``.grad`` is None everywhere after it, so that the optimizer step changes nothing.
+        on_close: called when a window's gradients are complete.
     """
 
     def __init__(
@@ -106,7 +107,9 @@ class AccumulationWindow:
         world_hop: ReplicaHop,
         reduce_dtype: torch.dtype | None = None,
         veto: Callable[[], torch.Tensor] | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_close = on_close
         self._units = list(units)
         self._veto = veto
         self._mesh = mesh
@@ -180,6 +183,7 @@ class AccumulationWindow:
         plain = self._replicated.parameters
         self._replicated.finish(None if seen is None else dict(zip(plain, seen[position:].tolist(), strict=False)))
         self._forget()
+        self._on_close()
 
     @torch.no_grad()
     def abandon(self) -> None:

@@ -13,6 +13,9 @@ FSDP2 shards, gathers and reduces inside the partition group; the hop across rep
   selectively checkpointed module what a unit's hooks do must not be taken for operations of the model;
 - ``state._state_ctx``, ``_comm_ctx`` and training states: what a failed backward pass leaves behind, which torch < 2.13
   has no ``reset_iter_state`` for, and whether it left something;
+- ``post_forward_mesh_info`` of groups and parameters, with ``HSDPMeshInfo``: ``reshard_after_forward=<int>`` would make
+  two process groups for every unit; here all units share two;
+- ``group._all_gather_result``: gathers in flight, prefetched for a forward that never came;
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
 - ``FSDPParam._sharded_local_tensor``: where FSDP2 looks for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. Its
@@ -35,7 +38,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -75,6 +78,8 @@ class ShardedUnit:
         """Forwards since the last backward pass ended, recomputed ones not counted."""
         self.was_trainable: set[int] = set()
         group: Any = module._get_fsdp_state()._fsdp_param_group
+        names = {id(p): f"{name}.{local}" if name else local for local, p in module.named_parameters()}
+        self._names = [names[id(parameter)] for parameter in self.parameters()]
         if group is not None:
             group.pre_forward = self._using(group.pre_forward)
             group.post_backward = self._noting(group.post_backward)
@@ -89,6 +94,15 @@ class ShardedUnit:
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters (DTensors), trainable or not, in FSDP2's order."""
         return [fsdp_parameter.sharded_param for fsdp_parameter in self._fsdp_parameters]
+
+    def shard_layout(self) -> list[tuple[str, int]]:
+        """Full name and elements, padding included, of each parameter in the shard that a gather sends, in order."""
+        sizes = (parameter.padded_sharded_param_size.numel() for parameter in self._fsdp_parameters)
+        return list(zip(self._names, sizes, strict=True))
+
+    def local_shards(self) -> list[torch.Tensor]:
+        """This rank's part of each parameter, trainable or not."""
+        return [parameter.to_local().detach() for parameter in self.parameters()]  # type: ignore[attr-defined]
 
     def slots(self, n_elements: int) -> list[Slot]:
         """The layout of a flat reduced gradient of ``n_elements``: every trainable parameter, reached or not."""
@@ -210,8 +224,9 @@ def shard_units(
     *,
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool,
-    all_gather: CommObject,
-    reduce_scatter: CommObject,
+    secondary_mesh: DeviceMesh | None = None,
+    all_gather: Callable[[ShardedUnit], CommObject],
+    reduce_scatter: Callable[[ShardedUnit], CommObject],
     before_shard: Callable[[nn.Module, Iterable[nn.Parameter]], None] | None = None,
     recomputed: Container[str] = (),
     gather_of: Callable[[nn.Module, str], WeightGather | None] | None = None,
@@ -220,6 +235,8 @@ def shard_units(
 
     Args:
         mesh: the 1-D mesh over the partition group.
+        secondary_mesh: (across, secondary), the ranks that keep a copy, sharded among them, after forward.
+        all_gather, reduce_scatter: make a unit's communication objects.
         before_shard: called with each unit's module and its parameters just before they are sharded, while they are
             whole (equal initial weights are made there, one unit at a time).
         recomputed: names of units that lie inside checkpointed modules.
@@ -244,13 +261,15 @@ def shard_units(
         )
         unit_module = planned.module
         assert isinstance(unit_module, FSDPModule)
-        unit_module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
-        unit_module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+        if secondary_mesh is not None and not planned.is_root:
+            _keep_secondary_shard(unit_module, secondary_mesh)
+        unit = ShardedUnit(planned.name, planned.module, planned.parameters, planned.is_root)
+        unit_module.set_custom_all_gather(all_gather(unit))  # type: ignore[arg-type]
+        unit_module.set_custom_reduce_scatter(reduce_scatter(unit))  # type: ignore[arg-type]
         unit_module.set_force_sum_reduction_for_comms(True)
         unit_module.set_gradient_divide_factor(1.0)
         if planned.name in recomputed:
             _hide_hooks_from_modes(unit_module)
-        unit = ShardedUnit(planned.name, planned.module, planned.parameters, planned.is_root)
         if gather_of is not None:
             for parameter in unit._fsdp_parameters:
                 gather = gather_of(parameter._module_info.module, parameter._module_info.param_name)
@@ -298,12 +317,50 @@ def _travel(parameter: FSDPParam, gather: WeightGather) -> None:
     parameter._init_extensions()
 
 
+def _keep_secondary_shard(module: FSDPModule, mesh: DeviceMesh) -> None:
+    group: Any = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    group.post_forward_mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for parameter in group.fsdp_params:
+        parameter.post_forward_mesh_info = group.post_forward_mesh_info
+        parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
+
+
+def prefetch(model: nn.Module, *, forward: int, backward: int) -> None:
+    """Gather ahead of use: in forward the next ``forward`` units in the order in which they are registered (0: FSDP2's
+    own, which overlaps by streams only), in backward the ``backward`` before (1: FSDP2's own, by the order in which
+    they ran)."""
+    inside: set[FSDPModule] = set()
+    for root in model.modules():
+        if not isinstance(root, FSDPModule) or root in inside:
+            continue
+        units: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        inside.update(units)
+        for place, unit in enumerate(units):
+            if forward:
+                unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + forward])
+            if backward > 1:
+                unit.set_modules_to_backward_prefetch(units[max(place - backward, 0) : place][::-1])
+
+
 def reshard(model: nn.Module) -> None:
     """Free what roots keep gathered after a forward without backward, so that ``model.parameters()`` are shards again
     and nothing reads weights from before a checkpoint was loaded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            group: Any = module._get_fsdp_state()._fsdp_param_group
+            if group is not None and group._all_gather_result is not None:
+                _drop_gather(group)
             module.reshard()
+
+
+def _drop_gather(group: Any) -> None:
+    """Its messages have to arrive all the same, or they would meet those of the next gather."""
+    work = group._all_gather_result.all_gather_work
+    if work is not None:
+        work.wait()
+    group._all_gather_result = None
 
 
 @torch.no_grad()
@@ -315,6 +372,7 @@ def forget_passes(units: Iterable[ShardedUnit]) -> None:
     for unit in units:
         state: Any = unit.module._get_fsdp_state()  # type: ignore[operator]
         if state._is_root:
+            _wait_for_gathers(state)
             if hasattr(unit.module, "reset_iter_state"):  # torch >= 2.13
                 unit.module.reset_iter_state()  # type: ignore[operator]
             else:
@@ -324,6 +382,14 @@ def forget_passes(units: Iterable[ShardedUnit]) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def _wait_for_gathers(root: Any) -> None:
+    """Gathers in flight have to end: their messages would meet those of the next pass."""
+    for state in root._state_ctx.all_states:
+        group = state._fsdp_param_group
+        if group is not None and group._all_gather_result is not None:
+            _drop_gather(group)
 
 
 def _reset_tree(root: Any) -> None:

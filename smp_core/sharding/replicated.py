@@ -87,7 +87,7 @@ class ReplicatedGradients:
             for dtype, names in by_dtype.items():
                 flat = torch.cat([self._contribution(name).reshape(-1) for name in names])
                 flat = flat.to(self._reduce_dtype or dtype)
-                work = self._hop(flat, ("whole", number, str(dtype)))
+                work = self._hop(flat, f"whole {number} {dtype}")
                 self._in_flight.append((names, flat, work))
 
     def finish(self, seen: Mapping[str, bool] | None) -> None:

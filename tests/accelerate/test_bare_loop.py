@@ -31,6 +31,19 @@ def test_float64_loop_equals_one_process(degree: int, micro_batches: int) -> Non
         assert len(seen.losses) == STEPS
 
 
+EXACT_SCHEMES: list[dict[str, Any]] = [
+    {"shard_degree": 4, "reshard_after_forward": "node", "backward_prefetch": 2},
+    {"shard_degree": 4, "quantized_all_gather": "fp8", "quantize_after_steps": STEPS},
+]
+
+
+@pytest.mark.parametrize("knobs", EXACT_SCHEMES, ids=str)
+def test_schemes_that_save_bytes_exactly_equal_one_process(knobs: dict[str, Any]) -> None:
+    expected = train_alone(torch.float64, 2)
+    for seen in run_ranks(train_together, 4, torch.float64, 2, ranks_per_node=2, **knobs):
+        assert_close(seen, expected, lambda step: 1e-12, 1e-12)
+
+
 def watch_the_window(**arguments: Any) -> dict[str, Any]:
     """Train with 3 micro-batches; what ``.grad`` shows between them and how often replicas talk."""
     accelerator, optimizer, model, loader, _ = prepared(torch.float32, 3, **arguments)

@@ -83,7 +83,25 @@ CASES = [
     for degree, hierarchical, reshard, micro in itertools.product((1, 2, 4), ("auto", False), (True, False), (1, 2, 3))
     if degree == 4 or hierarchical == "auto"
 ]
+GATHERING = [
+    {"shard_degree": 4, "reshard_after_forward": "node", "micro_batches": 2},
+    {"shard_degree": 4, "reshard_after_forward": 2, "hierarchical": False, "micro_batches": 1},
+    {"shard_degree": 4, "forward_prefetch": 1, "backward_prefetch": 3, "micro_batches": 2},
+    {"shard_degree": 2, "forward_prefetch": 2, "backward_prefetch": 2, "micro_batches": 2},
+    {"shard_degree": 4, "reshard_after_forward": "node", "forward_prefetch": 2, "micro_batches": 2},
+]
 SAMPLE = [case for case in CASES if case["reshard_after_forward"] and case["micro_batches"] == 2]
+
+
+def train_several(cases: list[dict]) -> list[Trajectory]:
+    return [train_together(torch.float64, **case) for case in cases]
+
+
+def test_secondary_shards_and_prefetch_train_like_one_process() -> None:
+    for trajectories in run_ranks(train_several, 4, GATHERING, ranks_per_node=2, timeout=180):
+        for case, seen in zip(GATHERING, trajectories, strict=True):
+            expected = train_alone(torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES))
+            assert_close(seen, expected, lambda step: 1e-12, 1e-12)
 
 
 def check_float64(case: dict) -> None:

@@ -1,0 +1,29 @@
+"""Asynchronous gathers made of several stages, for backends without streams.
+
+FSDP2 waits for the ``Work`` that a communication object returns when it needs the parameters. The first stage, over the
+slow link, is under way by then; what is left, stages inside the node and decoding, runs in ``wait``. All ranks of a
+partition group wait for the same gathers in the same order, so later stages need no thread of their own.
+
+FSDP2 tells a ``Work`` from nothing by its class, ``torch.distributed.distributed_c10d.Work``; there is no public base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Work
+
+
+class Deferred(Work):
+    """Runs ``finish`` once, when it is waited for."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True

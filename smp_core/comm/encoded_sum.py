@@ -1,0 +1,85 @@
+"""Sums of parts that travel encoded: the one stage that quantised reductions and the replica hop share.
+
+Every rank of a group owns one of M parts and holds a term of each. Terms travel to their owners encoded; the owner adds
+up in float32 (float64 for float64) in group order, its own term exact. A term that holds inf or nan cannot be encoded
+blockwise: its scales say so to both ends, which is all the agreement that is needed, and it follows exactly.
+
+Shape letters: M ranks of the group, S elements of one part.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from smp_core.comm.codec import Codec
+from smp_core.comm.exchange import all_to_all, exchange
+from smp_core.comm.meter import CommMeter
+
+
+def wide_copy(parts: torch.Tensor) -> torch.Tensor:
+    """The same numbers in the dtype in which sums are taken."""
+    return parts.to(torch.float64 if parts.dtype == torch.float64 else torch.float32, copy=True)
+
+
+def sum_at_owners(
+    parts_MS: torch.Tensor,
+    codec: Codec,
+    group: dist.ProcessGroup,
+    meter: CommMeter,
+    *,
+    kind: str,
+    tag: int,
+    residual_MS: torch.Tensor | None = None,
+    new_call: bool = False,
+) -> int:
+    """``parts_MS[me]`` becomes the sum over the group; other rows become what was meant to be sent.
+
+    Args:
+        parts_MS: this rank's terms, float32 or float64.
+        residual_MS: what was rounded off the terms sent before; it is added to these and then holds what was rounded
+            off them (error feedback, arXiv 1901.09847). None: without.
+        kind, new_call: how the meter counts it.
+
+    Returns:
+        how many terms this rank sent exactly because they held inf or nan.
+    """
+    ranks, me, (m, s) = dist.get_process_group_ranks(group), dist.get_rank(group), parts_MS.shape
+    others = [i for i in range(m) if i != me]
+    sent = parts_MS.new_empty((m, codec.size(s)), dtype=torch.uint8)
+    for i in others:
+        encode_with_residual(codec, parts_MS[i], None if residual_MS is None else residual_MS[i], sent[i])
+    got = torch.empty_like(sent)
+    with meter.point_to_point(kind, [(ranks[i], sent.shape[1]) for i in others], "inter", new_call=new_call):
+        all_to_all(got, sent, group, tag)
+    refused_here = [i for i in others if not codec.exact_in(sent[i], s)]
+    exact = {i: torch.empty_like(parts_MS[0]) for i in others if not codec.exact_in(got[i], s)}
+    if refused_here or exact:
+        n_bytes = [(ranks[i], s * parts_MS.element_size()) for i in refused_here]
+        with meter.point_to_point(kind, n_bytes, "inter", new_call=False):
+            sends = [(parts_MS[i], ranks[i]) for i in refused_here]
+            exchange(sends, [(term, ranks[i]) for i, term in exact.items()], group, tag)
+    total, term = torch.zeros_like(parts_MS[0]), torch.empty_like(parts_MS[0])
+    for i in range(m):
+        if i != me and i not in exact:
+            codec.decode(got[i], term)
+        total += parts_MS[me] if i == me else exact.get(i, term)
+    parts_MS[me] = total
+    return len(refused_here)
+
+
+def encode_with_residual(
+    codec: Codec, values: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor
+) -> None:
+    """Encode ``values`` plus ``residual`` and keep there what is rounded off now. ``values`` become what was meant to
+    be sent; nothing is kept of values that cannot be encoded, which are sent exactly."""
+    if residual is not None:
+        values += residual
+    codec.encode(values, payload)
+    if residual is None:
+        return
+    if codec.exact_in(payload, values.numel()):
+        codec.decode(payload, residual)
+        torch.sub(values, residual, out=residual)
+    else:
+        residual.zero_()

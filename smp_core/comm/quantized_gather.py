@@ -1,0 +1,276 @@
+"""All-gathers with 8-bit payloads (ZeRO++, arXiv 2306.10209, 3.1: qwZ).
+
+Every rank encodes its shard once; whoever receives it, the owner included, computes with the decoded values, so that
+all ranks hold the same weights. Master weights are not touched. With ``everywhere=False`` only the stage between nodes
+is encoded; inside a node decoded values travel.
+
+Whether a unit is gathered encoded at all is decided by :class:`GatherPolicy`, once per optimizer step and together by
+all ranks of the partition group: nothing is asked of the device in between.
+
+Shape letters: P ranks of the group, M nodes, K ranks per node, N elements of one shard, B bytes of its payload.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_core.comm.codec import Codec
+from smp_core.comm.deferred import Deferred
+from smp_core.comm.exchange import GATHER, prefers_messages, start_exchange
+from smp_core.comm.flat import CommObject
+from smp_core.comm.meter import CommMeter
+from smp_core.compat import all_gather_single
+
+logger = logging.getLogger("smp")
+
+Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
+Layout = Sequence[tuple[str, int]]
+
+
+class GatherPolicy:
+    """Which units are gathered encoded: none in the first steps, none whose weights are not finite.
+
+    Args:
+        after_steps: optimizer steps that gather exactly.
+        exclude: globs over parameter names that travel exactly.
+        group: the partition group; all its ranks decide together.
+        steps: how many optimizer steps there have been.
+    """
+
+    def __init__(
+        self,
+        payload: Codec,
+        *,
+        after_steps: int,
+        exclude: Sequence[str],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        steps: Callable[[], int],
+    ) -> None:
+        self.codec, self.exclude = payload, tuple(exclude)
+        self._after_steps, self._group, self._device, self._steps = after_steps, group, device, steps
+        self._shards: list[tuple[str, Callable[[], Iterable[torch.Tensor]]]] = []
+        self._finite: list[bool] | None = None
+        self.fallbacks: dict[str, int] = {}
+        """Unit -> how many of its gathers were exact because a weight was inf or nan."""
+
+    def add_unit(self, name: str, shards: Callable[[], Iterable[torch.Tensor]]) -> int:
+        """Take part in the decision; ``shards`` gives this rank's weights. Returns the unit's number."""
+        self._shards.append((name, shards))
+        return len(self._shards) - 1
+
+    def weights_changed(self) -> None:
+        """Look at the weights again before the next gather. To be called on all ranks."""
+        self._finite = None
+
+    def is_encoded(self, number: int) -> bool:
+        """Whether this unit's next gather is encoded. Collective over the group when weights have changed."""
+        if self._steps() < self._after_steps:
+            return False
+        if self._finite is None:
+            self._finite = self._look()
+        if self._finite[number]:
+            return True
+        name = self._shards[number][0]
+        if name not in self.fallbacks:
+            logger.warning("unit %r has weights that are inf or nan: it is gathered exactly", name)
+        self.fallbacks[name] = self.fallbacks.get(name, 0) + 1
+        return False
+
+    @torch.no_grad()
+    def _look(self) -> list[bool]:
+        flags = torch.zeros(len(self._shards), dtype=torch.int32, device=self._device)
+        for number, (_, shards) in enumerate(self._shards):
+            for shard in shards():
+                if shard.numel() and shard.is_floating_point():
+                    # The sum of magnitudes is finite unless an element is not, or all of them are near overflow.
+                    flags[number] |= ~shard.abs().sum(dtype=torch.float64).isfinite()
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        return [flag == 0 for flag in flags.tolist()]
+
+
+class QuantizedAllGather(CommObject):
+    """One unit's all-gather, encoded when the policy says so and exact otherwise.
+
+    Args:
+        exact: carries exact gathers, and those over another group (a secondary shard's, inside the node).
+        group: the partition group.
+        stages: (its ranks on this node, its ranks with this local rank); None: one stage.
+        layout: names and elements of the parameters in a shard, in order.
+        everywhere: whether the stage inside the node is encoded too.
+        deferred: whether stages may run when the caller waits (on gloo).
+    """
+
+    def __init__(
+        self,
+        meter: CommMeter,
+        exact: CommObject,
+        policy: GatherPolicy,
+        number: int,
+        group: dist.ProcessGroup,
+        stages: Stages | None,
+        layout: Callable[[], Layout],
+        *,
+        everywhere: bool,
+        deferred: bool = False,
+    ) -> None:
+        super().__init__(meter)
+        self._exact, self._policy, self._number = exact, policy, number
+        self._group, self._stages, self._layout = group, stages, layout
+        self._everywhere, self._deferred = everywhere, deferred
+        self._parts: tuple[list[slice], list[slice]] | None = None
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        plain: Any = self._exact
+        if self.ranks_of(group) != self.ranks_of(self._group) or not input_tensor.is_floating_point():
+            return plain(output_tensor, input_tensor, group, async_op)
+        encoded, exact = self._split(input_tensor.numel())
+        if not encoded or not self._policy.is_encoded(self._number):
+            return plain(output_tensor, input_tensor, group, async_op)
+        own = self._encode(input_tensor, encoded, exact)
+        if self._stages is None:
+            finish = self._in_one_stage(output_tensor, own, encoded, exact)
+        else:
+            finish = self._in_two_stages(output_tensor, own, encoded, exact, self._stages)
+        if self._deferred:
+            return Deferred(finish)
+        finish()
+        return None
+
+    def _split(self, n: int) -> tuple[list[slice], list[slice]]:
+        """Which elements of a shard are encoded and which travel exactly."""
+        if self._parts is None:
+            found: tuple[list[slice], list[slice]] = ([], [])
+            start, last = 0, -1
+            for name, size in self._layout():
+                side = int(any(fnmatchcase(name, pattern) for pattern in self._policy.exclude))
+                if side == last:
+                    found[side][-1] = slice(found[side][-1].start, start + size)
+                elif size:
+                    found[side].append(slice(start, start + size))
+                    last = side
+                start += size
+            if start != n:
+                raise AssertionError(f"a shard of {n} elements fits no layout of {start}")
+            self._parts = found
+        return self._parts
+
+    def _encode(self, shard_N: torch.Tensor, encoded: list[slice], exact: list[slice]) -> torch.Tensor:
+        """The codec's payload, then the bytes of what travels exactly."""
+        values, kept = _join(shard_N, encoded), _join(shard_N, exact)
+        n_codes = self._policy.codec.size(values.numel())
+        payload_B = shard_N.new_empty(n_codes + kept.numel() * kept.element_size(), dtype=torch.uint8)
+        self._policy.codec.encode(values, payload_B[:n_codes])
+        payload_B[n_codes:] = kept.contiguous().view(torch.uint8)
+        return payload_B
+
+    def _decode(self, payload_B: torch.Tensor, shard_N: torch.Tensor, encoded: list[slice], exact: list[slice]) -> None:
+        n = sum(part.stop - part.start for part in encoded)
+        n_codes = self._policy.codec.size(n)
+        if len(encoded) == 1:
+            self._policy.codec.decode(payload_B[:n_codes], shard_N[encoded[0]])
+        else:
+            values = shard_N.new_empty(n)
+            self._policy.codec.decode(payload_B[:n_codes], values)
+            _spread(values, shard_N, encoded)
+        if exact:
+            # A copy: the bytes may start at an address that the dtype does not allow.
+            _spread(payload_B[n_codes:].clone().view(shard_N.dtype), shard_N, exact)
+
+    def _in_one_stage(
+        self, output: torch.Tensor, own_B: torch.Tensor, encoded: list[slice], exact: list[slice]
+    ) -> Callable[[], None]:
+        ranks, me = self.ranks_of(self._group), dist.get_rank(self._group)
+        payloads_PB = own_B.new_empty(len(ranks), own_B.numel())
+        payloads_PB[me] = own_B
+        with self.meter.ring("all_gather", ranks, payloads_PB.numel()):
+            work = all_gather_single(payloads_PB.view(-1), payloads_PB[me], group=self._group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            for payload_B, shard_N in zip(payloads_PB, output.view(len(ranks), -1), strict=True):
+                self._decode(payload_B, shard_N, encoded, exact)
+
+        return finish
+
+    def _in_two_stages(
+        self, output: torch.Tensor, own_B: torch.Tensor, encoded: list[slice], exact: list[slice], stages: Stages
+    ) -> Callable[[], None]:
+        intra, inter = stages
+        m, k, here, me = (
+            dist.get_world_size(inter),
+            dist.get_world_size(intra),
+            dist.get_rank(inter),
+            dist.get_rank(intra),
+        )
+        output_MKN = output.view(m, k, -1)
+        payloads_MB = own_B.new_empty(m, own_B.numel())
+        payloads_MB[here] = own_B
+        works = self._start(payloads_MB, inter, "inter", new_call=True)
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            if not self._everywhere:
+                for node in range(m):
+                    self._decode(payloads_MB[node], output_MKN[node, me], encoded, exact)
+                for work in self._start(output_MKN, intra, "intra", dim=1):
+                    work.wait()
+                return
+            payloads_KMB = payloads_MB.new_empty(k, m, payloads_MB.shape[1])
+            payloads_KMB[me] = payloads_MB
+            for work in self._start(payloads_KMB, intra, "intra"):
+                work.wait()
+            for node in range(m):
+                for rank in range(k):
+                    self._decode(payloads_KMB[rank, node], output_MKN[node, rank], encoded, exact)
+
+        return finish
+
+    def _start(
+        self, rows: torch.Tensor, group: dist.ProcessGroup, link: Any, *, dim: int = 0, new_call: bool = False
+    ) -> list[dist.Work]:
+        """All-gather in place: along ``dim`` of ``rows`` every rank of the group has filled its own place."""
+        ranks, me = self.ranks_of(group), dist.get_rank(group)
+        pieces = [rows] if dim == 0 else list(rows)
+        row_bytes = sum(piece[me].numel() * piece.element_size() for piece in pieces)
+        others = [i for i in range(len(ranks)) if i != me]
+        sends = [(ranks[i], row_bytes) for i in others]
+        with self.meter.point_to_point("all_gather", sends, link, new_call=new_call):
+            if not prefers_messages(group, rows.device):
+                return [
+                    all_gather_single(piece.view(-1), piece[me].reshape(-1), group=group, async_op=True)
+                    for piece in pieces
+                ]
+            return start_exchange(
+                [(piece[me], ranks[i]) for i in others for piece in pieces],
+                [(piece[i], ranks[i]) for i in others for piece in pieces],
+                group,
+                GATHER,
+            )
+
+
+def _join(shard_N: torch.Tensor, parts: list[slice]) -> torch.Tensor:
+    if len(parts) == 1:
+        return shard_N[parts[0]]
+    return torch.cat([shard_N[part] for part in parts]) if parts else shard_N[:0]
+
+
+def _spread(values: torch.Tensor, shard_N: torch.Tensor, parts: list[slice]) -> None:
+    start = 0
+    for part in parts:
+        size = part.stop - part.start
+        shard_N[part] = values[start : start + size]
+        start += size

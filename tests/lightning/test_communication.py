@@ -1,0 +1,45 @@
+"""The Trainer with every way of saving bytes: exact ones train like one process, encoded ones resume as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lightning.running import Run, assert_same, together, worst
+from tests.lightning.test_resume import EXACT, after, assert_goes_on, fit_from
+
+EXACT_SCHEMES: list[dict[str, Any]] = [
+    {"shard_degree": 1},
+    {"shard_degree": 4, "reshard_after_forward": "node", "forward_prefetch": 1, "backward_prefetch": 2},
+    {"shard_degree": 4, "quantized_all_gather": "int8", "quantize_after_steps": 100},
+]
+
+
+def fit_several(cases: list[dict[str, Any]]) -> list[Run]:
+    return [fit_from(knobs, 1) for knobs in cases]
+
+
+def test_exact_schemes_train_like_one_process() -> None:
+    expected = fit_from(None, 1)
+    for runs in together(fit_several, EXACT_SCHEMES, timeout=120):
+        assert_same(runs, expected)
+
+
+@pytest.mark.parametrize(
+    "degree", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
+)
+def test_what_was_rounded_off_is_saved_and_goes_on(degree: int, tmp_path: Path) -> None:
+    """A resumed run equals the one that was not interrupted to float64's rounding, only if the remainders of its 4-bit
+    sums were saved too; another layout of ranks starts without them and stays near."""
+    knobs = {"shard_degree": degree, "quantized_reduce": "int4", "error_feedback": True}
+    saved = str(tmp_path / "saved")
+    uninterrupted = together(fit_from, knobs, 3)
+    together(fit_from, knobs, 1, save=saved)
+    assert_goes_on(together(fit_from, knobs, 3, load=saved), uninterrupted[0])
+    exact = together(fit_from, {**knobs, "quantized_reduce": None, "error_feedback": False}, 3, load=saved)
+    assert worst(exact[0].weights, uninterrupted[0].weights)[0] > 1e-9, "encoding changes what is learned"
+    elsewhere = together(fit_from, knobs, 3, load=saved, ranks=2)
+    assert len(elsewhere[0].losses) == len(after(uninterrupted[0], 1).losses)
+    assert EXACT["precision"] == "64-true"
