@@ -252,7 +252,7 @@ _meshes: dict[tuple[Any, ...], SmpMesh] = {}
 
 def parallel_model(model: nn.Module, **knobs) -> ParallelModel:
     config = SmpConfig(**knobs)
-    key = (dist.group.WORLD, config.shard_degree, config.hierarchical)
+    key = (dist.group.WORLD, config.shard_degree, config.hierarchical, config.reshard_after_forward)
     if key not in _meshes:
         for old in [old for old in _meshes if old[0] is not dist.group.WORLD]:
             del _meshes[old]

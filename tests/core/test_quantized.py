@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.parallelize import ParallelModel
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import ParallelModel, parallelize_model
+from smp_core.topology import Topology
 from tests.core.gpt import SmallGpt
 from tests.core.models import Trajectory, global_batches, train_alone
 from tests.core.scenarios import parallel_model
@@ -265,7 +267,11 @@ def test_a_secondary_shard_needs_no_process_group_per_unit() -> None:
 
 
 def effective_values(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [parallel_model(SmallGpt(layers=1), **knobs).config.effective() for knobs in cases]
+    found = []
+    for knobs in cases:
+        mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
+        found.append(parallelize_model(SmallGpt(layers=1), mesh, config).config.effective())
+    return found
 
 
 def test_knobs_that_can_save_nothing_are_taken_back_in_the_table() -> None:
