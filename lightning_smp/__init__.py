@@ -5,6 +5,7 @@ Importing registers the strategy's names and does nothing else:
     smp_sharded         shard degree "auto": the smallest partition group that holds the model's states
     smp_sharded_node    one node is one partition group
     smp_sharded_world   all ranks are one partition group (what plain FSDP does)
+    smp_sharded_fp8     as smp_sharded, linear layers in FP8
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_smp.callbacks import SmpMonitor
+from lightning_smp.precision import Fp8Precision
 from lightning_smp.strategy import SmpShardedStrategy
+from smp_core.fp8.recipe import Fp8Recipe
 
 for _name, _degree in (("smp_sharded", "auto"), ("smp_sharded_node", "node"), ("smp_sharded_world", "world")):
     if _name not in StrategyRegistry:
@@ -23,4 +26,9 @@ for _name, _degree in (("smp_sharded", "auto"), ("smp_sharded_node", "node"), ("
             shard_degree=_degree,
         )
 
-__all__ = ["SmpMonitor", "SmpShardedStrategy"]
+if "smp_sharded_fp8" not in StrategyRegistry:
+    StrategyRegistry.register(
+        "smp_sharded_fp8", SmpShardedStrategy, description="smp_sharded with FP8 linear layers", fp8=True
+    )
+
+__all__ = ["Fp8Precision", "Fp8Recipe", "SmpMonitor", "SmpShardedStrategy"]

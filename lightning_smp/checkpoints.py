@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,8 @@ logger = logging.getLogger("smp")
 
 # In a file: what a folder has as each rank's own part.
 _PER_RANK = "smp_per_rank"
+FP8_STATE = "smp_fp8"
+"""Key of the FP8 scales in the checkpoint dictionary: plain tensors by module name."""
 
 
 def model_state(strategy: SmpShardedStrategy) -> dict[str, Any]:
@@ -212,6 +214,7 @@ def load(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> 
             load_named_optimizer_state(path, where, module, optimizer, name_there, verify="sizes")
         _begin_resume(strategy, rest, read_per_rank(path), path)
         load_remainder_state(strategy.parallel.traffic, path)
+    _load_fp8(strategy, rest, path, name_there)
     return {**rest, "state_dict": state}
 
 
@@ -283,7 +286,19 @@ def _load_whole(strategy: SmpShardedStrategy, path: Any, weights_only: bool | No
         for optimizer, optimizer_saved in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):
             load_whole_optimizer_state(optimizer, optimizer_saved)
         _begin_resume(strategy, checkpoint, checkpoint.get(_PER_RANK, []), path)
+    _load_fp8(strategy, checkpoint, path)
     return checkpoint
+
+
+def _load_fp8(
+    strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, name_there: Callable[[str], str] = str
+) -> None:
+    """FP8 scales, after the weights."""
+    fp8, saved = strategy.parallel.fp8, checkpoint.get(FP8_STATE)
+    if fp8 is not None:
+        fp8.load_state_dict(saved, name_there)
+    elif saved is not None:
+        logger.info("%s has FP8 scales, which are not used: this run computes without FP8", path)
 
 
 def _check_names(path: Any, saved: dict[str, Any], state: dict[str, Any], strict: bool) -> None:

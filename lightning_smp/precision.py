@@ -2,22 +2,81 @@
 
 The plugins are Lightning's own; what they cannot do is clip and unscale gradients of which each rank holds a part, some
 of them plain tensors (0-d parameters), some DTensors. So the two clipping methods of the instance and the class of its
-gradient scaler are ours. (FP8 comes here later.)
+gradient scaler are ours. FP8 is a plugin of its own: it says how layers outside FP8 compute and brings the recipe.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.sharding.grad_norm import clip_grad_value_
 from smp_core.sharding.grad_scaler import ShardedGradScaler
 
 if TYPE_CHECKING:
     from lightning_smp.strategy import SmpShardedStrategy
+
+
+class Fp8Precision(Precision):
+    """Linear layers in FP8, under ``Trainer(strategy="smp_sharded", plugins=[Fp8Precision(recipe)])``.
+
+    Args:
+        recipe: an :class:`~smp_core.fp8.Fp8Recipe`, or what the knob ``fp8`` takes; default delayed scaling.
+        compute_dtype: what everything else computes in: ``torch.bfloat16`` (default; autocast, as ``"bf16-mixed"``) or
+            ``torch.float32``. Parameters and optimizer states stay in their own dtype.
+
+    Raises:
+        ValueError: a bad recipe or dtype; when training starts, another strategy than torch-smp's.
+    """
+
+    precision: Any = "fp8"
+
+    def __init__(
+        self, recipe: Fp8Recipe | Any = None, compute_dtype: torch.dtype | Literal["bfloat16", "float32"] = "bfloat16"
+    ) -> None:
+        dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+        name = str(compute_dtype).removeprefix("torch.")
+        if name not in dtypes:
+            raise ValueError(
+                f"Fp8Precision: compute_dtype={compute_dtype!r} is not allowed; allowed: {', '.join(dtypes)}"
+            )
+        self.recipe = Fp8Recipe.read(True if recipe is None else recipe) or Fp8Recipe()
+        self.compute_dtype = dtypes[name]
+        self.precision = f"fp8 ({name})"
+        self.device_type: str | None = None
+        """Set by the strategy that has taken this plugin."""
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        if self.device_type is None:
+            raise ValueError("Fp8Precision works with torch-smp's strategies; write strategy='smp_sharded'")
+        return module
+
+    @override
+    @contextlib.contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        if self.compute_dtype == torch.float32 or self.device_type is None:
+            yield
+            return
+        with torch.autocast(self.device_type, dtype=self.compute_dtype, cache_enabled=False):
+            yield
+
+
+def autocast_dtype(plugin: Precision) -> torch.dtype | None:
+    """The dtype in which forward passes run under autocast; None: without it."""
+    if isinstance(plugin, Fp8Precision):
+        return None if plugin.compute_dtype == torch.float32 else plugin.compute_dtype
+    if isinstance(plugin, MixedPrecision):
+        return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[str(plugin.precision)]
+    return None
 
 
 def adapt_precision(plugin: Precision, strategy: SmpShardedStrategy) -> Precision:

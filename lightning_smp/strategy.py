@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping
@@ -43,10 +44,11 @@ from typing_extensions import override
 from lightning_smp import checkpoints
 from lightning_smp.background import BackgroundSaves
 from lightning_smp.environment import PlatformEnvironment
-from lightning_smp.precision import adapt_precision
+from lightning_smp.precision import Fp8Precision, adapt_precision, autocast_dtype
 from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, place_sampler
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
+from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import ParallelModel, parallelize_model
@@ -65,7 +67,7 @@ _OF_EACH_RUN = ("save_full_state_dict", "async_save", "verify_checkpoint", "allo
 
 class SmpShardedStrategy(ParallelStrategy):
     """MiCS sharding for ``Trainer(strategy=SmpShardedStrategy(...))``; by name ``"smp_sharded"``,
-    ``"smp_sharded_node"``, ``"smp_sharded_world"``.
+    ``"smp_sharded_node"``, ``"smp_sharded_world"``, ``"smp_sharded_fp8"``.
 
     Args:
         config: all knobs in one object; or give them as keywords.
@@ -253,6 +255,7 @@ class SmpShardedStrategy(ParallelStrategy):
             loop.inference_mode = False
         module = self.lightning_module
         attached: tuple[ParallelModel, str] | None = getattr(module, _ATTACHED, None)
+        self._adopt_recipe()
         if attached is None:
             self._parallel = self._parallelize(module)
             object.__setattr__(module, _ATTACHED, (self._parallel, str(self.precision_plugin.precision)))
@@ -270,6 +273,20 @@ class SmpShardedStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def _adopt_recipe(self) -> None:
+        """``plugins=[Fp8Precision(recipe)]`` is the knob ``fp8`` by another name."""
+        plugin = self.precision_plugin
+        if not isinstance(plugin, Fp8Precision):
+            return
+        plugin.device_type = self.root_device.type
+        if self.config.fp8 not in (None, plugin.recipe, Fp8Recipe()):
+            raise ValueError(
+                f"fp8={self.config.fp8} was asked of the strategy and {plugin.recipe} of Fp8Precision; write the "
+                "recipe in one of the two places"
+            )
+        if self.config.fp8 != plugin.recipe:
+            self.config = dataclasses.replace(self.config, fp8=plugin.recipe)
 
     def _parallelize(self, module: LightningModule) -> ParallelModel:
         assert self._topology is not None
@@ -289,7 +306,7 @@ class SmpShardedStrategy(ParallelStrategy):
             mesh,
             config,
             entry=entry,
-            cast_forward_inputs=not isinstance(self.precision_plugin, MixedPrecision),
+            cast_forward_inputs=autocast_dtype(self.precision_plugin) is None,
             init_fn=self._init_fn,
         )
         self.config = parallel.config
@@ -301,8 +318,9 @@ class SmpShardedStrategy(ParallelStrategy):
         plugin = self.precision_plugin
         if config.param_dtype == "auto":
             gathered, why = None, f"precision={plugin.precision!r}"
-            if isinstance(plugin, MixedPrecision):
-                gathered = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}[str(plugin.precision)]
+            under = autocast_dtype(plugin)
+            if under is not None:
+                gathered = str(under).removeprefix("torch.")
                 if self.root_device.type == "cpu":
                     gathered, why = None, f"{why} on CPU: autocast there does not mix dtypes in norms"
             config = config.with_resolved("param_dtype", gathered, why)
@@ -346,7 +364,7 @@ class SmpShardedStrategy(ParallelStrategy):
             if knob in _OF_EACH_RUN:
                 if asked != default:
                     config = config.with_resolved(knob, asked, "asked by this run")
-            elif asked not in (default, getattr(attached.config, knob), attached.config.asked(knob)):
+            elif asked not in (default, getattr(attached.config, knob), attached.config.to_dict()[knob]):
                 raise ValueError(
                     f"{knob}={asked!r}: this LightningModule was sharded before with {knob}="
                     f"{getattr(attached.config, knob)!r} and keeps that; use the same value, or a new module and "
@@ -570,6 +588,8 @@ class SmpShardedStrategy(ParallelStrategy):
         place = describe_place(self.lightning_module.trainer, checkpoint, self.mesh.data_size)
         if place is not None:
             checkpoint["smp_data"] = place
+        if self.parallel.fp8 is not None:
+            checkpoint[checkpoints.FP8_STATE] = self.parallel.fp8.state_dict()
         checkpoints.save(self, checkpoint, self.broadcast(filepath), storage_options)
         if self.background_saves is not None and not self._is_running():
             self.background_saves.wait()

@@ -93,18 +93,21 @@ class Fp8Model:
         ``reduce_amax=False`` (ranks' own histories are merged to their maximum)."""
         state = self.state.state_dict()
         if not self.recipe.reduce_amax:
-            for tensors in state["sites"].values():
-                self.all_reduce_max(tensors["amax_history"])
+            history = self.state.history.clone()
+            self.all_reduce_max(history)
+            for number, tensors in enumerate(state["sites"].values()):
+                tensors["amax_history"] = history[:, number].cpu()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None, name_there: Callable[[str], str] = str) -> None:
         """Bring a state back, and scale weights by what they are now. Collective.
 
         Args:
             state: of :meth:`state_dict`; None or with modules missing: those are calibrated anew, and a warning says
                 so.
+            name_there: a site's name here -> its name in ``state``.
         """
-        missing = self.state.load_state_dict(state or {})
+        missing = self.state.load_state_dict(state or {}, name_there)
         if missing:
             logger.warning(
                 "the checkpoint has no FP8 scales of %s: calibrated anew in the next step",

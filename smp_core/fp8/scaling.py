@@ -172,16 +172,20 @@ class Fp8State:
         self.generation += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors by site name (``amax_history`` ``[H, 3]``, ``scale`` ``[3]``, copies), and the step count."""
+        """Plain CPU tensors by site name (``amax_history`` ``[H, 3]``, ``scale`` ``[3]``), and the step count."""
+        history, scale = self.history.cpu(), self.scale.cpu()
         sites = {
-            name: {"amax_history": self.history[:, i].clone(), "scale": self.scale[i].clone()}
+            _clean(name): {"amax_history": history[:, i].clone(), "scale": scale[i].clone()}
             for i, name in enumerate(self.names)
         }
         return {"steps": self.steps, "sites": sites}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+    def load_state_dict(self, state: Mapping[str, Any], name_there: Callable[[str], str] = str) -> list[str]:
         """Bring back what :meth:`state_dict` gave; a history of another length is cut or filled up with zeros.
+
+        Args:
+            name_there: a site's name here -> its name in ``state``.
 
         Returns:
             names of sites that ``state`` has nothing of: those are calibrated anew.
@@ -192,7 +196,7 @@ class Fp8State:
         self.scale, self.inverse = torch.ones_like(self.scale), torch.ones_like(self.inverse)
         self.current = torch.zeros_like(self.current)
         for i, name in enumerate(self.names):
-            tensors = saved.get(_clean(name))
+            tensors = saved.get(name_there(_clean(name)))
             if tensors is None:
                 missing.append(name)
                 continue
