@@ -72,6 +72,10 @@ def resolve_config(
     if any(knob not in asked for knob in translated):
         base = SmpConfig.from_dict({**translated, **asked})
     base.require_built()
+    if base.context_parallel_degree > 1:
+        raise ValueError(
+            f"context_parallel_degree={base.context_parallel_degree}: not built yet under this trainer; leave it at 1"
+        )
     return base
 
 

@@ -111,6 +111,10 @@ class SmpShardedStrategy(ParallelStrategy):
             )
         self.config = SmpConfig.from_dict(knobs) if config is None else config
         self.config.require_built()
+        if self.config.context_parallel_degree > 1:
+            raise ValueError(
+                f"context_parallel_degree={self.config.context_parallel_degree}: not built yet here; write 1"
+            )
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout

@@ -43,8 +43,10 @@ class SmpConfig:
             "world" (all ranks, no replicas) or "auto" (default; the smallest degree whose model states fit the device
             once the model is known; on CPU "node").
         context_parallel_degree: Ranks that hold pieces of the same sequence, inside the partition group: at most
-            shard_degree, and a divisor of it. Integer >= 1; default 1 (each rank has whole sequences). Others than 1
-            are not built yet.
+            shard_degree, and a divisor of it. Integer >= 1; default 1 (each rank has whole sequences).
+        context_head_groups: In how many groups the key and value heads travel between context ranks, so that one
+            group's gather runs behind the attention of the one before. Integer >= 1 (at most the number of key and
+            value heads; the next smaller divisor of it is taken) or "auto" (default; 2 on an accelerator, 1 on CPU).
         tensor_parallel_degree: Ranks that split each matrix product. Integer >= 1; default 1 (off). Others than 1 are
             not built yet.
         pipeline_parallel_degree: Stages the layers are dealt out to. Integer >= 1; default 1 (off). Others than 1 are
@@ -140,6 +142,7 @@ class SmpConfig:
 
     shard_degree: int | Literal["node", "world", "auto"] = "auto"
     context_parallel_degree: int = 1
+    context_head_groups: int | Literal["auto"] = "auto"
     tensor_parallel_degree: int = 1
     pipeline_parallel_degree: int = 1
     hierarchical: bool | Literal["auto"] = "auto"

@@ -31,6 +31,7 @@ READERS: dict[str, read.Reader] = {
         _DEGREE, read.word("node", "world", "auto"), allowed="an integer of at least 1, 'node', 'world', 'auto'"
     ),
     "context_parallel_degree": _DEGREE,
+    "context_head_groups": read.either(_DEGREE, read.word("auto"), allowed="an integer of at least 1, 'auto'"),
     "tensor_parallel_degree": _DEGREE,
     "pipeline_parallel_degree": _DEGREE,
     "hierarchical": read.either(_BOOLEAN, read.word("auto"), allowed="true, false, 'auto'"),
@@ -107,7 +108,6 @@ def _only(*built: Any) -> Callable[[Any], bool]:
 
 
 NOT_BUILT: dict[str, NotBuilt] = {
-    "context_parallel_degree": NotBuilt("context parallelism is", "leave it at 1", _only(1)),
     "tensor_parallel_degree": NotBuilt(
         "tensor parallelism is", "leave it at 1 and raise shard_degree until the model fits", _only(1)
     ),

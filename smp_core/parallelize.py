@@ -1,7 +1,7 @@
 """parallelize_model(): the one place that knows the order of all conversions.
 
 1. linear layers to FP8, whose weights then travel in FP8
-2. (tensor and context parallelism)   later issue
+2. context parallelism: attention over the ranks that share sequences (tensor parallelism: later issue)
 3. activation checkpointing: a property of a module's forward, so inside FSDP2's hooks
 4. equal initial weights: rank 0's, unit by unit, while a unit is still whole
 5. fully_shard of blocks, then roots, with our communication objects
@@ -31,6 +31,8 @@ from smp_core.comm.flat import FlatMaxReduce
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
 from smp_core.config import SmpConfig
+from smp_core.context_parallel.batch import ContextParallel
+from smp_core.context_parallel.build import build_context_parallel
 from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.accumulation import AccumulationWindow
@@ -44,7 +46,8 @@ logger = logging.getLogger("smp")
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A parallelized module with what steps it: units, window, meter, traffic, mesh; with ``config.fp8``, scales."""
+    """A parallelized module with what steps it: units, window, meter, traffic, mesh; with ``config.fp8``, scales; where
+    sequences are shared, what splits its batches (``context``)."""
 
     module: nn.Module
     mesh: SmpMesh
@@ -57,6 +60,7 @@ class ParallelModel:
     checkpointed: tuple[CheckpointedModule, ...] = ()
     fp8: Fp8Model | None = None
     offloader: Offloader | None = None
+    context: ContextParallel | None = None
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
@@ -128,6 +132,7 @@ class ParallelModel:
             mesh.topology.describe(),
             f"{mesh.replicate_degree} x {mesh.shard_degree}: {mesh.replicate_degree} replicas of the model states, "
             f"each over {mesh.shard_degree} ranks" + (", collectives in two stages" if mesh.hierarchical else ""),
+            *([f"sequences over {mesh.context_degree} ranks"] if mesh.context_degree > 1 else []),
             f"{total:,} parameters, units: {len(self.plan.units)} ({self.plan.why})",
         ]
         if self.checkpointed:
@@ -184,7 +189,7 @@ def parallelize_model(
     plan = plan_units(model, config, entry=entry)
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=config.comm_meter)
     traffic = Traffic(mesh, meter, config)
-    config = traffic.config
+    config, context = build_context_parallel(model, mesh, traffic.config, meter)
     fp8 = None if config.fp8 is None else convert_to_fp8(model, config.fp8)
 
     def equal_weights(_: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
@@ -252,7 +257,9 @@ def parallelize_model(
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(unmetered))
         fp8.refresh_weights()  # before the first step; what is sent belongs to none
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(meter))
-    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic, checkpointed, fp8, offloader)
+    return ParallelModel(
+        model, mesh, config, plan, tuple(units), window, meter, traffic, checkpointed, fp8, offloader, context
+    )
 
 
 def _maximum(mesh: SmpMesh, reduce: FlatMaxReduce) -> Callable[[torch.Tensor], None]:

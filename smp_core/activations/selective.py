@@ -71,8 +71,8 @@ _kept: set[Any] = _ops_of_torch()
 def keep_outputs_of(*operators: Any) -> None:
     """From now on selective checkpointing keeps the outputs of these operators and never runs them again in backward.
 
-    For operators that communicate or are dear to compute (``keep_outputs_of(torch.ops.smp.cp_attn)``). Call it where
-    the operator is defined.
+    For operators that communicate or are dear to compute (``keep_outputs_of(torch.ops.smp.context_attention)``). Call
+    it where the operator is defined.
 
     Args:
         operators: ``torch.ops.<space>.<name>``, all its overloads, or one overload of it. Their outputs must not be

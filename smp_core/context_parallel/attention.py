@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from smp_core.activations.selective import keep_outputs_of
 from smp_core.context_parallel import kernels
 from smp_core.context_parallel.plan import KernelCall, SequencePlan, decode
 from smp_core.context_parallel.traffic import ContextGroup, Pair, gathered, group_numbered, head_ranges, send_home
@@ -199,3 +200,4 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[tor
 
 
 context_attention.register_autograd(_backward, setup_context=_save)
+keep_outputs_of(torch.ops.smp.context_attention)

@@ -3,7 +3,8 @@
 A window is the micro-batches of one optimizer step. Hop one: FSDP2 reduce-scatters every micro-batch's gradients inside
 the partition group and hands the unit's flat sum to our hook, which adds it to the unit's partial sum. Hop two: in the
 window's last backward pass each unit's partial sum is added up across replicas as soon as it is complete, behind the
-rest of the pass; when the pass ends the sums are divided by the number of data-parallel ranks and become ``.grad``.
+rest of the pass; when the pass ends the sums are divided by the number of ranks and become ``.grad``. (Context ranks
+included: each has its tokens' part of the loss, and the loss is the mean over ranks of these parts.)
 
 Sums are sent in one order on all ranks, last unit of the model first, whatever order backward finishes them in:
 replicas may take different ways through the model, and messages are matched by order alone. So a unit waits for those
@@ -174,7 +175,7 @@ class AccumulationWindow:
         for unit, unit_sum in zip(self._units, self._sums, strict=True):
             count = len(unit.parameters())
             if unit_sum.flat is not None:
-                unit_sum.flat /= self._mesh.data_size
+                unit_sum.flat /= self._mesh.topology.world_size
                 parameters = unit.parameters()
                 for slot in unit_sum.slots:
                     if seen is None or seen[position + slot.index]:

@@ -95,7 +95,7 @@ class ReplicatedGradients:
         for names, flat, work in self._in_flight:
             if work is not None:
                 work.wait()
-            flat /= self._mesh.data_size
+            flat /= self._mesh.topology.world_size
             for name, part in zip(names, flat.split([self.parameters[n].numel() for n in names]), strict=True):
                 self._sums[name] = part.view_as(self.parameters[name])
         for name, gradient in self._sums.items():

@@ -52,6 +52,7 @@ def test_every_knob_is_documented_with_its_default() -> None:
 VALUES: dict[str, Any] = {
     "shard_degree": st.integers(1, 64).map(lambda n: n * 6) | st.sampled_from(["node", "world", "auto"]),
     "context_parallel_degree": st.sampled_from([1, 2, 3, 6]),
+    "context_head_groups": st.one_of(st.just("auto"), st.integers(1, 8)),
     "tensor_parallel_degree": st.integers(1, 9),
     "pipeline_parallel_degree": st.integers(1, 9),
     "hierarchical": st.booleans() | st.just("auto"),

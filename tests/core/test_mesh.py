@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from smp_core.config import SmpConfig
 from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
 from smp_core.topology import Topology
 from tests.harness import run_ranks
 
@@ -205,15 +203,3 @@ def degrees_over_three_ranks_a_node() -> str:
 def test_a_degree_that_straddles_nodes_is_refused() -> None:
     for message in run_ranks(degrees_over_three_ranks_a_node, 6, ranks_per_node=3):
         assert "straddle nodes of 3 ranks" in message and "allowed: 1, 3, 6" in message
-
-
-def parallelize_with_context() -> str:
-    mesh, config = SmpMesh.build(SmpConfig(shard_degree=2, context_parallel_degree=2), Topology.discover(), "cpu")
-    with pytest.raises(ValueError) as caught:
-        parallelize_model(nn.Linear(2, 2), mesh, config)
-    return str(caught.value)
-
-
-def test_a_mesh_with_context_ranks_is_not_trained_on_yet() -> None:
-    for message in run_ranks(parallelize_with_context, 2):
-        assert "context_parallel_degree=2" in message and "not built yet" in message

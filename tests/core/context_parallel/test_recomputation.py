@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
+from smp_core.activations.selective import selective_contexts
 from smp_core.context_parallel import traffic
 from smp_core.context_parallel.attention import attention
 from smp_core.context_parallel.plan import SequencePlan
@@ -26,11 +25,6 @@ class Layer(torch.nn.Module):
     def forward(self, x: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (2, -1)) for part in self.qkv(x).chunk(3, -1))
         return x + attention(q, k, v, plan, window=9).flatten(2)
-
-
-def keep_attention(ctx, op, *args, **kwargs) -> CheckpointPolicy:  # type: ignore[no-untyped-def]
-    kept = op == torch.ops.smp.context_attention.default
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def gradients(way: str, degree: int) -> tuple[list[torch.Tensor], int]:
@@ -51,14 +45,13 @@ def gradients(way: str, degree: int) -> tuple[list[torch.Tensor], int]:
 
     traffic._start_gather = counted
     encoded = plan.encode()
-    contexts = functools.partial(create_selective_checkpoint_contexts, keep_attention)
 
     def forward(x: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
         for layer in layers:
             if way == "full":
                 x = checkpoint(layer, x, encoded, use_reentrant=False)
             elif way == "selective":
-                x = checkpoint(layer, x, encoded, use_reentrant=False, context_fn=contexts)
+                x = checkpoint(layer, x, encoded, use_reentrant=False, context_fn=selective_contexts)
             else:
                 x = layer(x, encoded)
         return x

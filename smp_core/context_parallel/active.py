@@ -1,0 +1,211 @@
+"""The batch whose sequences are split at the moment, and torch's attention under it.
+
+:func:`enabled` is entered around forward and around backward (activation checkpointing runs forward again there).
+Inside, ``F.scaled_dot_product_attention`` is attention over the whole sequence, wherever it is called from;
+Transformers models look at :func:`active_split` through their own attention function
+(:mod:`smp_core.context_parallel.transformers_models`).
+
+The state belongs to the process and not to a thread: on an accelerator backward runs on threads of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from smp_core.context_parallel.attention import attention
+from smp_core.context_parallel.plan import SequencePlan
+
+
+@dataclass
+class SplitBatch:
+    """One rank's part of a batch.
+
+    Attributes:
+        batch: what the model gets. plan: who holds which tokens. length: tokens per row before padding. rank: this
+        rank's place in the plan. encoded: the plan as the kernels take it. position_ids: [B, L] or [1, L], this rank's
+        positions in their documents. labels: what ``batch["labels"]`` is, to recognise it. shift_labels: [B, L], the
+        target of each of this rank's tokens; -100: none. tokens_per_rank: targets of all ranks / ranks, as 0-d tensor:
+        (sum of losses) / this, averaged over ranks, is the
+            mean over all targets.
+        weight: this rank's targets / ``tokens_per_rank``: what turns a mean over its targets into its part of the mean.
+        weighted: whether :func:`weighted_mean` has been asked for this batch.
+    """
+
+    batch: Any
+    plan: SequencePlan
+    length: int
+    rank: int
+    encoded: torch.Tensor = field(init=False)
+    position_ids: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    shift_labels: torch.Tensor | None = None
+    tokens_per_rank: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        self.encoded = self.plan.encode()
+
+
+class _State:
+    split: SplitBatch | None = None
+
+
+_STATE = _State()
+
+
+def active_split() -> SplitBatch | None:
+    """The batch that :func:`enabled` is around, or None."""
+    return _STATE.split
+
+
+@contextlib.contextmanager
+def enabled(split: SplitBatch | None) -> Iterator[None]:
+    """Attention inside is over the whole sequences of ``split``, which :meth:`ContextParallel.split` has made; None: as
+    it is.
+
+    Raises:
+        ValueError: from an attention that has no such form: a mask, dropout, other lengths than the batch's.
+    """
+    if split is None:
+        yield
+        return
+    before, _STATE.split = _STATE.split, split
+    try:
+        with _torchs_attention_replaced() if before is None else contextlib.nullcontext():
+            yield
+    finally:
+        _STATE.split = before
+
+
+def positions(tokens: torch.Tensor) -> torch.Tensor:
+    """Where in their document the tokens stand that this rank holds: what a table of positions is indexed with.
+
+    Args:
+        tokens: [B, L, ...], this rank's.
+
+    Returns:
+        [B, L] or [1, L], int64; 0, 1, 2, ... when no batch is split.
+    """
+    split = _STATE.split
+    if split is None:
+        return torch.arange(tokens.shape[1], device=tokens.device)[None]
+    if split.position_ids is None:
+        split.position_ids = split.plan.positions(split.rank)[None]
+    if split.position_ids.shape[1] != tokens.shape[1]:
+        raise ValueError(
+            f"{tokens.shape[1]} tokens, but this rank has {split.position_ids.shape[1]} of the split batch"
+        )
+    return split.position_ids.to(tokens.device)
+
+
+def weighted_mean(loss: torch.Tensor) -> torch.Tensor:
+    """Turn a mean over this rank's targets into its part of the mean over all ranks' targets.
+
+    The average over all ranks of what is returned is the loss of the whole batch, however uneven the targets are, so it
+    is what to log with ``sync_dist=True``. Without a split batch, or if it has no targets, ``loss`` itself.
+    """
+    split = _STATE.split
+    if split is None or split.weight is None or split.weighted:
+        return loss
+    split.weighted = True
+    # The mean over no targets is nan.
+    weight = split.weight.to(loss.dtype)
+    return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))
+
+
+_TORCHS_ATTENTION = F.scaled_dot_product_attention
+_TORCHS_MULTI_HEAD = F.multi_head_attention_forward
+# (names of a module, name) of every reference to one of the two; found again when modules were imported since.
+_known: list[tuple[dict[str, Any], str]] = []
+_modules_seen = 0
+
+
+@contextlib.contextmanager
+def _torchs_attention_replaced() -> Iterator[None]:
+    """Our attention in every module that knows torch's by some name. Names, and not a TorchFunctionMode: a mode is off
+    inside backward, where checkpointing recomputes, and breaks graphs that compile without it.
+
+    The fast path of nn.TransformerEncoder, which calls neither, is off inside.
+    """
+    global _modules_seen
+    if _modules_seen != len(sys.modules):
+        _modules_seen = len(sys.modules)
+        namespaces = [vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
+        _known[:] = [
+            (names, name)
+            for names in namespaces
+            for name, value in list(names.items())
+            if (value is _TORCHS_ATTENTION or value is _TORCHS_MULTI_HEAD) and names is not globals()
+        ]
+    before = [names.get(name) for names, name in _known]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    for (names, name), value in zip(_known, before, strict=True):
+        names[name] = _attend if value is _TORCHS_ATTENTION else _multi_head if value is _TORCHS_MULTI_HEAD else value
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        for (names, name), value in zip(_known, before, strict=True):
+            names[name] = value
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def _multi_head(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``F.multi_head_attention_forward``, which calls torch's attention only if no weights are asked for."""
+    if kwargs.get("need_weights", True):
+        raise ValueError(
+            "nn.MultiheadAttention with need_weights=True returns the weights of whole sequences, which no rank has; "
+            "write need_weights=False"
+        )
+    return _TORCHS_MULTI_HEAD(*args, **kwargs)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Queries, keys and values [B, H, L, D], as ``F.scaled_dot_product_attention`` takes them."""
+    split = _STATE.split
+    assert split is not None
+    if attn_mask is not None:
+        raise ValueError(
+            "attn_mask: context parallelism keeps no mask of whole sequences; causality, documents and padding follow "
+            "from is_causal=True and the batch (docs/context-parallelism.md), so pass attn_mask=None"
+        )
+    refuse_dropout(dropout_p)
+    if key.shape[1] != query.shape[1] and not enable_gqa:
+        raise ValueError(
+            f"{query.shape[1]} query heads and {key.shape[1]} key heads; write enable_gqa=True if heads are grouped"
+        )
+    q, k, v = (tensor.transpose(1, 2) for tensor in common_dtype(query, key, value))
+    return attention(q, k, v, split.encoded, causal=is_causal, scale=scale).transpose(1, 2)
+
+
+def refuse_dropout(probability: float) -> None:
+    if probability:
+        raise ValueError(
+            f"attention dropout of {probability}: dropping weights of one softmax on several ranks is not supported; "
+            "set the model's attention dropout to 0"
+        )
+
+
+def common_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Under autocast its dtype, as torch's own attention has it."""
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind) and all(tensor.dtype != torch.float64 for tensor in tensors):
+        return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+    return tensors

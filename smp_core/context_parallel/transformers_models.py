@@ -1,0 +1,184 @@
+"""Transformers models under context parallelism; the only file of smp_core that knows Transformers, and only when
+asked.
+
+Their attention interface gets a function named "smp_cp", and every model a hook that gives ``forward`` what it would
+otherwise make up from the length of its input: positions, shifted labels and the number of targets. Outside a split
+batch (``generate``, an evaluation of whole sequences) "smp_cp" is Transformers' own ``sdpa``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.context_parallel.active import active_split, common_dtype, positions, refuse_dropout
+from smp_core.context_parallel.attention import attention
+
+NAME = "smp_cp"
+_NO_FORM = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "capped attention scores",
+    "position_bias": "a position bias added to the scores",
+    "block_indices": "sparse attention",
+    "indices": "sparse attention",
+}
+_LAYER_TYPES = ("full_attention", "sliding_attention", "attention", "sparse", "dense", "moe")
+_UNSHIFTED = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "ForSequenceClassification")
+
+
+def transformers_models(model: nn.Module) -> list[Any]:
+    """Every Transformers model in ``model``, outer ones first."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers import PreTrainedModel
+
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the loss of the Transformers model in ``model`` shifts labels: True unless it is known not to."""
+    found = transformers_models(model)
+    return not found or getattr(found[0], "loss_type", None) not in _UNSHIFTED
+
+
+def adapt_transformers_models(model: nn.Module) -> bool:
+    """Let every Transformers model in ``model`` attend over split sequences; False if there is none.
+
+    Raises:
+        ValueError: a model that would be wrong: attention beside the interface, other layers than attention that look
+        along
+            the sequence, positions that depend on a rank's length.
+    """
+    found = transformers_models(model)
+    for each in found:
+        check_model(each)
+    if not found:
+        return False
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _mask)
+    for each in found:
+        each.set_attn_implementation(NAME)
+        if each.config._attn_implementation != NAME:
+            raise ValueError(f"{type(each).__name__} does not use Transformers' attention interface; {_INSTEAD}")
+        each.register_forward_pre_hook(_complete_inputs, with_kwargs=True)
+    return True
+
+
+_INSTEAD = "write context_parallel_degree=1 for it"
+
+
+def check_model(model: Any) -> None:
+    """Refuse a Transformers model that context parallelism would make wrong.
+
+    Raises:
+        ValueError: names the model, what it has, and what to write.
+    """
+    name, config = type(model).__name__, model.config
+    text = config.get_text_config()
+    if getattr(text, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder: cross-attention has no context parallel form; {_INSTEAD}")
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for each in rope.values() if any(isinstance(value, dict) for value in rope.values()) else [rope]:
+        kind = str((each or {}).get("rope_type", "default"))
+        if "dynamic" in kind or kind == "longrope":
+            raise ValueError(
+                f"{name}: rope_type={kind!r} depends on the length of the sequence, and each rank has only its "
+                f"part of it; allowed: 'default', 'linear', 'llama3', 'yarn'. {_INSTEAD.capitalize()}, or "
+                "set another rope_type"
+            )
+    for layer_type in sorted(set(getattr(text, "layer_types", None) or ())):
+        if layer_type not in _LAYER_TYPES:
+            raise ValueError(
+                f"{name} has layers of type {layer_type!r}, which look along the sequence in another way than "
+                f"attention over all of it or a window; {_INSTEAD}"
+            )
+    if getattr(text, "attn_logit_softcapping", None):
+        raise ValueError(f"{name}: attn_logit_softcapping={text.attn_logit_softcapping}: capped scores; {_INSTEAD}")
+    for option in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if getattr(text, option, 0.0):
+            raise ValueError(
+                f"{name}: {option}={getattr(text, option)}: dropping weights of one softmax on several ranks is not "
+                f"supported; set config.{option} = 0.0 before the model is built"
+            )
+    if "position_ids" not in _arguments_of(model):
+        raise ValueError(f"{name} takes no position_ids, so its tokens would stand in the wrong places; {_INSTEAD}")
+
+
+def _arguments_of(model: Any) -> tuple[str, ...]:
+    import inspect
+
+    return tuple(inspect.signature(type(model).forward).parameters)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' signature: queries, keys and values [B, H, L, D]; returns [B, L, H, E]."""
+    split = active_split()
+    if split is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **options
+        )
+    name = type(module).__name__
+    for option, what in _NO_FORM.items():
+        if options.get(option) is not None:
+            raise ValueError(f"{name} asks for {what} ({option}), which context parallelism does not have; {_INSTEAD}")
+    if options.get("output_attentions"):
+        raise ValueError("output_attentions=True: no rank has the weights of whole sequences; write False")
+    if attention_mask is not None:
+        raise ValueError(f"{name} brings a mask of its own, which context parallelism cannot split; {_INSTEAD}")
+    refuse_dropout(dropout)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    q, k, v = (tensor.transpose(1, 2) for tensor in common_dtype(query, key, value))
+    return attention(q, k, v, split.encoded, causal=causal, window=sliding_window, scale=scaling), None
+
+
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """None under a split batch, whose plan says who sees whom; otherwise as for "sdpa"."""
+    if active_split() is not None:
+        return None
+    from transformers.masking_utils import sdpa_mask
+
+    return sdpa_mask(*args, **kwargs)
+
+
+def _complete_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Fill in what the caller of ``forward`` left out; labels that are not the split batch's are refused."""
+    split = active_split()
+    if split is None:
+        return None
+    kwargs = dict(kwargs)
+    tokens = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
+    if tokens is None and args and isinstance(args[0], torch.Tensor):
+        tokens = args[0]
+    if kwargs.get("position_ids") is None and tokens is not None:
+        kwargs["position_ids"] = positions(tokens)
+    labels = kwargs.get("labels")
+    if labels is not None and split.labels is not None and kwargs.get("shift_labels") is None:
+        if labels is not split.labels:
+            raise ValueError(
+                "labels that are not the split batch's own: their shifted targets are on other ranks; pass **batch, or "
+                'shift_labels=batch["shift_labels"]'
+            )
+        kwargs["shift_labels"] = split.shift_labels
+        if kwargs.get("num_items_in_batch") is None:
+            assert split.tokens_per_rank is not None
+            kwargs["num_items_in_batch"] = split.tokens_per_rank.float()
+    return args, kwargs

@@ -1,0 +1,39 @@
+"""Transformers models over context ranks have the loss and gradients that one process has."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests.core.context_parallel.model_cases import MODELS, Run, errors
+from tests.harness import run_ranks
+
+DEGREES = ((4, 4), (4, 2), (4, 1), (2, 2))
+MATRIX = [
+    Run(model, *degrees, rows, checkpointing)
+    for model, degrees, rows, checkpointing in itertools.product(
+        MODELS, DEGREES, ("plain", "packed", "left", "right"), (False, True)
+    )
+]
+
+
+def check(runs: list[Run], timeout: float = 60.0) -> None:
+    """1e-10, for losses of about 4 and gradients of up to 1."""
+    for seen in run_ranks(errors, 4, runs, ranks_per_node=2, timeout=timeout):
+        for run, of_loss, of_gradients, largest in seen:
+            assert largest > 1e-3, f"{run} has no gradients to speak of"
+            assert of_loss <= 1e-10 and of_gradients <= 1e-10, f"{run}: loss {of_loss}, gradients {of_gradients} off"
+
+
+def test_loss_and_gradients_equal_one_process() -> None:
+    """Every model once, with other degrees and rows, checkpointed or not."""
+    chooser = random.Random(4)
+    check([chooser.choice([run for run in MATRIX if run.model == model and run.context > 1]) for model in MODELS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_loss_and_gradients_equal_one_process_everywhere(model: str) -> None:
+    check([run for run in MATRIX if run.model == model], timeout=280)
