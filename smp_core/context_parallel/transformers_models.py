@@ -64,6 +64,7 @@ def adapt_transformers_models(model: nn.Module) -> bool:
     AttentionMaskInterface.register(NAME, _mask)
     for each in found:
         each.set_attn_implementation(NAME)
+        # It only warns where it cannot; _attn_implementation is the one place that says what took effect.
         if each.config._attn_implementation != NAME:
             raise ValueError(f"{type(each).__name__} does not use Transformers' attention interface; {_INSTEAD}")
         each.register_forward_pre_hook(_complete_inputs, with_kwargs=True)
