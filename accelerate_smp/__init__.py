@@ -1,7 +1,7 @@
 """torch-smp for Hugging Face Accelerate and Transformers: ``from accelerate_smp import SmpAccelerator``.
 
-Importing needs Accelerate alone; what needs Transformers (``SmpTrainer``, ``SmpTrainerMixin``, ``SmpMonitorCallback``)
-is imported when it is asked for.
+Importing needs Accelerate alone; what needs Transformers (``SmpTrainer``, ``SmpTrainerMixin``, their callbacks) is
+imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ _IN_TRANSFORMERS = {
     "SmpTrainer": "accelerate_smp.trainer",
     "SmpTrainerMixin": "accelerate_smp.trainer",
     "SmpMonitorCallback": "accelerate_smp.callbacks",
+    "SmpCheckpointCallback": "accelerate_smp.saving",
 }
 
 
@@ -25,4 +26,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'accelerate_smp' has no attribute {name!r}")
 
 
-__all__ = ["SmpAccelerator", "SmpMonitorCallback", "SmpTrainer", "SmpTrainerMixin"]
+__all__ = ["SmpAccelerator", "SmpCheckpointCallback", "SmpMonitorCallback", "SmpTrainer", "SmpTrainerMixin"]

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_smp.callbacks import SmpMonitor
 from lightning_smp.precision import Fp8Precision
+from lightning_smp.saving import SmpCheckpoint
 from lightning_smp.strategy import SmpShardedStrategy
 from smp_core.fp8.recipe import Fp8Recipe
 
@@ -31,4 +32,4 @@ if "smp_sharded_fp8" not in StrategyRegistry:
         "smp_sharded_fp8", SmpShardedStrategy, description="smp_sharded with FP8 linear layers", fp8=True
     )
 
-__all__ = ["Fp8Precision", "Fp8Recipe", "SmpMonitor", "SmpShardedStrategy"]
+__all__ = ["Fp8Precision", "Fp8Recipe", "SmpCheckpoint", "SmpMonitor", "SmpShardedStrategy"]

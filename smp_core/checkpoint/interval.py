@@ -5,15 +5,24 @@ the start of the next is, to first order, sqrt(2 d M) (Young, CACM 17(9), 1974);
 Systems 22(3), 2006, eq. 20) adds the higher-order terms used here:
 
     sqrt(2 d M) * (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d     for d < 2M,      M otherwise
+
+d is the time for which training stands still: with asynchronous saves that is staging, not writing.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
+import time
 from collections import deque
 
 from smp_core.checkpoint.layout import CheckpointError
+from smp_core.checkpoint.ranks import Ranks
+
+logger = logging.getLogger("smp")
+
+_FIRST_STEPS = 10  # until the first save, which is the first measurement
 
 
 def best_interval(save_seconds: float, seconds_between_failures: float) -> float:
@@ -67,3 +76,64 @@ class IntervalEstimate:
             return None
         interval = best_interval(max(statistics.median(self._saves), 1e-6), self.seconds_between_failures)
         return max(1, round(interval / max(statistics.median(self._steps), 1e-9)))
+
+
+class SaveSchedule:
+    """Says after which optimizer steps to save: every N, or at the best interval for what was measured so far.
+
+    The interval is found anew after each save, by all ranks together, so that between two saves no rank has to ask
+    another one.
+
+    Args:
+        interval: steps between two saves, or ``"auto"``.
+        seconds_between_failures: mean time between failures of the whole job in seconds; needed for ``"auto"``. One
+            node's, divided by the number of nodes.
+
+    Attributes:
+        interval: steps between the save before and the next one.
+
+    Raises:
+        CheckpointError: an interval below 1, or ``"auto"`` without a time between failures.
+    """
+
+    def __init__(self, interval: int | str, seconds_between_failures: float | None = None) -> None:
+        self._estimate: IntervalEstimate | None = None
+        if interval == "auto":
+            if seconds_between_failures is None:
+                raise CheckpointError(
+                    "checkpoint_interval='auto' needs mean_time_between_failures of the whole job in seconds: of one "
+                    "node, divided by the number of nodes; or write a number of steps"
+                )
+            self._estimate = IntervalEstimate(seconds_between_failures)
+            interval = _FIRST_STEPS
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise CheckpointError(f"checkpoint_interval={interval!r} is neither 'auto' nor a number of steps from 1 on")
+        self.interval = interval
+        self._since = 0
+        self._clock: float | None = None
+
+    def step(self) -> bool:
+        """Count an optimizer step that has just ended; whether to save now."""
+        now = time.perf_counter()
+        if self._estimate is not None and self._clock is not None:
+            self._estimate.add_step(now - self._clock)
+        self._clock = now
+        self._since += 1
+        return self._since >= self.interval
+
+    def saved(self, seconds: float) -> None:
+        """Take note of a save and settle when the next one is due. Collective with ``"auto"``.
+
+        Args:
+            seconds: for which this rank's training stood still.
+        """
+        self._since = 0
+        if self._estimate is not None:
+            # The slowest rank is what all wait for.
+            self._estimate.add_save(max(Ranks().gather(seconds)))
+            steps = self._estimate.steps()
+            agreed = Ranks().on_first("checkpoint_interval='auto'", lambda: steps)
+            if agreed is not None and agreed != self.interval:
+                logger.info("checkpoint_interval='auto': %d steps until the next save", agreed)
+            self.interval = agreed or self.interval
+        self._clock = time.perf_counter()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from smp_core.checkpoint import CheckpointError, save_checkpoint
-from smp_core.checkpoint.interval import IntervalEstimate, best_interval
+from smp_core.checkpoint.interval import IntervalEstimate, SaveSchedule, best_interval
 from smp_core.checkpoint.random_state import derived_seed, random_state, restore_random_state
 from tests.harness import run_ranks
 
@@ -68,3 +68,33 @@ def test_the_estimate_waits_for_measurements_and_ignores_outliers() -> None:
         estimate.add_save(seconds)
     assert estimate.steps() == 1590
     assert IntervalEstimate(1.0).steps() is None
+
+
+def test_the_schedule_follows_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 2 s and saves of 60 s with a failure a day: the first save is the measurement, then every 1590 steps."""
+    now = 0.0
+    monkeypatch.setattr("smp_core.checkpoint.interval.time.perf_counter", lambda: now)
+    schedule = SaveSchedule("auto", 24 * 3600)
+    due = []
+    for number in range(1, 3300):
+        now += 2.0
+        if schedule.step():
+            due.append(number)
+            now += 60.0
+            schedule.saved(60.0)
+    assert due == [10, 1600, 3190]
+
+
+def test_a_fixed_interval_and_bad_ones() -> None:
+    schedule = SaveSchedule(3)
+    due = []
+    for number in range(1, 10):
+        if schedule.step():
+            due.append(number)
+            schedule.saved(1.0)
+    assert due == [3, 6, 9]
+    with pytest.raises(CheckpointError, match="'auto' needs mean_time_between_failures"):
+        SaveSchedule("auto")
+    for wrong in (0, "often", True):
+        with pytest.raises(CheckpointError, match="neither 'auto' nor a number of steps"):
+            SaveSchedule(wrong)

@@ -1,0 +1,68 @@
+"""SmpCheckpoint: every N steps or at the interval it finds, the newest few, and a resume from the newest."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_smp import SmpCheckpoint
+from tests.harness import run_ranks
+from tests.lightning.modules import ScheduledModule
+from tests.lightning.running import make_trainer
+
+BATCHES = 6
+
+
+def fit(folder: str, epochs: int, load: str | None = None, async_save: bool = False, **options: Any) -> list[int]:
+    """The optimizer steps after which it saved."""
+    saver = SmpCheckpoint(folder, **options)
+    knobs = {"shard_degree": 2, "async_save": async_save}
+    trainer = make_trainer(knobs, callbacks=[saver], enable_checkpointing=True, max_epochs=epochs)
+    saved: list[int] = []
+    save_checkpoint = trainer.save_checkpoint
+
+    def recorded(*args: Any, **kwargs: Any) -> None:
+        saved.append(trainer.global_step)
+        save_checkpoint(*args, **kwargs)
+
+    trainer.save_checkpoint = recorded
+    trainer.fit(ScheduledModule(batches=BATCHES), ckpt_path=load)
+    dist.barrier()  # rank 0 removes
+    return saved
+
+
+def every_four_steps(folder: str, async_save: bool) -> list[Any]:
+    first = fit(folder, 1, checkpoint_interval=4, keep_last=2, async_save=async_save)
+    between = sorted(os.listdir(folder))
+    second = fit(folder, 2, load="last", checkpoint_interval=4, keep_last=2, async_save=async_save)
+    return [first, between, second, sorted(os.listdir(folder)), os.readlink(f"{folder}/last.ckpt")]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_newest_few_stay_and_the_newest_is_last(async_save: bool, tmp_path: Path) -> None:
+    for first, between, second, after, last in run_ranks(
+        every_four_steps, 4, str(tmp_path), async_save, ranks_per_node=2
+    ):
+        assert first == [4, 6]
+        assert between == ["last.ckpt", "step-00000004.ckpt", "step-00000006.ckpt"]
+        assert second == [10, 12]
+        # The one that the run was resumed from is ModelCheckpoint's to keep.
+        assert after == ["last.ckpt", "step-00000010.ckpt", "step-00000012.ckpt"]
+        assert last == "step-00000012.ckpt"
+
+
+def at_its_own_interval(folder: str) -> tuple[list[int], list[int]]:
+    often = fit(f"{folder}/often", 2, checkpoint_interval="auto", mean_time_between_failures=1e-6)
+    seldom = fit(f"{folder}/seldom", 2, checkpoint_interval="auto", mean_time_between_failures=1e12)
+    return often, seldom
+
+
+def test_the_interval_follows_the_time_between_failures(tmp_path: Path) -> None:
+    """The first save, after 10 steps, is the measurement; failures all the time make it save after every step, failures
+    in ages only at the end. The same on all ranks."""
+    results = run_ranks(at_its_own_interval, 4, str(tmp_path), ranks_per_node=2)
+    assert results == [([10, 11, 12], [10, 12])] * 4
