@@ -39,19 +39,20 @@ from accelerate.state import PartialState
 from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_smp import checkpoints
 from accelerate_smp.attachment import attach, parallel_of
 from accelerate_smp.config import check_world, engines_off, resolve_config
 from accelerate_smp.parallelism import SmpParallelism
+from smp_core.adoption import adopt_sharded_model
 from smp_core.checkpoint import full_state_dict
 from smp_core.config import SmpConfig
 from smp_core.knob_rules import unknown_knob
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import ParallelModel, parallelize_model
 from smp_core.planning.memory import smallest_shard_degree
+from smp_core.sharding.given import given_sharding
 from smp_core.sharding.grad_norm import clip_grad_norm_, clip_grad_value_, grad_norm, settle_nonfinite
 from smp_core.sharding.grad_scaler import ShardedGradScaler
 from smp_core.sharding.wrap import plan_units
@@ -159,20 +160,18 @@ class SmpAccelerator(Accelerator):
 
     def _parallelize(self, model: nn.Module) -> ParallelModel:
         assert self._topology is not None
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise ValueError(
-                f"{type(model).__name__} is sharded already (from_pretrained(distributed_config=...) or fully_shard); "
-                "load it without that and let SmpAccelerator shard it, or use SmpAccelerator(smp=False)"
-            )
         on_gpu = self.device.type == "cuda"  # first: says so when the state was reset since
         config = self.smp_config
-        if config.param_dtype == "auto":
-            mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.mixed_precision) if self.native_amp else None
-            config = config.with_resolved("param_dtype", mixed, f"mixed_precision={self.mixed_precision!r}")
         if self.scaler is not None:
             config = config.with_resolved("on_nonfinite_grad_norm", "ignore", "the gradient scaler skips such steps")
+        given = given_sharding(model)
+        if given is None and config.param_dtype == "auto":
+            mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.mixed_precision) if self.native_amp else None
+            config = config.with_resolved("param_dtype", mixed, f"mixed_precision={self.mixed_precision!r}")
         if self.smp_mesh is None:
-            if config.shard_degree == "auto":
+            if given is not None:
+                config = config.with_resolved("shard_degree", given.degree, "as the model came")
+            elif config.shard_degree == "auto":
                 memory = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else None
                 units = plan_units(model, config).unit_parameters()
                 degree, why, _ = smallest_shard_degree(model, self._topology, config, memory, units=units)
@@ -180,7 +179,10 @@ class SmpAccelerator(Accelerator):
             config = self._build_mesh(config)
         first = all(parallel_of(prepared) is None for prepared in self._models)
         before = list(model.named_parameters(remove_duplicate=False))
-        handle = parallelize_model(model, self.mesh, config, cast_forward_inputs=not self.native_amp)
+        if given is not None:
+            handle = adopt_sharded_model(model, self.mesh, config, given)
+        else:
+            handle = parallelize_model(model, self.mesh, config, cast_forward_inputs=not self.native_amp)
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before:
             if after[name] is not parameter:

@@ -12,10 +12,11 @@ Trainer leaves undone for sharded models:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +77,24 @@ class SmpTrainerMixin(_Base):
         self._smp_config = smp_config
         super().__init__(*arguments, **keywords)
 
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether Trainer is to leave the model alone because Transformers sharded it: SmpAccelerator does not."""
+        return self._came_sharded and not self.accelerator.sharding
+
+    @is_distributed_loading_by_transformers.setter
+    def is_distributed_loading_by_transformers(self, value: bool) -> None:
+        self._came_sharded = value
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether Trainer moves the model; one that came sharded is where it belongs."""
+        return self._place_model and not self._came_sharded
+
+    @place_model_on_device.setter
+    def place_model_on_device(self, value: bool) -> None:
+        self._place_model = value
+
     def create_accelerator_and_postprocess(self) -> None:
         """As Trainer's, with SmpAccelerator for the Accelerator that it makes."""
         self._see_the_other_cpus()
@@ -135,7 +154,8 @@ class SmpTrainerMixin(_Base):
             return
         handle.reshard()
         handle.broadcast_buffers()
-        self._save(output_dir or self.args.output_dir, state_dict=full_state_dict(handle.module))
+        with _as_one_model(handle.module):
+            self._save(output_dir or self.args.output_dir, state_dict=full_state_dict(handle.module))
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -246,6 +266,20 @@ class SmpTrainerMixin(_Base):
         )
         skipped = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
         return saved["epoch"], skipped
+
+
+@contextlib.contextmanager
+def _as_one_model(model: torch.nn.Module) -> Iterator[None]:
+    """A model that Transformers sharded gathers itself on all ranks when it is saved, whatever state it is given."""
+    config = getattr(model, "config", None)
+    sharding = getattr(config, "distributed_config", None)
+    if sharding is not None:
+        config.distributed_config = None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        if sharding is not None:
+            config.distributed_config = sharding  # type: ignore[union-attr]
 
 
 def _has_state(checkpoint: str) -> bool:

@@ -38,6 +38,7 @@ from smp_core.mesh import SmpMesh
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
 from smp_core.sharding.fsdp import ShardedUnit, prefetch, reshard, shard_units
+from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
 from smp_core.sharding.wrap import Entry, WrapPlan, plan_units
 
@@ -54,7 +55,7 @@ class ParallelModel:
     config: SmpConfig
     plan: WrapPlan
     units: tuple[ShardedUnit, ...]
-    window: AccumulationWindow
+    window: AccumulationWindow | NativeWindow
     meter: CommMeter
     traffic: Traffic
     checkpointed: tuple[CheckpointedModule, ...] = ()
@@ -157,7 +158,7 @@ class ParallelModel:
         for module in self.module.modules():
             passing = module._non_persistent_buffers_set
             own = module.named_buffers(recurse=False)
-            _broadcast((buffer for name, buffer in own if name not in passing), self.mesh.device)
+            broadcast_from_rank_0((buffer for name, buffer in own if name not in passing), self.mesh.device)
 
 
 def parallelize_model(
@@ -193,7 +194,7 @@ def parallelize_model(
     fp8 = None if config.fp8 is None else convert_to_fp8(model, config.fp8)
 
     def equal_weights(_: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-        _broadcast(parameters, mesh.device)
+        broadcast_from_rank_0(parameters, mesh.device)
 
     by_name = dict(model.named_parameters())
     config = _with_reduce_dtype(config, by_name.values())
@@ -207,8 +208,8 @@ def parallelize_model(
     config, checkpointed, recomputed = _checkpointing(model, plan, config, sharded=not whole)
     config, offloader = _offloading(checkpointed, mesh, config)
     replicated = [*plan.replicated, *(name for unit in plan.units for name in unit.parameters if whole)]
-    _broadcast((by_name[name] for name in replicated), mesh.device)
-    _broadcast(model.buffers(), mesh.device)
+    broadcast_from_rank_0((by_name[name] for name in replicated), mesh.device)
+    broadcast_from_rank_0(model.buffers(), mesh.device)
     units: list[ShardedUnit] = []
     if not whole:
         units = shard_units(
@@ -235,9 +236,9 @@ def parallelize_model(
         config = config.with_resolved("delayed_init", False, why)
     if on_meta:
         materialize(model, mesh.device, seed=config.init_seed, init_fn=init_fn)
-    _move_plain_tensors(model, mesh.device)
+    move_plain_tensors(model, mesh.device)
     if units:
-        _register_forward_methods(model, plan, config.forward_methods)
+        register_forward_methods(model, plan, config.forward_methods)
     by_name = dict(model.named_parameters())
     groups = [plan.replicated, *(unit.parameters for unit in plan.units if whole)]
     named_groups = [{name: by_name[name] for name in group} for group in groups]
@@ -350,7 +351,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 @torch.no_grad()
-def _broadcast(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+def broadcast_from_rank_0(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Rank 0's values everywhere, one tensor at a time; meta tensors have none yet."""
     if dist.get_world_size() == 1:
         return
@@ -364,7 +365,7 @@ def _broadcast(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
+def move_plain_tensors(model: nn.Module, device: torch.device) -> None:
     """FSDP2 moves what it manages; replicated parameters and buffers of modules outside every unit are left to us."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -375,7 +376,7 @@ def _move_plain_tensors(model: nn.Module, device: torch.device) -> None:
                 setattr(module, name, buffer.to(device))
 
 
-def _register_forward_methods(model: nn.Module, plan: WrapPlan, methods: Iterable[str]) -> None:
+def register_forward_methods(model: nn.Module, plan: WrapPlan, methods: Iterable[str]) -> None:
     """``"generate"`` on every root that has it, ``"encoder.encode"`` on the named unit."""
     by_name = {unit.name: unit for unit in plan.units}
     for entry in methods:

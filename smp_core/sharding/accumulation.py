@@ -46,8 +46,6 @@ class _UnitSum:
     # What came after the sum was sent off: FSDP2 reduces once more when a part of a unit's output that does not depend
     # on its inputs gets its gradient last.
     late: list[tuple[list[Slot], torch.Tensor]] = field(default_factory=list)
-    # ``.grad`` from before this backward pass, by slot index; FSDP2 must not add to it.
-    kept: dict[int, torch.Tensor] | None = None
 
     def add(self, slots: list[Slot], flat: torch.Tensor) -> None:
         if self.flat is None:
@@ -118,6 +116,9 @@ class AccumulationWindow:
         self._sums = [_UnitSum() for _ in self._units]
         self._next = 0  # the unit whose sum is sent next
         self._replicated = ReplicatedGradients(replicated, mesh, world_hop, reduce_dtype, self._queue_end)
+        # ``.grad`` from before this backward pass; FSDP2 must not add to it. One dict for all units: two of them may
+        # manage the same tied parameter, and only the first sees what was there before.
+        self._kept: dict[nn.Parameter, torch.Tensor | None] = {}
         self._last = True
         self._running_pass: int | None = None
         self.micro_batches = 0
@@ -224,6 +225,7 @@ class AccumulationWindow:
     def _forget(self) -> None:
         self._sums = [_UnitSum() for _ in self._units]
         self._next = 0
+        self._kept.clear()
         self._replicated.forget()
         for unit in self._units:
             unit.end_of_window()
@@ -239,9 +241,8 @@ class AccumulationWindow:
             unit_sum = self._sums[number]
             parameters = unit.parameters()
             slots = unit.slots(reduced.numel())
-            if unit_sum.kept is None:
-                unit_sum.kept = {i: p.grad for i, p in enumerate(parameters) if p.grad is not None}
             for parameter in parameters:
+                self._kept.setdefault(parameter, parameter.grad)
                 parameter.grad = None
             if unit_sum.in_flight is not None:
                 unit_sum.late.append((slots, reduced))
@@ -266,12 +267,11 @@ class AccumulationWindow:
     def _end_of_backward(self) -> None:
         self._running_pass = None
         self.micro_batches += 1
-        for unit, unit_sum in zip(self._units, self._sums, strict=True):
+        for unit in self._units:
             unit.end_of_pass()
-            if unit_sum.kept is not None:
-                for index, parameter in enumerate(unit.parameters()):
-                    parameter.grad = unit_sum.kept.get(index)
-                unit_sum.kept = None
+        for parameter, gradient in self._kept.items():
+            parameter.grad = gradient
+        self._kept.clear()
         self._replicated.end_of_pass()
         if self._last:
             self.close()

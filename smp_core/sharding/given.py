@@ -1,0 +1,133 @@
+"""Models that come sharded already: by Transformers' ``from_pretrained(distributed_config=...)``, or by hand.
+
+Sharded on a 1-D mesh, they get our communication objects, replica hop and window like any other. On a 2-D mesh
+(replicate, shard), torch has reserved the hop across replicas for itself; then its own two-hop is what a window is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from smp_core.sharding.fsdp import forget_partial_sums, given_policy, holds_partial_sums
+
+
+@dataclass(frozen=True)
+class GivenSharding:
+    """How a model came.
+
+    Attributes:
+        ranks: of this rank's partition group.
+        two_dimensional: sharded on a (replicate, shard) mesh: torch reduces across replicas.
+    """
+
+    ranks: tuple[int, ...]
+    two_dimensional: bool
+
+    @property
+    def degree(self) -> int:
+        return len(self.ranks)
+
+
+def given_sharding(model: nn.Module) -> GivenSharding | None:
+    """How ``model`` is sharded already; None if it is not.
+
+    Raises:
+        ValueError: sharded in a way that cannot be taken over: not by FSDP2, over several meshes, tensor parallel,
+            along another dim than the first, or with its shards in host memory.
+    """
+    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    if not sharded:
+        return None
+    kind, first = type(model).__name__.removeprefix("FSDP"), next(iter(sharded.values()))
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(f"{kind} has DTensor parameters that are not FSDP2's; load it without them")
+    for name, parameter in sharded.items():
+        if parameter.device_mesh != first.device_mesh or parameter.placements != first.placements:
+            raise ValueError(
+                f"{kind} is sharded over several meshes ({name} is {parameter.placements} on {parameter.device_mesh}); "
+                "allowed: one for all parameters; with DistributedConfig write fsdp_size and dp_replicate_size only"
+            )
+    placements = tuple(first.placements)
+    if placements not in ((Shard(0),), (Replicate(), Shard(0))):
+        raise ValueError(
+            f"{kind} is sharded as {placements}; allowed: (Shard(0),), or (Replicate(), Shard(0)); with "
+            "DistributedConfig write fsdp_size and dp_replicate_size only"
+        )
+    if given_policy(model).offloads:
+        raise ValueError(f"{kind} is sharded with its shards in host memory; write fsdp_cpu_offload=False")
+    mesh, two = first.device_mesh, len(placements) == 2
+    ranks = mesh[mesh.mesh_dim_names[-1]].mesh if two and mesh.mesh_dim_names else mesh.mesh
+    if ranks.ndim != 1:
+        raise ValueError(f"{kind} is sharded over {mesh}, whose axes have no names; give it mesh_dim_names")
+    return GivenSharding(tuple(ranks.tolist()), two)
+
+
+class NativeWindow:
+    """torch's own two-hop behind the interface of :class:`smp_core.sharding.accumulation.AccumulationWindow`: inside
+    :meth:`accumulate` gradients are reduce-scattered and kept, the first pass outside it adds them up across replicas.
+
+    Args:
+        model: sharded on a (replicate, shard) mesh.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._last = True
+        self.micro_batches = 0
+        """Passes through :meth:`accumulate` since the window was closed."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients are held that no ``.grad`` shows yet."""
+        return holds_partial_sums(self._model)
+
+    @contextlib.contextmanager
+    def accumulate(self, enabled: bool = True) -> Iterator[None]:
+        """Backward passes inside are not the window's last."""
+        before, self._last = self._last, self._last and not enabled
+        self._all_reduce(self._last)
+        try:
+            yield
+        finally:
+            self._last = before
+            self._all_reduce(before)
+            self.micro_batches += enabled
+
+    def close(self) -> None:
+        """Check that nothing is held any more.
+
+        Raises:
+            RuntimeError: every backward pass ran inside ``accumulate``, so replicas have not been reduced.
+        """
+        if self.is_open:
+            raise RuntimeError(
+                "every backward pass of this step ran inside no_sync(), and torch reduces replicas in a pass outside "
+                "it; run the step's last one outside, or let torch-smp shard the model (without distributed_config)"
+            )
+        self.micro_batches = 0
+
+    def abandon(self) -> None:
+        """Drop the window's gradients, held and closed."""
+        forget_partial_sums(self._model)
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        self.micro_batches = 0
+
+    def drop(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Drop what is held, if these are all the trainable parameters; torch holds whole units only."""
+        dropped = {id(parameter) for parameter in parameters}
+        if all(id(p) in dropped for p in self._model.parameters() if p.requires_grad):
+            forget_partial_sums(self._model)
+            self.micro_batches = 0
+
+    def _all_reduce(self, wanted: bool) -> None:
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_all_reduce(wanted, recurse=False)
