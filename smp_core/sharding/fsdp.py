@@ -69,9 +69,15 @@ class Slot:
 
 
 class ShardedUnit:
-    """One wrapped module: its trainable parameters in FSDP2's order, and which of them autograd reached."""
+    """One wrapped module: its trainable parameters in FSDP2's order, and which of them autograd reached.
 
-    def __init__(self, name: str, module: nn.Module, parameter_names: Sequence[str], is_root: bool) -> None:
+    Args:
+        in_order: whether ``parameter_names`` are in that order, perhaps some of other modules sharded with this one.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, parameter_names: Sequence[str], is_root: bool, in_order: bool = False
+    ) -> None:
         assert isinstance(module, FSDPModule)
         self.name = name
         self.module = module
@@ -81,8 +87,11 @@ class ShardedUnit:
         """Forwards since the last backward pass ended, recomputed ones not counted."""
         self.was_trainable: set[int] = set()
         group: Any = module._get_fsdp_state()._fsdp_param_group
-        names = {id(p): f"{name}.{local}" if name else local for local, p in module.named_parameters()}
-        self._names = [names[id(parameter)] for parameter in self.parameters()]
+        if in_order:
+            self._names = list(parameter_names)
+        else:
+            names = {id(p): f"{name}.{local}" if name else local for local, p in module.named_parameters()}
+            self._names = [names[id(parameter)] for parameter in self.parameters()]
         if group is not None:
             group.pre_forward = self._using(group.pre_forward)
             group.post_backward = self._noting(group.post_backward)
@@ -383,7 +392,7 @@ def adopt_units(
         known.add(state)
         group = state._fsdp_param_group
         own = [] if group is None else [names[parameter.sharded_param] for parameter in group.fsdp_params]
-        unit = ShardedUnit(name, cast(nn.Module, module), own, module not in inner)
+        unit = ShardedUnit(name, cast(nn.Module, module), own, module not in inner, in_order=True)
         module.set_custom_all_gather(all_gather(unit))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(reduce_scatter(unit))  # type: ignore[arg-type]
         module.set_force_sum_reduction_for_comms(True)
