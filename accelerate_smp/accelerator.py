@@ -44,6 +44,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate_smp import checkpoints
 from accelerate_smp.attachment import attach, parallel_of
 from accelerate_smp.config import check_world, engines_off, resolve_config
+from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.parallelism import SmpParallelism
 from smp_core.adoption import adopt_sharded_model
 from smp_core.checkpoint import full_state_dict
@@ -102,7 +103,7 @@ class SmpAccelerator(Accelerator):
             return
         _refuse_precision(arguments)
         parallelism, fsdp = arguments.pop("parallelism_config", None), arguments.pop("fsdp_plugin", None)
-        self.smp_config = resolve_config(smp_config, knobs, parallelism, fsdp)
+        self.smp_config = settle_fp8(arguments, resolve_config(smp_config, knobs, parallelism, fsdp))
         with engines_off():
             super().__init__(**arguments)
         engine = str(self.distributed_type).rpartition(".")[2]
@@ -401,10 +402,5 @@ def _must_say_cpu() -> bool:
 def _refuse_precision(arguments: Mapping[str, Any]) -> None:
     asked = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     asked = str(getattr(asked, "value", asked))
-    if asked == "fp8":
-        raise ValueError(
-            "mixed_precision='fp8' needs the FP8 plugin of torch-smp, which is not built yet; write "
-            "mixed_precision='bf16'"
-        )
     if asked == "fp16" and (arguments.get("cpu") or not torch.accelerator.is_available()):
         raise ValueError("mixed_precision='fp16' scales losses on a GPU and cannot run on CPU; write 'bf16' or 'no'")

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
+FP8_STATE = "smp_fp8"  # as in Lightning's folders
 # Tensors that are read into place; the rest (a scheduler's, a registered object's) comes whole.
 _SHARDED = ("state_dict.*", "more_state_dicts.*", "optimizer_states.*", f"{REMAINDERS}.*")
 
@@ -85,9 +86,13 @@ def write(accelerator: SmpAccelerator, path: str, facts: dict[str, Any], schedul
         "dataloaders": [_loader_state(loader) for loader in accelerator._dataloaders],
         "custom_objects": [obj.state_dict() for obj in accelerator._custom_objects],
     }
-    handle = parallel_of(models[0]) if models else None
+    handles = [parallel_of(model) for model in models]
+    handle = handles[0] if handles else None
     if handle is not None:
         state.update(remainder_state(handle.traffic))
+    scales = [handle.fp8.state_dict() if handle is not None and handle.fp8 is not None else None for handle in handles]
+    if any(scales):
+        state[FP8_STATE], *state["more_" + FP8_STATE] = scales
     files = config_files(models[0]) if models else {}
     metadata = {"module_prefix": "", "trainer": "accelerate", **facts}
     save_checkpoint(path, state, metadata=metadata, extra_files=files, per_rank=random_state())
@@ -118,6 +123,7 @@ def read(accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: 
     handle = parallel_of(models[0]) if models else None
     if handle is not None:
         load_remainder_state(handle.traffic, path)
+    _load_fp8(models, path, rest)
     ours, schedules = rest.get("accelerate"), rest.get("lr_schedulers", [])
     if ours is None:
         same = len(schedulers) == len(schedules)
@@ -147,6 +153,20 @@ def load_weights(model: nn.Module | None, path: str | os.PathLike[str], strict: 
     state: dict[str, Any] = get_model_state_dict(model)
     name_there = names_between("", prefix)
     load_checkpoint(path, {"state_dict": {name_there(name): value for name, value in state.items()}}, strict=strict)
+    if handle is not None and handle.fp8 is not None:
+        handle.fp8.refresh_weights()
+
+
+def _load_fp8(models: list[nn.Module], path: str, rest: dict[str, Any]) -> None:
+    """FP8 scales, after the weights."""
+    name_there = names_between("", read_manifest(path).metadata.get("module_prefix", ""))
+    saved = [rest.get(FP8_STATE), *rest.get("more_" + FP8_STATE, [])]
+    for number, handle in enumerate(map(parallel_of, models)):
+        state = saved[number] if number < len(saved) else None
+        if handle is not None and handle.fp8 is not None:
+            handle.fp8.load_state_dict(state, name_there)
+        elif state is not None:
+            logger.info("%s has FP8 scales, which are not used: this run computes without FP8", path)
 
 
 def load_optimizers(

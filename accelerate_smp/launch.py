@@ -13,6 +13,8 @@ from the file itself (``SMP_CONFIG_FILE``). Three things of Accelerate's launche
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,7 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 
+from accelerate_smp.fp8 import recipe_of
 from smp_core.config import SmpConfig
 from smp_core.config_sources import CONFIG_FILE_VARIABLE, YAML_SECTION
 from smp_core.knob_values import nearest_name
@@ -39,7 +42,7 @@ class LaunchFile:
     Attributes:
         path: the file.
         smp: its ``smp_config:`` section.
-        accelerate: everything else, without ``parallelism_config``.
+        accelerate: everything else, without ``parallelism_config`` and ``fp8_config``.
         parallelism: its ``parallelism_config:`` section, keys without prefix.
     """
 
@@ -71,6 +74,16 @@ class LaunchFile:
         smp = SmpConfig.from_yaml(file)
         accelerate = {key: value for key, value in document.items() if key != YAML_SECTION}
         parallelism = _parallelism(path, accelerate.pop("parallelism_config", None) or {})
+        asked = accelerate.pop("fp8_config", None)
+        if asked is not None:
+            recipe = recipe_of(asked, f"{path}: fp8_config")
+            if smp.fp8 not in (None, recipe):
+                raise ValueError(
+                    f"{path}: fp8_config says {recipe} and smp_config fp8={smp.fp8}; remove one of the two"
+                )
+            smp = dataclasses.replace(smp, fp8=recipe)
+        if str(accelerate.get("mixed_precision", "no")) == "fp8" and smp.fp8 is not None:
+            accelerate["mixed_precision"] = "bf16"  # what everything but the linear layers computes in
         return cls(file, smp, accelerate, parallelism)
 
     def check(self, processes: int) -> None:
@@ -100,8 +113,8 @@ class LaunchFile:
             )
         if str(self.accelerate.get("mixed_precision", "no")) == "fp8":
             raise ValueError(
-                f"{self.path}: mixed_precision: fp8 needs the FP8 plugin of torch-smp, which is not built yet; write "
-                "bf16"
+                f"{self.path}: mixed_precision: fp8 needs the FP8 plugin of torch-smp to say how; write "
+                "`fp8: hybrid` into smp_config and mixed_precision: bf16"
             )
 
 
@@ -124,6 +137,8 @@ def launch(arguments: Sequence[str]) -> None:
     processes = int(args.num_processes or file.accelerate.get("num_processes") or max(torch.cuda.device_count(), 1))
     file.check(processes)
     os.environ[CONFIG_FILE_VARIABLE] = str(file.path.resolve())
+    if file.smp.fp8 is not None:
+        os.environ["SMP_FP8"] = json.dumps(file.smp.fp8.to_dict())
     if file.parallelism:
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         os.environ.update({f"PARALLELISM_CONFIG_{name.upper()}": str(n) for name, n in file.parallelism.items()})
