@@ -133,8 +133,9 @@ class SmpConfig:
             of what a rank sends between nodes and makes 4 bits train well. True or False (default).
         optimizer_shard: Where optimizer states live. "shard" (default; sharded like the parameters, over the partition
             group) or "world" (over all ranks). "world" is not built yet.
-        state_offload: What waits in host memory. None (default; nothing), "optimizer" or "all". Others than None are
-            not built yet.
+        state_offload: What lives in host memory instead of the device. None (default; nothing), "optimizer" (the
+            optimizer's states and float32 masters of half precision parameters; the step is taken there) or "all"
+            (shards of parameters and gradients too; what computes is brought unit by unit).
 
     Raises:
         ValueError: a value is not allowed, or two knobs contradict each other; the message says what to type.

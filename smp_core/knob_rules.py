@@ -119,7 +119,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
         "write 'shard', with shard_degree='node' or 'world' to shard them together with the parameters",
         _only("shard"),
     ),
-    "state_offload": NotBuilt("offloading of model and optimizer states is", "leave it at none", _only(None)),
 }
 
 

@@ -12,8 +12,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from smp_core.activations.checkpointing import apply_checkpointing, checkpoints_itself
-from smp_core.activations.host_pool import HostPool, available_host_bytes
-from smp_core.activations.offloading import Offloader, park_inputs
-from smp_core.activations.plan import CheckpointedModule, plan_checkpointing
+from smp_core.activations.savers import NOTHING_SAVED, ActivationSavers, save_activations
 from smp_core.comm.flat import FlatMaxReduce
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
@@ -40,6 +36,7 @@ from smp_core.sharding.delayed_init import materialize
 from smp_core.sharding.fsdp import ShardedUnit, prefetch, reshard, shard_units
 from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
+from smp_core.sharding.host_optimizer import host_kernels, offloaded_methods
 from smp_core.sharding.wrap import Entry, WrapPlan, plan_units
 
 logger = logging.getLogger("smp")
@@ -58,9 +55,8 @@ class ParallelModel:
     window: AccumulationWindow | NativeWindow
     meter: CommMeter
     traffic: Traffic
-    checkpointed: tuple[CheckpointedModule, ...] = ()
+    activations: ActivationSavers = NOTHING_SAVED
     fp8: Fp8Model | None = None
-    offloader: Offloader | None = None
     context: ContextParallel | None = None
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -100,18 +96,16 @@ class ParallelModel:
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer over this model's parameters right for them.
 
-        ``zero_grad`` also drops what the open window holds of its parameters, as it would without a window; and a
+        ``zero_grad`` also drops what the open window holds of its parameters, as it would without a window; a
         parameter group with plain and sharded tensors steps them one by one, because torch's fused and foreach
-        kernels take only one kind at a time.
+        kernels take only one kind at a time; and with ``state_offload`` it steps on the host, with fused kernels.
         """
-        for group in optimizer.param_groups:
-            kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
-            if len(kinds) > 1:
-                asked = [flag for flag in ("fused", "foreach") if group.get(flag)]
-                if asked:
-                    logger.info("%s=True has no effect where 0-d or shared parameters are in the group", asked[0])
-                group.update({flag: False for flag in ("fused", "foreach") if flag in group})
         window, kind = self.window, type(optimizer)
+        overrides: dict[str, Callable[..., Any]] = {}
+        if self.config.state_offload == "optimizer":
+            overrides = offloaded_methods(optimizer, kind, self.mesh.device)
+        else:
+            _choose_kernels(optimizer, on_host=self.config.state_offload == "all")
 
         def zero_grad(this: torch.optim.Optimizer, set_to_none: bool = True) -> None:
             if window.is_open:
@@ -119,7 +113,8 @@ class ParallelModel:
             kind.zero_grad(this, set_to_none)
 
         # A subclass, not an attribute of the instance: Lightning derives its own wrapper's class from this one.
-        optimizer.__class__ = type(kind.__name__, (kind,), {"zero_grad": zero_grad, "__module__": kind.__module__})
+        methods = {"zero_grad": zero_grad, "__module__": kind.__module__, **overrides}
+        optimizer.__class__ = type(kind.__name__, (kind,), methods)
         # A forward without backward (one network's inside the other one's step) leaves its roots gathered, as they were
         # before this step.
         optimizer.register_step_post_hook(lambda *_: self.reshard())
@@ -136,16 +131,9 @@ class ParallelModel:
             *([f"sequences over {mesh.context_degree} ranks"] if mesh.context_degree > 1 else []),
             f"{total:,} parameters, units: {len(self.plan.units)} ({self.plan.why})",
         ]
-        if self.checkpointed:
-            modes = ", ".join(f"{n} {mode}" for mode, n in Counter(c.mode for c in self.checkpointed).items())
-            lines.append(f"recomputed in backward: {len(self.checkpointed)} modules ({modes})")
-        if self.offloader is not None:
-            lines.append(
-                f"inputs of all but {self.offloader.horizon} of them wait in host memory, at most "
-                f"{self.offloader.pool.limit_bytes / 2**30:.3g} GiB on each rank"
-            )
         if self.plan.replicated:
             lines.append(f"whole on every rank: {', '.join(self.plan.replicated)}")
+        lines += self.activations.describe()
         if self.fp8 is not None:
             lines.append(self.fp8.describe())
         return "\n".join(lines)
@@ -200,13 +188,14 @@ def parallelize_model(
     config = _with_reduce_dtype(config, by_name.values())
     on_meta = [name for name, tensor in [*by_name.items(), *model.named_buffers()] if tensor.is_meta]
     # A partition group of one has nothing to gather; FSDP2 would copy every parameter for each use. It is still
-    # needed where it casts parameters to another dtype.
+    # needed where it casts parameters to another dtype, and where it brings them from the host.
     whole = mesh.shard_degree == 1 and (config.param_dtype in (None, "auto") or not cast_forward_inputs)
+    whole = whole and config.state_offload != "all"
     if whole:
         why = "shard_degree=1: parameters are whole, nothing is gathered"
         config = config.with_resolved("param_dtype", None, why).with_resolved("reshard_after_forward", False, why)
-    config, checkpointed, recomputed = _checkpointing(model, plan, config, sharded=not whole)
-    config, offloader = _offloading(checkpointed, mesh, config)
+    names = () if whole else tuple(unit.name for unit in plan.units)
+    config, savers = save_activations(model, plan.blocks, names, mesh.device, mesh.topology.ranks_per_node, config)
     replicated = [*plan.replicated, *(name for unit in plan.units for name in unit.parameters if whole)]
     broadcast_from_rank_0((by_name[name] for name in replicated), mesh.device)
     broadcast_from_rank_0(model.buffers(), mesh.device)
@@ -226,7 +215,8 @@ def parallelize_model(
             all_gather=traffic.all_gather,
             reduce_scatter=traffic.reduce_scatter,
             before_shard=equal_weights,
-            recomputed=recomputed,
+            recomputed=savers.recomputed_units,
+            offload=config.state_offload == "all",
             gather_of=None if fp8 is None else fp8.gather_of,
         )
         prefetch(model, forward=config.forward_prefetch, backward=config.backward_prefetch)
@@ -235,7 +225,8 @@ def parallelize_model(
         logger.warning("delayed_init=True has no effect: %s", why)
         config = config.with_resolved("delayed_init", False, why)
     if on_meta:
-        materialize(model, mesh.device, seed=config.init_seed, init_fn=init_fn)
+        states_on = torch.device("cpu") if config.state_offload == "all" else mesh.device
+        materialize(model, states_on, seed=config.init_seed, init_fn=init_fn)
     move_plain_tensors(model, mesh.device)
     if units:
         register_forward_methods(model, plan, config.forward_methods)
@@ -258,9 +249,7 @@ def parallelize_model(
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(unmetered))
         fp8.refresh_weights()  # before the first step; what is sent belongs to none
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(meter))
-    return ParallelModel(
-        model, mesh, config, plan, tuple(units), window, meter, traffic, checkpointed, fp8, offloader, context
-    )
+    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic, savers, fp8, context)
 
 
 def _maximum(mesh: SmpMesh, reduce: FlatMaxReduce) -> Callable[[torch.Tensor], None]:
@@ -273,60 +262,16 @@ def _maximum(mesh: SmpMesh, reduce: FlatMaxReduce) -> Callable[[torch.Tensor], N
     return all_reduce_max
 
 
-def _checkpointing(
-    model: nn.Module, plan: WrapPlan, config: SmpConfig, *, sharded: bool
-) -> tuple[SmpConfig, tuple[CheckpointedModule, ...], frozenset[str]]:
-    """Apply ``activation_checkpointing``, unless the model has its own on: computing everything twice more saves
-    nothing. Returns what took effect, and the names of the units that run again in backward."""
-    if config.activation_checkpointing != "none" and checkpoints_itself(model):
-        why = "the model's own gradient checkpointing is on"
-        if config.activation_offloading:
-            raise ValueError(
-                f"activation_offloading=true: {why}, and its inputs cannot be offloaded; switch it off "
-                "(model.gradient_checkpointing_disable(), TrainingArguments(gradient_checkpointing=False)) so that "
-                f"activation_checkpointing={config.activation_checkpointing!r} takes its place"
-            )
-        logger.warning("activation_checkpointing=%r has no effect: %s", config.activation_checkpointing, why)
-        config = config.with_resolved("activation_checkpointing", "none", why)
-    chosen = tuple(plan_checkpointing(model, plan.blocks, config.activation_checkpointing))
-    if config.activation_checkpointing_check and not chosen:
-        why = "nothing is recomputed"
-        logger.warning("activation_checkpointing_check=True has no effect: %s", why)
-        config = config.with_resolved("activation_checkpointing_check", False, why)
-    units = [unit.name for unit in plan.units] if sharded else []
-    inside = {each.name: [name for name in units if name.startswith(f"{each.name}.")] for each in chosen}
-    for each in chosen:
-        apply_checkpointing(each, check=config.activation_checkpointing_check, to_the_end=bool(inside[each.name]))
-    return config, chosen, frozenset(name for names in inside.values() for name in names)
-
-
-def _offloading(
-    chosen: Sequence[CheckpointedModule], mesh: SmpMesh, config: SmpConfig
-) -> tuple[SmpConfig, Offloader | None]:
-    """Apply ``activation_offloading`` to the checkpointed modules."""
-    horizon = config.activation_loading_horizon
-    if not config.activation_offloading:
-        if horizon != 2:
-            config = config.with_resolved("activation_loading_horizon", horizon, "no effect: nothing is offloaded")
-        return config, None
-    if horizon >= len(chosen):
-        why = f"the inputs of all {len(chosen)} checkpointed modules may stay on the device"
-        logger.warning("activation_offloading=True has no effect: activation_loading_horizon=%s, so %s", horizon, why)
-        return config.with_resolved("activation_offloading", False, why), None
-    if config.activation_offloading_host_gib is None:
-        limit = int(0.8 * available_host_bytes() / mesh.topology.ranks_per_node)
-        why = "four fifths of what was available, divided by the node's ranks"
-        config = config.with_resolved("activation_offloading_host_gib", round(limit / 2**30, 3), why)
-    else:
-        limit = int(config.activation_offloading_host_gib * 2**30)
-    lower = (
-        "lower the batch size or the sequence length, checkpoint fewer modules, or raise activation_offloading_host_gib"
-    )
-    pool = HostPool(limit, pinned=mesh.device.type == "cuda", lower=lower)
-    offloader = Offloader(mesh.device, horizon, pool, min_bytes=config.activation_offloading_min_bytes)
-    for each in chosen:
-        park_inputs(each, offloader)
-    return config, offloader
+def _choose_kernels(optimizer: torch.optim.Optimizer, *, on_host: bool) -> None:
+    for group in optimizer.param_groups:
+        kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+        if len(kinds) > 1:
+            asked = [flag for flag in ("fused", "foreach") if group.get(flag)]
+            if asked:
+                logger.info("%s=True has no effect where 0-d or shared parameters are in the group", asked[0])
+            group.update({flag: False for flag in ("fused", "foreach") if flag in group})
+        elif on_host:
+            group.update(host_kernels(group, group["params"], type(optimizer)))
 
 
 def _with_reduce_dtype(config: SmpConfig, parameters: Iterable[nn.Parameter]) -> SmpConfig:
@@ -369,7 +314,7 @@ def move_plain_tensors(model: nn.Module, device: torch.device) -> None:
     """FSDP2 moves what it manages; replicated parameters and buffers of modules outside every unit are left to us."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if parameter.device.type != device.type:
+            if parameter.device.type != device.type and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(device)
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device.type != device.type:

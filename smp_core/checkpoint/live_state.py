@@ -47,7 +47,7 @@ def full_state_dict(model_or_state: nn.Module | Mapping[str, Any], rank0_only: b
         key = (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype)
         tied = bool(local.numel()) and key in seen
         # Every rank takes part in the gather even where it sees a tie: a rank with an empty slice does not see it.
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = _whole(tensor)
         if not keep:
             return None
         if tied:
@@ -129,6 +129,19 @@ def save_full_state(
 
 def _gathered_later(tensor: torch.Tensor, tie: str) -> LazyTensor:
     def load() -> torch.Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return _whole(tensor)
 
     return LazyTensor(tuple(tensor.shape), tensor.dtype, load, tie)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All shards of a DTensor, gathered on the device of its mesh: shards on the host (offloaded ones) are sent from
+    there."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, local = tensor.device_mesh, tensor.to_local()
+    if local.device.type != mesh.device_type:
+        tensor = DTensor.from_local(  # brings the shard to the mesh's device
+            local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    return tensor.full_tensor()

@@ -132,15 +132,8 @@ def _groups_like(
 def like_parameter(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros to be filled: sharded like ``parameter`` if of its shape, else plain, on its device (CPU if 0-d)."""
     if isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape):
-        local = torch.zeros_like(parameter.to_local(), dtype=dtype)
-        return DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        # Like the shard, also where that is on the host and the mesh of a GPU (from_local would bring it there).
+        return torch.zeros_like(parameter, dtype=dtype)
     return torch.zeros(shape, dtype=dtype, device=parameter.device if len(shape) else "cpu")
 
 

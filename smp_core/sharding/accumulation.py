@@ -173,15 +173,21 @@ class AccumulationWindow:
         everyone = self._everyone_reached()
         seen = None if everyone else reached.cpu()
         position = 0
+        flats: list[tuple[int, ShardedUnit, list[Slot], torch.Tensor]] = []
         for unit, unit_sum in zip(self._units, self._sums, strict=True):
             count = len(unit.parameters())
             if unit_sum.flat is not None:
                 unit_sum.flat /= self._mesh.topology.world_size
-                parameters = unit.parameters()
-                for slot in unit_sum.slots:
-                    if seen is None or seen[position + slot.index]:
-                        _accumulate(parameters[slot.index], unit.local_gradient(slot, unit_sum.flat))
+                flats.append((position, unit, unit_sum.slots, unit.beside_parameters(unit_sum.flat)))
+                unit_sum.flat = None
             position += count
+        if any(flat.device != self._mesh.device for _, _, _, flat in flats):
+            torch.accelerator.synchronize()  # offloaded gradients are on their way to the host
+        for first, unit, slots, flat in flats:
+            parameters = unit.parameters()
+            for slot in slots:
+                if seen is None or seen[first + slot.index]:
+                    _accumulate(parameters[slot.index], unit.local_gradient(slot, flat))
         plain = self._replicated.parameters
         self._replicated.finish(None if seen is None else dict(zip(plain, seen[position:].tolist(), strict=False)))
         self._forget()

@@ -40,7 +40,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
@@ -135,7 +135,7 @@ class ShardedUnit:
         group: Any = self.module._get_fsdp_state()._fsdp_param_group
         first = self._fsdp_parameters[slots[0].index]
         dtype = group._reduce_dtype or first.param_dtype or first.orig_dtype
-        return torch.zeros(slots[-1].offset + slots[-1].padded, dtype=dtype, device=first.sharded_param.device)
+        return torch.zeros(slots[-1].offset + slots[-1].padded, dtype=dtype, device=group.device)
 
     def end_of_pass(self) -> None:
         self.uses = 0
@@ -160,6 +160,12 @@ class ShardedUnit:
         flat = flat.to(parameter.orig_dtype)
         local = flat.as_strided(parameter.sharded_size, parameter.contiguous_sharded_stride, slot.offset)
         return parameter.to_sharded_dtensor(local)
+
+    def beside_parameters(self, flat: torch.Tensor) -> torch.Tensor:
+        """``flat`` on the device of the sharded parameters: another one where they are offloaded, and then possibly
+        still on its way."""
+        parameters = self.parameters()
+        return flat.to(parameters[0].device, non_blocking=True) if parameters else flat
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``method`` of the module with the unit's parameters gathered, as if it were the module's forward."""
@@ -241,6 +247,7 @@ def shard_units(
     reduce_scatter: Callable[[ShardedUnit], CommObject],
     before_shard: Callable[[nn.Module, Iterable[nn.Parameter]], None] | None = None,
     recomputed: Container[str] = (),
+    offload: bool = False,
     gather_of: Callable[[nn.Module, str], WeightGather | None] | None = None,
 ) -> list[ShardedUnit]:
     """``fully_shard`` every planned unit, innermost first, with our communication objects.
@@ -252,6 +259,7 @@ def shard_units(
         before_shard: called with each unit's module and its parameters just before they are sharded, while they are
             whole (equal initial weights are made there, one unit at a time).
         recomputed: names of units that lie inside checkpointed modules.
+        offload: shards of parameters, gradients and so optimizer states live in host memory.
         gather_of: (module, parameter's name in it) -> how the parameter travels, if not as it is.
 
     Returns:
@@ -268,7 +276,8 @@ def shard_units(
             mesh=mesh,
             reshard_after_forward=None if planned.is_root and reshard_after_forward else reshard_after_forward,
             mp_policy=mp_policy,
-            offload_policy=OffloadPolicy(),
+            # Without pages of a GPU's driver there is nothing to pin.
+            offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
             ignored_params=replicated,
         )
         unit_module = planned.module

@@ -41,18 +41,22 @@ def grad_norm(
         raise ValueError(f"norm_type={norm_type!r}: allowed are numbers above 0 and math.inf")
     sharded: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
-    device = None
+    device = sharded_on = None
     for parameter in parameters:
         device = device or parameter.device
         if parameter.grad is None:
             continue
         if isinstance(parameter.grad, DTensor):
             sharded.append(parameter.grad.to_local())
+            sharded_on = sharded_on or torch.device(parameter.grad.device_mesh.device_type)
         else:
             whole.append(parameter.grad)
     double = any(gradient.dtype == torch.float64 for gradient in [*sharded, *whole])
     device = device or torch.device("cpu")
     local, once = _reduced(sharded, norm_type, device), _reduced(whole, norm_type, device)
+    # Offloaded gradients are on the host, where the group's library may not be able to send.
+    mesh_device = sharded_on or device
+    local, once = local.to(mesh_device), once.to(mesh_device)
     biggest = math.isinf(norm_type)
     if dist.get_world_size(shard_group) > 1:
         if biggest:
@@ -112,11 +116,11 @@ def clip_grad_norm_(
         for parameter in parameters
         if parameter.grad is not None
     ]
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in local:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for dtype, gradients in by_dtype.items():
-        torch._foreach_mul_(gradients, scale.to(dtype))
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), gradients in alike.items():
+        torch._foreach_mul_(gradients, scale.to(device=device, dtype=dtype))
     return total
 
 

@@ -335,7 +335,6 @@ NOT_YET: list[tuple[str, Any]] = [
     ("quantized_all_gather", "int8"),
     ("quantized_reduce", "int4"),
     ("optimizer_shard", "world"),
-    ("state_offload", "all"),
 ]
 
 

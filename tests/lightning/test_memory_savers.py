@@ -51,6 +51,13 @@ def test_every_saver_trains_the_same() -> None:
         "full": {"activation_checkpointing": "full"},
         "selective": {"activation_checkpointing": "selective"},
         "by name": {"activation_checkpointing": {"model.blocks.[02]": "full"}},
+        "inputs offloaded": {
+            "activation_checkpointing": "full",
+            "activation_offloading": True,
+            "activation_offloading_min_bytes": 0,
+        },
+        "optimizer offloaded": {"state_offload": "optimizer"},
+        "all offloaded": {"state_offload": "all", "activation_checkpointing": "selective"},
     }
     for found in run_ranks(fit_all, 2, settings):
         losses, weights = found.pop("none")

@@ -122,8 +122,8 @@ def compare(settings: list[dict[str, Any]], dropout: float) -> list[int]:
     for setting in settings:
         parallel = build(dropout=dropout, **{**OFFLOADED, **setting})
         assert_equal_bits(observe(parallel), expected[setting["shard_degree"]], str(setting))
-        assert parallel.offloader is not None
-        moved.append(parallel.offloader.bytes_in)
+        assert parallel.activations.offloader is not None
+        moved.append(parallel.activations.offloader.bytes_in)
     return moved
 
 
@@ -141,7 +141,7 @@ def test_losses_and_gradients_are_equal_to_the_last_bit() -> None:
 
 def long_run(steps: int) -> tuple[list[tuple[int, int, int]], bool]:
     parallel = build(layers=4, shard_degree=2, **OFFLOADED)
-    offloader, optimizer = parallel.offloader, torch.optim.SGD(parallel.module.parameters(), lr=0.1)
+    offloader, optimizer = parallel.activations.offloader, torch.optim.SGD(parallel.module.parameters(), lr=0.1)
     assert offloader is not None
     held = []
     for step in range(steps):

@@ -1,0 +1,267 @@
+"""Optimizer states on the host, and the step with them (ZeRO-Offload, arXiv 2101.06840, section 4).
+
+``offload_optimizer`` turns an optimizer over device parameters into one that steps copies of them in host memory: the
+states, and float32 masters of half precision parameters, never exist on the device. A step goes through the parameters
+chunk by chunk, so that on CUDA the copies run beside the arithmetic: while the host steps one chunk, gradients and
+parameters of the next come in on one stream and the results of the one before go out on another.
+
+To the outside the optimizer is what it was: its groups hold the device parameters (for clipping, schedulers, scalers),
+its state is keyed by them and sharded like them (for checkpoints), its hooks run once per step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger("smp")
+
+MASTER = "fp32_master"
+"""Key in a half precision parameter's state under which its float32 value is, so that checkpoints have it."""
+
+CHUNK_BYTES = 2**28
+
+_ELEMENT_BY_ELEMENT = frozenset(
+    ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
+)
+
+
+class _HostParameter:
+    """A parameter's copy on the host: what is stepped (float32 if the parameter is half precision, else its dtype)."""
+
+    def __init__(self, parameter: torch.Tensor, pinned: bool) -> None:
+        low = parameter.dtype in (torch.float16, torch.bfloat16)
+        self.parameter = parameter
+        self.stepped = torch.empty_like(
+            parameter, dtype=torch.float32 if low else None, device="cpu", pin_memory=pinned
+        ).requires_grad_()
+        self.gradient = torch.empty_like(self.stepped, device="cpu", pin_memory=pinned, requires_grad=False)
+        # The parameter as the device has it. Kept where it is not the stepped value itself.
+        self.low = torch.empty_like(parameter, device="cpu", pin_memory=pinned, requires_grad=False) if low else None
+        self.fresh = True
+        self.n_bytes = 2 * _local(self.stepped).numel() * self.stepped.element_size()
+
+    def fetch(self) -> None:
+        """Gradient and parameter from the device. The parameter comes each time: whoever loads or averages weights
+        writes to the device."""
+        target = self.stepped if self.low is None else self.low
+        _local(target).copy_(_local(self.parameter), non_blocking=True)
+        if self.parameter.grad is None:
+            self.stepped.grad = None
+        else:
+            _local(self.gradient).copy_(_local(self.parameter.grad), non_blocking=True)
+            self.stepped.grad = self.gradient
+
+    def take_over(self) -> None:
+        """After the copies have arrived: where the device's value is not the rounded master, it is the newer one."""
+        if self.low is None:
+            return
+        master, low = _local(self.stepped), _local(self.low)
+        if self.fresh:
+            master.copy_(low)
+        else:
+            torch.where(master.to(low.dtype) == low, master, low.float(), out=master)
+        self.fresh = False
+
+    def put_back(self) -> None:
+        if self.low is not None:
+            _local(self.low).copy_(_local(self.stepped))
+        _local(self.parameter).copy_(_local(self.stepped if self.low is None else self.low), non_blocking=True)
+
+
+class HostOptimizer:
+    """The part on the host of an optimizer over device parameters.
+
+    Args:
+        optimizer: over device parameters, sharded or plain.
+        kind: the class whose ``step`` is to run.
+        device: where the parameters are.
+        chunk_bytes: parameters and gradients that travel together.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        kind: type[torch.optim.Optimizer],
+        device: torch.device,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._optimizer, self._device, self._chunk_bytes = optimizer, device, chunk_bytes
+        on_cuda = device.type == "cuda"
+        self._pinned = on_cuda
+        self._out = torch.cuda.Stream(device) if on_cuda else None
+        self._in = torch.cuda.Stream(device) if on_cuda else None
+        self._hosted: dict[torch.Tensor, _HostParameter] = {}
+        # Chunks of optimizers that look at several parameters together, or count steps per group, would change them.
+        known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENT_BY_ELEMENT
+        self._in_chunks = known
+        self._stepper = kind.__new__(kind)
+        # As if unpickled, which is torch's own way to make one without parameters. What the instance got since (hooks,
+        # and the step that a scheduler patched) stays outside.
+        own = {key: value for key, value in vars(optimizer).items() if "hooks" not in key and key != "step"}
+        self._stepper.__setstate__({**own, "state": defaultdict(dict), "param_groups": []})
+
+    @property
+    def n_bytes(self) -> int:
+        """Host memory of masters, gradients and states."""
+        states = (value for entry in self._stepper.state.values() for value in entry.values())
+        held = sum(_local(v).numel() * v.element_size() for v in states if isinstance(v, torch.Tensor))
+        return held + sum(hosted.n_bytes for hosted in self._hosted.values())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of every parameter that has a gradient."""
+        with_gradient = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        chunks = list(self._chunks(with_gradient))
+        if self._out is not None:
+            self._out.wait_stream(torch.cuda.current_stream(self._device))
+        arrivals: list[Any] = [self._fetch(chunk) for chunk in chunks[:1]]
+        for number, chunk in enumerate(chunks):
+            if number + 1 < len(chunks):
+                arrivals.append(self._fetch(chunks[number + 1]))
+            if arrivals[number] is not None:
+                arrivals[number].synchronize()
+            self._step_chunk(chunk)
+            self._put_back(chunk)
+        if self._in is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._in)
+
+    def _chunks(self, parameters: list[torch.Tensor]) -> Iterator[list[_HostParameter]]:
+        chunk: list[_HostParameter] = []
+        for parameter in parameters:
+            if parameter not in self._hosted:
+                self._hosted[parameter] = _HostParameter(parameter, self._pinned)
+            hosted = self._hosted[parameter]
+            if chunk and self._in_chunks and sum(each.n_bytes for each in chunk) + hosted.n_bytes > self._chunk_bytes:
+                yield chunk
+                chunk = []
+            chunk.append(hosted)
+        if chunk:
+            yield chunk
+
+    def _fetch(self, chunk: list[_HostParameter]) -> Any:
+        """Returns the event after which the copies are there; None: they are."""
+        with torch.cuda.stream(self._out):  # None: the stream that is current, also without CUDA
+            for hosted in chunk:
+                hosted.fetch()
+        return None if self._out is None else self._out.record_event()
+
+    def _step_chunk(self, chunk: list[_HostParameter]) -> None:
+        by_parameter = {hosted.parameter: hosted for hosted in chunk}
+        for hosted in chunk:
+            self._adopt_state(hosted)
+            hosted.take_over()
+        groups = [
+            (group, made)
+            for group in self._optimizer.param_groups
+            for made in _groups(group, by_parameter, type(self._stepper))
+        ]
+        self._stepper.param_groups = [made for _, made in groups]
+        self._stepper.step()
+        for group, made in groups:
+            group.update({key: made[key] for key in made if key not in (*_REPLACED, "params")})
+        for hosted in chunk:
+            entry = self._stepper.state[hosted.stepped]
+            if hosted.low is not None and MASTER not in entry:
+                entry[MASTER] = hosted.stepped.detach()
+            self._optimizer.state[hosted.parameter] = entry
+
+    def _adopt_state(self, hosted: _HostParameter) -> None:
+        """A state that was put there by a loaded checkpoint replaces ours."""
+        mine = self._stepper.state.get(hosted.stepped)
+        given = self._optimizer.state.get(hosted.parameter)
+        if given is mine or not given:
+            return
+        entry = {key: to_host(value) for key, value in given.items()}
+        if MASTER in entry and hosted.low is not None:
+            _local(hosted.stepped).copy_(_local(entry[MASTER]))
+            entry[MASTER] = hosted.stepped.detach()
+            hosted.fresh = False
+        self._stepper.state[hosted.stepped] = entry
+
+    def _put_back(self, chunk: list[_HostParameter]) -> None:
+        with torch.cuda.stream(self._in):
+            for hosted in chunk:
+                hosted.put_back()
+
+
+# What a group asks of the device's kernels, and what the host's get instead.
+_REPLACED = ("fused", "foreach", "capturable")
+
+
+def _groups(
+    group: Mapping[str, Any], chosen: Mapping[torch.Tensor, _HostParameter], kind: type
+) -> Iterator[dict[str, Any]]:
+    """The group with the host copies of its chosen parameters, sharded and plain ones apart: a fused kernel takes one
+    kind."""
+    hosted = [chosen[parameter].stepped for parameter in group["params"] if parameter in chosen]
+    for sharded in (True, False):
+        members = [each for each in hosted if isinstance(each, DTensor) == sharded]
+        if members:
+            yield {**group, "params": members, **host_kernels(group, members, kind)}
+
+
+def host_kernels(group: Mapping[str, Any], members: Iterable[torch.Tensor], kind: type) -> dict[str, Any]:
+    """The options of a group with which its kernels run on the host: fused where there is such a kernel (for DTensors,
+    torch has Adam's and AdamW's)."""
+    options: dict[str, Any] = {"capturable": False} if "capturable" in group else {}
+    if "fused" in group and not group.get("differentiable"):
+        sharded = any(isinstance(member, DTensor) for member in members)
+        fused = not sharded or any(base in kind.__mro__ for base in (torch.optim.Adam, torch.optim.AdamW))
+        options |= {"fused": fused, "foreach": False}
+    return options
+
+
+def to_host(value: Any) -> Any:
+    return value.to("cpu") if isinstance(value, torch.Tensor) and value.device.type != "cpu" else value
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def offloaded_methods(
+    optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], device: torch.device
+) -> dict[str, Callable[..., Any]]:
+    """What a subclass of ``kind`` overrides so that ``optimizer`` is stepped on the host.
+
+    Raises:
+        ValueError: the optimizer evaluates the loss several times in a step.
+    """
+    if kind.__name__ == "LBFGS":
+        raise ValueError(
+            "state_offload='optimizer' steps once per gradient, LBFGS evaluates the loss several times in a step; "
+            "write state_offload='all' or use another optimizer"
+        )
+    host = HostOptimizer(optimizer, kind, device)
+    # GradScaler would hand its scale to a fused optimizer, whose kernel is not the one that runs. There is no public
+    # name for what it looks at, _step_supports_amp_scaling.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+
+    def step(this: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        host.step()
+        return loss
+
+    def load_state_dict(this: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """torch's own would cast the states to the parameters' dtype and bring them to the device."""
+        kind.load_state_dict(this, {**state_dict, "state": {}})  # type: ignore[attr-defined]
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in this.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in state_dict["state"]:
+                entry = state_dict["state"][number]
+                this.state[parameter] = {key: to_host(value) for key, value in entry.items()}
+
+    hooked = torch.optim.Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # type: ignore[attr-defined]
+    return {"step": hooked, "load_state_dict": load_state_dict}

@@ -1,0 +1,275 @@
+"""State offload moves where things are and not what they become: weights equal to the last bit after 20 steps with the
+same fused optimizer, because the same CPU kernel steps the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.checkpoint import load_checkpoint, save_checkpoint
+from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
+from smp_core.parallelize import ParallelModel
+from smp_core.sharding import host_optimizer
+from smp_core.sharding.host_optimizer import MASTER, offloaded_methods
+from tests.core.activations.models import assert_equal_bits, build, tokens, whole
+from tests.core.test_equivalence import train_together
+from tests.harness import run_ranks
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9, fused=True),
+    # torch has no fused SGD for sharded parameters.
+    "unfused SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, momentum=0.9, foreach=False),
+}
+
+
+def train(parallel: ParallelModel, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+    """Two micro-batches a step, clipped, with a schedule that changes the rate each step."""
+    losses = []
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        for micro in range(2):
+            with parallel.window.accumulate(micro == 0):
+                loss = parallel.module(tokens(100 * step + 10 * micro + parallel.mesh.data_rank))
+                loss.backward()
+            losses.append(loss.detach())
+        parallel.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def weights_of(parallel: ParallelModel) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in parallel.module.named_parameters()}
+
+
+def compare(cases: list[tuple[str, str, dict[str, Any]]], steps: int) -> int:
+    host_optimizer.CHUNK_BYTES = 5000  # a handful of parameters, so that there are many chunks
+    for offload, name, layout in cases:
+        seen = []
+        for knobs in ({}, {"state_offload": offload}):
+            parallel = build(layers=2, **layout, **knobs)
+            optimizer = OPTIMIZERS[name](parallel.module.parameters())
+            parallel.prepare_optimizer(optimizer)
+            losses = train(parallel, optimizer, range(steps))
+            seen.append((losses, weights_of(parallel)))
+        assert_equal_bits(seen[1], seen[0], f"{offload}, {name}, {layout}")
+    return len(cases)
+
+
+def test_the_same_weights_after_twenty_steps() -> None:
+    cases = [
+        ("optimizer", "AdamW", {"shard_degree": 2}),
+        ("optimizer", "SGD with momentum", {"shard_degree": 1}),
+        ("all", "AdamW", {"shard_degree": 1}),
+        ("all", "unfused SGD with momentum", {"shard_degree": 2}),
+        ("optimizer", "unfused SGD with momentum", {"shard_degree": 2}),
+    ]
+    run_ranks(compare, 2, cases, 20)
+
+
+def test_the_same_weights_in_two_stages_and_with_replicas() -> None:
+    cases = [
+        ("all", "AdamW", {"shard_degree": 4, "hierarchical": True}),
+        ("optimizer", "AdamW", {"shard_degree": 4, "hierarchical": True}),
+        ("all", "AdamW", {"shard_degree": 2, "activation_checkpointing": "full"}),
+    ]
+    run_ranks(compare, 4, cases, 5, ranks_per_node=2)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_plain_and_sharded_parameters_of_one_group(offload: str) -> None:
+    """A tied, a 0-d, a frozen and an unused parameter. Without offload such a group is stepped one by one: in float64
+    that is another rounding of the same step."""
+    expected = run_ranks(train_together, 2, torch.float64, 2, shard_degree=2)[0]
+    for seen in run_ranks(train_together, 2, torch.float64, 2, shard_degree=2, state_offload=offload):
+        assert seen.losses == pytest.approx(expected.losses, abs=1e-12)
+        for name, value in expected.weights.items():
+            torch.testing.assert_close(seen.weights[name], value, atol=1e-12, rtol=0)
+
+
+def resume(folder: str, offload_before: str | None, offload_after: str | None) -> None:
+    def fresh(offload: str | None) -> tuple[ParallelModel, torch.optim.Optimizer]:
+        parallel = build(layers=2, shard_degree=2, state_offload=offload)
+        optimizer = OPTIMIZERS["AdamW"](parallel.module.parameters())
+        parallel.prepare_optimizer(optimizer)
+        return parallel, optimizer
+
+    parallel, optimizer = fresh(offload_before)
+    train(parallel, optimizer, range(3))
+    state = named_optimizer_state(parallel.module, optimizer)
+    for entry in state["state"].values():
+        assert all(isinstance(value, DTensor) for key, value in entry.items() if key != "step")
+    save_checkpoint(folder, {"model": dict(parallel.module.state_dict()), "optimizer": state})
+    train(parallel, optimizer, range(3, 6))
+    expected = weights_of(parallel)
+
+    again, its_optimizer = fresh(offload_after)
+    with torch.no_grad():
+        for parameter in again.module.parameters():
+            parameter.mul_(0)
+    load_checkpoint(folder, {"model": dict(again.module.state_dict())}, strict=False)
+    load_named_optimizer_state(folder, ("optimizer",), again.module, its_optimizer)
+    train(again, its_optimizer, range(3, 6))
+    found = weights_of(again)
+    different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert not different, different
+
+
+def test_resume_from_a_folder_with_other_offloading(tmp_path: Any) -> None:
+    for before, after in (("optimizer", "optimizer"), ("optimizer", "all"), (None, "optimizer"), ("all", None)):
+        run_ranks(resume, 2, str(tmp_path / f"{before} {after}"), before, after)
+
+
+# Without ranks: half precision, hooks, foreign writes
+
+
+def offloaded(parameters: list[nn.Parameter], make: Any, device: str = "cpu") -> torch.optim.Optimizer:
+    optimizer = make(parameters)
+    kind = type(optimizer)
+    methods = offloaded_methods(optimizer, kind, torch.device(device))
+    optimizer.__class__ = type(kind.__name__, (kind,), methods)
+    return optimizer
+
+
+def bfloat16_parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(n, 3, generator=generator).bfloat16()) for n in (2, 5, 4)]
+
+
+def gradients(step: int, parameters: list[nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def master_steps(steps: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What stepping float32 masters by hand gives: (rounded weights, masters)."""
+    parameters = bfloat16_parameters()
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    optimizer = adamw(masters)
+    for step in range(steps):
+        gradients(step, parameters)
+        for master, parameter in zip(masters, parameters, strict=True):
+            master.grad = parameter.grad.float()
+        optimizer.step()
+    return [master.detach().bfloat16() for master in masters], [master.detach() for master in masters]
+
+
+def test_half_precision_parameters_have_float32_masters_on_the_host() -> None:
+    expected, masters = master_steps(12)
+    parameters = bfloat16_parameters()
+    optimizer = offloaded(parameters, adamw)
+    for step in range(12):
+        gradients(step, parameters)
+        optimizer.step()
+    assert all(map(torch.equal, parameters, expected))
+    assert all(torch.equal(optimizer.state[p][MASTER], master) for p, master in zip(parameters, masters, strict=True))
+    assert all(optimizer.state[p]["exp_avg"].dtype == torch.float32 for p in parameters)
+    # A step of 1e-3 is less than bfloat16 resolves near 1: without masters the small steps would be lost.
+    plain = bfloat16_parameters()
+    lossy = adamw(plain)
+    for step in range(12):
+        gradients(step, plain)
+        lossy.step()
+    assert not all(map(torch.equal, plain, expected))
+
+
+def test_masters_survive_a_state_dict() -> None:
+    expected, _ = master_steps(12)
+    parameters = bfloat16_parameters()
+    optimizer = offloaded(parameters, adamw)
+    for step in range(6):
+        gradients(step, parameters)
+        optimizer.step()
+    again = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    resumed = offloaded(again, adamw)
+    resumed.load_state_dict(optimizer.state_dict())
+    for step in range(6, 12):
+        gradients(step, again)
+        resumed.step()
+    assert all(map(torch.equal, again, expected))
+
+
+def test_weights_written_from_outside_are_stepped_from() -> None:
+    """A loaded checkpoint or a swapped average counts, also where the master remembers another value."""
+    for dtype in (torch.float32, torch.bfloat16):
+        parameters = [nn.Parameter(torch.ones(4, dtype=dtype))]
+        optimizer = offloaded(parameters, lambda given: torch.optim.SGD(given, lr=0.25))
+        for value in (1.0, 5.0):
+            parameters[0].data.fill_(value)
+            parameters[0].grad = torch.ones(4, dtype=dtype)
+            optimizer.step()
+            assert torch.equal(parameters[0], torch.full((4,), value - 0.25, dtype=dtype))
+
+
+def test_hooks_schedules_and_closures_are_those_of_one_step() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    optimizer = offloaded(parameters[:2], lambda given: torch.optim.SGD(given, lr=1.0))
+    optimizer.add_param_group({"params": [parameters[2]], "lr": 0.5})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        calls.append("closure")
+        for parameter in parameters[::2]:  # the second has no gradient
+            parameter.grad = torch.ones(3)
+        return 7.0
+
+    for _ in range(2):
+        assert optimizer.step(closure) == 7.0
+        scheduler.step()
+    assert calls == ["before", "closure", "after"] * 2
+    assert [parameter[0].item() for parameter in parameters] == [1 - 1 - 0.5, 1.0, 1 - 0.5 - 0.25]
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its group, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_in_its_groups_is_kept() -> None:
+    host_optimizer.CHUNK_BYTES = 1
+    parameters = bfloat16_parameters()
+    optimizer = offloaded(parameters, lambda given: Counting(given, lr=0.1))
+    for step in range(3):
+        gradients(step, parameters)
+        optimizer.step()
+    assert optimizer.param_groups[0]["count"] == 3
+
+
+def test_lbfgs_is_refused() -> None:
+    with pytest.raises(ValueError, match="LBFGS"):
+        offloaded(bfloat16_parameters(), torch.optim.LBFGS)
+
+
+def norms_agree() -> float:
+    """Norms with offloaded gradients are those without."""
+    norms = []
+    for offload in (None, "all"):
+        parallel = build(layers=2, shard_degree=2, state_offload=offload)
+        parallel.module(tokens(parallel.mesh.rank)).backward()
+        norms.append(parallel.clip_grad_norm_(1e-3).item())
+    assert norms[0] == norms[1] and dist.get_world_size() == 2
+    return norms[0]
+
+
+def test_norms_of_offloaded_gradients() -> None:
+    assert run_ranks(norms_agree, 2)[0] > 0
