@@ -222,7 +222,8 @@ class SmpMonitor(Callback):
         since = self._since
         own = [self._samples, since.samples, since.tokens, since.flops, sent["inter"], sent["intra"]]
         total = self._over_ranks(trainer, own, "sum")
-        samples, since_samples, since_tokens = (value / self._sharing for value in total[:3])
+        samples, since_samples = (value / self._sharing for value in total[:2])
+        since_tokens = total[2]  # each rank has its own part of a shared sequence
         self.latest = {"samples": samples}
         if self._clock_runs:
             tokens = round(since_tokens) if self._tokens_known else None

@@ -5,6 +5,7 @@ Thin: each hook calls the core. What Lightning leaves to a strategy and what is 
     setup_environment     process group, topology, watch over the ranks
     setup                 precision, mesh, parallelize_model, optimizers
     *_step                run with the LightningModule's own parameters gathered, if it has any
+    batch_to_device       where sequences are shared: this rank's part (lightning_smp/sequences.py)
     block_backward_sync   a micro-batch that is not its window's last
     optimizer_step        the window is closed before clipping; non-finite norms; the meter's step
     save/load_checkpoint  one folder of sharded tensors, or one ordinary .ckpt (lightning_smp/checkpoints.py)
@@ -46,8 +47,10 @@ from lightning_smp.background import BackgroundSaves
 from lightning_smp.environment import PlatformEnvironment
 from lightning_smp.precision import Fp8Precision, adapt_precision, autocast_dtype
 from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, place_sampler
+from lightning_smp.sequences import SharedSequences
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
+from smp_core.context_parallel.batch import BatchLayout
 from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
@@ -78,6 +81,10 @@ class SmpShardedStrategy(ParallelStrategy):
         timeout: of collectives; a rank that dies is noticed within it.
         init_fn: gives one module its initial values in place; for modules built on the meta device that have no
             initialiser of their own (see docs/delayed-init.md).
+        batch_layout: with ``context_parallel_degree`` above 1, which tensors of a batch are split along which dim
+            (:class:`smp_core.context_parallel.batch.BatchLayout`); by default found out.
+        full_outputs: with ``context_parallel_degree`` above 1, whether tensors [batch, tokens, ...] that validation,
+            test and predict steps return are made whole over the ranks that share the sequences.
         knobs: the fields of :class:`smp_core.config.SmpConfig` (``shard_degree=8``, ...).
 
     Raises:
@@ -100,6 +107,8 @@ class SmpShardedStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         init_fn: Callable[[nn.Module], None] | None = None,
+        batch_layout: BatchLayout | None = None,
+        full_outputs: bool = False,
         **knobs: Any,
     ) -> None:
         cluster_environment = cluster_environment or PlatformEnvironment.detected()
@@ -111,14 +120,11 @@ class SmpShardedStrategy(ParallelStrategy):
             )
         self.config = SmpConfig.from_dict(knobs) if config is None else config
         self.config.require_built()
-        if self.config.context_parallel_degree > 1:
-            raise ValueError(
-                f"context_parallel_degree={self.config.context_parallel_degree}: not built yet here; write 1"
-            )
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._init_fn = init_fn
+        self._sequences = SharedSequences(batch_layout, full_outputs)
         self._topology: Topology | None = None
         self._watch: RankWatch | None = None
         self._parallel: ParallelModel | None = None
@@ -268,6 +274,7 @@ class SmpShardedStrategy(ParallelStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 self._check_layer_sync(module)
             self._parallel = self._reattach(*attached)
+        self._sequences.attach(self._parallel.context, module)
         self.model = module
         self.model_to_device()
         if self.config.async_save and self.background_saves is None:
@@ -404,8 +411,22 @@ class SmpShardedStrategy(ParallelStrategy):
     # Steps
 
     def _run_step(self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
-        with context:
+        with context, self._sequences.active():
             return self.parallel.run_as_forward(method, *args, **kwargs)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """As Lightning's; where sequences are shared it is this rank's part of the first context peer's batch."""
+        return self._sequences.part_of(super().batch_to_device(batch, device, dataloader_idx))
+
+    @override
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._sequences.active():
+            return super().backward(self._sequences.weighted(closure_loss), *args, **kwargs)
+
+    def whole_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """In a step: a tensor that has this rank's tokens along ``dim``, of all of them. Collective; no gradient."""
+        return self._sequences.whole(tensor, dim)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -417,19 +438,22 @@ class SmpShardedStrategy(ParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         context = self.precision_plugin.val_step_context()
-        return self._run_step(self.lightning_module.validation_step, context, *args, **kwargs)
+        outputs = self._run_step(self.lightning_module.validation_step, context, *args, **kwargs)
+        return self._sequences.outputs(outputs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         context = self.precision_plugin.test_step_context()
-        return self._run_step(self.lightning_module.test_step, context, *args, **kwargs)
+        outputs = self._run_step(self.lightning_module.test_step, context, *args, **kwargs)
+        return self._sequences.outputs(outputs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         context = self.precision_plugin.predict_step_context()
-        return self._run_step(self.lightning_module.predict_step, context, *args, **kwargs)
+        outputs = self._run_step(self.lightning_module.predict_step, context, *args, **kwargs)
+        return self._sequences.outputs(outputs)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

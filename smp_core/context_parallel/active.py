@@ -35,6 +35,7 @@ class SplitBatch:
         (sum of losses) / this, averaged over ranks, is the
             mean over all targets.
         weight: this rank's targets / ``tokens_per_rank``: what turns a mean over its targets into its part of the mean.
+        divided_by_model: whether the model's loss divides by ``tokens_per_rank``, as Transformers' causal models do.
         weighted: whether :func:`weighted_mean` has been asked for this batch.
     """
 
@@ -48,6 +49,7 @@ class SplitBatch:
     shift_labels: torch.Tensor | None = None
     tokens_per_rank: torch.Tensor | None = None
     weight: torch.Tensor | None = None
+    divided_by_model: bool = False
     weighted: bool = False
 
     def __post_init__(self) -> None:
@@ -109,13 +111,26 @@ def positions(tokens: torch.Tensor) -> torch.Tensor:
 def weighted_mean(loss: torch.Tensor) -> torch.Tensor:
     """Turn a mean over this rank's targets into its part of the mean over all ranks' targets.
 
-    The average over all ranks of what is returned is the loss of the whole batch, however uneven the targets are, so it
-    is what to log with ``sync_dist=True``. Without a split batch, or if it has no targets, ``loss`` itself.
+    The average over all ranks of what is returned is the loss of the whole batch, however uneven the targets are: train
+    on it, and log it with ``sync_dist=True``. Without a split batch, or if it has no targets, it is ``loss`` itself.
+    The loss that a Transformers model computes from the split batch is such a part already.
     """
     split = _STATE.split
-    if split is None or split.weight is None or split.weighted:
+    if split is None:
         return loss
     split.weighted = True
+    return _part(loss, split)
+
+
+def part_of_mean(loss: torch.Tensor) -> torch.Tensor:
+    """:func:`weighted_mean` for whoever runs a training step: once, and not where the model has done it."""
+    split = _STATE.split
+    return loss if split is None or split.weighted or split.divided_by_model else _part(loss, split)
+
+
+def _part(loss: torch.Tensor, split: SplitBatch) -> torch.Tensor:
+    if split.weight is None:
+        return loss
     # The mean over no targets is nan.
     weight = split.weight.to(loss.dtype)
     return torch.where(weight > 0, loss * weight, torch.zeros_like(loss))

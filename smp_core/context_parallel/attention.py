@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from smp_core.activations.selective import keep_outputs_of
 from smp_core.context_parallel import kernels
@@ -201,3 +202,17 @@ def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[tor
 
 context_attention.register_autograd(_backward, setup_context=_save)
 keep_outputs_of(torch.ops.smp.context_attention)
+
+
+# FLOP counters see the operator and not what is inside. As torch counts its own attention: every pair, masked or not.
+@register_flop_formula(torch.ops.smp.context_attention, get_raw=True)
+def _forward_flops(q: Any, k: Any, v: Any, plan: Any, *_: Any, **__: Any) -> int:
+    rows, length, heads, size = q.shape
+    return 2 * rows * heads * length * decode(plan).length * (size + v.shape[3])
+
+
+@register_flop_formula(torch.ops.smp.context_attention_backward, get_raw=True)
+def _backward_flops(_: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, *__: Any, **___: Any) -> int:
+    rows, length, heads, size = q.shape
+    # scores again, gradients of queries and keys; gradients of weights and values
+    return 2 * rows * heads * length * decode(plan).length * (3 * size + 2 * v.shape[3])

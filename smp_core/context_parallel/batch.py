@@ -200,6 +200,7 @@ class ContextParallel:
                 # Whoever shifts these again gets a loss of nan instead of wrong targets.
                 split.labels = local[target] = torch.full_like(split.shift_labels, IGNORED)
                 local["shift_labels"] = split.shift_labels
+                split.divided_by_model = True
         return split
 
     def _split_sequence(self, batch: Sequence[Any], layout: BatchLayout) -> SplitBatch:
@@ -267,9 +268,6 @@ class ContextParallel:
             ranks = dist.get_world_size(self._everyone)
         split.tokens_per_rank = total / ranks
         split.weight = torch.where(total > 0, mine / split.tokens_per_rank, torch.ones_like(split.tokens_per_rank))
-        if split.labels is not None:
-            split.batch["num_items_in_batch"] = split.tokens_per_rank.float()
-            split.weight = None
 
 
 @dataclass(frozen=True)

@@ -171,15 +171,14 @@ def _complete_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         tokens = args[0]
     if kwargs.get("position_ids") is None and tokens is not None:
         kwargs["position_ids"] = positions(tokens)
-    labels = kwargs.get("labels")
-    if labels is not None and split.labels is not None and kwargs.get("shift_labels") is None:
-        if labels is not split.labels:
-            raise ValueError(
-                "labels that are not the split batch's own: their shifted targets are on other ranks; pass **batch, or "
-                'shift_labels=batch["shift_labels"]'
-            )
-        kwargs["shift_labels"] = split.shift_labels
+    if kwargs.get("labels") is not None and split.divided_by_model:
+        if kwargs.get("shift_labels") is None and kwargs["labels"] is split.labels:
+            kwargs["shift_labels"] = split.shift_labels
         if kwargs.get("num_items_in_batch") is None:
-            assert split.tokens_per_rank is not None
+            if kwargs.get("shift_labels") is not split.shift_labels or split.tokens_per_rank is None:
+                raise ValueError(
+                    "labels that are not the split batch's own: their shifted targets are on other ranks, and how many "
+                    "there are is not known; pass **batch, or labels and shift_labels as they are in it"
+                )
             kwargs["num_items_in_batch"] = split.tokens_per_rank.float()
     return args, kwargs

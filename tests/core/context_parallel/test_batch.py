@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_core.context_parallel.active import SplitBatch, enabled, positions, weighted_mean
+from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean, positions, weighted_mean
 from smp_core.context_parallel.batch import BatchLayout, ContextParallel
 from smp_core.context_parallel.traffic import ContextGroup, register_group
 from tests.harness import run_ranks
@@ -154,8 +154,10 @@ def counted_and_gathered() -> dict[str, Any]:
     outputs = context.gather_all({"logits": split.batch[0][..., None].float(), "loss": torch.tensor(1.0)}, split)
     with enabled(split):
         of_targets = torch.where(local != -100, local, 0).sum() / (local != -100).sum()
+        automatic = part_of_mean(of_targets)
         part = weighted_mean(of_targets)
-        assert weighted_mean(part) is part, "a loss is weighted once"
+        assert torch.equal(automatic, part)
+        assert part_of_mean(part) is part, "a loss is weighted once"
         where = positions(split.batch[0])
     total = part.clone()
     dist.all_reduce(total)

@@ -1,0 +1,66 @@
+"""Sequences that several ranks share, under the Trainer: batches split, losses weighted, outputs made whole.
+
+The strategy calls these where Lightning hands it a batch, a step and a backward pass; the work is
+:mod:`smp_core.context_parallel`'s.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
+from smp_core.context_parallel.batch import BatchLayout, ContextParallel
+from smp_core.context_parallel.transformers_models import shifts_labels
+
+
+class SharedSequences:
+    """The present batch of one strategy, if sequences are shared; otherwise everything passes as it is.
+
+    Args:
+        layout: how to split batches; None: found out.
+        full_outputs: whether what evaluation and predict steps return is made whole over the context ranks.
+    """
+
+    def __init__(self, layout: BatchLayout | None, full_outputs: bool) -> None:
+        self._layout = layout
+        self._full_outputs = full_outputs
+        self._context: ContextParallel | None = None
+        self._shifts = True
+        self.split: SplitBatch | None = None
+
+    def attach(self, context: ContextParallel | None, module: nn.Module) -> None:
+        """Begin with a model that has been parallelized."""
+        self._context, self.split = context, None
+        if context is not None:
+            self._shifts = shifts_labels(module)
+
+    def part_of(self, batch: Any) -> Any:
+        """This rank's part of the first context peer's batch. Collective over all ranks."""
+        if self._context is None:
+            return batch
+        self.split = self._context.split(batch, self._layout, shifts=self._shifts)
+        return self.split.batch
+
+    def active(self) -> AbstractContextManager[None]:
+        """Around a step and around backward."""
+        return enabled(self.split)
+
+    def weighted(self, loss: torch.Tensor) -> torch.Tensor:
+        """What to run backward from."""
+        return part_of_mean(loss)
+
+    def outputs(self, outputs: Any) -> Any:
+        """Of an evaluation or predict step: whole sequences, if that was asked for. Collective over context ranks."""
+        if self._context is None or self.split is None or not self._full_outputs:
+            return outputs
+        return self._context.gather_all(outputs, self.split)
+
+    def whole(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """A tensor of the present batch's tokens over all context ranks. Collective over them."""
+        if self._context is None or self.split is None:
+            return tensor
+        return self._context.gather(tensor, self.split, dim)

@@ -1,0 +1,238 @@
+"""Sequences over context ranks under the Trainer: losses, evaluation, metrics and predictions of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from smp_core.context_parallel.active import positions, weighted_mean
+from tests.lightning.running import Run, make_trainer, report, together, whole_weights
+
+VOCABULARY, LENGTH, GLOBAL_BATCH, WIDTH = 37, 22, 4, 16
+EXACT: dict[str, Any] = {"precision": "64-true"}
+
+
+def rows(batches: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Rows with other numbers of targets; every second one is two documents."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for row in range(batches * GLOBAL_BATCH):
+        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        labels, position_ids = tokens.clone(), torch.arange(LENGTH)
+        labels[: row % 5] = -100
+        if row % 2:
+            start = 3 + row % 7
+            labels[start], position_ids[start:] = -100, torch.arange(LENGTH - start)
+        found.append({"input_ids": tokens, "labels": labels, "position_ids": position_ids})
+    return found
+
+
+class HfModule(LightningModule):
+    """A Transformers model as it is written without context parallelism, but for where the targets are."""
+
+    def __init__(self, context: int = 1, batches: int = 20, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.context, self.batches, self.options = context, batches, options
+        self.losses: list[torch.Tensor] = []
+        self.model: Any = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=WIDTH,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=64,
+                use_cache=False,
+            )
+        )
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=VOCABULARY, ignore_index=-100)
+
+    def loader(self, batches: int, seed: int, shuffle: bool = False) -> DataLoader:
+        """``shuffle``: as Lightning's sampler does on ranks."""
+        data: Any = rows(batches, seed)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=shuffle) if ranks == 1 else None
+        return DataLoader(data, batch_size=GLOBAL_BATCH * self.context // ranks, sampler=sampler)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.model(**batch).loss
+        self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        out = self.model(**batch)
+        targets = batch.get("shift_labels")
+        if targets is None:
+            targets = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+        self.accuracy(out.logits.flatten(0, 1), targets.flatten())
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        self.log("val_loss", out.loss, sync_dist=True)
+        return out.loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"logits": self.model(**{k: v for k, v in batch.items() if "labels" not in k}).logits}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> Any:
+        return self.loader(self.batches, 1, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return self.loader(2, 2)
+
+    def predict_dataloader(self) -> Any:
+        return self.loader(2, 3)
+
+
+class PlainModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places(positions(tokens))
+        for block in self.blocks:
+            q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in block(x).chunk(3, -1))
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x @ self.words.weight.T
+
+
+class PairModule(HfModule):
+    """(input, target) and torch's own attention."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        torch.manual_seed(2)
+        self.model = PlainModel()
+
+    def loader(self, batches: int, seed: int, shuffle: bool = False) -> DataLoader:
+        made = super().loader(batches, seed, shuffle)
+        made.collate_fn = pairs
+        return made
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens, target = batch
+        loss = F.cross_entropy(self.model(tokens).flatten(0, 1), target.flatten())
+        if self.options.get("weighted"):
+            loss = weighted_mean(loss)
+            self.log("train_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens, target = batch
+        logits = self.model(tokens).flatten(0, 1)
+        self.accuracy(logits, target.flatten())
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        self.log("val_loss", weighted_mean(F.cross_entropy(logits, target.flatten())), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.trainer.strategy.whole_sequence(self.model(batch[0])) if self.context > 1 else self.model(batch[0])
+
+
+def pairs(samples: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, labels = (torch.stack([sample[key] for sample in samples]) for key in ("input_ids", "labels"))
+    return tokens, F.pad(labels, (0, 1), value=-100)[:, 1:]
+
+
+class Noisy(IterableDataset):
+    """Data as it should be on the first context rank, and other data on its peers."""
+
+    def __init__(self, context: int, batches: int) -> None:
+        self.context, self.batches = context, batches
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        data = rows(self.batches, 1)[rank // self.context :: ranks // self.context]
+        yield from data if rank % self.context == 0 else [{**row, "input_ids": row["input_ids"] * 0} for row in data]
+
+
+class StreamModule(HfModule):
+    def train_dataloader(self) -> Any:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        data = Noisy(self.context, self.batches)
+        return DataLoader(data, batch_size=GLOBAL_BATCH * self.context // ranks)
+
+
+def life(kind: type[HfModule], options: dict[str, Any], knobs: dict[str, Any] | None = None, **flags: Any) -> Run:
+    """Fit with validation, then predict."""
+    on_ranks = dist.is_initialized()
+    module = kind(context=(knobs or {}).get("context_parallel_degree", 1) if on_ranks else 1, **options)
+    if on_ranks and (knobs or {}).get("context_parallel_degree", 1) > 1 and kind is not PairModule:
+        knobs = {**(knobs or {}), "full_outputs": True}
+    trainer = make_trainer(knobs, use_distributed_sampler=True, **flags)
+    trainer.fit(module)
+    run = report(trainer, module)
+    predictions = trainer.predict(module)
+    run.extra["predicted"] = [batch["logits"] if isinstance(batch, dict) else batch for batch in predictions]
+    run.weights = whole_weights(module)
+    return run
+
+
+def predicted_in_order(runs: list[Run], context: int) -> torch.Tensor:
+    """Rows as one process has them: sample i of a batch is on data rank i."""
+    firsts = [run.extra["predicted"] for run in runs[::context]]
+    for rank, run in enumerate(runs):
+        for ours, first in zip(run.extra["predicted"], firsts[rank // context], strict=True):
+            assert torch.equal(ours, first), "context peers predict the same"
+    return torch.cat([torch.stack(parts, 1).flatten(0, 1) for parts in zip(*firsts, strict=True)])
+
+
+def check(runs: list[Run], expected: Run, context: int, loss_tolerance: float, per_step: float) -> None:
+    for run in runs:
+        assert len(run.losses) == len(expected.losses)
+        for step, (ours, theirs) in enumerate(zip(run.losses, expected.losses, strict=True)):
+            assert abs(ours - theirs) <= loss_tolerance + per_step * step, f"step {step}: {ours} against {theirs}"
+        assert run.metrics.keys() == expected.metrics.keys()
+        for name, value in expected.metrics.items():
+            assert abs(run.metrics[name] - value) <= 5e-6, name
+    ours, theirs = predicted_in_order(runs, context), torch.cat(expected.extra["predicted"])
+    assert ours.shape == theirs.shape == (8, LENGTH, VOCABULARY)
+    # Logits grow with the weights, whose own differences Adam enlarges where gradients are near zero.
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4 if ours.dtype == torch.float32 else 1e-9)
+
+
+DEGREES = [(4, 2), (2, 2), (4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("shard", "context"), [pytest.param(*pair, marks=() if pair == (2, 2) else pytest.mark.slow) for pair in DEGREES]
+)
+def test_twenty_steps_of_a_transformers_model_equal_one_process(shard: int, context: int) -> None:
+    """float32: losses to 1e-6 + 2e-7 per step, which is summation order; then validation, accuracy and predictions."""
+    expected = life(HfModule, {})
+    knobs = {"shard_degree": shard, "context_parallel_degree": context}
+    check(together(life, HfModule, {}, knobs, timeout=120), expected, context, 1e-6, 2e-7)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_pairs_and_torchs_own_attention_equal_one_process(weighted: bool) -> None:
+    """float64, in windows of two micro-batches: the loss that the step returns is a mean over its own targets; it is
+    weighted before backward, or by the module, which can log it then."""
+    options, knobs = {"batches": 6, "weighted": weighted}, {"shard_degree": 4, "context_parallel_degree": 2}
+    flags = {**EXACT, "accumulate_grad_batches": 2}
+    expected = life(PairModule, options, **flags)
+    runs = together(life, PairModule, options, knobs, timeout=120, **flags)
+    check(runs, expected, 2, 1e-6, 0.0)
+    for name, value in expected.weights.items():
+        assert (runs[0].weights[name] - value).abs().max() <= 1e-11, name
+
+
+def test_context_peers_train_on_the_first_ones_stream() -> None:
+    options, knobs = {"batches": 3}, {"shard_degree": 2, "context_parallel_degree": 2}
+    expected = life(StreamModule, options, **EXACT)
+    check(together(life, StreamModule, options, knobs, timeout=120, **EXACT), expected, 2, 1e-6, 0.0)
