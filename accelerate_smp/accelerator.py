@@ -47,7 +47,7 @@ from accelerate_smp.config import check_world, engines_off, resolve_config
 from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.parallelism import SmpParallelism
 from smp_core.adoption import adopt_sharded_model
-from smp_core.checkpoint import full_state_dict
+from smp_core.checkpoint import AsyncCheckpointer, full_state_dict
 from smp_core.config import SmpConfig
 from smp_core.knob_rules import unknown_knob
 from smp_core.mesh import SmpMesh
@@ -93,6 +93,7 @@ class SmpAccelerator(Accelerator):
         arguments.pop("self")
         self.smp = smp
         self.smp_mesh: SmpMesh | None = None
+        self.background_saves: AsyncCheckpointer | None = None
         self._replaced = WeakIdKeyDictionary()
         self._topology: Topology | None = None
         self._parallelism: SmpParallelism | None = None
@@ -253,6 +254,7 @@ class SmpAccelerator(Accelerator):
                 handle.prepare_optimizer(optimizer)
                 optimizer.register_step_pre_hook(self._before_step(handle))
                 optimizer.register_step_post_hook(lambda *_, meter=handle.meter: meter.close_step())
+                optimizer.register_step_post_hook(lambda *_: self._settle_save())
 
     def _before_step(self, handle: ParallelModel) -> Any:
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -342,6 +344,9 @@ class SmpAccelerator(Accelerator):
         """Save models, optimizers, schedulers, samplers, scaler, random states and registered objects as one checkpoint
         folder that any number of ranks loads (docs/checkpoint-format.md). Collective.
 
+        With ``async_save=True`` it returns when tensors have been copied to host memory; the first step after the
+        writing has ended raises its error, and :meth:`wait_for_save` and ``end_training`` wait for it.
+
         Raises:
             CheckpointError: on every rank when any rank failed; what was at ``output_dir`` before is untouched.
         """
@@ -369,6 +374,24 @@ class SmpAccelerator(Accelerator):
         if load_kwargs:
             raise TypeError(f"load_kwargs {sorted(load_kwargs)} have no counterpart here; leave them out")
         checkpoints.load_state(self, input_dir, **options)
+
+    def wait_for_save(self) -> None:
+        """Wait for the save that ``async_save=True`` left in flight.
+
+        Raises:
+            CheckpointError: it failed, on all ranks.
+        """
+        if self.background_saves is not None:
+            self.background_saves.wait()
+
+    def _settle_save(self) -> None:
+        if self.background_saves is not None:
+            self.background_saves.settle()
+
+    def end_training(self) -> None:
+        """As Accelerate's, after the save in flight."""
+        self.wait_for_save()
+        super().end_training()
 
     def _say_what_an_open_window_means(self) -> None:
         for handle in map(parallel_of, self._models):

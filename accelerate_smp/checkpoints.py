@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import re
 import shutil
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
@@ -30,14 +29,18 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from accelerate_smp.attachment import parallel_of
 from smp_core.checkpoint import (
+    AsyncCheckpointer,
     CheckpointError,
+    is_checkpoint,
     load_checkpoint,
     read_manifest,
     read_per_rank,
     read_rest,
+    remove_checkpoint,
     save_checkpoint,
 )
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state, names_between
+from smp_core.checkpoint.random_state import random_state, restore_random_state
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state, remainder_state
 
@@ -55,10 +58,34 @@ def save_state(accelerator: SmpAccelerator, output_dir: str | None) -> str:
     """Write everything the accelerator has prepared. Collective. Returns the folder."""
     output_dir = _folder_to_write(accelerator, output_dir)
     write(accelerator, output_dir, {"step": accelerator.step})
+    if accelerator._save_model_state_pre_hook:
+        accelerator.wait_for_save()  # hooks write into the folder
     for hook in accelerator._save_model_state_pre_hook.values():
         hook(accelerator._models, [], output_dir)
+    limit = accelerator.project_configuration.total_limit
+    if accelerator.project_configuration.automatic_checkpoint_naming and limit is not None:
+        root = os.path.dirname(output_dir)
+        after_commit(accelerator, f"removal of the oldest in {root}", lambda: _keep_newest(root, limit))
     accelerator.project_configuration.iteration += 1
     return output_dir
+
+
+def after_commit(accelerator: SmpAccelerator, what: str, action: Callable[[], object]) -> None:
+    """Do something to older checkpoints on the main process, once the save in flight has committed."""
+    if not accelerator.is_main_process:
+        return
+    if accelerator.background_saves is None:
+        action()
+    else:
+        accelerator.background_saves.after_commit(what, action)
+
+
+def _keep_newest(root: str, limit: int) -> None:
+    for folder in _numbered(root)[:-limit]:
+        if is_checkpoint(folder):
+            remove_checkpoint(folder)
+        else:
+            shutil.rmtree(folder)
 
 
 def write(accelerator: SmpAccelerator, path: str, facts: dict[str, Any], schedulers: list[Any] | None = None) -> None:
@@ -95,22 +122,36 @@ def write(accelerator: SmpAccelerator, path: str, facts: dict[str, Any], schedul
         state[FP8_STATE], *state["more_" + FP8_STATE] = scales
     files = config_files(models[0]) if models else {}
     metadata = {"module_prefix": "", "trainer": "accelerate", **facts}
-    save_checkpoint(path, state, metadata=metadata, extra_files=files, per_rank=random_state())
+    options: dict[str, Any] = {"metadata": metadata, "extra_files": files, "per_rank": {"random": random_state()}}
+    if accelerator.smp_config.async_save and accelerator.background_saves is None:
+        accelerator.background_saves = AsyncCheckpointer()
+    if accelerator.background_saves is None:
+        save_checkpoint(path, state, **options)
+    else:
+        accelerator.background_saves.save(path, state, **options)
 
 
 def load_state(accelerator: SmpAccelerator, input_dir: str | None, strict: bool = True) -> None:
     """Bring back what :func:`save_state`, or Lightning, has saved. Collective."""
+    accelerator.wait_for_save()
     path = _folder_to_read(accelerator, input_dir)
     read(accelerator, path, accelerator._schedulers, strict)
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(accelerator._models, path)
 
 
-def read(accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: bool = True) -> None:
-    """Load ``path`` into what the accelerator has prepared, and into ``schedulers``. Collective."""
+def read(
+    accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: bool = True, seed: int | None = None
+) -> None:
+    """Load ``path`` into what the accelerator has prepared, and into ``schedulers``. Collective.
+
+    Args:
+        seed: the run's, for random states on another number of ranks; default: ``init_seed``.
+    """
     models = _models(accelerator)
+    verify = accelerator.smp_config.verify_checkpoint
     rest: dict[str, Any] = read_rest(path, tensors=["*"], exclude=_SHARDED)
-    load_weights(models[0] if models else None, path, strict)
+    load_weights(models[0] if models else None, path, strict, verify)
     extra = rest.get("more_state_dicts", [])
     if len(extra) != max(len(models) - 1, 0):
         raise CheckpointError(
@@ -118,7 +159,8 @@ def read(accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: 
             "order"
         )
     if extra:
-        load_checkpoint(path, {"more_state_dicts": [get_model_state_dict(m) for m in models[1:]]}, strict=strict)
+        more = {"more_state_dicts": [get_model_state_dict(model) for model in models[1:]]}
+        load_checkpoint(path, more, strict=strict, verify="sizes")
     load_optimizers(models, _optimizers(accelerator), path, rest)
     handle = parallel_of(models[0]) if models else None
     if handle is not None:
@@ -139,10 +181,18 @@ def read(accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: 
         for loader, saved in zip(accelerator._dataloaders, ours["dataloaders"], strict=False):
             _restore_loader(loader, saved)
         _load_each("registered objects", accelerator._custom_objects, ours["custom_objects"], path)
-        restore_random_state(read_per_rank(path), accelerator.process_index)
+        restore_random(accelerator, path, accelerator.smp_config.init_seed if seed is None else seed)
 
 
-def load_weights(model: nn.Module | None, path: str | os.PathLike[str], strict: bool = True) -> None:
+def restore_random(accelerator: SmpAccelerator, path: str, seed: int) -> None:
+    """Give each rank its random states; on another number of ranks, new ones from (seed, step, rank)."""
+    if any(isinstance(part, dict) and "random" in part for part in read_per_rank(path)):
+        restore_random_state(path, accelerator.process_index, accelerator.num_processes, seed)
+
+
+def load_weights(
+    model: nn.Module | None, path: str | os.PathLike[str], strict: bool = True, verify: str | None = "auto"
+) -> None:
     """Load the (first) model's weights from a folder of either face, in place. Collective."""
     if model is None:
         return
@@ -152,7 +202,9 @@ def load_weights(model: nn.Module | None, path: str | os.PathLike[str], strict: 
     prefix = read_manifest(path).metadata.get("module_prefix", "")
     state: dict[str, Any] = get_model_state_dict(model)
     name_there = names_between("", prefix)
-    load_checkpoint(path, {"state_dict": {name_there(name): value for name, value in state.items()}}, strict=strict)
+    load_checkpoint(
+        path, {"state_dict": {name_there(name): value for name, value in state.items()}}, strict=strict, verify=verify
+    )
     if handle is not None and handle.fp8 is not None:
         handle.fp8.refresh_weights()
 
@@ -182,7 +234,7 @@ def load_optimizers(
     name_there = names_between("", read_manifest(path).metadata.get("module_prefix", ""))
     for number, optimizer in enumerate(optimizers):
         owner = _owner(models, optimizer)
-        load_named_optimizer_state(path, ("optimizer_states", number), owner, optimizer, name_there)
+        load_named_optimizer_state(path, ("optimizer_states", number), owner, optimizer, name_there, verify="sizes")
 
 
 def config_files(model: nn.Module) -> dict[str, str]:
@@ -193,34 +245,6 @@ def config_files(model: nn.Module) -> dict[str, str]:
         if callable(to_json):
             files[name] = to_json(use_diff=False) if attribute == "config" else to_json()
     return files
-
-
-def random_state() -> dict[str, Any]:
-    """This rank's random states in plain types."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    state: dict[str, Any] = {
-        "python": list(random.getstate()),
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
-        "torch": torch.get_rng_state().tolist(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().tolist()
-    return state
-
-
-def restore_random_state(saved: list[Any], rank: int) -> None:
-    """Give a rank the random states of the same rank of the saving run; a rank that run did not have keeps its own."""
-    if rank >= len(saved) or not saved[rank]:
-        logger.info("rank %d has no saved random states (the run was saved by %d ranks)", rank, len(saved))
-        return
-    state = saved[rank]
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys), gauss))
-    kind, numbers, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(numbers, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))
 
 
 def _models(accelerator: SmpAccelerator) -> list[nn.Module]:
@@ -286,10 +310,6 @@ def _folder_to_write(accelerator: SmpAccelerator, output_dir: str | None) -> str
     target = os.path.join(root, f"checkpoint_{accelerator.save_iteration}")
     if os.path.exists(target):
         raise ValueError(f"{target} exists already; set accelerator.project_configuration.iteration to what comes next")
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process and project.total_limit is not None:
-        for folder in _numbered(root)[: -(project.total_limit - 1) or None]:
-            shutil.rmtree(folder)
     return target
 
 

@@ -22,15 +22,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from transformers import trainer as trainer_module
+from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.attachment import parallel_of
 from accelerate_smp.callbacks import SmpMonitorCallback
-from smp_core.checkpoint import full_state_dict, is_checkpoint, read_manifest, read_per_rank
+from smp_core.checkpoint import CheckpointError, first_whole, full_state_dict, is_checkpoint, read_manifest
 from smp_core.checkpoint.optimizers import load_whole_optimizer_state
+from smp_core.checkpoint.ranks import Ranks
 from smp_core.config import SmpConfig
 
 logger = logging.getLogger("smp")
@@ -160,6 +162,24 @@ class SmpTrainerMixin(_Base):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As Trainer's; ``save_total_limit`` removes older checkpoints once this one has committed."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        run_dir, best = self._get_output_dir(trial=trial), self.state.best_model_checkpoint
+        checkpoints.after_commit(
+            self.accelerator,
+            f"rotation of the checkpoints in {run_dir}",
+            lambda: rotate_checkpoints(run_dir, limit, best, use_mtime=True),
+        )
+
+    def _finalize_training(self, *arguments: Any) -> Any:
+        self.accelerator.wait_for_save()
+        return super()._finalize_training(*arguments)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         facts: dict[str, Any] = {"step": self.state.global_step, **self._data_position()}
         checkpoints.write(self.accelerator, os.path.join(output_dir, STATE_FOLDER), facts, [self.lr_scheduler])
@@ -185,6 +205,79 @@ class SmpTrainerMixin(_Base):
 
     # Resuming
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
+        """As Trainer's. ``resume_from_checkpoint=True`` skips broken checkpoints, with a warning that names them.
+
+        With another number of ranks or another batch size, gradient accumulation is adapted so that an optimizer step
+        keeps its number of samples.
+
+        Raises:
+            ValueError: no accumulation keeps it, and ``allow_batch_change`` is not set.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._newest_whole() or True
+        if isinstance(resume_from_checkpoint, str) and _has_state(resume_from_checkpoint):
+            self._keep_global_batch(resume_from_checkpoint)
+        try:
+            return super().train(resume_from_checkpoint, *arguments, **keywords)
+        except BaseException:
+            if self.accelerator.background_saves is not None:
+                try:
+                    self.accelerator.wait_for_save()
+                except CheckpointError as error:  # what went wrong first is raised
+                    logger.error("%s", error)
+            raise
+
+    def _newest_whole(self) -> str | None:
+        """The newest whole checkpoint of ``output_dir``, None where there is none at all. Collective."""
+        ranks = Ranks()
+
+        def candidates() -> list[str]:
+            folder = self.args.output_dir
+            found = sort_checkpoints(folder)[::-1] if folder is not None and os.path.isdir(folder) else []
+            return [path for path in found if not self._looks_unfinished(path)]
+
+        found = ranks.on_first("no checkpoint to resume from", candidates)
+        ours = [path for path in found if os.path.isdir(os.path.join(path, STATE_FOLDER))]
+        if not ours or ours[0] != found[0]:
+            return found[0] if found else None  # Trainer's own, which have nothing to check
+        states = [os.path.join(path, STATE_FOLDER) for path in ours]
+        return os.path.dirname(first_whole(states, self.accelerator.smp_config.verify_checkpoint))
+
+    def _looks_unfinished(self, path: str) -> bool:
+        """Whether a crash came before the optimizer states or the Trainer's own state were there."""
+        states = (os.path.join(path, name) for name in (STATE_FOLDER, trainer_module.OPTIMIZER_NAME))
+        lacking = [] if any(os.path.exists(state) for state in states) else [STATE_FOLDER]
+        try:
+            TrainerState.load_from_json(os.path.join(path, trainer_module.TRAINER_STATE_NAME))
+        except (OSError, ValueError, TypeError):
+            lacking.append(trainer_module.TRAINER_STATE_NAME)
+        if lacking:
+            logger.warning("BROKEN CHECKPOINT SKIPPED: %s has no (readable) %s", path, " and no ".join(lacking))
+        return bool(lacking)
+
+    def _keep_global_batch(self, checkpoint: str) -> None:
+        saved = read_manifest(os.path.join(checkpoint, STATE_FOLDER)).metadata.get("samples_per_step")
+        steps = self.args.gradient_accumulation_steps
+        now = self.get_total_train_batch_size(self.args)
+        if saved in (None, now) or self.accelerator.smp_config.allow_batch_change:
+            return
+        change = f"an optimizer step had {saved} samples when {checkpoint} was saved and has {now} here"
+        if saved % (now // steps):
+            raise ValueError(
+                f"{change} (per_device_train_batch_size x ranks x gradient_accumulation_steps={steps}), and no "
+                "accumulation keeps it; change per_device_train_batch_size, or write allow_batch_change=True in "
+                "smp_config to go on with another global batch"
+            )
+        self.args.gradient_accumulation_steps = saved // (now // steps)
+        logger.warning(
+            "%s: gradient_accumulation_steps is %d instead of %d, which keeps it at %d",
+            change,
+            self.args.gradient_accumulation_steps,
+            steps,
+            saved,
+        )
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if _has_state(resume_from_checkpoint):
             return  # weights follow with the optimizer, once the model is sharded
@@ -200,7 +293,8 @@ class SmpTrainerMixin(_Base):
         if checkpoint is None:
             return
         if _has_state(checkpoint):
-            checkpoints.read(self.accelerator, os.path.join(checkpoint, STATE_FOLDER), [self.lr_scheduler])
+            where = os.path.join(checkpoint, STATE_FOLDER)
+            checkpoints.read(self.accelerator, where, [self.lr_scheduler], seed=self.args.seed)
             return
         stock = os.path.join(checkpoint, trainer_module.OPTIMIZER_NAME)
         if not os.path.isfile(stock):
@@ -220,10 +314,10 @@ class SmpTrainerMixin(_Base):
         if checkpoint is None or not _has_state(checkpoint):
             super()._load_rng_state(checkpoint)
             return
-        saved = read_per_rank(os.path.join(checkpoint, STATE_FOLDER))
-        checkpoints.restore_random_state(saved, self.args.process_index)
+        checkpoints.restore_random(self.accelerator, os.path.join(checkpoint, STATE_FOLDER), self.args.seed)
 
     def _load_best_model(self) -> None:
+        self.accelerator.wait_for_save()
         best = self.state.best_model_checkpoint
         if best is None or not _has_state(best):
             super()._load_best_model()

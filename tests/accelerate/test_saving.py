@@ -1,0 +1,160 @@
+"""Saving behind training, rotation, broken checkpoints and another number of ranks, under Accelerate and Trainer."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import ProjectConfiguration
+
+import smp_core.checkpoint.storage as storage
+from accelerate_smp import SmpCheckpointCallback
+from smp_core.checkpoint import CheckpointError, is_checkpoint
+from tests.accelerate.running import prepared
+from tests.accelerate.trainers import Run, assert_close, fit, make_trainer, noise_between
+from tests.core.models import loss_of
+from tests.harness import run_ranks
+
+BATCH = 8
+
+
+def numbered_folders(folder: str) -> dict[str, Any]:
+    """Three saves behind training, of which two stay; the newest comes back as it was when it was taken."""
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator, optimizer, model, *_ = prepared(
+        torch.float64, 1, shard_degree=2, project_config=project, async_save=True
+    )
+    for _ in range(3):
+        accelerator.save_state()
+    drawn = torch.rand(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state()
+    zero = sum(float(parameter.detach().abs().sum()) == 0 for parameter in model.parameters() if parameter.numel())
+    again = torch.rand(3)
+    accelerator.end_training()
+    dist.barrier()
+    return {"drawn": torch.equal(again, drawn), "zero": zero, "folders": sorted(os.listdir(f"{folder}/checkpoints"))}
+
+
+def full_disk(folder: str) -> tuple[str, int]:
+    """The second save fails on rank 1 while training goes on; the error and the step that raised it."""
+    accelerator, optimizer, model, loader, _ = prepared(torch.float64, 1, shard_degree=2, async_save=True)
+    batch = next(iter(loader))["tokens"]
+    accelerator.save_state(f"{folder}/first")
+    accelerator.wait_for_save()
+    original = storage.Sink.close
+
+    def close(sink: storage.Sink) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        return original(sink)
+
+    storage.Sink.close = close  # type: ignore[method-assign]
+    try:
+        accelerator.save_state(f"{folder}/second")
+        for step in range(200):
+            accelerator.backward(loss_of(model, batch))
+            try:
+                optimizer.step()
+            except CheckpointError as error:
+                return str(error), step
+            optimizer.zero_grad()
+            time.sleep(0.01)
+        raise AssertionError("the error never came")
+    finally:
+        storage.Sink.close = original  # type: ignore[method-assign]
+
+
+def test_saving_behind_a_bare_loop(tmp_path: Path) -> None:
+    for report in run_ranks(numbered_folders, 4, str(tmp_path), ranks_per_node=2):
+        assert report == {"drawn": True, "zero": 0, "folders": ["checkpoint_1", "checkpoint_2"]}
+    results = run_ranks(full_disk, 4, str(tmp_path), ranks_per_node=2)
+    assert all("rank 1: OSError: [Errno 28]" in message for message, _ in results)
+    assert len({step for _, step in results}) == 1, "all ranks stop at the same step"
+    assert is_checkpoint(tmp_path / "first") and not (tmp_path / "second").exists()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, float]:
+    """The stock Trainer in one process, uninterrupted, and how far it is from itself in another order."""
+    folder = tmp_path_factory.mktemp("alone")
+    run = fit(folder, BATCH, 1)
+    return run, noise_between(run, fit(folder, BATCH // 2, 2))
+
+
+def rotate_and_break(folder: str) -> tuple[list[str], Run]:
+    """Saved behind training at steps 2 and 4 of 6, two kept; the newest loses a file, and the next run is told to go on
+    with the newest."""
+    flags = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 4}
+    knobs = {"shard_degree": 2, "async_save": True}
+    fit(folder, BATCH, 1, knobs, **flags)
+    dist.barrier()
+    kept = sorted(os.listdir(folder))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        state = Path(folder, "checkpoint-4", "smp_state")
+        next(state.glob("tensors-*")).unlink()
+    dist.barrier()
+    return kept, fit(folder, BATCH, 1, knobs, resume=True)
+
+
+def test_rotation_and_a_broken_newest_under_trainer(
+    alone: tuple[Run, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected, noise = alone
+    for kept, seen in run_ranks(rotate_and_break, 4, str(tmp_path), ranks_per_node=2, timeout=120):
+        assert kept == ["checkpoint-3", "checkpoint-4"]
+        assert_close(seen, expected, noise, first_step=3)
+    said = capfd.readouterr()
+    assert "BROKEN CHECKPOINT SKIPPED" in said.out + said.err and "checkpoint-4/smp_state" in said.out + said.err
+
+
+def save_on_four(folder: str) -> None:
+    fit(folder, BATCH, 1, {"shard_degree": 4}, save_strategy="steps", save_steps=2, max_steps=2)
+
+
+def go_on_with_two(folder: str, checkpoint: str) -> tuple[Run, int, str]:
+    """2 samples a rank as before; and 3, which no accumulation makes 8."""
+    trainer, recorder = make_trainer(folder, BATCH // 2, 1, {"shard_degree": 2})
+    trainer.train(resume_from_checkpoint=checkpoint)
+    other, _ = make_trainer(folder, 6, 1, {"shard_degree": 2})
+    with pytest.raises(ValueError) as refused:
+        other.train(resume_from_checkpoint=checkpoint)
+    return recorder.run, trainer.args.gradient_accumulation_steps, str(refused.value)
+
+
+def test_on_fewer_ranks_accumulation_keeps_the_global_batch(alone: tuple[Run, float], tmp_path: Path) -> None:
+    expected, noise = alone
+    run_ranks(save_on_four, 4, str(tmp_path), ranks_per_node=2, timeout=120)
+    results = run_ranks(go_on_with_two, 2, str(tmp_path / "two"), str(tmp_path / "checkpoint-2"), timeout=120)
+    for seen, accumulation, refused in results:
+        assert accumulation == 2
+        tolerance = noise + 1e-6
+        assert seen.losses == pytest.approx(expected.losses[2:], abs=tolerance)
+        assert "had 8 samples" in refused and "has 6 here" in refused and "allow_batch_change=True" in refused
+
+
+def at_its_own_interval(folder: str) -> list[list[str]]:
+    kept = []
+    for name, failures in (("often", 1e-6), ("seldom", 1e12)):
+        where = f"{folder}/{name}"
+        trainer, _ = make_trainer(where, BATCH, 1, {"shard_degree": 2}, num_train_epochs=2)
+        trainer.add_callback(SmpCheckpointCallback("auto", failures))
+        trainer.train()
+        dist.barrier()
+        kept.append(sorted(os.listdir(where)))
+    return kept
+
+
+def test_the_interval_follows_the_time_between_failures(tmp_path: Path) -> None:
+    """12 steps: the first save, after 10, is the measurement; then after every step, or only at the end."""
+    often, seldom = [f"checkpoint-{step}" for step in (10, 11, 12)], ["checkpoint-10", "checkpoint-12"]
+    results = run_ranks(at_its_own_interval, 4, str(tmp_path), ranks_per_node=2, timeout=120)
+    assert results == [[often, seldom]] * 4
