@@ -181,7 +181,7 @@ class AccumulationWindow:
                 flats.append((position, unit, unit_sum.slots, unit.beside_parameters(unit_sum.flat)))
                 unit_sum.flat = None
             position += count
-        if any(flat.device != self._mesh.device for _, _, _, flat in flats):
+        if any(flat.device.type != self._mesh.device.type for _, _, _, flat in flats):
             torch.accelerator.synchronize()  # offloaded gradients are on their way to the host
         for first, unit, slots, flat in flats:
             parameters = unit.parameters()
