@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 # Test files run side by side: a case on ranks keeps two cores busy, one in a single process does not.
 TEST_WORKERS ?= 2
 
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-accelerate test test-slow lint clean
+.PHONY: help venv demo demo-accelerate bench-cluster test test-slow lint clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +34,11 @@ demo: $(STAMP) ## train a GPT-2 on four ranks that pose as two nodes, about two 
 demo-accelerate: $(STAMP) ## a bare Accelerate loop and transformers' Trainer on the same four ranks
 	SMP_RANKS_PER_NODE=2 $(BIN)/accelerate-smp launch --config_file examples/accelerate/four_ranks_cpu.yaml examples/train_accelerate.py
 	SMP_RANKS_PER_NODE=2 $(BIN)/accelerate-smp launch --config_file examples/accelerate/four_ranks_cpu.yaml examples/train_hf_trainer.py
+
+bench-cluster: $(STAMP) ## ours and the peers on an emulated cluster: Linux, root, hours
+	@[ "$$(uname)" = Linux ] && [ "$$(id -u)" = 0 ] || \
+		{ echo "make bench-cluster makes network namespaces: run it on Linux as root"; exit 1; }
+	$(BIN)/python benchmarks/cluster/bench.py $(BENCH_ARGS)
 
 lint: $(STAMP) ## style and types
 	$(BIN)/ruff check .

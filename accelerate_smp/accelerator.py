@@ -327,7 +327,11 @@ class SmpAccelerator(Accelerator):
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._close_windows()
         self.unscale_gradients()
-        return [self._current(parameter) for parameter in given]
+        current = [self._current(parameter) for parameter in given]
+        for handle in map(parallel_of, self._models):
+            if handle is not None:
+                current = handle.stepped(current)
+        return current
 
     # Checkpoints
 

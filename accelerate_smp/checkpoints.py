@@ -39,7 +39,12 @@ from smp_core.checkpoint import (
     remove_checkpoint,
     save_checkpoint,
 )
-from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state, names_between
+from smp_core.checkpoint.optimizers import (
+    load_named_optimizer_state,
+    named_optimizer_state,
+    names_between,
+    stepped_parameters,
+)
 from smp_core.checkpoint.random_state import random_state, restore_random_state
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state, remainder_state
@@ -260,7 +265,7 @@ def _optimizers(accelerator: SmpAccelerator) -> list[torch.optim.Optimizer]:
 
 
 def _owner(models: list[nn.Module], optimizer: torch.optim.Optimizer) -> nn.Module:
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = {id(parameter) for parameter in stepped_parameters(optimizer)}
     for model in models:
         if stepped <= {id(parameter) for parameter in model.parameters()}:
             return model

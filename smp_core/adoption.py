@@ -36,6 +36,7 @@ _TORCHS: dict[str, Any] = {
     "quantized_all_gather": None,
     "error_feedback": False,
     "quantized_reduce": None,
+    "optimizer_shard": "shard",
     "forward_prefetch": 0,
     "backward_prefetch": 1,
     "forward_methods": (),
@@ -106,7 +107,14 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
     plan = WrapPlan(planned, tuple(plain), "as it came")
     register_forward_methods(model, plan, config.forward_methods)
     window = AccumulationWindow(
-        units, [plain], mesh, traffic.hop, traffic.world_hop, policy.reduce_dtype, on_close=traffic.step_done
+        units,
+        [plain],
+        mesh,
+        traffic.hop,
+        traffic.world_hop,
+        policy.reduce_dtype,
+        on_close=traffic.step_done,
+        over_world=config.optimizer_shard == "world",
     )
     return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic)
 

@@ -7,9 +7,11 @@ import logging
 import typer
 
 from smp_core.checkpoint.commands import app as checkpoint_app
+from smp_core.planning.commands import topology
 
 app = typer.Typer(name="smp", help="torch-smp on the command line.", no_args_is_help=True, add_completion=False)
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command("topology")(topology)
 
 
 @app.callback()

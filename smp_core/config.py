@@ -132,7 +132,8 @@ class SmpConfig:
         error_feedback: Whether what quantized_reduce rounds off is added to the next gradients. It costs a float32 copy
             of what a rank sends between nodes and makes 4 bits train well. True or False (default).
         optimizer_shard: Where optimizer states live. "shard" (default; sharded like the parameters, over the partition
-            group) or "world" (over all ranks). "world" is not built yet.
+            group) or "world" (over all ranks, for optimizers that look at one element at a time: AdamW, SGD, ...; each
+            rank steps float32 masters of its part, and optimizer.state_dict() is collective).
         state_offload: What lives in host memory instead of the device. None (default; nothing), "optimizer" (the
             optimizer's states and float32 masters of half precision parameters; the step is taken there) or "all"
             (shards of parameters and gradients too; what computes is brought unit by unit).

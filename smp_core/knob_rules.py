@@ -114,16 +114,15 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "pipeline_parallel_degree": NotBuilt(
         "pipeline parallelism is", "leave it at 1 and raise shard_degree until the model fits", _only(1)
     ),
-    "optimizer_shard": NotBuilt(
-        "sharding of optimizer states over the world is",
-        "write 'shard', with shard_degree='node' or 'world' to shard them together with the parameters",
-        _only("shard"),
-    ),
 }
 
 
 # (config -> whether it is asked for, what to say): knobs that are fine by themselves and not together.
 CONTRADICTIONS: list[tuple[Callable[[Any], bool], str]] = [
+    (
+        lambda config: config.optimizer_shard == "world" and config.state_offload is not None,
+        "optimizer_shard='world' and state_offload both say where optimizer states live; keep one of them",
+    ),
     (
         lambda config: config.quantized_reduce is not None and config.replica_reduce_dtype is not None,
         "quantized_reduce and replica_reduce_dtype both say how gradients travel between replicas; keep one of them",

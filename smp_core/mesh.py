@@ -19,7 +19,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smp_core.config import SmpConfig
+from smp_core.links import LINKS_VARIABLE, Links, gather_seconds
 from smp_core.topology import Topology
+
+# A large transformer block in bfloat16 is a few times this.
+_GATHER_BYTES = 1 << 24
 
 Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
@@ -199,6 +203,11 @@ def _resolve_hierarchical(asked: bool | str, degree: int, topology: Topology) ->
     k, nodes = topology.ranks_per_node, topology.num_nodes
     replicas_meet = degree < k and nodes > 1
     if asked == "auto":
+        links = Links.stored(topology) if two_stages(degree, topology) else None
+        if links is not None and links.intra is not None and links.inter is not None:
+            flat, staged = (1e3 * seconds for seconds in gather_seconds(links, degree, _GATHER_BYTES))
+            why = f"by {LINKS_VARIABLE}, a gather of 16 MiB takes {flat:.1f} ms in one stage and {staged:.1f} ms in two"
+            return staged <= flat, why
         if two_stages(degree, topology):
             return True, f"the partition group spans {degree // k} nodes with {k} ranks each"
         if degree > k:

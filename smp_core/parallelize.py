@@ -37,6 +37,7 @@ from smp_core.sharding.fsdp import ShardedUnit, prefetch, reshard, shard_units
 from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
 from smp_core.sharding.host_optimizer import host_kernels, offloaded_methods
+from smp_core.sharding.optimizer import WorldSharding
 from smp_core.sharding.wrap import Entry, WrapPlan, plan_units
 
 logger = logging.getLogger("smp")
@@ -78,7 +79,7 @@ class ParallelModel:
         if it is open. ``parameters``: only these, e.g. one optimizer's; default all."""
         self.window.close()
         return clip_grad_norm_(
-            self.module.parameters() if parameters is None else parameters,
+            self.stepped(parameters),
             max_norm,
             norm_type=norm_type,
             shard_group=self.mesh.shard_group,
@@ -88,10 +89,17 @@ class ParallelModel:
     def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         """The gradients' norm over all ranks: a plain 0-d tensor, equal everywhere."""
         return grad_norm(
-            self.module.parameters() if parameters is None else parameters,
+            self.stepped(parameters),
             shard_group=self.mesh.shard_group,
             norm_type=norm_type,
         )
+
+    def stepped(self, parameters: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """What holds the gradients of these parameters (default all): with ``optimizer_shard="world"`` masters of this
+        rank's part, otherwise they themselves."""
+        given = self.module.parameters() if parameters is None else parameters
+        world = self.window.world if isinstance(self.window, AccumulationWindow) else None
+        return list(given) if world is None else world.stepped(given)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer over this model's parameters right for them.
@@ -99,7 +107,18 @@ class ParallelModel:
         ``zero_grad`` also drops what the open window holds of its parameters, as it would without a window; a
         parameter group with plain and sharded tensors steps them one by one, because torch's fused and foreach
         kernels take only one kind at a time; and with ``state_offload`` it steps on the host, with fused kernels.
+
+        With ``optimizer_shard="world"`` it steps masters of this rank's part from now on; ``state_dict`` and
+        ``load_state_dict`` are collective then.
+
+        Raises:
+            ValueError: ``optimizer_shard="world"`` and an optimizer that looks across a tensor.
         """
+        world = None
+        if self.config.optimizer_shard == "world":
+            assert isinstance(self.window, AccumulationWindow)
+            world = self.window.shard_over_world()
+            world.take_over(optimizer)
         window, kind = self.window, type(optimizer)
         overrides: dict[str, Callable[..., Any]] = {}
         if self.config.state_offload == "optimizer":
@@ -112,8 +131,10 @@ class ParallelModel:
                 window.drop(p for group in this.param_groups for p in group["params"])
             kind.zero_grad(this, set_to_none)
 
+        methods: dict[str, Any] = {"zero_grad": zero_grad, "__module__": kind.__module__, **overrides}
+        if world is not None:
+            methods.update(_world_methods(world, optimizer, kind))
         # A subclass, not an attribute of the instance: Lightning derives its own wrapper's class from this one.
-        methods = {"zero_grad": zero_grad, "__module__": kind.__module__, **overrides}
         optimizer.__class__ = type(kind.__name__, (kind,), methods)
         # A forward without backward (one network's inside the other one's step) leaves its roots gathered, as they were
         # before this step.
@@ -243,6 +264,7 @@ def parallelize_model(
         _dtype(config.reduce_dtype),
         veto=veto,
         on_close=traffic.step_done,
+        over_world=config.optimizer_shard == "world",
     )
     if fp8 is not None:
         unmetered = CommMeter(mesh.topology, mesh.rank, enabled=False)
@@ -250,6 +272,24 @@ def parallelize_model(
         fp8.refresh_weights()  # before the first step; what is sent belongs to none
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(meter))
     return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic, savers, fp8, context)
+
+
+def _world_methods(world: WorldSharding, optimizer: torch.optim.Optimizer, kind: Any) -> dict[str, Any]:
+    """What an optimizer that steps masters does differently."""
+
+    def state_dict(this: torch.optim.Optimizer) -> dict[str, Any]:
+        return world.whole_state(this, kind.state_dict(this))
+
+    def load_state_dict(this: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        kind.load_state_dict(this, world.own_state(this, saved))
+
+    def follow(*_: Any) -> None:
+        for shard in world.shards:
+            shard.follow_parameters()
+
+    optimizer.register_step_pre_hook(follow)
+    optimizer.register_step_post_hook(lambda this, *_: world.after_step(this))
+    return {"state_dict": state_dict, "load_state_dict": load_state_dict}
 
 
 def _maximum(mesh: SmpMesh, reduce: FlatMaxReduce) -> Callable[[torch.Tensor], None]:

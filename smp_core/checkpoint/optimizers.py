@@ -42,10 +42,17 @@ def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     return {"state": {names[i]: dict(entry) for i, entry in numbered["state"].items()}, "param_groups": groups}
 
 
+def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The model's parameters that the optimizer steps, itself or (``optimizer_shard="world"``) by masters, whose
+    ``smp_model_parameter`` they are."""
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [getattr(parameter, "smp_model_parameter", parameter) for parameter in stepped]
+
+
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Names of the optimizer's parameters in the order in which torch numbers them."""
-    by_parameter = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_parameter: dict[torch.Tensor, str] = {p: clean_name(name) for name, p in model.named_parameters()}
+    parameters = stepped_parameters(optimizer)
     strangers = [tuple(parameter.shape) for parameter in parameters if parameter not in by_parameter]
     if strangers:
         raise CheckpointError(
@@ -74,7 +81,7 @@ def load_named_optimizer_state(
         CheckpointError: parameters that the checkpoint has and the optimizer lacks or the other way round.
     """
     names = [name_there(name) for name in parameter_names(model, optimizer)]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = stepped_parameters(optimizer)
     by_name = dict(zip(names, parameters, strict=True))
     rest = read_rest(path, prefix)
     saved_names = [name for group in rest["param_groups"] for name in group["params"]]
@@ -160,7 +167,7 @@ def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Load an ordinary numbered optimizer state of whole tensors: each rank keeps its own part. Local."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = stepped_parameters(optimizer)
     state = {
         number: {
             key: shard_like(parameters[number], value) if isinstance(value, torch.Tensor) else value

@@ -90,7 +90,7 @@ class GatherPolicy:
             for shard in shards():
                 if shard.numel() and shard.is_floating_point():
                     # The sum of magnitudes is finite unless an element is not, or all of them are near overflow.
-                    flags[number] |= ~shard.abs().sum(dtype=torch.float64).isfinite()
+                    flags[number] |= ~shard.abs().sum(dtype=torch.float64).isfinite().to(flags.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         return [flag == 0 for flag in flags.tolist()]
 

@@ -76,22 +76,66 @@ class ReplicaHop(CommObject):
             return self._all_reduce(flat, self.group, async_op=True)
         return self._background.submit(lambda: self._in_stages(flat, key))
 
+    # One sum in three verbs, for whoever keeps and updates only its own part in between.
+
+    def own_part(self, n: int) -> tuple[int, int]:
+        """Where this rank's part of ``n`` elements starts, and how long a part is: one for each rank of the group. The
+        last parts may reach beyond ``n``."""
+        k, m = self._counts()
+        inside = 0 if self._inside is None else dist.get_rank(self._inside)
+        size = -(-n // (k * m))
+        return (inside * m + dist.get_rank(self.between)) * size, size
+
+    def scatter(self, flat: torch.Tensor, part: torch.Tensor, key: str | None = None) -> Pending:
+        """Start summing ``flat`` [n] into ``part``, this rank's own; ``flat`` is used up."""
+
+        def run() -> None:
+            _, mine_MS = self._sum_to_columns(flat)
+            self._sum_to_owners(mine_MS, key)
+            part.copy_(mine_MS[dist.get_rank(self.between)])
+
+        return self._background.submit(run)
+
+    def gather(self, part: torch.Tensor, n: int) -> torch.Tensor:
+        """Every rank's part, put together: [n]."""
+        k, m = self._counts()
+        rows_KMS = part.new_empty(k, m, part.numel())
+        mine_MS = rows_KMS[0 if self._inside is None else dist.get_rank(self._inside)]
+        mine_MS[dist.get_rank(self.between)] = part
+        with self._counted(self.between, part, "inter", new_call=True, kind="all_gather"):
+            gather_rows(mine_MS, self.between, HOP)
+        if self._inside is not None:
+            with self._counted(self._inside, mine_MS, "intra", kind="all_gather"):
+                gather_rows(rows_KMS.view(k, -1), self._inside, HOP)
+        return rows_KMS.view(-1)[:n]
+
+    def _counts(self) -> tuple[int, int]:
+        return 1 if self._inside is None else dist.get_world_size(self._inside), dist.get_world_size(self.between)
+
     def _in_stages(self, flat: torch.Tensor, key: str | None) -> None:
-        k = 1 if self._inside is None else dist.get_world_size(self._inside)
-        m = dist.get_world_size(self.between)
+        work, mine_MS = self._sum_to_columns(flat)
+        sums_MS, residual = self._sum_to_owners(mine_MS, key)
+        if self.codec is None:
+            with self._counted(self.between, mine_MS[0], "inter"):
+                gather_rows(mine_MS, self.between, HOP)
+        else:
+            self._from_owners(sums_MS, residual)
+            mine_MS.copy_(sums_MS)
+        if self._inside is not None:
+            rows_KN = work.view(dist.get_world_size(self._inside), -1)
+            with self._counted(self._inside, rows_KN[0], "intra"):
+                gather_rows(rows_KN, self._inside, HOP)
+        if work is not flat:
+            flat.copy_(work[: flat.numel()])
+
+    def _sum_to_columns(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``flat``, padded to equal parts, and in it this rank's column [M, S], summed over the node."""
+        k, m = self._counts()
         short = -flat.numel() % (k * m)
         work = F.pad(flat, (0, short)) if short else flat
         rows_KN = work.view(k, -1)
-        if self._inside is None:
-            mine_MS = rows_KN[0].view(m, -1)
-        else:
-            mine_MS = self._sum_inside(rows_KN, self._inside).view(m, -1)
-        self._sum_between(mine_MS, key)
-        if self._inside is not None:
-            with self._counted(self._inside, rows_KN[0], "intra"):
-                gather_rows(rows_KN, self._inside, HOP)
-        if short:
-            flat.copy_(work[: flat.numel()])
+        mine = rows_KN[0] if self._inside is None else self._sum_inside(rows_KN, self._inside)
+        return work, mine.view(m, -1)
 
     def _sum_inside(self, rows_KN: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         received_KN = torch.empty_like(rows_KN)
@@ -101,7 +145,9 @@ class ReplicaHop(CommObject):
             sum_in_order(list(received_KN), mine)
         return mine
 
-    def _sum_between(self, mine_MS: torch.Tensor, key: str | None) -> None:
+    def _sum_to_owners(self, mine_MS: torch.Tensor, key: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``mine_MS[me]`` becomes the sum between nodes. Returns the sums in the dtype they were taken in, and what the
+        owner rounded off the last time it sent one."""
         me = dist.get_rank(self.between)
         new_call = self._inside is None
         if self.codec is None:
@@ -109,9 +155,7 @@ class ReplicaHop(CommObject):
             with self._counted(self.between, mine_MS[0], "inter", new_call=new_call):
                 all_to_all(received_MS, mine_MS, self.between, HOP)
                 sum_in_order(list(received_MS), mine_MS[me])
-            with self._counted(self.between, mine_MS[0], "inter"):
-                gather_rows(mine_MS, self.between, HOP)
-            return
+            return mine_MS, None
         sums_MS = wide_copy(mine_MS)
         to_owners, from_owner = self._residuals_of(key, sums_MS)
         self.fallbacks += sum_at_owners(
@@ -124,8 +168,8 @@ class ReplicaHop(CommObject):
             residual_MS=to_owners,
             new_call=new_call,
         )
-        self._from_owners(sums_MS, from_owner)
-        mine_MS.copy_(sums_MS)
+        mine_MS[me] = sums_MS[me]
+        return sums_MS, from_owner
 
     def _residuals_of(
         self, key: str | None, sums_MS: torch.Tensor
@@ -167,9 +211,15 @@ class ReplicaHop(CommObject):
             )
 
     def _counted(
-        self, group: dist.ProcessGroup, row: torch.Tensor, link: LinkClass, *, new_call: bool = False
+        self,
+        group: dist.ProcessGroup,
+        row: torch.Tensor,
+        link: LinkClass,
+        *,
+        new_call: bool = False,
+        kind: str = "all_reduce",
     ) -> AbstractContextManager[None]:
         """One row to each other rank of ``group``."""
         row_bytes = row.numel() * row.element_size()
         sends = [(rank, row_bytes) for rank in self.ranks_of(group) if rank != self.meter.rank]
-        return self.meter.point_to_point("all_reduce", sends, link, new_call=new_call)
+        return self.meter.point_to_point(kind, sends, link, new_call=new_call)

@@ -198,6 +198,9 @@ def _effective(mesh: SmpMesh, config: SmpConfig) -> SmpConfig:
     if config.replica_reduce_dtype is not None and not sums_cross:
         why = "replicas are on one node" if mesh.replicate_degree > 1 else "there is one replica: no sums across"
         config = without(config, "replica_reduce_dtype", why)
+    if config.optimizer_shard == "world" and mesh.replicate_degree == 1:
+        why = "there is one replica: optimizer states are sharded over all ranks already"
+        config = config.with_resolved("optimizer_shard", "shard", why)
     if config.quantized_reduce is not None and not gathers_cross and not sums_cross:
         config = without(config, "quantized_reduce", "no gradients cross between nodes")
     return config

@@ -32,6 +32,7 @@ from smp_core.comm.background import Pending
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.fsdp import FAILED_PASS, ShardedUnit, Slot, at_end_of_backward, backward_pass, forget_passes
+from smp_core.sharding.optimizer import FlatShard, WorldSharding, model_parameter
 from smp_core.sharding.replicated import ReplicatedGradients
 
 
@@ -95,6 +96,7 @@ class AccumulationWindow:
         veto: asked when the window closes: a 0-d bool tensor, whether this rank wants the window's gradients dropped.
             If any rank does, ``.grad`` is None everywhere after it, so that the optimizer step changes nothing.
         on_close: called when a window's gradients are complete.
+        over_world: whether :meth:`shard_over_world` has to be called before the first window closes.
     """
 
     def __init__(
@@ -107,8 +109,10 @@ class AccumulationWindow:
         reduce_dtype: torch.dtype | None = None,
         veto: Callable[[], torch.Tensor] | None = None,
         on_close: Callable[[], None] = lambda: None,
+        over_world: bool = False,
     ) -> None:
         self._on_close = on_close
+        self._over_world = over_world
         self._units = list(units)
         self._veto = veto
         self._mesh = mesh
@@ -121,10 +125,29 @@ class AccumulationWindow:
         self._kept: dict[nn.Parameter, torch.Tensor | None] = {}
         self._last = True
         self._running_pass: int | None = None
+        self.world: WorldSharding | None = None
+        """Masters of this rank's part, where optimizer states are sharded over the world."""
         self.micro_batches = 0
         """Backward passes whose gradients are held and not closed yet."""
         for number, unit in enumerate(self._units):
             unit.module.set_all_reduce_hook(self._hook(number))  # type: ignore[operator]
+
+    def shard_over_world(self) -> WorldSharding:
+        """From now on sums are scattered over replicas, and gradients are those of masters
+        (:mod:`smp_core.sharding.optimizer`). What is trainable now can be trained."""
+        if self.world is None:
+            units = {}
+            for number, unit in enumerate(self._units):
+                slots, parameters = unit.window_slots(), unit.parameters()
+                if slots:
+                    units[number] = FlatShard(
+                        [unit.names[slot.index] for slot in slots],
+                        [parameters[slot.index] for slot in slots],
+                        [slot.padded for slot in slots],
+                        self._hop,
+                    )
+            self.world = WorldSharding(units, self._replicated.shard_over_world(self._mesh.shard_degree == 1))
+        return self.world
 
     @property
     def is_open(self) -> bool:
@@ -145,6 +168,11 @@ class AccumulationWindow:
         """Reduce across replicas, divide, and set ``.grad``; a closed window is left as it is. Collective."""
         if not self.is_open:
             return
+        if self._over_world and self.world is None:
+            raise ValueError(
+                "optimizer_shard='world': there is no optimizer yet whose states could be sharded; call "
+                "parallel.prepare_optimizer(optimizer) before the first backward pass"
+            )
         for unit_sum in self._sums:
             unit_sum.complete = unit_sum.flat is not None
         self._send_complete()
@@ -155,9 +183,12 @@ class AccumulationWindow:
             self._send_the_rest(reached.tolist()[-len(self._units) - 1 : -1])
         # Behind all units on every rank: stages of this hop may share groups with theirs.
         self._replicated.send()
-        for unit_sum in self._sums:
+        for number, unit_sum in enumerate(self._sums):
             if unit_sum.in_flight is not None:
                 unit_sum.in_flight.wait()
+            if self.world is not None:
+                self._scatter_late(number)
+                continue
             for slots, flat in unit_sum.late:
                 work = self._hop(flat)
                 if work is not None:
@@ -174,9 +205,13 @@ class AccumulationWindow:
         seen = None if everyone else reached.cpu()
         position = 0
         flats: list[tuple[int, ShardedUnit, list[Slot], torch.Tensor]] = []
-        for unit, unit_sum in zip(self._units, self._sums, strict=True):
+        for number, (unit, unit_sum) in enumerate(zip(self._units, self._sums, strict=True)):
             count = len(unit.parameters())
-            if unit_sum.flat is not None:
+            if self.world is not None and unit_sum.flat is not None:
+                indices = [slot.index for slot in unit_sum.slots]
+                flags = None if seen is None else [bool(seen[position + index]) for index in indices]
+                self.world.units[number].set_gradients(self._mesh.topology.world_size, flags)
+            elif unit_sum.flat is not None:
                 unit_sum.flat /= self._mesh.topology.world_size
                 flats.append((position, unit, unit_sum.slots, unit.beside_parameters(unit_sum.flat)))
                 unit_sum.flat = None
@@ -206,7 +241,7 @@ class AccumulationWindow:
     @torch.no_grad()
     def drop(self, parameters: Iterable[torch.Tensor]) -> None:
         """Drop what the open window holds of these parameters (what ``optimizer.zero_grad()`` means in its middle)."""
-        dropped = {id(parameter) for parameter in parameters}
+        dropped = {id(model_parameter(parameter)) for parameter in parameters}
         kept_any = False
         for unit, unit_sum in zip(self._units, self._sums, strict=True):
             members = unit.parameters()
@@ -226,6 +261,8 @@ class AccumulationWindow:
             parameter.grad = None
         for parameter in self._replicated.parameters.values():
             parameter.grad = None
+        for shard in [] if self.world is None else self.world.shards:
+            shard.forget()
         self._forget()
 
     def _forget(self) -> None:
@@ -304,7 +341,34 @@ class AccumulationWindow:
         if unit_sum.flat is None:
             unit_sum.slots, unit_sum.flat = slots, self._units[number].zeros(slots)
         unit_sum.widen(slots)
+        if self.world is not None:
+            self._scatter(number, unit_sum)
+            return
         unit_sum.in_flight = self._hop(unit_sum.flat, self._units[number].name)
+
+    def _scatter(self, number: int, unit_sum: _UnitSum) -> None:
+        assert self.world is not None
+        unit = self._units[number]
+        shard = self.world.units.get(number)
+        held = set() if shard is None else set(shard.names)
+        new = [unit.names[slot.index] for slot in unit_sum.slots if unit.names[slot.index] not in held]
+        if new or shard is None:
+            raise ValueError(
+                f"optimizer_shard='world': {new[0]} was frozen when the optimizer was made and has no master to step; "
+                "make it trainable before, or write optimizer_shard='shard'"
+            )
+        index = {name: i for i, name in enumerate(unit.names)}
+        unit_sum.widen(unit.layout(index[name] for name in shard.names))
+        assert unit_sum.flat is not None
+        shard.send(unit_sum.flat, unit.name)
+        unit_sum.in_flight = shard
+
+    def _scatter_late(self, number: int) -> None:
+        unit_sum = self._sums[number]
+        for slots, flat in unit_sum.late:
+            late = _UnitSum()
+            late.add(slots, flat)
+            self._scatter(number, late)
 
     def _everyone_reached(self) -> bool:
         """Whether this rank reached every trainable parameter, and so need not read what the others tell."""

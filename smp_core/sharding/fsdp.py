@@ -88,10 +88,10 @@ class ShardedUnit:
         self.was_trainable: set[int] = set()
         group: Any = module._get_fsdp_state()._fsdp_param_group
         if in_order:
-            self._names = list(parameter_names)
+            self.names = list(parameter_names)
         else:
             names = {id(p): f"{name}.{local}" if name else local for local, p in module.named_parameters()}
-            self._names = [names[id(parameter)] for parameter in self.parameters()]
+            self.names = [names[id(parameter)] for parameter in self.parameters()]
         if group is not None:
             group.pre_forward = self._using(group.pre_forward)
             group.post_backward = self._noting(group.post_backward)
@@ -110,7 +110,7 @@ class ShardedUnit:
     def shard_layout(self) -> list[tuple[str, int]]:
         """Full name and elements, padding included, of each parameter in the shard that a gather sends, in order."""
         sizes = (parameter.padded_sharded_param_size.numel() for parameter in self._fsdp_parameters)
-        return list(zip(self._names, sizes, strict=True))
+        return list(zip(self.names, sizes, strict=True))
 
     def local_shards(self) -> list[torch.Tensor]:
         """This rank's part of each parameter, trainable or not."""
@@ -144,6 +144,10 @@ class ShardedUnit:
     def end_of_window(self) -> None:
         self.reached.clear()
         self.was_trainable.clear()
+
+    def layout(self, indices: Iterable[int]) -> list[Slot]:
+        """The layout of a flat reduced gradient of these parameters."""
+        return self._layout(set(indices))
 
     def _layout(self, indices: Container[int]) -> list[Slot]:
         slots, offset = [], 0

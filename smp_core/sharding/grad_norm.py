@@ -2,19 +2,23 @@
 
 A DTensor's shards are spread over the partition group and repeated on every replica; a plain parameter is repeated on
 every rank. So the p-th powers of local shards are added up over the partition group, those of plain gradients once.
-Replicas hold the same gradients and find the same norm. ``torch._foreach_norm`` and ``torch._foreach_mul_`` are what
-``torch.nn.utils.clip_grad_norm_`` uses for one kernel per list instead of one per gradient; they have no public names.
+Replicas hold the same gradients and find the same norm. A master's gradient (``optimizer_shard="world"``) is a part
+that no other rank has: its powers are added up over the world. ``torch._foreach_norm`` and ``torch._foreach_mul_`` are
+what ``torch.nn.utils.clip_grad_norm_`` uses for one kernel per list instead of one per gradient; they have no public
+names.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+
+from smp_core.sharding.optimizer import model_parameter
 
 OnNonfinite = Literal["ignore", "skip", "raise"]
 
@@ -40,31 +44,43 @@ def grad_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type!r}: allowed are numbers above 0 and math.inf")
     sharded: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
     whole: list[torch.Tensor] = []
+    over_world = False
     device = sharded_on = None
     for parameter in parameters:
         device = device or parameter.device
+        over_world |= model_parameter(parameter) is not parameter
         if parameter.grad is None:
             continue
-        if isinstance(parameter.grad, DTensor):
+        if model_parameter(parameter) is not parameter:
+            parts.append(parameter.grad)
+        elif isinstance(parameter.grad, DTensor):
             sharded.append(parameter.grad.to_local())
             sharded_on = sharded_on or torch.device(parameter.grad.device_mesh.device_type)
         else:
             whole.append(parameter.grad)
-    double = any(gradient.dtype == torch.float64 for gradient in [*sharded, *whole])
+    double = any(gradient.dtype == torch.float64 for gradient in [*sharded, *parts, *whole])
     device = device or torch.device("cpu")
     local, once = _reduced(sharded, norm_type, device), _reduced(whole, norm_type, device)
     # Offloaded gradients are on the host, where the group's library may not be able to send.
     mesh_device = sharded_on or device
     local, once = local.to(mesh_device), once.to(mesh_device)
     biggest = math.isinf(norm_type)
-    if dist.get_world_size(shard_group) > 1:
-        if biggest:
-            local = _largest_of_all(local, shard_group)
-        else:
-            dist.all_reduce(local, group=shard_group)
+    local = _over(shard_group, local, biggest)
+    if over_world:
+        everyones = _over(cast(dist.ProcessGroup, dist.group.WORLD), _reduced(parts, norm_type, device), biggest)
+        once = torch.maximum(once, everyones) if biggest else once + everyones
     total = torch.maximum(local, once) if biggest else (local + once) ** (1.0 / norm_type)
     return total if double else total.float()
+
+
+def _over(group: dist.ProcessGroup, local: torch.Tensor, biggest: bool) -> torch.Tensor:
+    if dist.get_world_size(group) > 1:
+        if biggest:
+            return _largest_of_all(local, group)
+        dist.all_reduce(local, group=group)
+    return local
 
 
 def _largest_of_all(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -12,7 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+
+from smp_core.sharding.optimizer import model_parameter
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -31,4 +34,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             seen = super()._unscale_grads_(part, inv_scale, torch.zeros_like(found_inf), allow_fp16)
             for device, flag in seen.items():
                 found[device] = torch.maximum(found[device], flag) if device in found else flag
+        if any(model_parameter(p) is not p for group in optimizer.param_groups for p in group["params"]):
+            for flag in found.values():  # parts that no other rank has
+                dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return found

@@ -16,6 +16,7 @@ from torch import nn
 from smp_core.comm.background import Pending
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.mesh import SmpMesh
+from smp_core.sharding.optimizer import FlatShard
 
 
 class ReplicatedGradients:
@@ -43,6 +44,7 @@ class ReplicatedGradients:
         self._hop = hop
         self._reduce_dtype = reduce_dtype
         self._on_backward = on_backward
+        self._shards: dict[str, FlatShard] = {}
         self._this_pass: set[str] = set()
         self._was_trainable: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
@@ -75,23 +77,50 @@ class ReplicatedGradients:
         self._this_pass.clear()
         self._was_trainable |= {name for name, parameter in self.parameters.items() if parameter.requires_grad}
 
+    def shard_over_world(self, enabled: bool) -> dict[str, FlatShard]:
+        """With ``enabled``, sums are scattered over all ranks from now on, for masters to be stepped; not of 0-d
+        parameters, and of what is trained only later: those every rank steps whole."""
+        if enabled and not self._shards:
+            for number, names_of_group in enumerate(self._groups):
+                for dtype, names in self._by_dtype(names_of_group).items():
+                    parameters = [self.parameters[name] for name in names if self.parameters[name].ndim]
+                    if parameters:
+                        names = [name for name in names if self.parameters[name].ndim]
+                        sizes = [parameter.numel() for parameter in parameters]
+                        self._shards[f"whole {number} {dtype}"] = FlatShard(names, parameters, sizes, self._hop)
+        return self._shards
+
+    def _by_dtype(self, group: Iterable[str]) -> dict[torch.dtype, list[str]]:
+        found: dict[torch.dtype, list[str]] = {}
+        for name in group:
+            if self._takes_part(name):
+                found.setdefault(self.parameters[name].dtype, []).append(name)
+        return found
+
     def send(self) -> None:
         """Start adding up over all ranks. Every rank sends every parameter that takes part, reached or not."""
         if self._mesh.topology.world_size == 1:
             return
+        held: set[str] = set()
+        for key, shard in self._shards.items():
+            held.update(shard.names)
+            flat = torch.cat([self._contribution(name).reshape(-1) for name in shard.names])
+            shard.send(flat.to(self._reduce_dtype or flat.dtype), key)
         for number, group in enumerate(self._groups):
-            by_dtype: dict[torch.dtype, list[str]] = {}
-            for name in group:
-                if self._takes_part(name):
-                    by_dtype.setdefault(self.parameters[name].dtype, []).append(name)
-            for dtype, names in by_dtype.items():
+            for dtype, names in self._by_dtype(name for name in group if name not in held).items():
                 flat = torch.cat([self._contribution(name).reshape(-1) for name in names])
                 flat = flat.to(self._reduce_dtype or dtype)
-                work = self._hop(flat, f"whole {number} {dtype}")
+                work = self._hop(flat, f"whole {number} {dtype}" + (", rest" if held else ""))
                 self._in_flight.append((names, flat, work))
 
     def finish(self, seen: Mapping[str, bool] | None) -> None:
         """Set ``.grad`` of the parameters that some rank reached (``seen``; None: all of them)."""
+        for shard in self._shards.values():
+            shard.set_gradients(
+                self._mesh.topology.world_size, None if seen is None else [seen[name] for name in shard.names]
+            )
+            for name in shard.names:
+                self._sums.pop(name, None)
         for names, flat, work in self._in_flight:
             if work is not None:
                 work.wait()

@@ -34,6 +34,7 @@ def test_float64_loop_equals_one_process(degree: int, micro_batches: int) -> Non
 EXACT_SCHEMES: list[dict[str, Any]] = [
     {"shard_degree": 4, "reshard_after_forward": "node", "backward_prefetch": 2},
     {"shard_degree": 4, "quantized_all_gather": "fp8", "quantize_after_steps": STEPS},
+    {"shard_degree": 2, "optimizer_shard": "world"},
 ]
 
 

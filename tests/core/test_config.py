@@ -349,8 +349,8 @@ def test_features_that_are_there_are_not_refused() -> None:
     assert {knob for knob, _ in NOT_YET} >= set(NOT_BUILT)
     SmpConfig().require_built()
     SmpConfig(reshard_after_forward=False, shard_degree=4, delayed_init=True, save_full_state_dict=True).require_built()
-    both = SmpConfig(tensor_parallel_degree=2, optimizer_shard="world")
-    with pytest.raises(ValueError, match=r"tensor_parallel_degree=2: (?s:.*)optimizer_shard=world: "):
+    both = SmpConfig(tensor_parallel_degree=2, pipeline_parallel_degree=2)
+    with pytest.raises(ValueError, match=r"tensor_parallel_degree=2: (?s:.*)pipeline_parallel_degree=2: "):
         both.require_built()
 
 

@@ -34,11 +34,13 @@ class Step:
     n_parameters: int
 
 
-def train_one_step(world_micro_batches: int, precision: str | None = None, **knobs) -> Step:
+def train_one_step(world_micro_batches: int, precision: str | None = None, *, prepared: bool = False, **knobs) -> Step:
     torch.manual_seed(0)
     mesh, config = SmpMesh.build(SmpConfig(param_dtype=precision, **knobs), Topology.discover(), "cpu")
     parallel = parallelize_model(SmallGpt(layers=LAYERS), mesh, config)
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3)
+    if prepared:
+        parallel.prepare_optimizer(optimizer)
     parallel.meter.close_step()
     generator = torch.Generator().manual_seed(mesh.data_rank)
     with CallRecorder() as recorder:

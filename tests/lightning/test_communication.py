@@ -14,6 +14,8 @@ EXACT_SCHEMES: list[dict[str, Any]] = [
     {"shard_degree": 1},
     {"shard_degree": 4, "reshard_after_forward": "node", "forward_prefetch": 1, "backward_prefetch": 2},
     {"shard_degree": 4, "quantized_all_gather": "int8", "quantize_after_steps": 100},
+    {"shard_degree": 2, "optimizer_shard": "world"},
+    {"shard_degree": 1, "optimizer_shard": "world"},
 ]
 
 

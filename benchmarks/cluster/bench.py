@@ -1,0 +1,202 @@
+#!/usr/bin/env python3
+"""The cluster benchmark: ours and the peers on emulated clusters (netlab), side by side.
+
+    make bench-cluster                                        everything; hours
+    python benchmarks/cluster/bench.py --table                the rows of docs/performance.md; about an hour
+    python benchmarks/cluster/bench.py --layouts 2x2 --rates 200mbit --accumulation 1 --rounds 1
+
+Nodes x ranks in 2x2, 2x4, 4x2; links of 200 Mbit/s and 1 Gbit/s with 1 ms; 1 and 4 micro-batches; float32 and bfloat16
+parameters. Schemes take turns inside one run (schemes.py), the median of the rounds counts, and times are compared only
+where losses agree. ``--deepspeed PYTHON`` is the interpreter of an environment with DeepSpeed (<= 0.19.6); without it
+the table says so. A second part emulates compute by sleeping and grows from one node to four.
+
+Writes benchmarks/results/cluster.json and .png and the tables in docs/performance.md. Needs Linux, root, iproute2, gcc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from schemes import DEEPSPEED, EXACT, OURS, PEERS
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "results" / "cluster.json"
+PAGE = HERE.parents[1] / "docs" / "performance.md"
+BEGIN, END = "<!-- from benchmarks/results/cluster.json -->\n", "<!-- end -->\n"
+COMPUTE_MS = 25.0
+
+
+def rates(text: str) -> float:
+    """``"200mbit"`` -> bytes per second."""
+    number, unit = re.fullmatch(r"(\d+)(mbit|gbit)", text).groups()  # type: ignore[union-attr]
+    return int(number) * {"mbit": 1e6, "gbit": 1e9}[unit] / 8
+
+
+def run_lab(
+    python: str, names: list[str], layout: str, rate: str, micro: int, rounds: int, dtype: str, compute_ms: float = 0.0
+) -> dict[str, Any] | str:
+    """What schemes.py found on one emulated cluster, or why there is nothing."""
+    nodes, ranks = layout.split("x")
+    lab = [sys.executable, str(HERE / "netlab.py"), "run", "--quiet", "--nodes", nodes, "--ranks", ranks]
+    lab += ["--rate", rate, "--delay", "1ms", "--timeout", "3600", "--", python, str(HERE / "schemes.py")]
+    program = ["--schemes", ",".join(names), "--micro", str(micro), "--rounds", str(rounds), "--param-dtype", dtype]
+    environ = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*lab, *program, "--compute-ms", str(compute_ms)], capture_output=True, text=True, env=environ
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return json.loads(lines[-1])
+
+
+def compare(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for dtype in asked.dtypes:
+        for layout in asked.layouts:
+            for rate in asked.rates:
+                for micro in asked.accumulation:
+                    names = [name for name in (*PEERS, *OURS) if not asked.schemes or name in asked.schemes]
+                    found = run_lab(sys.executable, names, layout, rate, micro, asked.rounds, dtype)
+                    missing: dict[str, str] = {}
+                    if isinstance(found, str):
+                        raise SystemExit(f"{layout}, {rate}, {micro}: {found}")
+                    for name in DEEPSPEED if dtype == "float32" else ():
+                        if not asked.deepspeed:
+                            missing[name] = "DeepSpeed is not installed"
+                            continue
+                        one = run_lab(asked.deepspeed, [name], layout, rate, micro, asked.rounds, dtype)
+                        if isinstance(one, str):
+                            missing[name] = one
+                        else:
+                            found.update(one)
+                    check_losses(found)
+                    row = {"layout": layout, "rate": rate, "micro": micro, "dtype": dtype, "missing": missing}
+                    rows.append({**row, "schemes": found})
+                    print(table([rows[-1]]), flush=True)
+    return rows
+
+
+def check_losses(found: dict[str, Any]) -> None:
+    """Exact schemes within 0.5 % of one another (float32 sums in other orders, bfloat16 gathers), encoded ones 5 %."""
+    names = [name for name in found if name in EXACT]
+    turns = range(len(found[names[0]]["losses"]))
+    expected = [statistics.median(found[name]["losses"][turn] for name in names) for turn in turns]
+    for name, result in found.items():
+        bound = 5e-3 if name in EXACT else 5e-2
+        result["losses_agree"] = all(
+            abs(ours - theirs) <= bound * abs(theirs) for ours, theirs in zip(result["losses"], expected, strict=True)
+        )
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| nodes x ranks, link, micro-batches, dtype | scheme | s per step (min-max) | x bound | MB out of a node "
+        "| lower bound MB | counters / meter | losses agree |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        where = f"{row['layout']}, {row['rate']}, {row['micro']}, {row['dtype']}"
+        for name, result in row["schemes"].items():
+            seconds = statistics.median(result["seconds"])
+            out, bound = statistics.fmean(result["node_bytes"]), result["lower_bound"]
+            metered = statistics.fmean(result["metered"])
+            lines.append(
+                f"| {where} | {name} | {seconds:.2f} ({min(result['seconds']):.2f}-{max(result['seconds']):.2f}) "
+                f"| {seconds * rates(row['rate']) / bound:.2f} | {out / 1e6:.1f} | {bound / 1e6:.1f} "
+                f"| {f'{out / metered:.3f}' if metered else '-'} | {'yes' if result['losses_agree'] else 'NO'} |"
+            )
+        lines += [f"| {where} | {name} | {why} | | | | | |" for name, why in row["missing"].items()]
+    return "\n".join(lines)
+
+
+def scale(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Emulated compute, 1 -> 2 -> 4 nodes of two ranks, four micro-batches, sharded in the node."""
+    rows = []
+    for nodes in (1, 2, 4):
+        found = run_lab(sys.executable, ["ours-node"], f"{nodes}x2", "1gbit", 4, asked.rounds, "float32", COMPUTE_MS)
+        if isinstance(found, str):
+            raise SystemExit(f"scaling, {nodes} nodes: {found}")
+        rows.append({"nodes": nodes, "seconds": found["ours-node"]["seconds"]})
+    alone = statistics.median(rows[0]["seconds"])
+    for row in rows:
+        row["efficiency"] = alone / statistics.median(row["seconds"])
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(rows), 1, figsize=(9, 0.9 + 3.2 * len(rows)), squeeze=False)
+    for axis, row in zip(axes[:, 0], rows, strict=True):
+        names = list(row["schemes"])
+        axis.barh(
+            names[::-1],
+            [statistics.median(row["schemes"][name]["seconds"]) for name in names[::-1]],
+            color=["#2a6f97" if name in OURS else "#b0b0b0" for name in names[::-1]],
+        )
+        axis.set_title(f"{row['layout']}, {row['rate']}, {row['micro']} micro-batches, {row['dtype']}", fontsize=9)
+        axis.set_xlabel("seconds per optimizer step", fontsize=8)
+        axis.tick_params(labelsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", default=["2x2", "2x4", "4x2"])
+    parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"])
+    parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--schemes", nargs="*", default=[])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--deepspeed", help="python of an environment with DeepSpeed")
+    parser.add_argument("--table", action="store_true", help="only the rows of docs/performance.md")
+    parser.add_argument("--no-scaling", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    if platform.system() != "Linux" or os.geteuid():
+        raise SystemExit("the cluster is made of network namespaces: run this on Linux as root")
+    if asked.table:
+        asked.rates, asked.dtypes = ["200mbit"], ["float32"]
+    rows = compare(asked)
+    scaling = [] if asked.no_scaling else scale(asked)
+    machine = {
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "system": platform.platform(),
+    }
+    asked.out.write_text(json.dumps({"machine": machine, "rows": rows, "scaling": scaling}, indent=1) + "\n")
+    draw(rows, asked.out.with_suffix(".png"))
+    if asked.out == RESULTS:
+        write_page(machine, rows, scaling)
+
+
+def write_page(machine: dict[str, Any], rows: list[dict[str, Any]], scaling: list[dict[str, Any]]) -> None:
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN, 1)
+    said = f"Measured on {machine['cpus']} CPU cores, torch {machine['torch']}, load {machine['load']:.1f} at the end."
+    grown = [
+        f"| {row['nodes']} | {statistics.median(row['seconds']):.2f} | {row['efficiency']:.3f} |" for row in scaling
+    ]
+    if grown:
+        grown = ["", "| nodes | s per step | efficiency |", "|---|---|---|", *grown]
+    text = "\n".join(["", said, "", table(rows), *grown, "", ""])
+    PAGE.write_text(before + BEGIN + text + END + rest.split(END, 1)[1], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+#!/usr/bin/env python3
+"""Step time, bytes and losses of data-parallel schemes on one small transformer. A rank program; runs under netlab:
+
+    netlab.py run --delay 1ms -- python schemes.py --schemes fsdp-ring,ours-world --micro 1
+
+All schemes see the same initial weights and the same data. They take turns, one warm-up step of one micro-batch and
+one measured step a turn, ``--rounds`` turns, so that what disturbs the machine disturbs all. Rank 0 prints one line of
+JSON.
+
+    ddp, fsdp, fsdp-ring, hsdp, hsdp-two-hop    torch's own; ring: with the traffic of NCCL's reduce-scatter (gloo's is
+                                                a whole all-reduce); two-hop: replicas are reduced in the last
+                                                micro-batch only
+    ds3, mics                                   DeepSpeed ZeRO-3 and MiCS (in the node); need DeepSpeed installed
+    ours-...                                    this project: sharded over the world, over the node, or not at all
+
+``--compute-ms`` sleeps that long in each block's forward and twice that in its backward instead of computing much:
+overlap shows on few cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from netlab import counters
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from smp_core.comm.exchange import exchange
+from smp_core.config import SmpConfig
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import parallelize_model
+from smp_core.topology import Topology
+
+OURS: dict[str, dict[str, Any]] = {
+    "ours-world": {"shard_degree": "world"},
+    "ours-world-int8": {"shard_degree": "world", "quantized_all_gather": "int8"},
+    "ours-world-int8-both": {"shard_degree": "world", "quantized_all_gather": "int8", "quantized_reduce": "int8"},
+    "ours-world-secondary": {"shard_degree": "world", "reshard_after_forward": "node"},
+    "ours-node": {"shard_degree": "node"},
+    "ours-node-bf16": {"shard_degree": "node", "replica_reduce_dtype": "bf16"},
+    "ours-node-int8": {"shard_degree": "node", "quantized_reduce": "int8"},
+    "ours-node-optimizer": {"shard_degree": "node", "optimizer_shard": "world"},
+    "ours-replicas": {"shard_degree": 1},
+}
+PEERS = ("ddp", "fsdp", "fsdp-ring", "hsdp", "hsdp-two-hop")
+DEEPSPEED = ("ds3", "mics")
+EXACT = (*PEERS, *DEEPSPEED, *(n for n in OURS if "int8" not in n and "bf16" not in n))
+VOCABULARY, WIDTH, LAYERS, LENGTH, RATE = 4096, 512, 6, 16, 0.05
+SETTLE = 0.03
+
+
+class Sleep(torch.autograd.Function):
+    """Emulated compute: ``seconds`` in forward, twice that in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
+class Block(nn.Module):
+    def __init__(self, compute: float) -> None:
+        super().__init__()
+        self.compute = compute
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.compute:
+            x = Sleep.apply(x, self.compute)
+        b, length, width = x.shape
+        q, k, v = (y.view(b, length, 8, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    """23 million parameters; returns the next-token loss."""
+
+    def __init__(self, compute: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(compute) for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(step: int, micro: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100_000 * step + 1000 * micro + rank)
+    start = torch.randint(0, VOCABULARY, (1, 1), generator=generator)
+    return (start + torch.arange(LENGTH + 1)) % VOCABULARY
+
+
+class RingReduceScatter:
+    """The flat ring that NCCL runs: one chunk to the next rank, g - 1 times. For FSDP2 on gloo, which has none."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+        ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+        n = len(ranks)
+        chunks = input_tensor.view(n, -1)
+        total, got = chunks[(me - 1) % n].clone(), torch.empty_like(chunks[0])
+        for step in range(n - 1):
+            exchange([(total, ranks[(me + 1) % n])], [(got, ranks[(me - 1) % n])], group)
+            total, got = got.add_(chunks[(me - 2 - step) % n]), total
+        output_tensor.copy_(total)
+
+
+class Run:
+    """One scheme: ``step(number, micro_batches) -> this rank's mean loss``."""
+
+    def __init__(self, scheme: str, param_dtype: str | None, compute: float) -> None:
+        self.scheme, self.rank, self.metered = scheme, dist.get_rank(), None
+        torch.manual_seed(0)
+        self.before: Callable[[bool], Any] = contextlib.nullcontext
+        self.after: Callable[[], None] = int  # nothing
+        model: Any = Model(compute)
+        if scheme in OURS:
+            config = SmpConfig(**OURS[scheme], param_dtype=param_dtype, forward_prefetch=1)
+            mesh, config = SmpMesh.build(config, Topology.discover(), "cpu")
+            parallel = parallelize_model(model, mesh, config)
+            self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+            parallel.prepare_optimizer(self.optimizer)
+            self.before = lambda last: parallel.window.accumulate(not last)
+            self.metered, self.after = parallel.meter, parallel.meter.close_step
+        elif scheme == "ddp":
+            model = nn.parallel.DistributedDataParallel(model)
+            self.before = lambda last: contextlib.nullcontext() if last else self.model.no_sync()
+            self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        else:
+            world, k = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+            shape = (world // k, k) if scheme.startswith("hsdp") else (world,)
+            names = ("replicate", "shard")[-len(shape) :]
+            half = torch.bfloat16 if param_dtype == "bfloat16" else None
+            policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            for module in [*model.blocks, model]:
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no average
+                if scheme == "fsdp-ring":
+                    module.set_custom_reduce_scatter(RingReduceScatter())
+            if scheme == "hsdp-two-hop":
+                self.before = self._two_hop
+            self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        self.model = model
+
+    def _two_hop(self, last: bool) -> Any:
+        self.model.set_requires_all_reduce(last)
+        return contextlib.nullcontext()
+
+    def step(self, number: int, micro_batches: int) -> float:
+        total = 0.0
+        for micro in range(micro_batches):
+            with self.before(micro == micro_batches - 1):
+                loss = self.model(batch(number, micro, self.rank))
+                (loss / micro_batches).backward()
+            total += loss.item() / micro_batches
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.after()
+        return total
+
+
+class DeepSpeedRun:
+    """ZeRO-3 and MiCS. Two of its calls do not exist on gloo and are replaced by ones with the same traffic."""
+
+    def __init__(self, scheme: str, micro_batches: int) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ["NDEV_PER_NODE"] = os.environ["LOCAL_WORLD_SIZE"]
+        import logging
+
+        import deepspeed
+
+        deepspeed.utils.logger.setLevel(logging.ERROR)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at the start
+
+        def all_gather_coalesced(
+            self: Any, outputs: Any, inputs: Any, group: Any = None, async_op: bool = False
+        ) -> Any:
+            works = [
+                dist.all_gather_into_tensor(o, i, group=group, async_op=True)
+                for o, i in zip(outputs, inputs, strict=True)
+            ]
+
+            class Handle:
+                def wait(self) -> None:
+                    for work in works:
+                        work.wait()
+
+            return Handle() if async_op else Handle().wait()
+
+        sys.modules["deepspeed.comm.torch"].TorchBackend.all_gather_coalesced = all_gather_coalesced
+        deepspeed.comm.has_all_reduce_coalesced = lambda: False
+        deepspeed.init_distributed("gloo", verbose=False)
+        zero: dict[str, Any] = {
+            "stage": 3,
+            "contiguous_gradients": True,
+            "overlap_comm": False,
+            "reduce_scatter": True,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": int(4e6),
+            "stage3_prefetch_bucket_size": int(4e6),
+            "stage3_max_live_parameters": 1,
+            "stage3_max_reuse_distance": 0,
+        }
+        init = deepspeed.zero.Init
+        if scheme == "mics":
+            zero.update(mics_shard_size=int(os.environ["LOCAL_WORLD_SIZE"]), mics_hierarchical_params_gather=False)
+            init = deepspeed.zero.MiCS_Init
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": micro_batches,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        }
+        torch.manual_seed(0)
+        with init(config_dict_or_path=config):
+            model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        self.engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+        self.metered = None
+
+    def step(self, number: int, micro_batches: int) -> float:
+        total = 0.0
+        for micro in range(micro_batches):
+            loss = self.engine(batch(number, micro, dist.get_rank()))
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.item() / micro_batches
+        return total
+
+
+def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool) -> float:
+    """Bytes that have to leave a node per optimizer step in the scheme, with float32 sums: every unit's gathers and
+    reductions, each byte once over the link; peers by the ring over ranks in order."""
+    model = Model()
+    m = sum(p.numel() for p in model.parameters()) * 4.0
+    root = m - sum(p.numel() for p in model.blocks.parameters()) * 4.0
+    world, gathered = nodes * k, (root + 2 * (m - root)) * (0.5 if half else 1.0)
+    code = (1 + 4 / 256) / 4
+    across = (nodes - 1) / nodes
+    if scheme in ("ddp", "fsdp", "fsdp-ring"):
+        ring = (world - 1) / world
+        if scheme == "ddp":
+            return 2 * ring * m
+        return micro_batches * ring * (gathered + m * (2 if scheme == "fsdp" else 1))
+    if scheme == "ds3":
+        return micro_batches * (world - 1) / world * 4 * m
+    if scheme in ("hsdp", "hsdp-two-hop", "mics"):
+        times = 1 if scheme != "hsdp" else micro_batches
+        return 2 * across * m * times
+    if scheme.startswith("ours-world"):
+        gather = code * (2 if half else 1) if "int8" in scheme else 1.0
+        if "secondary" in scheme:
+            gathered = m * (0.5 if half else 1.0)
+        return micro_batches * across * (gathered * gather + m * (code if "both" in scheme else 1.0))
+    return 2 * across * m * (0.5 if "bf16" in scheme else code if "int8" in scheme else 1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schemes", required=True, help="separated by commas")
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches of an optimizer step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--param-dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--compute-ms", type=float, default=0.0)
+    asked = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    names, k = asked.schemes.split(","), int(os.environ["LOCAL_WORLD_SIZE"])
+    half = asked.param_dtype == "bfloat16"
+    with_deepspeed = any(name in DEEPSPEED for name in names)
+    if not with_deepspeed:
+        dist.init_process_group("gloo")
+    runs: dict[str, Any] = {}
+    for name in names:
+        runs[name] = (
+            DeepSpeedRun(name, asked.micro)
+            if name in DEEPSPEED
+            else Run(name, "bfloat16" if half else None, asked.compute_ms / 1e3)
+        )
+    rank, world = dist.get_rank(), dist.get_world_size()
+    watch = dist.new_group(list(range(world)))  # measuring never touches the schemes' groups
+    found: dict[str, dict[str, Any]] = {
+        n: {"seconds": [], "node_bytes": [], "metered": [], "losses": []} for n in names
+    }
+    for turn in range(asked.rounds):
+        for name, run in runs.items():
+            run.step(2 * turn, asked.micro if name in DEEPSPEED else 1)
+            dist.barrier(group=watch)
+            time.sleep(SETTLE)
+            sent = counters("eth0")["tx_bytes"]
+            dist.barrier(group=watch)
+            began = time.perf_counter()
+            loss = run.step(2 * turn + 1, asked.micro)
+            dist.barrier(group=watch)
+            seconds = time.perf_counter() - began
+            time.sleep(SETTLE)
+            metered = run.metered.per_step()["inter_bytes"] if run.metered is not None else 0.0
+            row = torch.tensor([loss, counters("eth0")["tx_bytes"] - sent, metered], dtype=torch.float64)
+            rows = [torch.empty_like(row) for _ in range(world)]
+            dist.all_gather(rows, row, group=watch)
+            nodes = range(world // k)
+            found[name]["seconds"].append(seconds)
+            found[name]["losses"].append(statistics.fmean(float(each[0]) for each in rows))
+            found[name]["node_bytes"].append(max(float(rows[node * k][1]) for node in nodes))
+            found[name]["metered"].append(max(sum(float(rows[node * k + i][2]) for i in range(k)) for node in nodes))
+    if rank == 0:
+        for name in names:
+            bound = lower_bound(name, world // k, k, asked.micro, half) if world > k else 0.0
+            found[name]["lower_bound"] = bound
+        print(json.dumps(found), flush=True)
+    dist.barrier(group=watch)
+    sys.stdout.flush()
+    os._exit(0)  # gloo's teardown sometimes aborts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""A picture of ranks, nodes and groups: for terminals and as SVG."""
+
+from __future__ import annotations
+
+from xml.sax.saxutils import escape
+
+from smp_core.links import LinkFit, Links
+from smp_core.topology import Topology
+
+_COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#f2cc8f", "#6d597a", "#3d405b", "#b56576", "#8ab17d")
+_SHOWN = 16
+
+
+def groups_of(topology: Topology, shard_degree: int) -> tuple[list[range], list[range]]:
+    """(partition groups, replication groups) of the whole world."""
+    world = topology.world_size
+    partitions = [range(first, first + shard_degree) for first in range(0, world, shard_degree)]
+    return partitions, [range(i, world, shard_degree) for i in range(shard_degree)]
+
+
+def text_picture(topology: Topology, shard_degree: int, links: Links | None = None) -> str:
+    """One line per node, its ranks marked with their partition group; then the groups and, if known, the links."""
+    partitions, replications = groups_of(topology, shard_degree)
+    width = len(str(topology.world_size - 1))
+    lines = [
+        f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks, shard_degree={shard_degree}: "
+        f"{len(partitions)} partition groups, {len(replications)} replication groups"
+    ]
+    for number, (name, ranks) in enumerate(zip(topology.node_names, topology.nodes, strict=True)):
+        if number == _SHOWN:
+            lines.append(f"  ... {topology.num_nodes - _SHOWN} more nodes")
+            break
+        cells = " ".join(f"{rank:>{width}}{_letter(rank // shard_degree)}" for rank in ranks)
+        lines.append(f"  {name}  [ {cells} ]")
+    lines.append("letters: partition groups, which hold one copy of the model states together")
+    example = list(replications[0])
+    shown = ", ".join(map(str, example[:8])) + (", ..." if len(example) > 8 else "")
+    lines.append(f"replication groups take one rank of each: {shown}")
+    if links is not None:
+        lines += [_link_line("inside a node", links.intra), _link_line("between nodes", links.inter)]
+    return "\n".join(lines)
+
+
+def svg_picture(topology: Topology, shard_degree: int, links: Links | None = None) -> str:
+    """Nodes as boxes, ranks as discs in their partition group's colour, replication groups as lines."""
+    _, replications = groups_of(topology, shard_degree)
+    k, step, margin = topology.ranks_per_node, 54, 20
+    width, height = margin * 2 + k * step + 120, margin * 2 + topology.num_nodes * 84 + 40
+    place = {
+        rank: (margin + 110 + local * step + step // 2, margin + node * 84 + 36)
+        for node, ranks in enumerate(topology.nodes)
+        for local, rank in enumerate(ranks)
+    }
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        'font-size="12">'
+    ]
+    for node, name in enumerate(topology.node_names):
+        y = margin + node * 84
+        parts.append(
+            f'<rect x="{margin + 104}" y="{y}" width="{k * step + 12}" height="72" rx="8" fill="#f4f4f4" '
+            'stroke="#999999"/>'
+        )
+        parts.append(f'<text x="{margin}" y="{y + 40}">{escape(name)}</text>')
+    for ranks in replications:
+        points = " ".join(f"{place[rank][0]},{place[rank][1]}" for rank in ranks)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="#bbbbbb" stroke-dasharray="3 3"/>')
+    for rank, (x, y) in place.items():
+        colour = _COLOURS[(rank // shard_degree) % len(_COLOURS)]
+        parts.append(f'<circle cx="{x}" cy="{y}" r="16" fill="{colour}"/>')
+        parts.append(f'<text x="{x}" y="{y + 4}" text-anchor="middle" fill="#ffffff">{rank}</text>')
+    legend = f"shard_degree={shard_degree}: one colour per partition group, dashed lines join replicas of a shard"
+    parts.append(f'<text x="{margin}" y="{height - 32}">{legend}</text>')
+    if links is not None:
+        said = f"{_link_line('inside a node', links.intra)}; {_link_line('between nodes', links.inter)}"
+        parts.append(f'<text x="{margin}" y="{height - 14}">{escape(said)}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _letter(number: int) -> str:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    return letters[number % 26] if number < 26 else letters[number // 26 % 26 - 1] + letters[number % 26]
+
+
+def _link_line(where: str, fit: LinkFit | None) -> str:
+    if fit is None:
+        return f"{where}: no link"
+    return f"{where}: {fit.latency * 1e6:,.0f} us, {fit.bandwidth / 1e9:.3g} GB/s per rank"

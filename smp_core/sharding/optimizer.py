@@ -1,0 +1,322 @@
+"""Optimizer states over all replicas: ``optimizer_shard="world"`` (ZeRO-1 with ``shard_degree=1``, arXiv 1910.02054).
+
+Parameters and gradients stay sharded over the partition group. The flat sums of a unit's gradients are reduce-scattered
+across replicas instead of all-reduced; every rank holds a float32 master of its part, as one 1-D tensor for each
+parameter that reaches into it, and the user's optimizer steps those in its own parameter groups. Then the updated parts
+are all-gathered in the parameters' dtype. The same bytes as the all-reduce (fewer for half precision parameters), and
+12 of the 16 to 20 bytes per parameter are divided by the world.
+
+An optimizer that looks at one element at a time cannot tell the difference. One that looks across a tensor (Adafactor's
+factored moments, Muon, a trust ratio) can, and is refused.
+
+To the outside the optimizer looks as if it stepped the parameters: ``state_dict()`` puts states together over replicas
+(collective), with one more entry where masters are finer than parameters, and ``load_state_dict`` takes the own part.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.comm.background import Pending
+from smp_core.comm.replica_hop import ReplicaHop
+
+MASTER = "smp_master"
+"""Entry of an optimizer state: the float32 values of a half precision parameter."""
+
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
+
+
+class FlatShard:
+    """Parameters whose gradients are summed as one flat tensor, of which each rank of the hop's group steps a part.
+
+    Args:
+        names, parameters: in the order in which they lie in the flat tensor; DTensors or plain.
+        sizes: elements of each in the flat tensor: its local ones and padding.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], sizes: Sequence[int], hop: ReplicaHop
+    ) -> None:
+        self.names, self.parameters, self._hop = tuple(names), tuple(parameters), hop
+        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.n = sum(sizes)
+        self._start, self.size = hop.own_part(self.n)
+        self.masters = tuple(self._make_master(i) for i in range(len(self.parameters)))
+        self._sum: torch.Tensor | None = None
+        self._pending: Pending | None = None
+
+    def _own(self, i: int) -> tuple[slice, slice]:
+        """The part of parameter i that is this rank's: in the parameter's local elements, and in this rank's part."""
+        offset, n = self._offsets[i], local_of(self.parameters[i]).numel()
+        first = min(max(self._start, offset), offset + n)
+        last = max(min(self._start + self.size, offset + n), first)
+        return slice(first - offset, last - offset), slice(first - self._start, last - self._start)
+
+    def _make_master(self, i: int) -> nn.Parameter:
+        parameter = self.parameters[i]
+        own = local_of(parameter).reshape(-1)[self._own(i)[0]]
+        master = nn.Parameter(own.to(master_dtype(parameter)).clone())
+        master.smp_model_parameter = parameter  # type: ignore[attr-defined]
+        return master
+
+    @torch.no_grad()
+    def follow_parameters(self) -> None:
+        """Take up what was written into parameters from outside (a loaded checkpoint); elsewhere masters, which may be
+        finer, are kept."""
+        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            own = local_of(parameter).reshape(-1)[self._own(i)[0]]
+            same = master.to(own.dtype) == own
+            master.copy_(torch.where(same, master, own.to(master.dtype)))
+
+    # Gradients
+
+    def send(self, flat: torch.Tensor, key: str) -> None:
+        """Start summing ``flat`` [n] over replicas."""
+        part = flat.new_empty(self.size)
+        before, self._sum = self._sum, part
+        self._pending = self._hop.scatter(flat, part, key)
+        if before is not None:  # what came late is added to what was sent first
+            self._pending.wait()
+            part += before
+
+    def wait(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def set_gradients(self, divisor: int, seen: Sequence[bool] | None) -> None:
+        """The masters' ``.grad`` from the sums, divided, of parameters that some rank reached (None: all); added to
+        what an earlier window of the same step left there."""
+        self.wait()
+        if self._sum is None:
+            return
+        for i, master in enumerate(self.masters):
+            if seen is None or seen[i]:
+                gradient = (self._sum[self._own(i)[1]] / divisor).to(master.dtype)
+                master.grad = gradient if master.grad is None else master.grad + gradient
+        self._sum = None
+
+    def forget(self) -> None:
+        """Drop sums and gradients."""
+        self.wait()
+        self._sum = None
+        for master in self.masters:
+            master.grad = None
+
+    # Weights and states
+
+    @torch.no_grad()
+    def update_parameters(self) -> None:
+        """Every rank's part of the masters into everyone's parameters, in the parameters' dtype. Collective."""
+        dtype = self.parameters[0].dtype
+        part = torch.zeros(self.size, dtype=dtype, device=self.masters[0].device)
+        for i, master in enumerate(self.masters):
+            part[self._own(i)[1]] = master.to(dtype)
+        whole = self._hop.gather(part, self.n)
+        for i, parameter in enumerate(self.parameters):
+            local = local_of(parameter)
+            local.copy_(whole[self._offsets[i] : self._offsets[i] + local.numel()].view(local.shape))
+
+    @torch.no_grad()
+    def put_together(self, parts: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Tensors like parameters from every rank's parts of them, by place of the parameter. Collective."""
+        if not parts:
+            return {}
+        dtype = next(iter(parts.values())).dtype
+        part = torch.zeros(self.size, dtype=dtype, device=self.masters[0].device)
+        for i, value in parts.items():
+            part[self._own(i)[1]] = value.to(dtype)
+        whole, found = self._hop.gather(part, self.n), {}
+        for i in parts:
+            parameter = self.parameters[i]
+            shape = local_of(parameter).shape
+            local = whole[self._offsets[i] : self._offsets[i] + shape.numel()].view(shape).clone()
+            found[i] = like(parameter, local)
+        return found
+
+    def own_of(self, i: int, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor like parameter i."""
+        return local_of(value).reshape(-1)[self._own(i)[0]].clone()
+
+
+class WorldSharding:
+    """All flat shards of a model, and the optimizers that step them."""
+
+    def __init__(self, units: dict[int, FlatShard], plain: dict[str, FlatShard]) -> None:
+        self.units, self.plain = units, plain
+        self._place = {
+            id(parameter): (shard, i) for shard in self.shards for i, parameter in enumerate(shard.parameters)
+        }
+
+    @property
+    def shards(self) -> list[FlatShard]:
+        return [*self.units.values(), *self.plain.values()]
+
+    def stepped(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What an optimizer steps in the place of parameters: their masters, where they have one."""
+        found = []
+        for parameter in parameters:
+            place = self._place.get(id(parameter))
+            found.append(parameter if place is None else place[0].masters[place[1]])
+        return found
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer step masters.
+
+        Raises:
+            ValueError: it looks across a tensor.
+        """
+        require_elementwise(optimizer)
+        for shard in self.shards:
+            shard.follow_parameters()
+        state = dict(optimizer.state)
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            before = list(group["params"])
+            group["params"] = self.stepped(before)
+            for old, new in zip(before, group["params"], strict=True):
+                if old in state:
+                    optimizer.state[new] = self._own_state(old, state[old])
+
+    def _own_state(self, parameter: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+        place = self._place.get(id(parameter))
+        if place is None:
+            return entry
+        shard, i = place
+        return {
+            key: shard.own_of(i, value)
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape
+            else value
+            for key, value in entry.items()
+        }
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring what the optimizer has stepped into the parameters. Collective."""
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for shard in self.shards:
+            if any(id(master) in stepped for master in shard.masters):
+                shard.update_parameters()
+
+    def whole_state(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
+        """A numbered state dict with tensors like parameters instead of parts. Collective."""
+        state = {number: dict(entry) for number, entry in numbered["state"].items()}
+        places = self._numbers(optimizer)
+        for shard in self.shards:
+            here = {i: number for number, (owner, i) in places.items() if owner is shard and number in state}
+            keys = {key for number in here.values() for key, value in state[number].items() if is_part(value)}
+            for key in sorted(keys):
+                parts = {i: state[number][key] for i, number in here.items() if is_part(state[number].get(key))}
+                for i, value in shard.put_together(parts).items():
+                    state[here[i]][key] = value
+            finer = {i: shard.masters[i].detach() for i in here if shard.masters[i].dtype != shard.parameters[i].dtype}
+            for i, value in shard.put_together(finer).items():
+                state[here[i]][MASTER] = value
+        return {**numbered, "state": state}
+
+    @torch.no_grad()
+    def own_state(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
+        """The other way round; masters take up what the state has of them."""
+        places, state = self._numbers(optimizer), {}
+        for number, entry in numbered["state"].items():
+            if number not in places:
+                state[number] = entry
+                continue
+            shard, i = places[number]
+            own = self._own_state(shard.parameters[i], entry)
+            master = own.pop(MASTER, None)
+            if master is not None:
+                shard.masters[i].copy_(master)
+            state[number] = own
+        return {**numbered, "state": state}
+
+    def _numbers(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[FlatShard, int]]:
+        """torch's number of a parameter -> its place."""
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return {
+            number: self._place[id(model_parameter(parameter))]
+            for number, parameter in enumerate(stepped)
+            if id(model_parameter(parameter)) in self._place
+        }
+
+
+def model_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """The model's parameter that a master stands for; any other tensor is itself."""
+    return getattr(parameter, "smp_model_parameter", parameter)
+
+
+def is_part(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 1
+
+
+def master_dtype(parameter: torch.Tensor) -> torch.dtype:
+    return torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A local part as a DTensor sharded like ``parameter``, or itself where that is plain."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose update of an element depends on others.
+
+    torch's own elementwise ones are known; any other is tried: a small tensor stepped whole and in two halves has to
+    come out the same.
+
+    Raises:
+        ValueError: it does not, or it cannot be made to find out.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE:
+        return
+    complaint = (
+        f"optimizer_shard='world' gives each rank a part of every tensor, but {kind.__name__} %s; write "
+        "optimizer_shard='shard', or use an elementwise optimizer such as AdamW"
+    )
+    values = torch.linspace(-1.0, 1.0, 24).view(6, 4)
+    gradients = torch.sin(torch.arange(72.0)).view(3, 6, 4)
+    try:
+        whole = _stepped_alone(optimizer, [values], [[gradient] for gradient in gradients])
+        halves = _stepped_alone(
+            optimizer,
+            [values.view(-1)[:10], values.view(-1)[10:]],
+            [list(g.view(-1).split([10, 14])) for g in gradients],
+        )
+    except Exception as error:
+        raise ValueError(complaint % f"could not be tried on a part ({type(error).__name__}: {error})") from error
+    if not torch.allclose(torch.cat([part.view(-1) for part in whole]), torch.cat(halves), rtol=1e-5, atol=1e-7):
+        raise ValueError(complaint % "looks across a tensor")
+
+
+def _stepped_alone(
+    optimizer: torch.optim.Optimizer, values: list[torch.Tensor], gradients: list[list[torch.Tensor]]
+) -> list[torch.Tensor]:
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    tried: Any = type(optimizer)
+    taken = inspect.signature(tried).parameters
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key in taken and key != "params"}
+    tried = tried(parameters, **options)
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        tried.step()
+    return [parameter.detach() for parameter in parameters]
