@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+_DEFAULT = "default"
 WrapRule = Callable[[str, "nn.Module"], bool]
 
 
@@ -360,14 +361,21 @@ class SmpConfig:
         return {knob: _plain(getattr(self, knob)) for knob in READERS}
 
     def effective_table(self) -> Table:
-        """A table for the terminal: knob, value asked, value in effect, and why."""
+        """A table for the terminal: knob, value asked, value in effect, and why; below it the knobs at their defaults."""
         from rich.table import Table
 
-        table = Table(title="torch-smp: knobs in effect")
+        table = Table(title="torch-smp: knobs in effect", caption_justify="left")
         for column in ("knob", "asked", "in effect", "why"):
-            table.add_column(column, overflow="fold")
+            table.add_column(column, overflow="fold", no_wrap=column == "knob")
+        defaults = []
         for knob in READERS:
-            table.add_row(knob, _shown(self.asked(knob)), _shown(getattr(self, knob)), self._why(knob))
+            value, why = _shown(getattr(self, knob)), self._why(knob)
+            if why == _DEFAULT:
+                defaults.append(f"{knob}={value}")
+            else:
+                table.add_row(knob, _shown(self.asked(knob)), value, why)
+        if defaults:
+            table.caption = f"At their defaults: {', '.join(defaults)}"
         return table
 
     def _why(self, knob: str) -> str:
@@ -377,7 +385,7 @@ class SmpConfig:
             return f"{why} (asked by {origin})" if origin else why
         if origin:
             return origin
-        return "default" if getattr(self, knob) == type(self).__dataclass_fields__[knob].default else "as asked"
+        return _DEFAULT if getattr(self, knob) == type(self).__dataclass_fields__[knob].default else "as asked"
 
     def _with_origins(self, origins: Mapping[str, str]) -> SmpConfig:
         config = copy.copy(self)
