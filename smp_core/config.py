@@ -361,7 +361,7 @@ class SmpConfig:
         return {knob: _plain(getattr(self, knob)) for knob in READERS}
 
     def effective_table(self) -> Table:
-        """A table for the terminal: knob, value asked, value in effect, and why; below it the knobs at their defaults."""
+        """A table for the terminal: knob, asked, in effect, and why; below it what is at its default."""
         from rich.table import Table
 
         table = Table(title="torch-smp: knobs in effect", caption_justify="left")
