@@ -111,7 +111,8 @@ def train(kind: str, tokens: torch.Tensor, seed: int, steps: int, mode: str) -> 
     for batch in data:
         if mode == "scales of 1":
             fp8.state.scale, fp8.state.inverse = (torch.ones_like(fp8.state.scale) for _ in range(2))
-            fp8.state.calibrated, fp8.state.steps = [[True] * 3 for _ in fp8.state.names], 1
+            fp8.state.steps = 1
+            fp8.state.calibrated = [[True] * 3 for _ in fp8.state.names]
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=batch, labels=batch).loss
         loss.backward()

@@ -36,16 +36,23 @@ class Quantized:
     inverse_scale: torch.Tensor
 
 
-@functools.cache
+_CAPABLE: dict[torch.device, bool] = {}
+
+
+@torch.compiler.assume_constant_result
 def device_multiplies_fp8(device: torch.device) -> bool:
     """Whether ``torch._scaled_mm`` runs on the device's tensor cores (Ada, Hopper and later). On CPU it exists too, as
     a reference kernel that is 500 times slower than dequantising: never used outside tests."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if device not in _CAPABLE:
+        _CAPABLE[device] = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return _CAPABLE[device]
 
 
-@functools.cache
+_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _TRITON
 
 
 @torch.no_grad()

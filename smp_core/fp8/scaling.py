@@ -70,7 +70,6 @@ class Fp8State:
         current: ``[N, 3]`` float32, the running maximum of the present step on this rank.
         scale: ``[N, 3]`` float32; replaced, not written into, by every :meth:`step`, so that what an earlier forward
             pass saved for its backward pass stays what it was.
-        calibrated: per site and role, whether ``scale`` comes from a history.
         generation: counts changes of the scales.
     """
 
@@ -83,8 +82,8 @@ class Fp8State:
         self.current = torch.zeros(count, 3, device=device)
         self.scale = torch.ones(count, 3, device=device)
         self.inverse = torch.ones(count, 3, device=device)
-        self.calibrated = [[False] * 3 for _ in self.names]
         self.steps = 0
+        self.calibrated = [[False] * 3 for _ in self.names]
         self.generation = 0
         self.counts: torch.Tensor | None = None
         """``[N, 3, 3]`` while :class:`Fp8Monitor` probes: saturated, flushed to zero and all elements per role."""
@@ -100,9 +99,19 @@ class Fp8State:
 
     def uses_history(self, site: int, role: int) -> bool:
         """Whether tensors of this role are cast with ``scale``; otherwise by their own present amax."""
-        if role != WEIGHT and (self.recipe.scaling == "dynamic" or self.steps < self.recipe.calibration_steps):
-            return False
-        return self.calibrated[site][role]
+        # A look-up of a bool, so that a compiled forward is compiled again when it changes, and not in every step.
+        return self._delayed[site][role]
+
+    @property
+    def calibrated(self) -> list[list[bool]]:
+        """Per site and role, whether ``scale`` comes from a history."""
+        return self._calibrated
+
+    @calibrated.setter
+    def calibrated(self, flags: list[list[bool]]) -> None:
+        self._calibrated = flags
+        delays = self.recipe.scaling == "delayed" and self.steps >= self.recipe.calibration_steps
+        self._delayed = [[known and (delays or role == WEIGHT) for role, known in enumerate(row)] for row in flags]
 
     def scales(self, site: int, role: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale and its inverse, 0-d float32."""
@@ -126,8 +135,7 @@ class Fp8State:
         self.scale, self.inverse = self.scale.clone(), self.inverse.clone()
         self.scale[:, WEIGHT] = fresh
         self.inverse[:, WEIGHT] = 1.0 / fresh
-        for flags in self.calibrated:
-            flags[WEIGHT] = True
+        self.calibrated = [[x, True, g] for x, _, g in self.calibrated]
         self.generation += 1
 
     @torch.no_grad()
@@ -204,8 +212,8 @@ class Fp8State:
             self.history[: rows.shape[0], i] = rows
             self.scale[i] = tensors["scale"].to(self.scale)
         self.inverse = 1.0 / self.scale
-        self.calibrated = (self.history.amax(0) > 0).tolist()
         self.steps = int(state.get("steps", 0)) if len(missing) < len(self.names) else 0
+        self.calibrated = (self.history.amax(0) > 0).tolist()
         self.generation += 1
         return missing
 

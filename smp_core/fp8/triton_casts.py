@@ -63,7 +63,7 @@ def cast_fused(
     """``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted, and the 0-d float32 amax of ``x_RC``.
 
     Args:
-        x_RC: on CUDA, any strides, floating point.
+        x_RC: on the current CUDA device, any strides, floating point.
         scale: 0-d float32 on the same device.
     """
     count_r, count_c = x_RC.shape
@@ -71,24 +71,23 @@ def cast_fused(
     rows_RC = x_RC.new_empty(count_r, count_c, dtype=torch.uint8) if rows else None
     columns_CR = x_RC.new_empty(count_c, count_r, dtype=torch.uint8) if columns else None
     grid = (triton.cdiv(count_r, _BLOCK_R), triton.cdiv(count_c, _BLOCK_C))
-    with torch.cuda.device(x_RC.device):
-        _cast_kernel[grid](
-            x_RC,
-            scale,
-            rows_RC if rows_RC is not None else amax,
-            columns_CR if columns_CR is not None else amax,
-            amax,
-            count_r,
-            count_c,
-            x_RC.stride(0),
-            x_RC.stride(1),
-            LARGEST_VALUE=LARGEST[dtype],
-            IS_E5M2=dtype == E5M2,
-            ROWS=rows,
-            COLUMNS=columns,
-            BLOCK_R=_BLOCK_R,
-            BLOCK_C=_BLOCK_C,
-        )
+    _cast_kernel[grid](
+        x_RC,
+        scale,
+        rows_RC if rows_RC is not None else amax,
+        columns_CR if columns_CR is not None else amax,
+        amax,
+        count_r,
+        count_c,
+        x_RC.stride(0),
+        x_RC.stride(1),
+        LARGEST_VALUE=LARGEST[dtype],
+        IS_E5M2=dtype == E5M2,
+        ROWS=rows,
+        COLUMNS=columns,
+        BLOCK_R=_BLOCK_R,
+        BLOCK_C=_BLOCK_C,
+    )
     return (
         None if rows_RC is None else rows_RC.view(dtype),
         None if columns_CR is None else columns_CR.view(dtype),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -189,3 +190,29 @@ def test_experts_equal_one_linear_layer_each() -> None:
             mine = (index[:, 0] == expert)[:, None]
             expected += mine * weights * down(nn.functional.silu(gate) * linear)
     assert (seen - expected).abs().max() < 1e-12
+
+
+def test_compiled_layers_compute_and_record_the_same_without_breaking_the_graph() -> None:
+    """Two graphs: of the calibrating step, and of all others."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    traced = copy.deepcopy(eager)
+    ours, theirs = convert_to_fp8(eager), convert_to_fp8(traced)
+    torch.compiler.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(traced, backend=backend, fullgraph=True)
+    for _ in range(4):
+        x = torch.randn(16, 32)
+        eager(x).square().sum().backward()
+        compiled(x).square().sum().backward()
+        for mine, other in zip(eager.parameters(), traced.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad)
+        assert torch.equal(ours.state.current, theirs.state.current)
+        ours.step()
+        theirs.step()
+    assert len(graphs) == 2
