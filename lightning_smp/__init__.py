@@ -13,6 +13,7 @@ from __future__ import annotations
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_smp.callbacks import SmpMonitor
+from lightning_smp.fp8_monitor import Fp8Monitor
 from lightning_smp.precision import Fp8Precision
 from lightning_smp.saving import SmpCheckpoint
 from lightning_smp.strategy import SmpShardedStrategy
@@ -32,4 +33,4 @@ if "smp_sharded_fp8" not in StrategyRegistry:
         "smp_sharded_fp8", SmpShardedStrategy, description="smp_sharded with FP8 linear layers", fp8=True
     )
 
-__all__ = ["Fp8Precision", "Fp8Recipe", "SmpCheckpoint", "SmpMonitor", "SmpShardedStrategy"]
+__all__ = ["Fp8Monitor", "Fp8Precision", "Fp8Recipe", "SmpCheckpoint", "SmpMonitor", "SmpShardedStrategy"]

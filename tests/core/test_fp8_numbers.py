@@ -10,6 +10,7 @@ from torch import nn
 
 from smp_core.fp8 import Fp8Recipe, convert_to_fp8
 from smp_core.fp8.casting import Quantized, amax_of, cast_eager, quantize, transposed
+from smp_core.fp8.monitoring import Fp8Probe
 from smp_core.fp8.products import forward_product, input_gradient, scaled_mm, weight_gradient
 from smp_core.fp8.scaling import E4M3, E5M2, GRADIENT, INPUT, LARGEST, WEIGHT, Fp8State, scale_for
 
@@ -167,6 +168,24 @@ def test_a_batch_a_thousand_times_larger_leaves_no_nan_and_recovers(algorithm: s
         steps += 1
         assert steps <= 3
     assert steps == (3 if algorithm == "max" else 1)
+
+
+def test_a_probe_counts_what_left_the_range() -> None:
+    """Scale 1: E4M3 holds up to 448 and, rounding to even, down to 2^-10 exclusive."""
+    net = nn.Linear(16, 16, bias=False)
+    fp8 = convert_to_fp8(net)
+    fp8.state.steps = 1
+    fp8.state.calibrated = [[True] * 3]
+    probe = Fp8Probe(fp8)
+    probe.begin()
+    x = torch.tensor([449.0, -1e9, 448.0, 2.0**-10, 1e-9, 0.0, 2.0**-9, 1.0]).repeat(2)[None]
+    net(x).sum().backward()
+    with torch.no_grad():
+        net(x)  # evaluation does not count
+    figures = probe.end()["weight"]
+    assert (figures["input_saturated"], figures["input_flushed"]) == (2 / 8, 2 / 8)
+    assert (figures["gradient_saturated"], figures["gradient_flushed"]) == (0, 0)
+    assert figures["input_scale"] == 1 and not probe.is_counting
 
 
 def test_margin_leaves_room() -> None:

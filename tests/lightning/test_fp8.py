@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
+from typer.testing import CliRunner
 
-from lightning_smp import Fp8Precision, Fp8Recipe
+from lightning_smp import Fp8Monitor, Fp8Precision, Fp8Recipe
+from smp_core.cli import app
+from smp_core.fp8.monitoring import Fp8Log
 from tests.core.gpt import SmallGpt
 from tests.lightning.modules import LanguageModule
 from tests.lightning.running import QUIET, Run, make_trainer, read_checkpoint, report, together
@@ -214,3 +218,45 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="write strategy='smp_sharded'"):
         Trainer(**QUIET, devices=1, plugins=[Fp8Precision()]).fit(Gpt(batches=1))
     assert "write the recipe in one of the two places" in together(contradicting, ranks=2)[0]
+
+
+def monitored(path: str) -> Run:
+    module = Gpt(batches=BATCHES)
+    monitor = Fp8Monitor(every_n_steps=2, path=path, modules=["*.qkv"])
+    flags: dict[str, Any] = {"callbacks": [monitor], "logger": CSVLogger(Path(path).parent, name="csv", version=0)}
+    trainer = make_trainer({"shard_degree": 2}, max_epochs=2, plugins=[Fp8Precision(RECIPE, "float32")], **flags)
+    trainer.fit(module)
+    return report(trainer, module, scale=trainer.strategy.parallel.fp8.state.scale, logged=trainer.logger.log_dir)
+
+
+def test_the_monitor_logs_rates_and_scales_that_the_report_draws(tmp_path: Path) -> None:
+    log = tmp_path / "fp8.jsonl"
+    run = together(monitored, str(log), ranks=2)[0]
+    found = Fp8Log.read(log)
+    assert found.steps == [1, 3, 5, 7]
+    assert found.figures["weight_scale"].keys() == found.figures["input_flushed"].keys()
+    assert len(found.figures["input_scale"]) == 8
+    rates = [
+        v for figure in ("input_saturated", "gradient_flushed") for vs in found.figures[figure].values() for v in vs
+    ]
+    assert all(0 <= rate < 0.2 for rate in rates)
+    # Scaled to the range, a few of the smallest gradients are flushed; nothing of the calibrating step saturates.
+    assert max(rates) > 0 and all(values[0] == 0 for values in found.figures["input_saturated"].values())
+    header = (Path(run.extra["logged"]) / "metrics.csv").read_text().splitlines()[0]
+    assert "fp8/model.blocks.0.qkv/input_scale" in header and "blocks.0.up" not in header
+
+    shown = CliRunner().invoke(app, ["fp8-report", str(log)])
+    assert shown.exit_code == 0 and "4 probed steps, 1 to 7" in shown.output
+    picture = (tmp_path / "fp8.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
+    for content, words in (("", "is empty"), ("{}\n{}\n", "line 1: not a line")):
+        log.write_text(content)
+        refused = CliRunner().invoke(app, ["fp8-report", str(log)])
+        assert refused.exit_code != 0 and words in " ".join(refused.output.split())
+
+
+def test_the_monitor_wants_a_run_in_fp8() -> None:
+    with pytest.raises(ValueError, match="every_n_steps=0"):
+        Fp8Monitor(every_n_steps=0)
+    with pytest.raises(ValueError, match="computes without FP8"):
+        Trainer(**QUIET, devices=1, callbacks=[Fp8Monitor()]).fit(Gpt(batches=1))

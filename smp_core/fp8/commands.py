@@ -1,0 +1,39 @@
+"""`smp fp8-report`: what Fp8Monitor has logged, as a table of the worst modules and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from smp_core.fp8.monitoring import Fp8Log, draw
+
+
+def fp8_report(
+    log: Annotated[Path, typer.Argument(help="the file Fp8Monitor writes: fp8.jsonl")],
+    out: Annotated[Path | None, typer.Option(help="the picture; default: the log's name with .png")] = None,
+) -> None:
+    """Draw scales, saturation and underflow over training, and list the modules that fit FP8 worst."""
+    try:
+        found = Fp8Log.read(log)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    table = Table(title=f"{len(found.steps)} probed steps, {found.steps[0]} to {found.steps[-1]}: worst modules")
+    for column in ("share of elements", "module", "largest in any step"):
+        table.add_column(column)
+    for role in ("input", "gradient"):
+        for kind in ("saturated", "flushed"):
+            for module, value in found.worst(f"{role}_{kind}", 3):
+                table.add_row(f"{role} {kind}", module, f"{value:.3%}")
+    Console().print(table)
+    picture = out or log.with_suffix(".png")
+    try:
+        draw(found, picture)
+    except ModuleNotFoundError:
+        typer.echo("matplotlib draws the picture: pip install 'torch-smp[plot]'", err=True)
+        raise typer.Exit(1) from None
+    Console().print(f"{picture}", soft_wrap=True)

@@ -1,0 +1,151 @@
+"""Fp8Probe: how well a step's numbers fitted into FP8, per module, into a log that `smp fp8-report` draws.
+
+A probed step counts, for each converted weight's input and output gradient, the elements beyond FP8's range (saturated)
+and those that became zero without having been zero (flushed). Counting reads every tensor again, so only some steps
+are probed. Weights are scaled by their present amax and never saturate; of them the scale is logged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_core.fp8.convert import Fp8Model
+from smp_core.fp8.scaling import ROLES, WEIGHT
+
+
+class Fp8Probe:
+    """Counts one step at a time.
+
+    Args:
+        fp8: the converted model.
+        all_reduce_sum: adds a tensor up over all ranks, in place; default one process.
+    """
+
+    def __init__(self, fp8: Fp8Model, all_reduce_sum: Callable[[torch.Tensor], Any] = lambda _: None) -> None:
+        self._fp8, self._all_reduce_sum = fp8, all_reduce_sum
+
+    @property
+    def is_counting(self) -> bool:
+        return self._fp8.state.counts is not None
+
+    def begin(self) -> None:
+        """Count from here on, until :meth:`end`."""
+        state = self._fp8.state
+        state.counts = torch.zeros(len(state.names), 3, 3, device=state.device, dtype=torch.float64)
+
+    @torch.no_grad()
+    def end(self) -> dict[str, dict[str, float]]:
+        """Stop counting. Collective.
+
+        Returns:
+            figures by site name: ``input_saturated``, ``input_flushed``, ``gradient_saturated``, ``gradient_flushed``
+            (shares of all elements in [0, 1]) and ``input_scale``, ``weight_scale``, ``gradient_scale``.
+        """
+        state = self._fp8.state
+        counts, state.counts = state.counts, None
+        assert counts is not None, "begin() was not called"
+        self._all_reduce_sum(counts)
+        shares = (counts[..., :2] / counts[..., 2:].clamp(min=1)).tolist()
+        scales = state.scale.tolist()
+        found: dict[str, dict[str, float]] = {}
+        for name, share, scale in zip(state.names, shares, scales, strict=True):
+            found[name] = {f"{role}_scale": scale[r] for r, role in enumerate(ROLES)}
+            for r, role in enumerate(ROLES):
+                if r != WEIGHT:
+                    found[name] |= {f"{role}_saturated": share[r][0], f"{role}_flushed": share[r][1]}
+        return found
+
+
+def append_to_log(path: Path, step: int, figures: dict[str, dict[str, float]]) -> None:
+    """One JSON line per probed step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "modules": figures}) + "\n")
+
+
+@dataclass(frozen=True)
+class Fp8Log:
+    """What a log holds: steps, and per figure and module a value for each of them (nan where there is none)."""
+
+    steps: list[int]
+    figures: dict[str, dict[str, list[float]]]
+
+    @classmethod
+    def read(cls, path: Path) -> Fp8Log:
+        """Read a log; of a step that was logged twice (a run that was resumed) the later one counts.
+
+        Raises:
+            ValueError: no such file, no log, or an empty one.
+        """
+        records = {int(record["step"]): record["modules"] for record in _records(path)}
+        if not records:
+            raise ValueError(f"{path} is empty: no step was probed yet")
+        steps = sorted(records)
+        figures: dict[str, dict[str, list[float]]] = {}
+        for name in dict.fromkeys(name for step in steps for name in records[step]):
+            for figure in dict.fromkeys(f for step in steps for f in records[step].get(name, {})):
+                values = [records[step].get(name, {}).get(figure, float("nan")) for step in steps]
+                figures.setdefault(figure, {})[name] = values
+        return cls(steps, figures)
+
+    def worst(self, figure: str, count: int = 5) -> list[tuple[str, float]]:
+        """Modules with the largest values of a figure in any step."""
+        largest = {name: max(values) for name, values in self.figures.get(figure, {}).items()}
+        return sorted(largest.items(), key=lambda pair: -pair[1])[:count]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; Fp8Monitor writes such a log") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            record["step"], record["modules"]
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):  # the end of a run that was killed
+                return
+            raise ValueError(f"{path}, line {number}: not a line of Fp8Monitor's log") from None
+        yield record
+
+
+def draw(log: Fp8Log, path: Path) -> None:
+    """Scales and rates over steps, a line per module, as PNG (or what the suffix says).
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed (``pip install torch-smp[plot]``).
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [
+        ("input", ("input_scale", "input_saturated", "input_flushed")),
+        ("gradient", ("gradient_scale", "gradient_saturated", "gradient_flushed")),
+    ]
+    figure, grid = plt.subplots(2, 3, figsize=(15, 7), sharex=True, constrained_layout=True)
+    for axes, (role, names) in zip(grid, rows, strict=True):
+        for axis, name in zip(axes, names, strict=True):
+            for module, values in log.figures.get(name, {}).items():
+                axis.plot(log.steps, values, linewidth=0.8, label=module)
+            axis.set_title(f"{role}: {name.removeprefix(role + '_')}")
+            if name.endswith("scale"):
+                axis.set_yscale("log", base=2)
+            else:
+                axis.set_ylim(bottom=0)
+    for axis in grid[-1]:
+        axis.set_xlabel("optimizer step")
+    modules = list(log.figures["input_scale"])
+    if len(modules) <= 16:
+        figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
