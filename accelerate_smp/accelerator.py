@@ -44,12 +44,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate_smp import checkpoints
 from accelerate_smp.attachment import attach, parallel_of
 from accelerate_smp.config import check_world, engines_off, resolve_config
+from accelerate_smp.endings import stop_watching, watch_ranks
 from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.parallelism import SmpParallelism
 from smp_core.adoption import adopt_sharded_model
 from smp_core.checkpoint import AsyncCheckpointer, full_state_dict
 from smp_core.config import SmpConfig
 from smp_core.knob_rules import unknown_knob
+from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import ParallelModel, parallelize_model
 from smp_core.planning.memory import smallest_shard_degree
@@ -97,6 +99,7 @@ class SmpAccelerator(Accelerator):
         self._replaced = WeakIdKeyDictionary()
         self._topology: Topology | None = None
         self._parallelism: SmpParallelism | None = None
+        self._watch: RankWatch | None = None
         if _must_say_cpu():
             arguments["cpu"] = True
         if not smp:
@@ -116,6 +119,7 @@ class SmpAccelerator(Accelerator):
         check_world(parallelism, self.num_processes)
         if self.use_distributed and dist.is_initialized():
             self._topology = Topology.discover()
+            self._watch = watch_ranks()
             if self.smp_config.shard_degree != "auto":
                 self.smp_config = self._build_mesh(self.smp_config)
         elif self.smp_config != SmpConfig():
@@ -253,8 +257,7 @@ class SmpAccelerator(Accelerator):
             if any(id(parameter) in mine for parameter in handle.module.parameters()):
                 handle.prepare_optimizer(optimizer)
                 optimizer.register_step_pre_hook(self._before_step(handle))
-                optimizer.register_step_post_hook(lambda *_, meter=handle.meter: meter.close_step())
-                optimizer.register_step_post_hook(lambda *_: self._settle_save())
+                optimizer.register_step_post_hook(self._after_step(handle))
 
     def _before_step(self, handle: ParallelModel) -> Any:
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -265,6 +268,15 @@ class SmpAccelerator(Accelerator):
                 settle_nonfinite(parameters, handle.grad_norm(parameters=parameters), on_nonfinite)
 
         return before_step
+
+    def _after_step(self, handle: ParallelModel) -> Any:
+        def after_step(*_: Any) -> None:
+            handle.meter.close_step()
+            if self._watch is not None:
+                self._watch.step += 1
+            self._settle_save()
+
+        return after_step
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Schedulers step once per optimizer step, whatever the number of processes (Accelerate's own step as often as
@@ -393,8 +405,10 @@ class SmpAccelerator(Accelerator):
             self.background_saves.settle()
 
     def end_training(self) -> None:
-        """As Accelerate's, after the save in flight."""
+        """As Accelerate's, after the save in flight; the watch over the ranks ends too."""
         self.wait_for_save()
+        if self.sharding:
+            stop_watching()
         super().end_training()
 
     def _say_what_an_open_window_means(self) -> None:

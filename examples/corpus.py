@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import numpy as np
 import torch
 from filelock import FileLock
@@ -312,8 +311,8 @@ class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": piece[:-1], "targets": piece[1:]}
 
 
-class TextData(L.LightningDataModule):
-    """Training and validation blocks.
+class TextData:
+    """Training and validation blocks, for any trainer.
 
     Args:
         corpus: from :func:`build_corpus`.
@@ -330,7 +329,6 @@ class TextData(L.LightningDataModule):
     def __init__(
         self, corpus: Corpus, seq_len: int, batch_size: int, ranks: int = 1, validation_blocks: int = 256
     ) -> None:
-        super().__init__()
         self.batch_size = batch_size
         self.vocab_size = corpus.vocab_size
         self.train_blocks = TokenBlocks(corpus.tokens("train"), seq_len)

@@ -158,8 +158,8 @@ def train(run: Run, flags: argparse.Namespace, config: GPT2Config, corpus: Corpu
     TRAINERS.append(trainer)
     if not STARTED_BY_LIGHTNING:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    trainer.fit(model, data, ckpt_path=flags.resume)
-    trainer.validate(model, data, verbose=False)
+    trainer.fit(model, data.train_dataloader(), data.val_dataloader(), ckpt_path=flags.resume)
+    trainer.validate(model, data.val_dataloader(), verbose=False)
     loss, perplexity = (float(trainer.callback_metrics[name]) for name in ("val_loss", "val_perplexity"))
     trainer.save_checkpoint(run.out / "checkpoint", weights_only=False)
     say(f"Loss {curves.loss[0]:.3f} -> {curves.loss[-1]:.3f} in {len(curves.loss)} steps")

@@ -31,3 +31,12 @@ def test_example_learns_and_saves(tmp_path: Path, name: str, state: str, model: 
     # One that has learned nothing has the vocabulary's size as its perplexity.
     assert len(perplexity) == 1 and 1 < perplexity[0] < 0.8 * loaded.config.vocab_size
     assert math.isfinite(perplexity[0]) and is_checkpoint(out / state)
+
+
+def test_examples_of_this_face_do_without_lightning() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'examples'); sys.modules['lightning'] = None; "
+        "import train_accelerate, train_hf_trainer"
+    )
+    finished = run_script(["-c", code])
+    assert finished.returncode == 0, finished.stderr

@@ -1,0 +1,55 @@
+"""However a run under Accelerate or Trainer ends, all its ranks end, and somebody says which rank it was."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.harness import ROOT, run_script
+
+# Seconds, half of it importing on a busy machine; the script's collectives give up after 60.
+LIMIT = 150.0
+SCRIPT = ROOT / "tests" / "accelerate" / "scripts" / "ending.py"
+
+
+def end(kind: str, ranks: int, event: str, rank: int, folder: Path) -> str:
+    """Run the script, which must not come to its own end nor leave a rank behind; what it wrote to stderr."""
+    pids = folder / "pids"
+    pids.mkdir()
+    done = run_script(
+        [SCRIPT, kind, event, str(rank), pids],
+        nproc=ranks,
+        env={"SMP_SHARD_DEGREE": "2", "SMP_RANKS_PER_NODE": "2", "PYTHONPATH": str(ROOT)},
+        timeout=LIMIT,
+    )
+    assert done.returncode != 0 and "the run came to its end" not in done.stdout
+    assert sorted(path.name for path in pids.iterdir()) == [str(number) for number in range(ranks)], done.stderr
+    left = [int(path.read_text()) for path in pids.iterdir()]
+    deadline = time.monotonic() + 60.0
+    while (alive := [pid for pid in left if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive, f"ranks with process ids {alive} go on; stderr:\n{done.stderr}"
+    return done.stderr
+
+
+CASES = [("loop", 2, 1), ("trainer", 4, 2), ("loop", 4, 2), ("loop", 2, 0)]
+SLOW = [pytest.param(*case, marks=() if case == ("loop", 2, 1) else pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "rank"), SLOW)
+def test_a_killed_rank_ends_the_run_and_is_named(kind: str, ranks: int, rank: int, tmp_path: Path) -> None:
+    stderr = end(kind, ranks, "kill", rank, tmp_path)
+    # Beside others perhaps that torchrun's SIGTERM ended before they noticed.
+    assert re.search(rf"torch-smp, rank (?!{rank}:)\d: .*rank {rank} was lost", stderr), stderr
+
+
+RAISING = [pytest.param(*case, marks=() if case == ("trainer", 4, 2) else pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "rank"), RAISING)
+def test_an_exception_in_user_code_ends_all_ranks(kind: str, ranks: int, rank: int, tmp_path: Path) -> None:
+    assert "ArithmeticError: the user's own mistake" in end(kind, ranks, "raise", rank, tmp_path)
