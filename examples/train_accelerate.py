@@ -21,6 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_w
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from corpus import TextData, build_corpus
+from memory_flags import add_memory_flags, memory_knobs
 
 from accelerate_smp import SmpAccelerator
 
@@ -44,7 +45,7 @@ def validation_loss(accelerator: SmpAccelerator, model: torch.nn.Module, loader:
 
 def main() -> None:
     flags = read_flags()
-    accelerator = SmpAccelerator(gradient_accumulation_steps=flags.accumulate)
+    accelerator = SmpAccelerator(gradient_accumulation_steps=flags.accumulate, **memory_knobs(flags))
     set_seed(flags.seed)
     corpus = build_corpus(flags.data, vocab_size=1024, cache_dir=flags.cache_dir)
     text = TextData(corpus, flags.seq_len, flags.batch_size, accelerator.num_processes, validation_blocks=64)
@@ -106,6 +107,7 @@ def read_flags() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=128, help="tokens per block (%(default)s)")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    add_memory_flags(parser)
     return parser.parse_args()
 
 

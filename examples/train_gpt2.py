@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from corpus import Corpus, TextData, TextError, build_corpus
 from gpt2_results import Curves, Result, TrainingBar, bring_back, compare, draw, heading, is_rank_zero, quiet, say
 from lightning.pytorch.loggers import CSVLogger
+from memory_flags import add_memory_flags, memory_knobs
 from rich.console import Console
 from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
@@ -138,7 +139,9 @@ def train(run: Run, flags: argparse.Namespace, config: GPT2Config, corpus: Corpu
     monitor, curves = SmpMonitor(every_n_steps=max(1, flags.steps // 20)), Curves()
     batches = flags.steps * run.accumulate
     trainer = L.Trainer(
-        strategy=SmpShardedStrategy(shard_degree=run.shard_degree, delayed_init=flags.delayed_init),
+        strategy=SmpShardedStrategy(
+            shard_degree=run.shard_degree, delayed_init=flags.delayed_init, **memory_knobs(flags)
+        ),
         accelerator=flags.accelerator,
         devices=devices,
         num_nodes=nodes,
@@ -230,7 +233,7 @@ def print_plan(flags: argparse.Namespace) -> None:
         model.to(dtype=torch.bfloat16 if flags.precision == "bf16-true" else torch.float16)  # type: ignore[call-arg]
     gathered = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(flags.precision)
     devices, nodes = flags.devices
-    smp_config = SmpConfig.from_dict({"param_dtype": gathered})
+    smp_config = SmpConfig.from_dict({"param_dtype": gathered, **memory_knobs(flags)})
     Console().print(
         plan_table(
             model,
@@ -290,6 +293,7 @@ def read_flags(arguments: list[str] | None) -> argparse.Namespace:
     steps.add_argument("--seed", type=int, default=0, help="of weights and order of the text (%(default)s)")
     steps.add_argument("--validation-blocks", type=int, default=256, help="at most, of --seq-len (%(default)s)")
     steps.add_argument("--resume", type=Path, help="checkpoint folder of an earlier run, of any number of ranks")
+    add_memory_flags(parser)
     plan = parser.add_argument_group("plan")
     plan.add_argument("--plan", action=argparse.BooleanOptionalAction, help="print the memory plan and end")
     plan.add_argument("--device-memory-gib", type=float, default=80.0, help="of one device, for --plan (%(default)s)")

@@ -21,6 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_see
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from corpus import TextData, build_corpus
+from memory_flags import add_memory_flags, into_environment, memory_knobs
 
 from accelerate_smp import SmpMonitorCallback, SmpTrainer
 
@@ -42,6 +43,7 @@ class AsLabels(torch.utils.data.Dataset):
 def main() -> None:
     flags = read_flags()
     set_seed(flags.seed)
+    into_environment(memory_knobs(flags))
     arguments = TrainingArguments(
         output_dir=str(flags.out),
         max_steps=flags.steps,
@@ -110,6 +112,7 @@ def read_flags() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=128, help="tokens per block (%(default)s)")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    add_memory_flags(parser)
     return parser.parse_args()
 
 

@@ -68,6 +68,11 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
                 f"{knob}={getattr(config, knob)!r} has to be applied before a model is sharded, and this one came "
                 f"sharded; leave {knob} out, or load the model without distributed_config and let torch-smp shard it"
             )
+    if config.state_offload == "all":
+        raise ValueError(
+            "state_offload='all' has to be applied when a model is sharded, and this one came sharded; allowed: none, "
+            "'optimizer'; or load the model without distributed_config and let torch-smp shard it"
+        )
     policy = given_policy(model)
     settled: dict[str, Any] = {name: getattr(SmpConfig(), name) for name in _GIVEN}
     settled |= {f"{what}_dtype": _name_of(getattr(policy, f"{what}_dtype")) for what in ("param", "reduce")}

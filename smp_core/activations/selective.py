@@ -8,11 +8,13 @@ arithmetic, casts) is recomputed from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 _KEPT_NAMES: dict[str, tuple[str, ...]] = {
@@ -97,7 +99,41 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The pair of contexts for forward and recomputation that ``torch.utils.checkpoint`` wants as ``context_fn``."""
     forward, recomputation = create_selective_checkpoint_contexts(_policy)
+    if _observers:
+        return _observed(forward), recomputation
     return forward, recomputation
+
+
+_observers: list[Callable[[torch.Tensor], object]] = []
+
+
+@contextlib.contextmanager
+def kept_outputs_shown_to(observer: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Inside, every tensor that a selectively checkpointed module keeps is shown to ``observer``."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+@contextlib.contextmanager
+def _observed(forward: AbstractContextManager[Any]) -> Iterator[None]:
+    with _Observed(), forward:
+        yield
+
+
+class _Observed(TorchDispatchMode):
+    """Below the mode that keeps: it sees what runs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_kept(func):
+            for tensor in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(tensor, torch.Tensor):
+                    for observer in _observers:
+                        observer(tensor)
+        return result
 
 
 ContextPair = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]

@@ -80,7 +80,7 @@ def model_state_bytes(
 
     Args:
         model: real, sharded or on the meta device.
-        config: `param_dtype`, `reduce_dtype` and `reshard_after_forward` count.
+        config: `param_dtype`, `reduce_dtype`, `reshard_after_forward` and `state_offload` count.
         optimizer: one of `OPTIMIZER_STATES`.
         shard_degree: ranks of a partition group.
         units: names of the parameters of each wrapped unit except the root, which owns those named nowhere.
@@ -92,14 +92,17 @@ def model_state_bytes(
         raise ValueError(f"optimizer={optimizer!r} is not known to the planner; allowed: {', '.join(OPTIMIZER_STATES)}")
     parameters = gradients = partial_sums = states = 0
     for parameter in model.parameters():
-        held = _padded_rows(parameter, shard_degree) * parameter.itemsize
-        parameters += held
+        elements = _padded_rows(parameter, shard_degree)
+        held = elements * parameter.itemsize
+        # state_offload="all" leaves what FSDP2 shards on the host; sums of gradients are on the device all the same.
+        offloaded = config.state_offload == "all" and parameter.ndim > 0
+        parameters += 0 if offloaded else held
         if parameter.requires_grad:
-            gradients += held
-            states += held * OPTIMIZER_STATES[optimizer]
+            gradients += 0 if offloaded else held
+            states += held * OPTIMIZER_STATES[optimizer] if config.state_offload is None else 0
             reduced_in = _reduce_dtype(parameter, config)
-            if reduced_in != parameter.dtype:
-                partial_sums += _padded_rows(parameter, shard_degree) * reduced_in.itemsize
+            if offloaded or reduced_in != parameter.dtype:
+                partial_sums += elements * reduced_in.itemsize
     return MemoryEstimate(
         shard_degree=shard_degree,
         parameters=parameters,
@@ -109,6 +112,14 @@ def model_state_bytes(
         buffers=sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
         gathered=_gathered_bytes(model, config, shard_degree, units),
     )
+
+
+def assumptions(config: SmpConfig, optimizer: str = "adamw") -> str:
+    """What an estimate takes for granted, for tables."""
+    states = OPTIMIZER_STATES[optimizer]
+    count = f"{states} state{'s' if states != 1 else ''} for each trainable parameter"
+    where = {None: "on the device", "optimizer": "on the host", "all": "on the host, as parameters and gradients are"}
+    return f"assumed {optimizer}, {count}, {where[config.state_offload]}; activations come on top"
 
 
 def smallest_shard_degree(
@@ -148,7 +159,7 @@ def smallest_shard_degree(
             why = f"needs {_gib(estimate.total)} GiB of {share}"
             if smaller is not None:
                 why += f"; degree {smaller.shard_degree} would need {_gib(smaller.total)} GiB"
-            return estimate.shard_degree, why, estimate
+            return estimate.shard_degree, f"{why}; {assumptions(config, optimizer)}", estimate
         smaller = estimate
     raise ValueError(_does_not_fit(estimates[-1], share, topology))
 
@@ -172,7 +183,7 @@ def plan_table(
     )
     if memory is not None:
         title += f", budget {_gib(_budget(memory, config))} of {_gib(memory)} GiB"
-    table = Table(title=title, caption="GiB per device; activations come on top")
+    table = Table(title=title, caption=f"GiB per device; {assumptions(config, optimizer)}")
     columns = ["parameters", "gradients", "optimizer", "gathered", "total"]
     for heading in ["shard degree", "nodes", "replicas", *columns, "fits"]:
         table.add_column(heading, justify="right")

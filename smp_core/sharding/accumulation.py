@@ -154,6 +154,11 @@ class AccumulationWindow:
         """Whether gradients are held that no ``.grad`` shows yet."""
         return self.micro_batches > 0
 
+    def held_bytes(self) -> int:
+        """Bytes of partial sums that no ``.grad`` shows yet."""
+        flats = [each.flat for each in self._sums if each.flat is not None]
+        return sum(flat.numel() * flat.element_size() for flat in flats)
+
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:
         """Backward passes inside are not the window's last: no replica hop, no ``.grad``."""

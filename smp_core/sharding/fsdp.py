@@ -165,6 +165,19 @@ class ShardedUnit:
         local = flat.as_strided(parameter.sharded_size, parameter.contiguous_sharded_stride, slot.offset)
         return parameter.to_sharded_dtensor(local)
 
+    def gathered_bytes(self) -> int:
+        """Bytes of the unit's whole parameters that are there now."""
+        return sum(storage.nbytes() for storage in self._gathered_storages())
+
+    def gathered_addresses(self) -> set[int]:
+        """Where they are."""
+        return {storage.data_ptr() for storage in self._gathered_storages()}
+
+    def _gathered_storages(self) -> list[torch.UntypedStorage]:
+        whole = (getattr(parameter, "_unsharded_param", None) for parameter in self._fsdp_parameters)
+        found = [each.to_local() if isinstance(each, DTensor) else each for each in whole if each is not None]
+        return [storage for each in found if (storage := each.untyped_storage()).nbytes()]
+
     def beside_parameters(self, flat: torch.Tensor) -> torch.Tensor:
         """``flat`` on the device of the sharded parameters: another one where they are offloaded, and then possibly
         still on its way."""

@@ -45,7 +45,8 @@ class _HostParameter:
         # The parameter as the device has it. Kept where it is not the stepped value itself.
         self.low = torch.empty_like(parameter, device="cpu", pin_memory=pinned, requires_grad=False) if low else None
         self.fresh = True
-        self.n_bytes = 2 * _local(self.stepped).numel() * self.stepped.element_size()
+        held = [self.stepped, self.gradient, *([] if self.low is None else [self.low])]
+        self.n_bytes = sum(_local(each).numel() * each.element_size() for each in held)
 
     def fetch(self) -> None:
         """Gradient and parameter from the device. The parameter comes each time: whoever loads or averages weights
@@ -110,7 +111,8 @@ class HostOptimizer:
     @property
     def n_bytes(self) -> int:
         """Host memory of masters, gradients and states."""
-        states = (value for entry in self._stepper.state.values() for value in entry.values())
+        entries = self._stepper.state.values()
+        states = (value for entry in entries for key, value in entry.items() if key not in ("step", MASTER))
         held = sum(_local(v).numel() * v.element_size() for v in states if isinstance(v, torch.Tensor))
         return held + sum(hosted.n_bytes for hosted in self._hosted.values())
 
@@ -229,7 +231,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def offloaded_methods(
     optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], device: torch.device
 ) -> dict[str, Callable[..., Any]]:
-    """What a subclass of ``kind`` overrides so that ``optimizer`` is stepped on the host.
+    """What a subclass of ``kind`` overrides so that ``optimizer`` is stepped on the host; and ``host_bytes``, what that
+    takes there.
 
     Raises:
         ValueError: the optimizer evaluates the loss several times in a step.
@@ -264,4 +267,4 @@ def offloaded_methods(
 
     hooked = torch.optim.Optimizer.profile_hook_step(step)
     hooked.hooked = True  # type: ignore[attr-defined]
-    return {"step": hooked, "load_state_dict": load_state_dict}
+    return {"step": hooked, "load_state_dict": load_state_dict, "host_bytes": lambda this: host.n_bytes}

@@ -53,6 +53,27 @@ def test_every_part_on_three_ranks_counts_padding_frozen_and_tied_parameters() -
     )
 
 
+def test_what_is_offloaded_is_not_on_the_device() -> None:
+    whole, optimizer, everything = (estimate(3, state_offload=offload) for offload in (None, "optimizer", "all"))
+    assert optimizer.optimizer_states == everything.optimizer_states == 0
+    assert (optimizer.parameters, optimizer.gradients) == (whole.parameters, whole.gradients)
+    # The 0-d parameter is not sharded, and stays; sums of gradients are on the device until they are reduced.
+    assert (everything.parameters, everything.gradients, everything.partial_sums) == (4, 4, 4 * (32 + 24 + 3))
+    assert everything.gathered == whole.gathered
+
+
+def test_a_smaller_degree_does_when_the_optimizer_is_offloaded() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(1024, 1024, bias=False)
+    degrees = {}
+    for offload in (None, "optimizer"):
+        # 4 MiB each of parameters, gradients and gathered ones, 8 MiB of states.
+        config = SmpConfig(memory_headroom=0.0, device_memory_gib=12 / 1024, state_offload=offload)
+        degrees[offload], why, _ = smallest_shard_degree(model, Topology.uniform(4, 4), config, None)
+        assert ("on the host" in why) == (offload is not None) and "adamw" in why
+    assert degrees == {None: 2, "optimizer": 1}
+
+
 def test_parameters_that_stay_gathered_are_counted_once_each() -> None:
     assert estimate(3, reshard_after_forward=False).gathered == 4 * (96 + 81 + 144)
 
@@ -130,7 +151,10 @@ def test_gpt2_of_30_billion_parameters_needs_four_nodes_of_eight_40_gib_devices(
     # 16 bytes per parameter / 32 = 13.955 GiB, gathered 5.964 GiB; allowed is 65 % of 40 GiB = 26 GiB.
     assert at32.total / GIB == pytest.approx(13.955 + 5.964, abs=0.01)
     # Over 16 ranks: 27.909 + 5.964 GiB do not fit.
-    assert why == "needs 19.9 GiB of 26.0 GiB (memory_headroom=0.35 of 40.0 GiB); degree 16 would need 33.9 GiB"
+    assert why == (
+        "needs 19.9 GiB of 26.0 GiB (memory_headroom=0.35 of 40.0 GiB); degree 16 would need 33.9 GiB; assumed adamw, "
+        "2 states for each trainable parameter, on the device; activations come on top"
+    )
 
 
 def test_memory_knob_overrides_the_device_and_headroom_moves_the_limit(

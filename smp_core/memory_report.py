@@ -1,0 +1,252 @@
+"""MemoryReport: what a step's memory is made of, at its peak.
+
+By kind: parameters (this rank's shards and what is whole), gathered (units that are whole at the moment), gradients
+(with the partial sums of an open window), optimizer (states), activations (what autograd holds for backward, what
+selective checkpointing keeps, offloaded inputs that are on the device) and, on CUDA, other: the rest of what the
+allocator has given out (temporaries, what one module recomputes in backward, buffers of collectives). What is in host
+memory under ``state_offload`` or ``activation_offloading`` is counted apart.
+
+Saved-tensor hooks see each tensor that autograd saves; a storage counts once, parameters not at all. Torch applies the
+innermost pair of hooks only: what is saved inside a checkpointed module goes to checkpointing's own pair, which holds
+nothing; the module's inputs come to ours, or to the offloader's. Samples are taken when a unit begins and ends its
+forward, and now and then in backward; the largest is the step's peak by kind. On CUDA the allocator's own peak, which
+may lie between samples, decides how much is "other". On a CPU there is no allocator to ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from smp_core.activations.selective import kept_outputs_shown_to
+from smp_core.parallelize import ParallelModel
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MIB = 2**20
+KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "other")
+
+# One in so many tensors that backward takes back is an occasion to sample: walking over all parameters is not free.
+_SAMPLE_EVERY = 32
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """One step's peak on the device, and what it has in host memory; bytes by kind."""
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """The peak on the device in bytes."""
+        return sum(self.device.values())
+
+
+class _Saved:
+    """A tensor that autograd holds, counted until the graph lets go of it."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class MemoryReport:
+    """Peak memory of this rank's steps by kind.
+
+    ``with report.step():`` around forward, backward and optimizer step; ``table()`` and ``save_plot()`` show what was
+    seen, ``steps`` holds it.
+
+    Args:
+        parallel: the parallelized model (``trainer.strategy.parallel``, ``accelerator.parallel``).
+        optimizers: whose states to count.
+    """
+
+    def __init__(self, parallel: ParallelModel, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        self._parallel, self._optimizers = parallel, list(optimizers)
+        self._device = parallel.mesh.device
+        self.steps: list[StepMemory] = []
+        self._held: dict[int, tuple[int, int]] = {}  # address of a storage -> (bytes, how many hold it)
+        self._unpacked = 0
+        self._peak: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Watch one step, from before its forward until after the optimizer."""
+        self._peak, self._parameters = {}, self._addresses_of_parameters()
+        on_cuda = self._device.type == "cuda"
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        modules: list[nn.Module] = [self._parallel.module, *(unit.module for unit in self._parallel.units)]
+        modules += [each.module for each in self._parallel.activations.checkpointed]
+        handles = [module.register_forward_pre_hook(self._sample) for module in dict.fromkeys(modules)]
+        handles += [module.register_forward_hook(self._sample) for module in dict.fromkeys(modules)]
+        try:
+            with saved_tensors_hooks(self._pack, self._unpack), kept_outputs_shown_to(self._keep):
+                self._sample()
+                yield
+                self._sample()
+        finally:
+            for handle in handles:
+                handle.remove()
+        if on_cuda:
+            known = sum(self._peak.values())
+            self._peak["other"] = max(0, torch.cuda.max_memory_allocated(self._device) - known)
+        self.steps.append(StepMemory(dict(self._peak), self._on_host()))
+
+    def activations(self) -> int:
+        """Bytes on the device that are held for backward now."""
+        offloader = self._parallel.activations.offloader
+        parked = 0 if offloader is None else sum(offloader.on_device())
+        return sum(size for size, _ in self._held.values()) + parked
+
+    # What is held
+
+    def _addresses_of_parameters(self) -> set[int]:
+        return {_local(p).untyped_storage().data_ptr() for p in self._own_parameters()}
+
+    def _own_parameters(self) -> list[torch.Tensor]:
+        """Shards, and what is whole on every rank; a module's own list shows whole ones while its unit is gathered."""
+        parallel = self._parallel
+        if not parallel.units:
+            return list(parallel.module.parameters())
+        named = dict(parallel.module.named_parameters())
+        shards = [parameter for unit in parallel.units for parameter in unit.parameters()]
+        return [*shards, *(named[name] for name in parallel.plan.replicated)]
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self._count(tensor, saved)
+        return saved
+
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        self._unpacked += 1
+        if self._unpacked % _SAMPLE_EVERY == 0:
+            self._sample()
+        return saved.tensor
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        self._count(tensor, tensor.untyped_storage())
+
+    def _count(self, tensor: torch.Tensor, holder: object) -> None:
+        if tensor.device != self._device or isinstance(tensor, nn.Parameter):
+            return
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key in self._parameters or self._is_gathered(key):
+            return
+        self._held[key] = (storage.nbytes(), self._held.get(key, (0, 0))[1] + 1)
+        weakref.finalize(holder, self._release, key)
+
+    def _is_gathered(self, address: int) -> bool:
+        return any(address in unit.gathered_addresses() for unit in self._parallel.units)
+
+    def _release(self, key: int) -> None:
+        size, count = self._held[key]
+        if count == 1:
+            del self._held[key]
+        else:
+            self._held[key] = (size, count - 1)
+
+    # Samples
+
+    def _sample(self, *_: Any) -> None:
+        now = self._on_device()
+        if sum(now.values()) > sum(self._peak.values()):
+            self._peak = now
+
+    def _on_device(self) -> dict[str, int]:
+        everything_offloaded = self._parallel.config.state_offload == "all"
+        on_device = [p for p in self._own_parameters() if not (everything_offloaded and isinstance(p, DTensor))]
+        gradients = [p.grad for p in on_device if p.grad is not None]
+        held = getattr(self._parallel.window, "held_bytes", int)()
+        states = 0 if self._parallel.config.state_offload else self._state_bytes()
+        return {
+            "parameters": sum(map(_bytes, on_device)),
+            "gathered": sum(unit.gathered_bytes() for unit in self._parallel.units),
+            "gradients": sum(map(_bytes, gradients)) + held,
+            "optimizer": states,
+            "activations": self.activations(),
+            "other": 0,
+        }
+
+    def _on_host(self) -> dict[str, int]:
+        host: dict[str, int] = {}
+        if self._parallel.config.state_offload == "optimizer":
+            host["optimizer"] = sum(getattr(each, "host_bytes", int)() for each in self._optimizers)
+        if self._parallel.config.state_offload == "all":
+            host["optimizer"] = self._state_bytes()
+            sharded = [p for p in self._own_parameters() if isinstance(p, DTensor)]
+            host["parameters"] = sum(map(_bytes, sharded))
+            host["gradients"] = sum(_bytes(p.grad) for p in sharded if p.grad is not None)
+        offloader = self._parallel.activations.offloader
+        if offloader is not None:
+            host["activations"] = offloader.pool.n_bytes
+        return host
+
+    def _state_bytes(self) -> int:
+        entries = (entry for optimizer in self._optimizers for entry in optimizer.state.values())
+        values = (value for entry in entries for key, value in entry.items() if key != "step")
+        return sum(_bytes(value) for value in values if isinstance(value, torch.Tensor))
+
+    # For people
+
+    def table(self) -> Table:
+        """Steps by kind in MiB."""
+        from rich.table import Table
+
+        table = Table(title="peak memory by step, MiB on the device", caption=self._host_caption())
+        for heading in ("step", *KINDS, "total"):
+            table.add_column(heading, justify="right")
+        for number, step in enumerate(self.steps):
+            figures = [*(step.device[kind] for kind in KINDS), step.total]
+            table.add_row(str(number), *(f"{figure / MIB:.2f}" for figure in figures))
+        return table
+
+    def _host_caption(self) -> str | None:
+        host = self.steps[-1].host if self.steps else {}
+        return "in host memory: " + ", ".join(f"{k} {v / MIB:.2f} MiB" for k, v in host.items()) if host else None
+
+    def save_plot(self, path: str | os.PathLike[str]) -> None:
+        """A stacked bar for each step, as a PNG (or what else the ending of ``path`` says).
+
+        Raises:
+            ValueError: no step has been watched, or matplotlib is not installed.
+        """
+        if not self.steps:
+            raise ValueError("no step was watched; write `with report.step():` around a training step")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ValueError("save_plot needs matplotlib: pip install 'torch-smp[plot]'") from None
+        figure = Figure(figsize=(max(4.0, 0.5 * len(self.steps) + 3), 4.0), layout="constrained")
+        axes = figure.add_subplot()
+        bottoms = [0.0] * len(self.steps)
+        for kind in KINDS:
+            heights = [step.device[kind] / MIB for step in self.steps]
+            axes.bar(range(len(self.steps)), heights, bottom=bottoms, label=kind)
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        axes.set_xlabel("step")
+        axes.set_ylabel("MiB at the peak")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        figure.savefig(path)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    local = _local(tensor)
+    return local.numel() * local.element_size()
