@@ -108,6 +108,9 @@ class SmpAccelerator(Accelerator):
         _refuse_precision(arguments)
         parallelism, fsdp = arguments.pop("parallelism_config", None), arguments.pop("fsdp_plugin", None)
         self.smp_config = settle_fp8(arguments, resolve_config(smp_config, knobs, parallelism, fsdp))
+        if self.smp_config.save_full_state_dict:
+            why = "save_state writes folders; whole weights: save_model, or `smp checkpoint consolidate`"
+            self.smp_config = self.smp_config.with_resolved("save_full_state_dict", False, why)
         with engines_off():
             super().__init__(**arguments)
         engine = str(self.distributed_type).rpartition(".")[2]

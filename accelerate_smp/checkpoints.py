@@ -146,12 +146,12 @@ def load_state(accelerator: SmpAccelerator, input_dir: str | None, strict: bool 
 
 
 def read(
-    accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: bool = True, seed: int | None = None
+    accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: bool = True, random: bool = True
 ) -> None:
     """Load ``path`` into what the accelerator has prepared, and into ``schedulers``. Collective.
 
     Args:
-        seed: the run's, for random states on another number of ranks; default: ``init_seed``.
+        random: also the random states.
     """
     models = _models(accelerator)
     verify = accelerator.smp_config.verify_checkpoint
@@ -186,7 +186,8 @@ def read(
         for loader, saved in zip(accelerator._dataloaders, ours["dataloaders"], strict=False):
             _restore_loader(loader, saved)
         _load_each("registered objects", accelerator._custom_objects, ours["custom_objects"], path)
-        restore_random(accelerator, path, accelerator.smp_config.init_seed if seed is None else seed)
+        if random:
+            restore_random(accelerator, path, accelerator.smp_config.init_seed)
 
 
 def restore_random(accelerator: SmpAccelerator, path: str, seed: int) -> None:

@@ -294,7 +294,7 @@ class SmpTrainerMixin(_Base):
             return
         if _has_state(checkpoint):
             where = os.path.join(checkpoint, STATE_FOLDER)
-            checkpoints.read(self.accelerator, where, [self.lr_scheduler], seed=self.args.seed)
+            checkpoints.read(self.accelerator, where, [self.lr_scheduler], random=False)  # Trainer asks for them later
             return
         stock = os.path.join(checkpoint, trainer_module.OPTIMIZER_NAME)
         if not os.path.isfile(stock):

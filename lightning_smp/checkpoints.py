@@ -238,7 +238,7 @@ def _newest_whole(path: Any, verify: str) -> str:
         folders = [os.path.join(folder, name) for name in reversed(find_checkpoints(folder))]
         files = sorted((str(file) for file in Path(folder).glob("*.ckpt") if file.is_file()), key=os.path.getmtime)
         others = [*files[::-1], *folders] if os.path.isfile(path) else [*folders, *files[::-1]]
-        return list({os.path.realpath(each): each for each in [*others[::-1], str(path)]}.values())[::-1]
+        return [str(path), *(each for each in others if os.path.realpath(each) != os.path.realpath(path))]
 
     ordered = Ranks().on_first(f"{path} was not loaded", candidates)
     return first_whole(ordered, verify)

@@ -112,7 +112,9 @@ class PlacedSampler(Sampler[Any]):
         return len(self.sampler)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["sampler"], name)  # set_epoch and what else the user's sampler has
+        if name == "sampler":
+            raise AttributeError(name)  # a copy that is being made
+        return getattr(self.sampler, name)  # set_epoch and what else the user's sampler has
 
 
 def place_sampler(loader: Any) -> None:
@@ -137,7 +139,7 @@ def training_loaders(trainer: Trainer) -> list[Any]:
 
 def samples_per_batch(loader: Any, data_size: int) -> int | None:
     """Samples of one batch over all ranks; None where the loader does not tell."""
-    size = getattr(loader, "batch_size", None)
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return None if size is None else size * data_size
 
 
@@ -311,7 +313,7 @@ class Resume:
         lazy = all(loader.num_workers == 0 for loader in loaders)
         for loader, sampler, start in zip(loaders, samplers, starts, strict=True):
             then = self.random if lazy else None
-            sampler.begin_after(batches % len(loader) * loader.batch_size, start, then)
+            sampler.begin_after(batches % len(loader) * loader.batch_sampler.batch_size, start, then)
         if lazy:
             self.random = None
 

@@ -15,7 +15,7 @@ from accelerate.utils import ProjectConfiguration
 import smp_core.checkpoint.storage as storage
 from accelerate_smp import SmpCheckpointCallback
 from smp_core.checkpoint import CheckpointError, is_checkpoint
-from tests.accelerate.running import full_weights, prepared
+from tests.accelerate.running import fresh_accelerator, full_weights, prepared
 from tests.accelerate.trainers import Run, assert_close, fit, make_trainer, noise_between
 from tests.core.models import loss_of
 from tests.harness import run_ranks
@@ -77,6 +77,11 @@ def test_saving_behind_a_bare_loop(tmp_path: Path) -> None:
     assert all("rank 1: OSError: [Errno 28]" in message for message, _ in results)
     assert len({step for _, step in results}) == 1, "all ranks stop at the same step"
     assert is_checkpoint(tmp_path / "first") and not (tmp_path / "second").exists()
+
+
+def test_a_knob_without_effect_here_is_reported() -> None:
+    config = fresh_accelerator(cpu=True, save_full_state_dict=True).smp_config
+    assert config.save_full_state_dict is False and config.asked("save_full_state_dict") is True
 
 
 @pytest.fixture(scope="module")

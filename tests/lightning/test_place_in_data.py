@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from smp_core.checkpoint import CheckpointError, read_per_rank, read_rest
 from tests.core.models import VOCABULARY
@@ -50,8 +50,11 @@ class Drawing(LanguageModule):
 
     def train_dataloader(self) -> Any:
         workers = self.options.get("workers", 0)
-        data = token_rows(BATCHES)
-        return DataLoader(data if workers else Noisy(data), batch_size=2, shuffle=True, num_workers=workers)
+        rows = token_rows(BATCHES)
+        data: Any = rows if workers else Noisy(rows)
+        if self.options.get("own_batches"):
+            return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, drop_last=True))
+        return DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
 
 
 class SaveBetweenEpochs(Callback):
@@ -99,7 +102,7 @@ PLACES: list[tuple[int, int | None]] = [(1, 2), (0, None), (2, 0)]
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"early": True}, {"distributed": False}, {"workers": 1}],
+    [{}, {"early": True}, {"distributed": False, "own_batches": True}, {"workers": 1}],
     ids=["", "loaders made early", "each rank shuffles for itself", "a worker reads"],
 )
 def test_the_next_batch_and_the_next_random_number(options: dict[str, Any], tmp_path: Path) -> None:
