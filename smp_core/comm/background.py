@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -51,7 +51,7 @@ class Background:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.Stream | None = None
+        self._stream: Any = None
         self._tasks: deque[_Task] = deque()
         self._lock = threading.Lock()
         self._running = False
@@ -88,9 +88,10 @@ class Background:
                 task.done.set()
 
     def _on_stream(self, run: Callable[[], None]) -> Pending:
+        module = torch.get_device_module(self._device.type)
         if self._stream is None:
-            self._stream = torch.Stream(self._device)
-        self._stream.wait_stream(torch.accelerator.current_stream())
-        with torch.get_device_module(self._device.type).stream(self._stream):
+            self._stream = module.Stream(self._device)
+        self._stream.wait_stream(module.current_stream())
+        with module.stream(self._stream):
             run()
         return _Recorded(self._stream.record_event())

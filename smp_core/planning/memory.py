@@ -38,7 +38,8 @@ class MemoryEstimate:
         parameters: parameter shards, in the model's own dtypes.
         gradients: gradient shards of trainable parameters, in the same dtypes.
         partial_sums: sums of the accumulation window, where gradients are reduced in another dtype than they have.
-        optimizer_states: of trainable parameters, in their dtypes.
+        optimizer_states: of trainable parameters, in their dtypes; with `optimizer_shard="world"` float32 masters and
+            their gradients too.
         buffers: whole on every device.
         gathered: the root unit and twice the largest other unit (the one that computes and the one fetched ahead), in
             the dtype of gathered parameters; all units if they stay gathered.
@@ -74,15 +75,17 @@ def model_state_bytes(
     optimizer: str = "adamw",
     *,
     shard_degree: int = 1,
+    world_size: int = 1,
     units: Iterable[Iterable[str]] = (),
 ) -> MemoryEstimate:
     """What `model` holds on one device at `shard_degree`, without asking what the device has.
 
     Args:
         model: real, sharded or on the meta device.
-        config: `param_dtype`, `reduce_dtype`, `reshard_after_forward` and `state_offload` count.
+        config: `param_dtype`, `reduce_dtype`, `reshard_after_forward`, `optimizer_shard` and `state_offload` count.
         optimizer: one of `OPTIMIZER_STATES`.
         shard_degree: ranks of a partition group.
+        world_size: all ranks; `optimizer_shard="world"` divides optimizer states and float32 masters by them.
         units: names of the parameters of each wrapped unit except the root, which owns those named nowhere.
 
     Raises:
@@ -99,7 +102,13 @@ def model_state_bytes(
         parameters += 0 if offloaded else held
         if parameter.requires_grad:
             gradients += 0 if offloaded else held
-            states += held * OPTIMIZER_STATES[optimizer] if config.state_offload is None else 0
+            if config.optimizer_shard == "world" and world_size > shard_degree and parameter.ndim:
+                # Masters and their gradients are float32 where parameters are half precision. The sums of the window
+                # lie where gradients would.
+                part = -(-elements * shard_degree // world_size)
+                states += part * max(parameter.itemsize, 4) * (2 + OPTIMIZER_STATES[optimizer])
+            elif config.state_offload is None:
+                states += held * OPTIMIZER_STATES[optimizer]
             reduced_in = _reduce_dtype(parameter, config)
             if offloaded or reduced_in != parameter.dtype:
                 partial_sums += elements * reduced_in.itemsize
@@ -228,7 +237,12 @@ def _estimates(
     budget = None if memory is None else _budget(memory, config)
     unit_names = [list(names) for names in units]
     return [
-        replace(model_state_bytes(model, config, optimizer, shard_degree=degree, units=unit_names), budget=budget)
+        replace(
+            model_state_bytes(
+                model, config, optimizer, shard_degree=degree, world_size=topology.world_size, units=unit_names
+            ),
+            budget=budget,
+        )
         for degree in degrees
     ]
 

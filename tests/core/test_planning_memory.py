@@ -97,6 +97,19 @@ def test_optimizer_states(optimizer: str, states: int) -> None:
     assert model_state_bytes(model, SmpConfig(), optimizer).optimizer_states == states * 64
 
 
+def test_states_over_the_world_are_divided_by_it() -> None:
+    """Degree 2 of 8 ranks, bfloat16: shards of 40, 32 and 4 elements (10x8, 7x8 and 7, padded); a quarter of each, 10 +
+    8 + 1, has a master, its gradient and two states of 4 bytes; the 0-d one has two states of 2 bytes."""
+    with torch.device("meta"):
+        model = TwoBlocks().bfloat16()
+    config = SmpConfig(optimizer_shard="world")
+    seen = model_state_bytes(model, config, shard_degree=2, world_size=8, units=UNITS)
+    assert seen.optimizer_states == (10 + 8 + 1) * 4 * 4 + 2 * 2
+    alone = model_state_bytes(model, config, shard_degree=8, world_size=8, units=UNITS)
+    plain = model_state_bytes(model, SmpConfig(), shard_degree=8, world_size=8, units=UNITS)
+    assert alone == plain, "one replica has nothing to divide by"
+
+
 def test_unknown_optimizer_and_parameter_are_refused() -> None:
     with pytest.raises(ValueError, match=r"optimizer='adamv'.*allowed: adamw"):
         model_state_bytes(nn.Linear(2, 2), SmpConfig(), "adamv")
