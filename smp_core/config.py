@@ -131,7 +131,7 @@ class SmpConfig:
         quantized_reduce: Payload of the gradient reduction between nodes, inside a partition group and across
             replicas; sums are taken in float32. None (default; as is), "int8" or "int4".
         error_feedback: Whether what quantized_reduce rounds off is added to the next gradients. It costs a float32 copy
-            of what a rank sends between nodes and makes 4 bits train well. True or False (default).
+            of what a rank sends between nodes. True, False or "auto" (default; with quantized_reduce).
         optimizer_shard: Where optimizer states live. "shard" (default; sharded like the parameters, over the partition
             group) or "world" (over all ranks, for optimizers that look at one element at a time: AdamW, SGD, ...; each
             rank steps float32 masters of its part, and optimizer.state_dict() is collective).
@@ -180,7 +180,7 @@ class SmpConfig:
     quantize_after_steps: int = 0
     quantize_exclude: tuple[str, ...] = ()
     quantized_reduce: Literal["int8", "int4"] | None = None
-    error_feedback: bool = False
+    error_feedback: bool | Literal["auto"] = "auto"
     optimizer_shard: Literal["shard", "world"] = "shard"
     state_offload: Literal["optimizer", "all"] | None = None
 

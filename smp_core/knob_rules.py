@@ -82,7 +82,7 @@ READERS: dict[str, read.Reader] = {
     "quantize_after_steps": read.integer(minimum=0),
     "quantize_exclude": read.names(),
     "quantized_reduce": read.either(read.nothing(), read.word("int8", "int4"), allowed="none, 'int8', 'int4'"),
-    "error_feedback": _BOOLEAN,
+    "error_feedback": read.either(_BOOLEAN, read.word("auto"), allowed="true, false, 'auto'"),
     "optimizer_shard": read.word("shard", "world"),
     "state_offload": read.either(read.nothing(), read.word("optimizer", "all"), allowed="none, 'optimizer', 'all'"),
 }
@@ -128,7 +128,7 @@ CONTRADICTIONS: list[tuple[Callable[[Any], bool], str]] = [
         "quantized_reduce and replica_reduce_dtype both say how gradients travel between replicas; keep one of them",
     ),
     (
-        lambda config: config.error_feedback and config.asked("quantized_reduce") is None,
+        lambda config: config.error_feedback is True and config.asked("quantized_reduce") is None,
         "error_feedback=true adds back what quantized_reduce rounds off; write quantized_reduce='int8' or 'int4' too",
     ),
     (

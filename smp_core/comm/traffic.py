@@ -71,7 +71,7 @@ class Traffic:
         if _spans_nodes(mesh, mesh.replicate_ranks):
             name = config.quantized_reduce or ("bfloat16" if config.replica_reduce_dtype else None)
             payload = codec(name) if name else None
-        background, feedback = Background(mesh.device), config.error_feedback
+        background, feedback = Background(mesh.device), bool(config.error_feedback)
         self.hop = ReplicaHop(meter, mesh.replicate_group, mesh.replica_stages, background, payload, feedback)
         self.world_hop = self.hop
         if mesh.shard_degree > 1:
@@ -107,7 +107,7 @@ class Traffic:
                 codec(self.config.quantized_reduce),
                 self._mesh.shard_group,
                 self._stages,
-                error_feedback=self.config.error_feedback,
+                error_feedback=bool(self.config.error_feedback),
             )
             self._reductions[unit.name] = made
             return made
@@ -203,4 +203,8 @@ def _effective(mesh: SmpMesh, config: SmpConfig) -> SmpConfig:
         config = config.with_resolved("optimizer_shard", "shard", why)
     if config.quantized_reduce is not None and not gathers_cross and not sums_cross:
         config = without(config, "quantized_reduce", "no gradients cross between nodes")
+    if config.error_feedback == "auto" or (config.error_feedback and config.quantized_reduce is None):
+        encoded = config.quantized_reduce is not None
+        why = "gradients are quantised" if encoded else "no gradients are quantised"
+        config = config.with_resolved("error_feedback", encoded, why)
     return config

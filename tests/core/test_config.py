@@ -88,7 +88,7 @@ VALUES: dict[str, Any] = {
     "quantize_after_steps": st.integers(0, 1000),
     "quantize_exclude": st.lists(st.sampled_from(["*norm*", "*.bias"]), unique=True).map(tuple),
     "quantized_reduce": st.sampled_from([None, "int8", "int4"]),
-    "error_feedback": st.booleans(),
+    "error_feedback": st.sampled_from([True, False, "auto"]),
     "optimizer_shard": st.sampled_from(["shard", "world"]),
     "state_offload": st.sampled_from([None, "optimizer", "all"]),
 }

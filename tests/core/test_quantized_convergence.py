@@ -28,8 +28,8 @@ ENCODED: list[tuple[dict[str, Any], float]] = [
     ({"shard_degree": 4, "quantized_all_gather": "int8", "quantized_reduce": "int8"}, 0.005),
     ({"shard_degree": 2, "quantized_reduce": "int8"}, 0.005),
     ({"shard_degree": 2, "replica_reduce_dtype": "bf16"}, 0.005),
-    ({"shard_degree": 4, "quantized_reduce": "int4", "error_feedback": True}, 0.01),
-    ({"shard_degree": 2, "quantized_reduce": "int4", "error_feedback": True}, 0.01),
+    ({"shard_degree": 4, "quantized_reduce": "int4"}, 0.01),
+    ({"shard_degree": 2, "quantized_reduce": "int4"}, 0.01),
 ]
 
 
