@@ -43,18 +43,29 @@ def rates(text: str) -> float:
 
 
 def run_lab(
-    python: str, names: list[str], layout: str, rate: str, micro: int, rounds: int, dtype: str, compute_ms: float = 0.0
+    python: str,
+    names: list[str],
+    layout: str,
+    rate: str,
+    micro: int,
+    rounds: int,
+    dtype: str,
+    *,
+    compute_ms: float = 0.0,
+    limit: int = 7200,
 ) -> dict[str, Any] | str:
     """What schemes.py found on one emulated cluster, or why there is nothing."""
     nodes, ranks = layout.split("x")
     lab = [sys.executable, str(HERE / "netlab.py"), "run", "--quiet", "--nodes", nodes, "--ranks", ranks]
-    lab += ["--rate", rate, "--delay", "1ms", "--timeout", "3600", "--", python, str(HERE / "schemes.py")]
+    lab += ["--rate", rate, "--delay", "1ms", "--timeout", str(limit), "--", python, str(HERE / "schemes.py")]
     program = ["--schemes", ",".join(names), "--micro", str(micro), "--rounds", str(rounds), "--param-dtype", dtype]
     environ = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*lab, *program, "--compute-ms", str(compute_ms)], capture_output=True, text=True, env=environ
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 124:
+        return f"did not end within {limit} s"
     if done.returncode or not lines:
         return (done.stderr.strip().splitlines() or ["no output"])[-1]
     return json.loads(lines[-1])
@@ -75,7 +86,7 @@ def compare(asked: argparse.Namespace) -> list[dict[str, Any]]:
                         if not asked.deepspeed:
                             missing[name] = "DeepSpeed is not installed"
                             continue
-                        one = run_lab(asked.deepspeed, [name], layout, rate, micro, asked.rounds, dtype)
+                        one = run_lab(asked.deepspeed, [name], layout, rate, micro, asked.rounds, dtype, limit=900)
                         if isinstance(one, str):
                             missing[name] = one
                         else:
@@ -124,7 +135,9 @@ def scale(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Emulated compute, 1 -> 2 -> 4 nodes of two ranks, four micro-batches, sharded in the node."""
     rows = []
     for nodes in (1, 2, 4):
-        found = run_lab(sys.executable, ["ours-node"], f"{nodes}x2", "1gbit", 4, asked.rounds, "float32", COMPUTE_MS)
+        found = run_lab(
+            sys.executable, ["ours-node"], f"{nodes}x2", "1gbit", 4, asked.rounds, "float32", compute_ms=COMPUTE_MS
+        )
         if isinstance(found, str):
             raise SystemExit(f"scaling, {nodes} nodes: {found}")
         rows.append({"nodes": nodes, "seconds": found["ours-node"]["seconds"]})
