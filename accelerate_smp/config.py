@@ -148,8 +148,6 @@ def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[s
     """What a ``fsdp_config:`` section asks for, in our knobs."""
     if fsdp.fsdp_version != 2:
         raise ValueError(f"fsdp_version={fsdp.fsdp_version}: torch-smp stands on FSDP2; write fsdp_version: 2")
-    if getattr(fsdp.cpu_offload, "offload_params", None) or type(fsdp.cpu_offload).__name__ == "CPUOffloadPolicy":
-        raise ValueError("fsdp cpu_offload/offload_params=true: not built yet; write false")
     if fsdp.ignored_modules:
         raise ValueError("fsdp ignored_modules: torch-smp shards every parameter; leave it out")
     if fsdp.param_init_fn is not None:
@@ -171,6 +169,8 @@ def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[s
         knobs["wrap"] = tuple(classes.split(",") if isinstance(classes, str) else classes)
     if fsdp.min_num_params:
         knobs["wrap_min_parameters"] = fsdp.min_num_params
+    if getattr(fsdp.cpu_offload, "offload_params", None) or type(fsdp.cpu_offload).__name__ == "CPUOffloadPolicy":
+        knobs["state_offload"] = "all"
     if fsdp.activation_checkpointing:
         knobs["activation_checkpointing"] = "full"
     if fsdp.activation_checkpointing_offload:

@@ -124,6 +124,11 @@ CONTRADICTIONS: list[tuple[Callable[[Any], bool], str]] = [
         "optimizer_shard='world' and state_offload both say where optimizer states live; keep one of them",
     ),
     (
+        lambda config: config.fp8 is not None and config.state_offload == "all",
+        "fp8 finds scales of weights that are on the device, and state_offload='all' keeps them in host memory; write "
+        "state_offload='optimizer', or fp8=none",
+    ),
+    (
         lambda config: config.quantized_reduce is not None and config.replica_reduce_dtype is not None,
         "quantized_reduce and replica_reduce_dtype both say how gradients travel between replicas; keep one of them",
     ),

@@ -140,7 +140,7 @@ class MemoryReport:
         self._count(tensor, tensor.untyped_storage())
 
     def _count(self, tensor: torch.Tensor, holder: object) -> None:
-        if tensor.device != self._device or isinstance(tensor, nn.Parameter):
+        if tensor.device.type != self._device.type or isinstance(tensor, nn.Parameter):
             return
         storage = tensor.untyped_storage()
         key = storage.data_ptr()

@@ -124,7 +124,7 @@ class Offloader:
             wanted.clear()
 
     def _may_leave(self, given: Any) -> bool:
-        if type(given) is not torch.Tensor or not given.requires_grad or given.device != self.device:
+        if type(given) is not torch.Tensor or not given.requires_grad or given.device.type != self.device.type:
             return False
         if given.numel() * given.element_size() < self.min_bytes or not _is_dense(given):
             return False

@@ -62,10 +62,11 @@ def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) 
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Block"],
         activation_checkpointing=True,
+        cpu_offload=True,
     )
     config = resolve_config(None, {}, None, plugin)
     assert (config.shard_degree, config.reshard_after_forward, config.wrap) == ("world", False, ("Block",))
-    assert config.activation_checkpointing == "full"
+    assert (config.activation_checkpointing, config.state_offload) == ("full", "all")
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "8")
     monkeypatch.setenv("SMP_WRAP_MIN_PARAMETERS", "100")
@@ -76,12 +77,11 @@ def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"cpu_offload": True}, ["offload_params", "write false"]),
         ({"ignored_modules": ["head"]}, ["ignored_modules", "leave it out"]),
         ({"param_init_fn": torch.nn.init.zeros_}, ["param_init_fn", "leave it out"]),
         ({"auto_wrap_policy": lambda *a, **k: False}, ["auto_wrap_policy", "write wrap="]),
     ],
-    ids=["offload", "ignored", "init", "wrap"],
+    ids=["ignored", "init", "wrap"],
 )
 def test_fsdp_settings_without_counterpart_are_refused(settings: dict[str, Any], words: list[str]) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **settings)

@@ -1,0 +1,97 @@
+"""The memory savers together with FP8, context parallelism and delayed initialisation: equal to the last bit to the
+same run without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from smp_core.config import SmpConfig
+from smp_core.context_parallel.active import enabled
+from smp_core.fp8.recipe import Fp8Recipe
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import ParallelModel, parallelize_model
+from smp_core.topology import Topology
+from tests.core.activations.models import DroppingGpt, whole
+from tests.core.activations.test_offloading import OFFLOADED
+from tests.core.context_parallel import model_cases
+from tests.core.test_fp8_training import runs_of
+from tests.harness import run_ranks
+
+SAVERS: list[dict[str, Any]] = [
+    {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "selective"},
+    {**OFFLOADED, "activation_loading_horizon": 1},
+    {**OFFLOADED, "activation_loading_horizon": 1, "activation_checkpointing": "selective"},
+    {"state_offload": "all"},
+    {"state_offload": "optimizer", "activation_checkpointing": "every:2"},
+]
+
+
+def fp8_runs() -> list[str]:
+    """What differs from the plain FP8 run: losses, weights, scales and amax histories."""
+    savers = [saver for saver in SAVERS if saver.get("state_offload") != "all"]
+    plain, *others = runs_of([{"shard_degree": 2}, *({"shard_degree": 2, **saver} for saver in savers)], steps=3)
+    different = []
+    for saver, run in zip(savers, others, strict=True):
+        same = run.losses == plain.losses and torch.equal(run.scales, plain.scales)
+        same = same and all(map(torch.equal, run.histories, plain.histories))
+        if not same or any(not torch.equal(run.weights[name], value) for name, value in plain.weights.items()):
+            different.append(str(saver))
+    return different
+
+
+def test_with_fp8() -> None:
+    assert run_ranks(fp8_runs, 2, timeout=120) == [[], []]
+    with pytest.raises(ValueError, match="state_offload='optimizer'"):
+        SmpConfig(fp8=Fp8Recipe(), state_offload="all").require_built()
+
+
+def context_gradients(**knobs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], ParallelModel]:
+    config = SmpConfig(shard_degree=2, context_parallel_degree=2, **knobs)
+    mesh, config = SmpMesh.build(config, Topology.discover(), "cpu")
+    parallel = parallelize_model(model_cases.build("llama"), mesh, config)
+    assert parallel.context is not None
+    split = parallel.context.split(model_cases.whole_batch(model_cases.Run("llama", 2, 2, "packed")))
+    with enabled(split):
+        logits = parallel.module(split.batch["input_ids"], use_cache=False).logits
+        loss = model_cases.cross_entropy_sum(logits, split.shift_labels) / split.tokens_per_rank
+        loss.backward()
+    gradients = {name: whole(parameter.grad) for name, parameter in parallel.module.named_parameters()}
+    return loss.detach(), gradients, parallel
+
+
+def context_runs() -> list[str]:
+    plain_loss, plain, _ = context_gradients()
+    different = []
+    for saver in SAVERS[:5]:
+        loss, gradients, parallel = context_gradients(**saver)
+        if not torch.equal(loss, plain_loss) or any(not torch.equal(gradients[name], plain[name]) for name in plain):
+            different.append(str(saver))
+        offloader = parallel.activations.offloader
+        if offloader is not None and not offloader.bytes_in:
+            different.append(f"{saver}: nothing was offloaded")
+    return different
+
+
+def test_with_context_parallelism() -> None:
+    assert run_ranks(context_runs, 2, timeout=120) == [[], []]
+
+
+def delayed_weights() -> list[dict[str, torch.Tensor]]:
+    found = []
+    for saver in ({}, *SAVERS[2:5]):
+        with torch.device("meta"):
+            model = DroppingGpt(2)
+        mesh, config = SmpMesh.build(SmpConfig(shard_degree=2, delayed_init=True, **saver), Topology.discover(), "cpu")
+        parallel = parallelize_model(model, mesh, config)
+        found.append({name: whole(parameter) for name, parameter in parallel.module.named_parameters()})
+    return found
+
+
+def test_with_delayed_initialisation() -> None:
+    for plain, *others in run_ranks(delayed_weights, 2):
+        for other in others:
+            assert all(torch.equal(other[name], value) for name, value in plain.items())
