@@ -70,7 +70,7 @@ def make_trainer(
 ) -> tuple[Trainer, Recorder]:
     """On ranks: SmpTrainer with ``batch`` samples per step and micro-batch over all ranks; alone: the stock Trainer."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    model, train_dataset = flags.pop("model", None), flags.pop("train_dataset", None)
+    model = flags.pop("model", None)
     arguments = TrainingArguments(
         **{
             "output_dir": str(folder),
@@ -92,7 +92,7 @@ def make_trainer(
     options = {
         "model": model or make_model(dist.get_rank() if dist.is_initialized() else 0),
         "args": arguments,
-        "train_dataset": train_dataset or make_dataset(),
+        "train_dataset": make_dataset(),
         # Whole batches on every rank: of a ragged last batch Trainer repeats samples before it takes the mean.
         "eval_dataset": make_dataset(32, seed=5),
         "callbacks": [recorder],
