@@ -16,6 +16,22 @@ from smp_core.checkpoint import AsyncCheckpointer, CheckpointError
 from smp_core.checkpoint.addresses import is_address, local_path
 
 
+@contextlib.contextmanager
+def in_lightning_words() -> Iterator[None]:
+    """The core's errors name arguments of its functions; here stands what a LightningModule says instead."""
+    words = {
+        "strict=False loads": "strict_loading=False on the LightningModule loads",
+        "or pass allow_pickle=True to saving and to loading": "or leave them out: save_hyperparameters(ignore=[...])",
+    }
+    try:
+        yield
+    except CheckpointError as error:
+        text = str(error)
+        for core, ours in words.items():
+            text = text.replace(core, ours)
+        raise CheckpointError(text) from error
+
+
 class BackgroundSaves:
     """At most one save in flight. Creating it is collective.
 
@@ -62,7 +78,8 @@ class BackgroundSaves:
     @contextlib.contextmanager
     def _giving_up_the_place(self) -> Iterator[None]:
         try:
-            yield
+            with in_lightning_words():
+                yield
         except CheckpointError:
             if self._is_first and not is_address(self._path):
                 with contextlib.suppress(OSError):  # not empty: the checkpoint that was to be replaced

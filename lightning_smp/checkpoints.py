@@ -6,10 +6,9 @@ latter by parameter name), everything else as the rest. An ordinary file of any 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from lightning_smp.background import in_lightning_words
 from lightning_smp.resume import Resume, random_of_rank
 from smp_core.checkpoint import (
     CheckpointError,
@@ -102,7 +102,7 @@ def save(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, st
         "extra_files": _model_files(inner),
         "per_rank": _own_part(strategy) if _can_resume(checkpoint) else None,
     }
-    with _in_lightning_words():
+    with in_lightning_words():
         if strategy.background_saves is None:
             save_checkpoint(path, checkpoint, **options)
         else:
@@ -111,22 +111,6 @@ def save(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, st
 
 def _can_resume(checkpoint: dict[str, Any]) -> bool:
     return "optimizer_states" in checkpoint  # not of ModelCheckpoint(save_weights_only=True)
-
-
-@contextlib.contextmanager
-def _in_lightning_words() -> Iterator[None]:
-    """The core's errors name arguments of its functions; here stands what a LightningModule says instead."""
-    words = {
-        "strict=False loads": "strict_loading=False on the LightningModule loads",
-        "or pass allow_pickle=True to saving and to loading": "or leave them out: save_hyperparameters(ignore=[...])",
-    }
-    try:
-        yield
-    except CheckpointError as error:
-        text = str(error)
-        for core, ours in words.items():
-            text = text.replace(core, ours)
-        raise CheckpointError(text) from error
 
 
 def _own_part(strategy: SmpShardedStrategy) -> dict[str, Any]:
@@ -138,7 +122,7 @@ def _save_whole(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: 
     if _can_resume(checkpoint):
         checkpoint[_PER_RANK] = Ranks().gather(_own_part(strategy))
     if type(strategy.checkpoint_io) is TorchCheckpointIO and storage_options is None and not is_address(path):
-        with _in_lightning_words():
+        with in_lightning_words():
             save_full_state(path, checkpoint)
         return
     # Somebody else writes the file, and takes the whole dictionary.
@@ -200,7 +184,7 @@ def load(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> 
     fitting = _is_fitting(strategy)
     if fitting:
         _check_complete(rest, path)
-    with _in_lightning_words():
+    with in_lightning_words():
         load_checkpoint(
             path,
             {"state_dict": {name_there(name): value for name, value in state.items()}},

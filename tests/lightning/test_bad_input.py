@@ -169,10 +169,11 @@ def save_custom(knobs: dict[str, Any], path: str) -> None:
     trainer.save_checkpoint(path)
 
 
-def test_a_hyper_parameter_of_a_custom_class_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_hyper_parameter_of_a_custom_class_is_named(async_save: bool, tmp_path: Path) -> None:
     path = tmp_path / "custom"
     words = ["hyper_parameters.augmentation", "Custom", "save_hyperparameters(ignore=[...])"]
-    assert_says(save_custom, {"shard_degree": 2}, str(path), words=words)
+    assert_says(save_custom, {"shard_degree": 2, "async_save": async_save}, str(path), words=words)
     assert not path.exists()
 
 
