@@ -29,6 +29,7 @@ from smp_core.comm.traffic import Traffic
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import ContextParallel
 from smp_core.context_parallel.build import build_context_parallel
+from smp_core.fp8.backends import convert_with
 from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.accumulation import AccumulationWindow
@@ -200,7 +201,7 @@ def parallelize_model(
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=config.comm_meter)
     traffic = Traffic(mesh, meter, config)
     config, context = build_context_parallel(model, mesh, traffic.config, meter)
-    fp8 = None if config.fp8 is None else convert_to_fp8(model, config.fp8)
+    fp8 = _to_fp8(model, config)
 
     def equal_weights(_: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         broadcast_from_rank_0(parameters, mesh.device)
@@ -290,6 +291,14 @@ def _world_methods(world: WorldSharding, optimizer: torch.optim.Optimizer, kind:
     optimizer.register_step_pre_hook(follow)
     optimizer.register_step_post_hook(lambda this, *_: world.after_step(this))
     return {"state_dict": state_dict, "load_state_dict": load_state_dict}
+
+
+def _to_fp8(model: nn.Module, config: SmpConfig) -> Fp8Model | None:
+    if config.fp8 is None or config.fp8.backend == "native":
+        return None if config.fp8 is None else convert_to_fp8(model, config.fp8)
+    for name, reason in convert_with(model, config.fp8).items():
+        logger.info("fp8: left out: %s (%s)", name, reason)
+    return None
 
 
 def _maximum(mesh: SmpMesh, reduce: FlatMaxReduce) -> Callable[[torch.Tensor], None]:

@@ -37,7 +37,8 @@ class Fp8Recipe:
         exclude: globs that are not; default the output head by its usual names (``HEADS``).
         calibration_steps: first optimizer steps in which delayed scaling uses present magnitudes, >= 1.
         fp8_all_gather: whether sharded weights travel as FP8 bytes (default) or in the parameters' dtype.
-        backend: ``"native"``, or another library's FP8 layers by name: ``"torchao"``, ``"transformer_engine"``.
+        backend: ``"native"``, or another library's FP8 layers by name: ``"torchao"`` (with ``scaling="dynamic"`` and
+            ``fp8_all_gather=False``). ``"transformer_engine"`` is known but not built yet.
 
     Raises:
         ValueError: a value that is not allowed; it is named together with what is.
@@ -85,6 +86,22 @@ class Fp8Recipe:
             if not all(isinstance(each, str) and each for each in globs):
                 raise _refusal(field, getattr(self, field), "a list of globs over module names")
             object.__setattr__(self, field, globs)
+        if self.backend == "torchao":
+            self._check_torchao()
+
+    def _check_torchao(self) -> None:
+        """What torchao's layers do not have is refused by name."""
+        for field, only, why in (
+            ("scaling", "dynamic", "it dropped delayed scaling"),
+            ("fp8_format", "hybrid", "gradients are E5M2 there"),
+            ("margin", 0, "its scales have no margin"),
+            ("fp8_all_gather", False, "its FP8 all-gather makes parameters tensor subclasses, which state dicts show"),
+        ):
+            if getattr(self, field) != only:
+                raise ValueError(
+                    f"fp8: backend='torchao' with {field}={getattr(self, field)!r}: {why}; write {field}={only!r}, or "
+                    "backend='native'"
+                )
 
     def __str__(self) -> str:
         """The fields that differ from the defaults, for tables."""
