@@ -16,6 +16,7 @@ already (Transformers' ``distributed_config=``) keeps its sharding and gets the 
 What is overridden is listed here, in this order:
 
     prepare, prepare_model, prepare_optimizer, prepare_scheduler    shard, swap the optimizer's parameters
+    prepare_data_loader, backward, gather_for_metrics               sequences over ranks (accelerate_smp/sequences.py)
     no_sync (hence accumulate), clip_grad_norm_, clip_grad_value_   the accumulation window and norms over the mesh
     get_state_dict, save_state, load_state                          smp_core.checkpoint
 
@@ -47,9 +48,11 @@ from accelerate_smp.config import check_world, engines_off, resolve_config
 from accelerate_smp.endings import stop_watching, watch_ranks
 from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.parallelism import SmpParallelism
+from accelerate_smp.sequences import SharedSequencesAccelerator
 from smp_core.adoption import adopt_sharded_model
 from smp_core.checkpoint import AsyncCheckpointer, full_state_dict
 from smp_core.config import SmpConfig
+from smp_core.context_parallel.batch import BatchLayout
 from smp_core.knob_rules import unknown_knob
 from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
@@ -64,13 +67,15 @@ from smp_core.topology import Topology
 logger = logging.getLogger("smp")
 
 
-class SmpAccelerator(Accelerator):
+class SmpAccelerator(SharedSequencesAccelerator):
     """Drop-in for :class:`accelerate.Accelerator` with MiCS sharding.
 
     Args:
         smp_config: all knobs in one :class:`SmpConfig`, dict or YAML file; default: ``SMP_*`` variables and the file
             that ``SMP_CONFIG_FILE`` names.
         smp: False: no sharding, Accelerate as it is (DDP).
+        batch_layout: where ranks share sequences, which tensors of a batch are split along which dim; by default found
+            out (:class:`smp_core.context_parallel.batch.BatchLayout`).
         arguments: Accelerator's own, and single knobs (``shard_degree=8``). ``parallelism_config`` and ``fsdp_plugin``
             are translated to knobs: ``dp_shard_size x cp_size`` is the shard degree.
 
@@ -84,6 +89,7 @@ class SmpAccelerator(Accelerator):
         *args: Any,
         smp_config: SmpConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         smp: bool = True,
+        batch_layout: BatchLayout | None = None,
         **arguments: Any,
     ) -> None:
         knobs = {name: arguments.pop(name) for name in tuple(arguments) if name in SmpConfig.knobs()}
@@ -94,6 +100,7 @@ class SmpAccelerator(Accelerator):
         arguments = dict(own.bind_partial(self, *args, **arguments).arguments)
         arguments.pop("self")
         self.smp = smp
+        self.batch_layout = batch_layout
         self.smp_mesh: SmpMesh | None = None
         self.background_saves: AsyncCheckpointer | None = None
         self._replaced = WeakIdKeyDictionary()
@@ -164,6 +171,8 @@ class SmpAccelerator(Accelerator):
             handle = self._parallelize(model)
             attach(model, handle)
             model.register_forward_hook(_after_evaluation(handle))
+            if handle.context is not None:
+                self.run_over_ranks(model)
         # What is left for Accelerate is autocast and torch.compile.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
@@ -188,6 +197,11 @@ class SmpAccelerator(Accelerator):
             config = self._build_mesh(config)
         first = all(parallel_of(prepared) is None for prepared in self._models)
         before = list(model.named_parameters(remove_duplicate=False))
+        if given is not None and self.mesh.context_degree > 1:
+            raise ValueError(
+                f"context_parallel_degree={self.mesh.context_degree} and a model that came sharded "
+                f"({type(model).__name__}); load it whole, SmpAccelerator shards it"
+            )
         if given is not None:
             handle = adopt_sharded_model(model, self.mesh, config, given)
         else:

@@ -7,6 +7,7 @@ Trainer leaves undone for sharded models:
     checkpoints          beside that model the folder ``smp_state``: sharded weights and optimizer states by name,
                          schedule, scaler, random states; loads on any number of ranks
     resume               the data position counted in samples, so that another global batch goes on where the last ended
+    long sequences       over several ranks (accelerate_smp/trainer_sequences.py)
     evaluate, predict    before, between and after training, with BatchNorm statistics of rank 0 everywhere
 """
 
@@ -30,6 +31,7 @@ from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.attachment import parallel_of
 from accelerate_smp.callbacks import SmpMonitorCallback
+from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from smp_core.checkpoint import CheckpointError, first_whole, full_state_dict, is_checkpoint, read_manifest
 from smp_core.checkpoint.optimizers import load_whole_optimizer_state
 from smp_core.checkpoint.ranks import Ranks
@@ -62,7 +64,7 @@ else:
     _Base = object
 
 
-class SmpTrainerMixin(_Base):
+class SmpTrainerMixin(SharedSequencesTrainerMixin, _Base):
     """Put before a Trainer class: ``class MyTrainer(SmpTrainerMixin, SFTTrainer): ...``.
 
     Args:
@@ -106,6 +108,7 @@ class SmpTrainerMixin(_Base):
             super().create_accelerator_and_postprocess()
         finally:
             trainer_module.Accelerator = stock  # type: ignore[misc]
+        self.accelerator.split_in_loader = False  # targets are counted in whole batches first
         if self.args.save_only_model and self.args.load_best_model_at_end and self.accelerator.sharding:
             raise ValueError(
                 "load_best_model_at_end=True needs the sharded state that save_only_model=True leaves out; write "
@@ -192,7 +195,7 @@ class SmpTrainerMixin(_Base):
 
     def _data_position(self) -> dict[str, Any]:
         """Where in the epoch's samples the run stands, and how many make a step."""
-        per_batch = self._train_batch_size * self.args.world_size
+        per_batch = self._train_batch_size * self.args.world_size // self.accelerator.context_degree
         per_step = self.get_total_train_batch_size(self.args)
         loader: Any = self.callback_handler.train_dataloader
         epoch = self.state.epoch or 0.0

@@ -270,6 +270,14 @@ class ContextParallel:
         split.weight = torch.where(total > 0, mine / split.tokens_per_rank, torch.ones_like(split.tokens_per_rank))
 
 
+def labels_within_documents(batch: Mapping[str, Any]) -> torch.Tensor:
+    """``batch["labels"]`` [B, S] without the first token of every document, which nothing predicts."""
+    labels = batch["labels"]
+    whole: dict[Key, Any] = {key: item for key, item in batch.items() if _starts_like(item, labels)}
+    rows, length = labels.shape
+    return labels.masked_fill(_document_starts(whole, rows, length, labels.device), IGNORED)
+
+
 @dataclass(frozen=True)
 class _Placeholder:
     index: int

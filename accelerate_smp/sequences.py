@@ -1,0 +1,150 @@
+"""Sequences that several ranks share, under Accelerate: what SmpAccelerator does beside sharding then.
+
+prepare_data_loader    context peers read the same samples (Accelerate's loaders see the axis "cp"), and what a loader
+                       yields is this rank's part of the first peer's batch
+prepared models        run with that batch active
+backward               likewise, from this rank's part of the mean over all ranks' targets
+gather_for_metrics     whole sequences, each sample once
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
+from smp_core.context_parallel.batch import BatchLayout
+from smp_core.context_parallel.transformers_models import shifts_labels
+from smp_core.parallelize import ParallelModel
+
+
+class SharedSequencesAccelerator(Accelerator):
+    """Accelerator for ranks that share sequences. Everything passes as it is while the context degree is 1.
+
+    Attributes:
+        batch_layout: how to split batches; None: found out.
+        split_in_loader: whether loaders yield parts; False where somebody else splits (SmpTrainer).
+    """
+
+    batch_layout: BatchLayout | None = None
+    split_in_loader = True
+    _present: SplitBatch | None = None
+    _each_sample_once = False
+
+    if TYPE_CHECKING:
+
+        @property
+        def parallel(self) -> ParallelModel: ...
+
+    @property
+    def context_degree(self) -> int:
+        """Ranks that share a sequence."""
+        mesh = getattr(self, "smp_mesh", None)
+        return 1 if mesh is None else mesh.context_degree
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; the loader yields this rank's part of each batch."""
+        if self.context_degree == 1:
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        before = self.dispatch_batches
+        if before:
+            raise ValueError(
+                "dispatch_batches=True deals out other samples to each context rank, which have to share them; write "
+                "False or leave it out"
+            )
+        if isinstance(data_loader.dataset, IterableDataset):
+            self.dataloader_config.dispatch_batches = False  # every rank reads the stream and takes its samples
+        try:
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        finally:
+            self.dataloader_config.dispatch_batches = before
+        kind, accelerator = type(prepared), self
+
+        def iterate(loader: Any) -> Iterator[Any]:
+            for batch in kind.__iter__(loader):
+                yield accelerator._part_of(batch)
+            accelerator._present = None
+
+        # Accelerate's loaders say they are of their base's class; the class itself is set past that property.
+        splitting = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
+        vars(object)["__class__"].__set__(prepared, splitting)
+        return prepared
+
+    def _part_of(self, batch: Any) -> Any:
+        if not self.split_in_loader:
+            return batch
+        context = self.parallel.context
+        assert context is not None
+        shifts = shifts_labels(self.parallel.module)
+        self._present = context.split(batch, self.batch_layout, shifts=shifts)
+        return self._present.batch
+
+    def run_over_ranks(self, model: nn.Module) -> None:
+        """Let ``model``'s forward attend over the present batch's whole sequences."""
+        forward: Callable[..., Any] = model.forward
+
+        @functools.wraps(forward)
+        def over_ranks(*args: Any, **kwargs: Any) -> Any:
+            with enabled(self._present):
+                return forward(*args, **kwargs)
+
+        model.forward = over_ranks  # type: ignore[method-assign]
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As Accelerate's; a mean over this rank's targets counts as its part of the mean over all of them."""
+        with enabled(self._present):
+            super().backward(part_of_mean(loss), **kwargs)
+
+    def whole_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """A tensor of the present batch's tokens over all ranks that share them. Collective; no gradient."""
+        if self._present is None:
+            return tensor
+        assert self.parallel.context is not None
+        return self.parallel.context.gather(tensor, self._present, dim)
+
+    def gather(self, tensor: Any) -> Any:
+        """As Accelerate's."""
+        gathered = super().gather(tensor)
+        if not self._each_sample_once:
+            return gathered
+        degree = self.context_degree
+        return recursively_apply(lambda t: t.unflatten(0, (self.num_processes, -1))[::degree].flatten(0, 1), gathered)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As Accelerate's, of whole sequences, each sample once; a number is the mean over the ranks that share it."""
+        if self.context_degree == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        first = self.process_index % self.context_degree == 0
+        try:
+            input_data = recursively_apply(self._over_context, input_data, error_on_other_type=True)
+        except TypeError:
+            return super().gather_for_metrics(input_data if first else [], True)
+        self._each_sample_once = not use_gather_object
+        try:
+            return super().gather_for_metrics(input_data if first or not use_gather_object else [], use_gather_object)
+        finally:
+            self._each_sample_once = False
+
+    def _over_context(self, tensor: torch.Tensor) -> torch.Tensor:
+        split = self._present
+        if split is None:
+            return tensor
+        if tensor.dim() >= 2 and tensor.shape[1] == split.plan.local_length:
+            return self.whole_sequence(tensor)
+        return self.mean_over_context(tensor) if tensor.is_floating_point() else tensor
+
+    def mean_over_context(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks that share sequences. Collective over them."""
+        if self.context_degree == 1:
+            return tensor
+        tensor = tensor.detach().clone()
+        dist.all_reduce(tensor, group=self.parallel.mesh.context_group)
+        return tensor / self.context_degree

@@ -1,0 +1,118 @@
+"""Sequences that several ranks share, under transformers' Trainer.
+
+Trainer counts targets over the micro-batches of an optimizer step and divides by them, so the loss is exact as soon as
+
+    batches are split where Trainer would prepare torch's own context parallelism (``_prepare_context_parallel_inputs``,
+    private as all of Trainer's steps; there is no public hook around forward and backward)
+    targets are counted once per sample, without those that cross into another document (``_get_num_items_in_batch``)
+
+and evaluation and prediction see whole sequences and each sample once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer
+
+from accelerate_smp.accelerator import SmpAccelerator
+from accelerate_smp.attachment import parallel_of
+from smp_core.context_parallel.active import SplitBatch, enabled
+from smp_core.context_parallel.batch import ContextParallel, labels_within_documents
+from smp_core.context_parallel.transformers_models import shifts_labels
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class SharedSequencesTrainerMixin(_Base):
+    """Put before a Trainer class. Everything passes as it is while the context degree is 1."""
+
+    accelerator: SmpAccelerator
+    _split: SplitBatch | None = None
+
+    @property
+    def _context(self) -> ContextParallel | None:
+        handle = parallel_of(self.model)  # type: ignore[arg-type]
+        return None if handle is None else handle.context
+
+    def _check_context_parallel(self) -> None:
+        """Refuse what would count or shift targets by itself."""
+        asked = {
+            "label_smoothing_factor": self.args.label_smoothing_factor,
+            "compute_loss_func": self.compute_loss_func,
+        }
+        for option, value in asked.items():
+            if value:
+                raise ValueError(
+                    f"{option} needs each row's labels in one place, but context_parallel_degree="
+                    f"{self.accelerator.context_degree} splits them; leave it out"
+                )
+        if not shifts_labels(self.model):  # type: ignore[arg-type]
+            raise ValueError(
+                f"{type(self.model).__name__} computes its loss as a mean over a rank's own targets; under Trainer "
+                "context_parallel_degree is for causal language models"
+            )
+
+    def _prepare_context_parallel_inputs(
+        self, model: torch.nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Callable[[], contextlib.AbstractContextManager[None]], dict[str, Any]]:
+        """This rank's part of the first context peer's batch, and what to enter around forward and backward."""
+        context = self._context
+        if context is None:
+            return super()._prepare_context_parallel_inputs(model, inputs)
+        self._check_context_parallel()
+        inputs = self._prepare_inputs(inputs)
+        # Trainer has counted the targets of all micro-batches, unless the model does not take their number.
+        count = not self.model_accepts_loss_kwargs
+        self._split = context.split(inputs, self.accelerator.batch_layout, count=count)
+        return functools.partial(enabled, self._split), self._split.batch
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """As Trainer's: targets of all micro-batches, over all ranks or for this one, per rank that shares them."""
+        context = self._context
+        if context is None or not batch_samples or "labels" not in batch_samples[0]:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        counted = []
+        for batch in batch_samples:
+            labels = labels_within_documents(batch)
+            # Peers may have other samples than the first, whose batch it is.
+            counted.append({"labels": labels if context.group.rank == 0 else torch.full_like(labels, -100)})
+        number = super()._get_num_items_in_batch(counted, device)
+        if not isinstance(number, torch.Tensor):
+            return number
+        if self.args.average_tokens_across_devices:
+            return number * context.degree  # Trainer took peers to have counted the same targets again
+        dist.broadcast(number, src=context.group.ranks[0], group=context.group.process_group)
+        return number
+
+    def prediction_step(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """As Trainer's: the loss of the whole sequences, and logits of all their tokens."""
+        context = self._context
+        if context is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._split = None
+        around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if any(inputs.get(name) is None for name in self.label_names):
+            make, inputs = self._prepare_context_parallel_inputs(model, inputs)
+            around = make()
+        with around:
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            loss = self.accelerator.mean_over_context(loss)
+        if logits is not None and self._split is not None:
+            logits = context.gather_all(logits, self._split)
+        return loss, logits, labels

@@ -1,0 +1,274 @@
+"""Context parallelism: tokens per second, memory and balance by degree; on a CUDA device the operator against its like.
+
+    python benchmarks/context_parallel.py [--length 1024] [--steps 3] [--out benchmarks/results/context-parallel.json]
+    python benchmarks/context_parallel.py --device cuda            # one GPU: the operator
+    torchrun --nproc-per-node 8 benchmarks/context_parallel.py --device cuda --length 131072    # degrees on GPUs
+
+By degree, on four gloo ranks of this machine (or the ranks torchrun started): a small Llama trains on one sequence per
+context group; tokens per second, bytes that autograd keeps on a rank (on CUDA the peak of allocated memory), and the
+work of each rank, counted from the kernel calls that were made (max / mean over ranks; 1 is perfect balance).
+
+On a CUDA device besides: TFLOPS of the operator, forward and backward, against torch's flash attention of the same
+causal sequence, and against torch's own context parallelism where that runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from smp_core.config import SmpConfig
+from smp_core.context_parallel.active import enabled
+from smp_core.context_parallel.attention import attention
+from smp_core.context_parallel.kernels import count_attention_work
+from smp_core.context_parallel.plan import SequencePlan
+from smp_core.context_parallel.traffic import register_group
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import parallelize_model
+from smp_core.topology import Topology
+
+RANKS = 4
+MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each degree; the median counts")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536], help="of the operator on CUDA"
+    )
+    parser.add_argument("--out", type=Path, default=None, help="write the figures as JSON")
+    options = parser.parse_args()
+    result: dict[str, Any] = {"measured_on": machine(options.device), "length": options.length, "model": MODEL}
+    if "RANK" in os.environ:
+        found = degrees(options)
+        if int(os.environ["RANK"]) != 0:
+            return
+        result["degrees"] = found
+    elif options.device == "cpu":
+        result["degrees"] = on_local_ranks(options)
+    if options.device == "cuda" and "RANK" not in os.environ:
+        result["operator"] = [operator(length) for length in options.lengths]
+    show(result)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def machine(device: str) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    return {"device": name, "cpus": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def on_local_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_rank, (port, options, results), nprocs=RANKS)
+        return list(results["degrees"])
+
+
+def _rank(rank: int, port: int, options: argparse.Namespace, results: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
+    torch.set_num_threads(1)
+    found = degrees(options)
+    if rank == 0:
+        results["degrees"] = found
+
+
+def degrees(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train at every degree that divides the ranks."""
+    on_cuda = options.device == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_cuda else "gloo")
+    world = dist.get_world_size()
+    found = [one_degree(options, degree) for degree in (1, 2, 4, 8, 16) if world % degree == 0]
+    dist.destroy_process_group()
+    return found
+
+
+def one_degree(options: argparse.Namespace, degree: int) -> dict[str, Any]:
+    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    world = dist.get_world_size()
+    config = SmpConfig(shard_degree=world, context_parallel_degree=degree)
+    mesh, config = SmpMesh.build(config, Topology.uniform(world, world), device)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = LlamaForCausalLM(LlamaConfig(**MODEL, max_position_embeddings=options.length)).to(dtype)
+    parallel = parallelize_model(model, mesh, config)
+    tokens = torch.randint(MODEL["vocab_size"], (1, options.length), device=device)
+
+    def step() -> None:
+        if parallel.context is None:
+            parallel.module(input_ids=tokens, labels=tokens).loss.backward()
+        else:
+            split = parallel.context.split({"input_ids": tokens, "labels": tokens})
+            with enabled(split):
+                parallel.module(**split.batch).loss.backward()
+        for parameter in parallel.module.parameters():
+            parameter.grad = None
+
+    step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with count_attention_work() as work:
+        kept = kept_bytes(step)
+    seconds = [timed(step, device) for _ in range(options.steps)]
+    if device.type == "cuda":
+        kept = torch.cuda.max_memory_allocated()
+    everyone = torch.tensor(
+        [float(work.pairs), statistics.median(seconds), float(kept)], device=device, dtype=torch.float64
+    )
+    all_ranks = [torch.empty_like(everyone) for _ in range(world)]
+    dist.all_gather(all_ranks, everyone)
+    pairs, times, memory = (torch.stack(all_ranks)[:, column].tolist() for column in range(3))
+    return {
+        "context_parallel_degree": degree,
+        "ranks": world,
+        "tokens_per_second": world // degree * options.length / max(times),
+        "memory": "peak of allocated memory" if device.type == "cuda" else "bytes kept for backward",
+        "memory_bytes": max(memory),
+        # Without context ranks attention is Transformers' own and not counted.
+        "work_max_over_mean": None if degree == 1 else max(pairs) / statistics.mean(pairs),
+    }
+
+
+def kept_bytes(step: Callable[[], None]) -> int:
+    """Bytes of the different storages that autograd keeps in one step."""
+    storages: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        step()
+    return sum(storages.values())
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds; on CUDA between two synchronisations."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    elif dist.is_initialized():
+        dist.barrier()
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def operator(length: int) -> dict[str, Any]:
+    """Forward and backward of one layer of Llama 3.1 8B's attention in bfloat16: ours as a rank runs it (two chunks,
+    one rank), torch's flash attention of the whole, and torch's context parallelism."""
+    device = torch.device("cuda")
+    shapes = ((1, length, heads, 128) for heads in (32, 8, 8))
+    shapes = ((1, length, heads, 128) for heads in (32, 8, 8))
+    q, k, v = (torch.randn(*s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    grad = torch.randn(1, length, 32, 128, device=device, dtype=torch.bfloat16)
+    # Causal: half of the pairs; two products forward, five backward.
+    flop = 7 * 2 * 32 * 128 * length * (length + 1) / 2
+    group = register_group(None)
+    plan = SequencePlan(1, length, group=group.number).encode()
+
+    def ours() -> None:
+        torch.autograd.grad(attention(q, k, v, plan), (q, k, v), grad)
+
+    def flash() -> None:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = F.scaled_dot_product_attention(
+                *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
+            )
+        torch.autograd.grad(out.transpose(1, 2), (q, k, v), grad)
+
+    found: dict[str, Any] = {"length": length}
+    for name, run in (("ours", ours), ("flash", flash), ("torch_context_parallel", torchs_own(q, k, v, grad))):
+        try:
+            for _ in range(3):
+                run()
+            seconds = statistics.median(timed(run, device) for _ in range(10))
+            found[f"{name}_tflops"] = flop / seconds / 1e12
+        except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
+            found[f"{name}_error"] = str(error).splitlines()[0]
+    if {"ours_tflops", "flash_tflops"} <= found.keys():
+        found["ours_over_flash"] = found["ours_tflops"] / found["flash_tflops"]
+    return found
+
+
+def torchs_own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor) -> Callable[[], None]:
+    """torch.distributed.tensor.experimental.context_parallel on a mesh of one rank; it shards its buffers in place."""
+
+    def run() -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+
+        if not dist.is_initialized():
+            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29544")
+            dist.init_process_group("nccl")
+        mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("cp",))
+        wide = [t.detach().transpose(1, 2).repeat_interleave(32 // t.shape[2], 1).requires_grad_() for t in (q, k, v)]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(context_parallel(mesh))
+            stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+            out = F.scaled_dot_product_attention(*wide, is_causal=True)
+            torch.autograd.grad(out, wide, grad.transpose(1, 2))
+
+    return run
+
+
+def show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    for title in ("degrees", "operator"):
+        rows = result.get(title)
+        if not rows:
+            continue
+        table = Table(title=f"context parallelism: {title}")
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        for column in columns:
+            table.add_column(column)
+        for row in rows:
+            table.add_row(*(_shown(row.get(column)) for column in columns))
+        Console().print(table)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

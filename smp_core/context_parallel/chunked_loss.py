@@ -1,0 +1,102 @@
+"""Cross entropy of long sequences without the logits of all tokens at once.
+
+The logits of a chunk of tokens are made, used and dropped, and made again in backward (one more product with the head's
+weight): what is held is chunk x vocabulary instead of tokens x vocabulary. At 16,384 tokens and 128,256 words the
+float32 logits alone would be 7.8 GiB.
+
+Shape letters: T tokens, C tokens of a chunk, H width, V words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from smp_core.context_parallel.transformers_models import check_plain_head
+
+IGNORED = -100
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    lm_head: Callable[[torch.Tensor], torch.Tensor],
+    labels: torch.Tensor,
+    chunk: int = 1024,
+    *,
+    divisor: torch.Tensor | float | None = None,
+) -> torch.Tensor:
+    """Cross entropy of ``lm_head(hidden)`` against ``labels``.
+
+    Args:
+        hidden: [..., T, H], what the head gets.
+        lm_head: maps [C, H] to logits [C, V]; a linear layer, for example.
+        labels: [..., T], the target of each token (already shifted); -100: none.
+        chunk: tokens C whose logits exist at one time.
+        divisor: what the sum of losses is divided by; default the number of targets, which makes it their mean. Over
+            ranks that share sequences ``split.tokens_per_rank``.
+
+    Returns:
+        0-d, float32, or float64 for float64 logits (as Transformers' loss: half precision logits are cast).
+
+    Raises:
+        ValueError: shapes that do not fit, or no positive chunk.
+    """
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(f"hidden states {tuple(hidden.shape)} and labels {tuple(labels.shape)} differ in their tokens")
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk}; allowed: 1 token or more")
+    hidden_TH, labels_T = hidden.flatten(0, -2), labels.flatten()
+
+    def loss_of(hidden_CH: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
+        logits_CV = lm_head(hidden_CH)
+        if logits_CV.dtype != torch.float64:
+            logits_CV = logits_CV.float()
+        return F.cross_entropy(logits_CV, labels_C, ignore_index=IGNORED, reduction="sum")
+
+    parts = [
+        checkpoint(loss_of, hidden_CH, labels_C, use_reentrant=False, preserve_rng_state=False)
+        for hidden_CH, labels_C in zip(hidden_TH.split(chunk), labels_T.split(chunk), strict=True)
+    ]
+    total = torch.stack(parts).sum()
+    if divisor is None:
+        divisor = (labels_T != IGNORED).sum()
+    return total / divisor
+
+
+def use_chunked_loss(model: nn.Module, chunk: int = 1024) -> None:
+    """Let a Transformers causal model compute its loss in chunks, in place: in training, with labels, ``loss`` is what
+    it would have been and ``logits`` is None. Without labels, and in evaluation, nothing changes.
+
+    Args:
+        model: the model with the head, before it is parallelized.
+        chunk: see :func:`chunked_cross_entropy`.
+
+    Raises:
+        ValueError: logits that are more than a linear layer's (capped, scaled), or no Transformers causal model.
+    """
+    head, base = check_plain_head(model)
+    whole_forward = model.forward
+
+    def forward(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        shifted = kwargs.get("shift_labels")
+        if not model.training or (labels is None and shifted is None):
+            return whole_forward(*args, labels=labels, **kwargs)
+        if kwargs.pop("logits_to_keep", 0) or kwargs.get("output_router_logits"):
+            raise ValueError("logits_to_keep and output_router_logits do not go with a chunked loss; leave them out")
+        kwargs.pop("shift_labels", None)
+        divisor = kwargs.pop("num_items_in_batch", None)
+        if shifted is None:
+            assert labels is not None
+            shifted = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        outputs = base(*args, **kwargs)
+        loss = chunked_cross_entropy(outputs[0], head, shifted, chunk, divisor=divisor)
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        return CausalLMOutputWithPast(loss=loss, past_key_values=getattr(outputs, "past_key_values", None))
+
+    model.forward = forward  # type: ignore[method-assign]

@@ -1,0 +1,192 @@
+"""Sequences over context ranks under Accelerate and Trainer: what one process trains, evaluates and predicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.parallelism_config import ParallelismConfig
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from accelerate_smp.trainer import SmpTrainer
+from tests.accelerate.running import fresh_accelerator
+from tests.accelerate.trainers import Recorder, Run, whole_weights
+from tests.harness import run_ranks
+
+VOCABULARY, LENGTH, STEPS, BATCH = 41, 21, 20, 4
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(5)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            use_cache=False,
+        )
+    )
+
+
+def make_rows(samples: int, seed: int, packed: bool = True) -> list[dict[str, torch.Tensor]]:
+    """Rows with other numbers of targets; every third one is two documents."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for number in range(samples):
+        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        labels, position_ids = tokens.clone(), torch.arange(LENGTH)
+        labels[: number % 6] = -100
+        if packed and number % 3 == 1:
+            labels[4 + number % 5], position_ids[4 + number % 5 :] = -100, torch.arange(LENGTH - 4 - number % 5)
+        rows.append({"input_ids": tokens, "labels": labels, "position_ids": position_ids})
+    return rows
+
+
+def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None = None, **flags: Any) -> Run:
+    """Evaluate, train for 20 steps, evaluate, predict with labels and without."""
+    context = (knobs or {}).get("context_parallel_degree", 1)
+    data_ranks = dist.get_world_size() // context if dist.is_initialized() else 1
+    arguments = TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "per_device_train_batch_size": BATCH // data_ranks,
+            "per_device_eval_batch_size": BATCH // data_ranks,
+            "gradient_accumulation_steps": micro_batches,
+            "max_steps": STEPS,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": data_ranks * context == 1,
+            **flags,
+        }
+    )
+    recorder = Recorder()
+    options: dict[str, Any] = {} if knobs is None else {"smp_config": knobs}
+    trainer = (Trainer if knobs is None else SmpTrainer)(
+        model=make_model(),
+        args=arguments,
+        train_dataset=make_rows(STEPS * BATCH * micro_batches // 2, 1),
+        eval_dataset=make_rows(4 * BATCH, 2),
+        callbacks=[recorder],
+        **options,
+    )
+    run = recorder.run
+    run.extra["before"] = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    run.extra["after"] = trainer.evaluate()["eval_loss"]
+    # Not a multiple of the batch, on any number of ranks.
+    for name, keys in (("labelled", ("input_ids", "labels")), ("unlabelled", ("input_ids",))):
+        rows = [{key: row[key] for key in keys} for row in make_rows(7, 3, packed=False)]
+        prediction = trainer.predict(rows)
+        run.extra[name] = torch.as_tensor(prediction.predictions)
+    run.extra["label_ids"] = torch.as_tensor(trainer.predict(make_rows(7, 3, packed=False)).label_ids)
+    run.weights = whole_weights(trainer.model)
+    return run
+
+
+CASES = [
+    pytest.param(*case, marks=() if case == (2, 2, 2) else pytest.mark.slow)
+    for case in ((2, 2, 2), (4, 2, 1), (4, 4, 1), (2, 2, 1))
+]
+
+
+@pytest.mark.parametrize(("shard", "context", "micro_batches"), CASES)
+def test_twenty_steps_of_trainer_equal_one_process(
+    tmp_path: Path, shard: int, context: int, micro_batches: int
+) -> None:
+    """float32: losses and norms to 1e-6 + 2e-7 per step (summation order), evaluation likewise; logits, which grow with
+    weights that Adam moves by its own noise, to 2e-4. Every prediction is there, in order, of whole sequences."""
+    expected = run_trainer(tmp_path / "alone", micro_batches)
+    knobs = {"shard_degree": shard, "context_parallel_degree": context}
+    for seen in run_ranks(run_trainer, 4, tmp_path / "ranks", micro_batches, knobs, ranks_per_node=2, timeout=150):
+        assert len(seen.losses) == len(expected.losses) == STEPS
+        for what, ours, theirs in (("loss", seen.losses, expected.losses), ("norm", seen.norms, expected.norms)):
+            for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+                assert abs(a - b) <= 1e-6 + 2e-7 * step, f"{what} of step {step}: {a} against {b}"
+        assert seen.extra["before"] == pytest.approx(expected.extra["before"], abs=1e-6)
+        assert seen.extra["after"] == pytest.approx(expected.extra["after"], abs=5e-6)
+        for name in ("labelled", "unlabelled"):
+            assert seen.extra[name].shape == (7, LENGTH, VOCABULARY)
+            torch.testing.assert_close(seen.extra[name], expected.extra[name], atol=2e-4, rtol=0)
+        assert torch.equal(seen.extra["label_ids"], expected.extra["label_ids"])
+
+
+def refusals(folder: Path) -> list[str]:
+    found = []
+    knobs = {"shard_degree": 2, "context_parallel_degree": 2}
+    cases: list[dict[str, Any]] = [{"label_smoothing_factor": 0.1}, {}]
+    for flags in cases:
+        arguments = TrainingArguments(
+            output_dir=str(folder), max_steps=1, report_to="none", disable_tqdm=True, save_strategy="no", **flags
+        )
+        options = {} if flags else {"compute_loss_func": lambda *_, **__: torch.zeros(())}
+        trainer = SmpTrainer(
+            model=make_model(), args=arguments, train_dataset=make_rows(4, 1), smp_config=knobs, **options
+        )
+        with pytest.raises(ValueError) as refused:
+            trainer.train()
+        found.append(str(refused.value))
+    return found
+
+
+def test_what_shifts_labels_by_itself_is_refused(tmp_path: Path) -> None:
+    for smoothing, function in run_ranks(refusals, 2, tmp_path, timeout=100):
+        assert "label_smoothing_factor" in smoothing and "context_parallel_degree=2" in smoothing
+        assert "compute_loss_func" in function
+
+
+class Stream(IterableDataset):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        yield from make_rows(3 * BATCH, 1)
+
+
+def bare_loop(arguments: dict[str, Any] | None, stream: bool) -> dict[str, Any]:
+    """A loop as Accelerate's documentation writes it; nothing in it knows of context ranks."""
+    if arguments is None:
+        from accelerate import Accelerator
+
+        accelerator: Any = Accelerator(cpu=True)
+    else:
+        accelerator = fresh_accelerator(**arguments)
+    data_ranks = accelerator.num_processes // getattr(accelerator, "context_degree", 1)
+    model = make_model().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data: Any = Stream() if stream else make_rows(3 * BATCH, 1)
+    train, held_out = DataLoader(data, batch_size=BATCH // data_ranks), DataLoader(make_rows(6, 2), BATCH // data_ranks)
+    model, optimizer, train, held_out = accelerator.prepare(model, optimizer, train, held_out)
+    losses, seen = [], []
+    for batch in train:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach().double(), "mean").item())
+    model.eval()
+    for batch in held_out:
+        with torch.no_grad():
+            logits = model(**batch).logits
+        seen.append(accelerator.gather_for_metrics(logits))
+    return {"losses": losses, "logits": torch.cat(seen), "weights": whole_weights(model)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bare_loop_equals_one_process(stream: bool) -> None:
+    """float64, but for the loss, which Transformers computes in float32. Under Accelerate's own name for the degree."""
+    expected = bare_loop(None, stream)
+    parallelism = ParallelismConfig(dp_shard_size=2, cp_size=2)
+    for seen in run_ranks(bare_loop, 4, {"parallelism_config": parallelism}, stream, ranks_per_node=2, timeout=100):
+        assert seen["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+        assert seen["logits"].shape == expected["logits"].shape == (6, LENGTH, VOCABULARY)
+        torch.testing.assert_close(seen["logits"], expected["logits"], atol=1e-5, rtol=0)
+        for name, value in expected["weights"].items():
+            assert (seen["weights"][name] - value).abs().max() <= 1e-5, name
