@@ -9,8 +9,8 @@ gather_for_metrics     whole sequences, each sample once
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,15 +88,19 @@ class SharedSequencesAccelerator(Accelerator):
         return self._present.batch
 
     def run_over_ranks(self, model: nn.Module) -> None:
-        """Let ``model``'s forward attend over the present batch's whole sequences."""
-        forward: Callable[..., Any] = model.forward
+        """Let ``model`` attend over the present batch's whole sequences. By hooks, because its other hooks, which fill
+        in positions and counts, have to see the batch too."""
+        entered: list[AbstractContextManager[None]] = []
 
-        @functools.wraps(forward)
-        def over_ranks(*args: Any, **kwargs: Any) -> Any:
-            with enabled(self._present):
-                return forward(*args, **kwargs)
+        def enter(*_: Any) -> None:
+            entered.append(enabled(self._present))
+            entered[-1].__enter__()
 
-        model.forward = over_ranks  # type: ignore[method-assign]
+        def leave(*_: Any) -> None:
+            entered.pop().__exit__(None, None, None)
+
+        model.register_forward_pre_hook(enter, prepend=True)
+        model.register_forward_hook(leave, always_call=True)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As Accelerate's; a mean over this rank's targets counts as its part of the mean over all of them."""

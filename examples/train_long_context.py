@@ -1,0 +1,229 @@
+"""Train a Llama on long documents, each sequence over 1, 2 and 4 ranks.
+
+    python examples/train_long_context.py                               # four ranks on a CPU: memory and loss by degree
+    python examples/train_long_context.py --length 2048 --steps 10      # the same, quicker
+    python examples/train_long_context.py --context-parallel-degree 4 --ranks 4 --steps 100   # one degree
+    python examples/train_long_context.py --data my_texts/ --tokenizer path/to/tokenizer
+    python examples/train_long_context.py --plan                        # Llama 3.1 8B at 16,384 tokens on eight GPUs
+
+Texts are joined to records of --length tokens; the documents in a record do not see one another (`position_ids` start
+again). The model and the training step are as without context parallelism: the strategy splits batches.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.distributed as dist
+from corpus import build_corpus, own_text, standard_library
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from lightning_smp import SmpShardedStrategy
+from smp_core.config import SmpConfig
+from smp_core.context_parallel.chunked_loss import use_chunked_loss
+from smp_core.planning.memory import plan_table
+from smp_core.sharding.wrap import plan_units
+from smp_core.topology import Topology
+
+LLAMA_3_1_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 16384,
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+class Records(Dataset[dict[str, torch.Tensor]]):
+    """Records of ``length`` tokens from texts laid end to end."""
+
+    def __init__(self, tokens: np.ndarray, end_of_text: int, length: int) -> None:
+        self.tokens, self.end_of_text, self.length = tokens, end_of_text, length
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        piece = self.tokens[index * self.length : (index + 1) * self.length]
+        tokens = torch.from_numpy(np.asarray(piece, dtype=np.int64))
+        starts = torch.cat([torch.tensor([True]), tokens[:-1] == self.end_of_text])
+        place = torch.arange(self.length)
+        position_ids = place - torch.where(starts, place, 0).cummax(0).values
+        return {"input_ids": tokens, "labels": tokens.masked_fill(starts, -100), "position_ids": position_ids}
+
+
+class LongContext(L.LightningModule):
+    def __init__(self, vocab_size: int, length: int, lr: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=vocab_size, max_position_embeddings=length, use_cache=False, **SMALL)
+        self.model: Any = LlamaForCausalLM(config)
+        use_chunked_loss(self.model, 1024)
+        self.lr = lr
+        self.losses: list[torch.Tensor] = []
+        self.kept = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        storages: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = self.model(**batch).loss
+        self.kept = max(self.kept, sum(storages.values()))
+        self.log("loss", loss, prog_bar=True, sync_dist=True)
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def main() -> None:
+    flags = parse()
+    if flags.plan:
+        plan()
+    elif flags.context_parallel_degree is None and "LOCAL_RANK" not in os.environ:
+        compare(flags)
+    else:
+        train(flags)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=16384, help="tokens of a record")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--context-parallel-degree", type=int, default=None, help="default: 1, 2 and 4 in turn")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--data", type=Path, default=None, help="text file or folder; default: Python's own sources")
+    parser.add_argument("--tokenizer", default=None, help="folder or name for AutoTokenizer; default: a BPE")
+    parser.add_argument("--cache-dir", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=None, help="write what was seen as JSON")
+    parser.add_argument("--plan", action="store_true", help="Llama 3.1 8B on eight GPUs: degrees and memory, on meta")
+    return parser.parse_args()
+
+
+def records(flags: argparse.Namespace) -> tuple[Records, int]:
+    """The records and the vocabulary's size."""
+    if flags.tokenizer is None:
+        corpus = build_corpus(flags.data, cache_dir=flags.cache_dir)
+        return Records(corpus.tokens("train"), corpus.end_of_text, flags.length), corpus.vocab_size
+    tokenizer = AutoTokenizer.from_pretrained(flags.tokenizer)
+    documents = standard_library() if flags.data is None else own_text(flags.data)
+    tokens: list[int] = []
+    for document in documents:
+        tokens += [*tokenizer(document.text)["input_ids"], tokenizer.eos_token_id]
+        if len(tokens) > flags.length * flags.ranks * flags.steps:
+            break
+    return Records(np.asarray(tokens), tokenizer.eos_token_id, flags.length), len(tokenizer)
+
+
+def train(flags: argparse.Namespace) -> None:
+    warnings.filterwarnings("ignore")
+    degree = flags.context_parallel_degree or 1
+    data, vocab_size = records(flags)
+    module = LongContext(vocab_size, flags.length, flags.lr)
+    # The same records in a step whatever the degree: half as many data ranks take two micro-batches each.
+    micro_batches = degree
+    trainer = L.Trainer(
+        strategy=SmpShardedStrategy(shard_degree=flags.ranks, context_parallel_degree=degree),
+        devices=flags.ranks,
+        accelerator="auto",
+        max_steps=flags.steps,
+        accumulate_grad_batches=micro_batches,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=flags.out is None,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=1))
+    losses = torch.stack(module.losses).double()
+    dist.all_reduce(losses)
+    by_step = (losses / dist.get_world_size()).view(-1, micro_batches).mean(1)
+    seen = {"degree": degree, "losses": by_step.tolist(), "kept_bytes": module.kept}
+    if torch.cuda.is_available():
+        seen["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if trainer.is_global_zero and flags.out is not None:
+        flags.out.write_text(json.dumps(seen))
+
+
+def compare(flags: argparse.Namespace) -> None:
+    """Every degree in a run of its own."""
+    table = Table(title=f"{flags.length:,} tokens on {flags.ranks} ranks, the same {flags.ranks} records a step")
+    for heading in ("context degree", "kept for backward, per rank", "first loss", "last loss"):
+        table.add_column(heading, justify="right")
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--out=")]
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for degree in (1, 2, 4):
+            if flags.ranks % degree:
+                continue
+            out = Path(folder) / f"{degree}.json"
+            command = [
+                sys.executable,
+                __file__,
+                *arguments,
+                "--context-parallel-degree",
+                str(degree),
+                "--out",
+                str(out),
+            ]
+            subprocess.run(command, check=True, stderr=subprocess.DEVNULL if flags.out else None)
+            seen = json.loads(out.read_text())
+            results.append(seen)
+            memory = f"{seen.get('peak_bytes', seen['kept_bytes']) / 2**20:,.1f} MiB"
+            table.add_row(str(degree), memory, *(f"{seen['losses'][at]:.6f}" for at in (0, -1)))
+    Console().print(table)
+    if flags.out is not None:
+        flags.out.write_text(json.dumps(results, indent=2))
+
+
+def plan() -> None:
+    """The setting of SageMaker SMP's walk-through: context_parallel_degree 8, hybrid_shard_degree 8, 16,384 tokens."""
+    config = SmpConfig.from_smp_parameters({"hybrid_shard_degree": 8, "context_parallel_degree": 8})
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA_3_1_8B)).to(torch.bfloat16)
+    console = Console()
+    console.print(config.effective_table())
+    units = plan_units(model, config).unit_parameters()
+    console.print(plan_table(model, Topology.uniform(8, 8), config, 80 * 2**30, units=units))
+    tokens = LLAMA_3_1_8B["max_position_embeddings"] // config.context_parallel_degree
+    layers, width, kv = 32, 4096, 2 * 8 * 128
+    console.print(
+        f"each rank: {tokens:,} of 16,384 tokens; layer inputs {layers * tokens * width * 2 / 2**30:.2f} GiB in "
+        f"bfloat16, gathered keys and values of a layer {16384 * kv * 2 / 2**20:.0f} MiB"
+    )
+
+
+if __name__ == "__main__":
+    main()
