@@ -121,6 +121,8 @@ def _own_part(strategy: SmpShardedStrategy) -> dict[str, Any]:
 def _save_whole(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
     if _can_resume(checkpoint):
         checkpoint[_PER_RANK] = Ranks().gather(_own_part(strategy))
+        if strategy.config.error_feedback and strategy.is_global_zero:
+            logger.warning("%s: one whole file has no place for each rank's remainders of error_feedback", path)
     if type(strategy.checkpoint_io) is TorchCheckpointIO and storage_options is None and not is_address(path):
         with in_lightning_words():
             save_full_state(path, checkpoint)
