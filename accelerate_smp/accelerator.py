@@ -133,7 +133,8 @@ class SmpAccelerator(SharedSequencesAccelerator):
             if self.smp_config.shard_degree != "auto":
                 self.smp_config = self._build_mesh(self.smp_config)
         elif self.smp_config != SmpConfig():
-            logger.warning("one process: nothing is sharded; start with torchrun or `accelerate-smp launch`")
+            lost = "nothing is sharded" + (" or computed in FP8" if self.smp_config.fp8 is not None else "")
+            logger.warning("one process: %s; start with torchrun or `accelerate-smp launch`", lost)
         if type(self.scaler) is torch.amp.GradScaler:
             self.scaler.__class__ = ShardedGradScaler  # the same state; it also unscales plain and sharded together
         if self.ddp_handler is not None:

@@ -304,3 +304,33 @@ def test_an_infinity_on_one_rank_drops_the_step_on_all_and_says_where(degree: in
     for unchanged, kept, said, recovered in run_ranks(poisoned, 2, degree):
         assert unchanged and kept and recovered
         assert len(said) == 1 and said[0].startswith("fp8: inf or nan in ") and "blocks.1.up (input)" in said[0]
+
+
+def own_scales_and_meta() -> dict:
+    """Scales of each rank's own; and a model that is initialised shard by shard."""
+    own = build(shard_degree=2, fp8=Fp8Recipe(amax_history_len=4, reduce_amax=False))
+    run = train(own, batches(3))
+    saved = own.fp8.state_dict()
+    with torch.device("meta"):
+        model = SmallGpt(vocabulary=VOCABULARY, width=WIDTH, layers=2, heads=2, length=LENGTH - 1)
+    mesh, config = SmpMesh.build(SmpConfig(shard_degree=2, delayed_init=True, fp8=RECIPE), Topology.discover(), "cpu")
+    late = parallelize_model(model, mesh, config)
+    largest = [getattr(module, name).full_tensor().abs().max() for module, name, _ in late.fp8.sites]
+    fits = all(448 / 2 < amax * scale <= 448 for amax, scale in zip(largest, late.fp8.state.scale[:, 1], strict=True))
+    return {
+        "calls": run.amax_calls,
+        "histories": run.histories[-1],
+        "saved": torch.stack([site["amax_history"] for site in saved["sites"].values()]),
+        "fits": fits,
+        "losses": train(late, batches(3)).losses,
+    }
+
+
+def test_own_scales_are_saved_as_their_maximum_and_delayed_weights_are_scaled_when_they_are_there() -> None:
+    first, second = run_ranks(own_scales_and_meta, 2)
+    assert first["calls"] == second["calls"] == [1.0] * 3
+    mine, theirs = first["histories"], second["histories"]
+    assert not torch.equal(mine[:, 0], theirs[:, 0]) and torch.equal(mine[:, 1], theirs[:, 1])
+    assert torch.equal(first["saved"], second["saved"])
+    assert torch.equal(first["saved"][:, 0], torch.maximum(mine, theirs))
+    assert first["fits"] and second["fits"] and all(math.isfinite(loss) for loss in first["losses"])
