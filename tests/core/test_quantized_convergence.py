@@ -59,6 +59,7 @@ def train(tokens: torch.Tensor, cases: list[dict[str, Any]]) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1300)
 def test_encoded_runs_end_within_half_a_percent_of_exact(tmp_path: Path) -> None:
     corpus = build_corpus(vocab_size=VOCABULARY, max_bytes=1_000_000, cache_dir=tmp_path)
     tokens = torch.from_numpy(corpus.tokens("train").astype("int64"))
