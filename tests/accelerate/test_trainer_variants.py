@@ -1,0 +1,121 @@
+"""Trainer's settings that change what is computed: each equals the stock Trainer in one process with the same setting.
+
+float32 unless said: losses and norms to 1e-6 + 2e-7 per step, weights to 4e-6 (twice what one process differs from
+itself in another order). Under bf16 autocast 1e-2: three digits, and gathered parameters are rounded once more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel
+
+from tests.accelerate.trainers import Run, assert_close, make_model, make_trainer, whole_weights
+from tests.harness import run_ranks
+
+BATCH = 8
+
+
+class Buffered(GPT2LMHeadModel):
+    """With a persistent buffer that training changes, and one that is not saved."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        if self.training:
+            self.seen += 1.0
+        return super().forward(input_ids=input_ids, labels=labels, **kwargs)
+
+
+def mean_of_squares(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A user's loss: a sum over this rank's items, divided by the items of the whole global batch."""
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
+    kept = labels[..., 1:] != -100
+    return (logits[..., :-1, :].square().mean(-1) * kept).sum() / num_items_in_batch
+
+
+def variant(folder: Path, knobs: dict[str, Any] | None, name: str) -> Run:
+    flags: dict[str, Any] = {}
+    if name == "bf16":
+        flags |= {"bf16": True, "use_cpu": True}
+    if name == "gradient checkpointing":
+        flags["gradient_checkpointing"] = True
+    if name == "buffers":
+        torch.manual_seed(0)
+        flags["model"] = Buffered(make_model().config)
+    trainer, recorder = make_trainer(folder, BATCH, 2, knobs, **flags)
+    if name == "own loss":
+        trainer.compute_loss_func = mean_of_squares
+    trainer.train()
+    if name == "buffers":
+        trainer.save_model(str(folder / "final"))
+    recorder.run.weights = whole_weights(trainer.model)
+    return recorder.run
+
+
+def all_variants(folder: Path, knobs: dict[str, Any] | None, names: list[str]) -> dict[str, Run]:
+    return {name: variant(folder / name, knobs, name) for name in names}
+
+
+VARIANTS = ["bf16", "gradient checkpointing", "own loss", "buffers"]
+
+
+@pytest.mark.parametrize(
+    "degree", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_settings_of_trainer_mean_what_they_mean_in_one_process(tmp_path: Path, degree: int) -> None:
+    expected = all_variants(tmp_path / "alone", None, VARIANTS)
+    results = run_ranks(
+        all_variants, 4, tmp_path / "ranks", {"shard_degree": degree}, VARIANTS, ranks_per_node=2, timeout=200
+    )
+    for seen in results:
+        for name in VARIANTS:
+            if name == "bf16":
+                assert seen[name].losses == pytest.approx(expected[name].losses, abs=1e-2)
+                assert seen[name].losses != expected["gradient checkpointing"].losses, "bf16 changed nothing"
+                assert all(value.dtype == torch.float32 for value in seen[name].weights.values())
+            elif name == "buffers":
+                # Other weights than the rest; the buffer is the subject, and Adam makes noise of its own.
+                assert seen[name].losses == pytest.approx(expected[name].losses, abs=5e-6)
+            else:
+                assert_close(seen[name], expected[name], 8e-7)
+    saved = Buffered.from_pretrained(tmp_path / "ranks" / "buffers" / "final")
+    assert torch.equal(saved.seen, torch.full((3,), 6.0)), "one forward per micro-batch"
+    for name, value in results[0]["buffers"].weights.items():
+        assert torch.equal(saved.state_dict()[name], value), name
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    """Samples without a length; every rank makes the same ones, as from a shared stream."""
+
+    def __iter__(self) -> Any:
+        for number in range(24):
+            tokens = torch.full((5,), number)
+            yield {"input_ids": tokens, "labels": tokens}
+
+
+def stream(folder: Path) -> tuple[list[list[int]], int]:
+    trainer, _ = make_trainer(folder, BATCH, 1, {"shard_degree": 2}, max_steps=3)
+    trainer.train_dataset = Numbers()
+    seen: list[list[int]] = []
+    compute_loss = trainer.compute_loss
+
+    def watched(model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        seen.append(trainer.accelerator.gather(inputs["input_ids"][:, 0].contiguous()).tolist())
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = watched
+    trainer.train()
+    return seen, trainer.state.global_step
+
+
+def test_iterable_data_sets_are_shared_out_once(tmp_path: Path) -> None:
+    for seen, steps in run_ranks(stream, 4, tmp_path, ranks_per_node=2, timeout=100):
+        assert steps == 3
+        assert [sorted(batch) for batch in seen] == [list(range(8 * n, 8 * n + 8)) for n in range(3)]
