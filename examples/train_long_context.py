@@ -182,7 +182,7 @@ def compare(flags: argparse.Namespace) -> None:
     table = Table(title=f"{flags.length:,} tokens on {flags.ranks} ranks, the same {flags.ranks} records a step")
     for heading in ("context degree", "kept for backward, per rank", "first loss", "last loss"):
         table.add_column(heading, justify="right")
-    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--out=")]
+    arguments = sys.argv[1:]  # of two --out the last one counts
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for degree in (1, 2, 4):
