@@ -25,6 +25,8 @@ import transformers
 from packaging.version import Version
 from transformers import Trainer, TrainerState
 from transformers import trainer as trainer_module
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
 from accelerate_smp import checkpoints
@@ -80,6 +82,8 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, _Base):
     ) -> None:
         self._smp_config = smp_config
         super().__init__(*arguments, **keywords)
+        if self.label_smoother is not None:
+            self.label_smoother = SmoothedLabels(self.label_smoother.epsilon, shift=_predicts_next_token(self.model))
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
@@ -377,6 +381,31 @@ def _as_one_model(model: torch.nn.Module) -> Iterator[None]:
     finally:
         if sharding is not None:
             config.distributed_config = sharding  # type: ignore[union-attr]
+
+
+class SmoothedLabels(LabelSmoother):
+    """Label smoothing that knows by itself whether labels are shifted.
+
+    Trainer tells it by the name of the model's class, which FSDP2 changes: labels of a sharded causal language model
+    would be compared with the tokens they stand at.
+    """
+
+    def __init__(self, epsilon: float, shift: bool) -> None:
+        super().__init__(epsilon)
+        self.shift = shift
+
+    def __call__(
+        self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        shift = shift_labels or self.shift
+        return super().__call__(model_output, labels, shift_labels=shift, num_items_in_batch=num_items_in_batch)
+
+
+def _predicts_next_token(model: Any) -> bool:
+    """Whether it is one of Transformers' causal language models, adapters and sharding put aside."""
+    if hasattr(model, "get_base_model"):  # PEFT
+        model = model.get_base_model()
+    return any(kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__)
 
 
 def _has_state(checkpoint: str) -> bool:

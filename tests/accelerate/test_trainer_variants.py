@@ -46,6 +46,8 @@ def variant(folder: Path, knobs: dict[str, Any] | None, name: str) -> Run:
         flags |= {"bf16": True, "use_cpu": True}
     if name == "gradient checkpointing":
         flags["gradient_checkpointing"] = True
+    if name == "label smoothing":
+        flags["label_smoothing_factor"] = 0.2
     if name == "buffers":
         torch.manual_seed(0)
         flags["model"] = Buffered(make_model().config)
@@ -63,7 +65,7 @@ def all_variants(folder: Path, knobs: dict[str, Any] | None, names: list[str]) -
     return {name: variant(folder / name, knobs, name) for name in names}
 
 
-VARIANTS = ["bf16", "gradient checkpointing", "own loss", "buffers"]
+VARIANTS = ["bf16", "gradient checkpointing", "label smoothing", "own loss", "buffers"]
 
 
 @pytest.mark.parametrize(
