@@ -102,14 +102,15 @@ ENCODED = [
 ]
 
 
-def test_encoded_runs_learn_as_exact_ones_and_replicas_stay_equal() -> None:
+@pytest.mark.parametrize("part", [slice(0, None, 5), pytest.param(slice(None), marks=pytest.mark.slow)])
+def test_encoded_runs_learn_as_exact_ones_and_replicas_stay_equal(part: slice) -> None:
     """20 steps; 3 % of the exact run's loss at every step, where runs that differ in nothing but the order of sums
     agree to 1e-4."""
     exact, *encoded = zip(
-        *run_ranks(train_several, 4, 20, [{"shard_degree": 4}, *ENCODED], ranks_per_node=2), strict=True
+        *run_ranks(train_several, 4, 20, [{"shard_degree": 4}, *ENCODED[part]], ranks_per_node=2), strict=True
     )
     assert exact[0].losses[-1] < 0.9 * exact[0].losses[0]
-    for knobs, ranks in zip(ENCODED, encoded, strict=True):
+    for knobs, ranks in zip(ENCODED[part], encoded, strict=True):
         for seen in ranks:
             assert seen.weights == ranks[0].weights, f"{knobs}: ranks hold different weights"
             assert seen.losses == ranks[0].losses

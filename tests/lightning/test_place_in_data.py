@@ -102,8 +102,12 @@ PLACES: list[tuple[int, int | None]] = [(1, 2), (0, None), (2, 0)]
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"early": True}, {"distributed": False, "own_batches": True}, {"workers": 1}],
-    ids=["", "loaders made early", "each rank shuffles for itself", "a worker reads"],
+    [
+        pytest.param({}, id=""),
+        pytest.param({"distributed": False, "own_batches": True}, id="each rank shuffles for itself"),
+        pytest.param({"early": True}, id="loaders made early", marks=pytest.mark.slow),
+        pytest.param({"workers": 1}, id="a worker reads", marks=pytest.mark.slow),
+    ],
 )
 def test_the_next_batch_and_the_next_random_number(options: dict[str, Any], tmp_path: Path) -> None:
     """On the same ranks: exact, on every rank."""
