@@ -58,6 +58,16 @@ def all_to_all(out_PN: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessG
     exchange([(rows_PN[i], ranks[i]) for i in others], [(out_PN[i], ranks[i]) for i in others], group, tag)
 
 
+def sum_rows(out_N: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
+    """Row i is for rank i of the group; ``out_N`` becomes the sum of the rows for this rank, added up in rank order.
+
+    ``out_N`` may be this rank's own row.
+    """
+    received_PN = torch.empty_like(rows_PN)
+    all_to_all(received_PN, rows_PN, group, tag)
+    sum_in_order(list(received_PN), out_N)
+
+
 def gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
     """Every rank's own row (its place in the group) goes to all others, in place."""
     me = dist.get_rank(group)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.comm.exchange import REDUCE, exchange, prefers_messages, sum_in_order
+from smp_core.comm.exchange import REDUCE, prefers_messages, sum_rows
 from smp_core.comm.meter import CommMeter, LinkClass
 from smp_core.compat import all_gather_single, reduce_scatter_single
 
@@ -91,17 +91,11 @@ class FlatReduceScatter(CommObject):
                 return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
         divisor = average_divisor(op, len(ranks))
-        me = dist.get_rank(group)
-        input_PN = input_tensor.view(len(ranks), -1)
-        received_PN = torch.empty_like(input_PN)
-        received_PN[me] = input_PN[me]
-        others = [i for i in range(len(ranks)) if i != me]
-        shard_bytes = input_PN[0].numel() * input_PN.element_size()
+        shard_bytes = output_tensor.numel() * output_tensor.element_size()
+        sent = [(rank, shard_bytes) for rank in ranks if rank != self.meter.rank]
         link: LinkClass = "inter" if self.meter.topology.spans_nodes(ranks) else "intra"
-        with self.meter.point_to_point("reduce_scatter", [(ranks[i], shard_bytes) for i in others], link):
-            sends = [(input_PN[i], ranks[i]) for i in others]
-            exchange(sends, [(received_PN[i], ranks[i]) for i in others], group, REDUCE)
-            sum_in_order(list(received_PN), output_tensor)
+        with self.meter.point_to_point("reduce_scatter", sent, link):
+            sum_rows(output_tensor, input_tensor.view(len(ranks), -1), group, REDUCE)
         if divisor != 1:
             output_tensor /= divisor
         return None

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.comm.deferred import Deferred
-from smp_core.comm.exchange import GATHER, REDUCE, exchange, prefers_messages, start_exchange, sum_in_order
+from smp_core.comm.exchange import GATHER, REDUCE, exchange, prefers_messages, start_exchange, sum_in_order, sum_rows
 from smp_core.comm.flat import CommObject, FlatAllGather, average_divisor
 from smp_core.comm.meter import CommMeter
 from smp_core.compat import all_gather_single, reduce_scatter_single
@@ -190,21 +190,12 @@ class HierarchicalReduceScatter(_TwoStage):
         return partial_MN
 
     def _sum_between(self, output_N: torch.Tensor, partial_MN: torch.Tensor) -> None:
-        node_ranks, here = self.ranks_of(self.inter_group), self.node
+        node_ranks = self.ranks_of(self.inter_group)
         if not prefers_messages(self.inter_group, partial_MN.device):
             n_bytes = partial_MN.numel() * partial_MN.element_size()
             with self.meter.ring("reduce_scatter", node_ranks, n_bytes, new_call=False):
                 reduce_scatter_single(output_N, partial_MN.view(-1), group=self.inter_group)
             return
-        nodes = [m for m in range(self.nodes) if m != here]
-        gathered_MN = torch.empty_like(partial_MN)
-        gathered_MN[here] = partial_MN[here]
-        sent = [(node_ranks[m], output_N.numel() * output_N.element_size()) for m in nodes]
+        sent = [(rank, output_N.numel() * output_N.element_size()) for rank in node_ranks if rank != self.meter.rank]
         with self.meter.point_to_point("reduce_scatter", sent, "inter", new_call=False):
-            exchange(
-                [(partial_MN[m], node_ranks[m]) for m in nodes],
-                [(gathered_MN[m], node_ranks[m]) for m in nodes],
-                self.inter_group,
-                REDUCE,
-            )
-            sum_in_order(list(gathered_MN), output_N)
+            sum_rows(output_N, partial_MN, self.inter_group, REDUCE)

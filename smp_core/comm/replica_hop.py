@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from smp_core.comm.background import Background, Pending
 from smp_core.comm.codec import Codec
 from smp_core.comm.encoded_sum import encode_with_residual, sum_at_owners, wide_copy
-from smp_core.comm.exchange import HOP, all_to_all, exchange, gather_rows, sum_in_order
+from smp_core.comm.exchange import HOP, exchange, gather_rows, sum_rows
 from smp_core.comm.flat import CommObject, FlatAllReduce
 from smp_core.comm.meter import CommMeter, LinkClass
 
@@ -138,11 +138,9 @@ class ReplicaHop(CommObject):
         return work, mine.view(m, -1)
 
     def _sum_inside(self, rows_KN: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        received_KN = torch.empty_like(rows_KN)
+        mine = rows_KN[dist.get_rank(group)]
         with self._counted(group, rows_KN[0], "intra", new_call=True):
-            all_to_all(received_KN, rows_KN, group, HOP)
-            mine = rows_KN[dist.get_rank(group)]
-            sum_in_order(list(received_KN), mine)
+            sum_rows(mine, rows_KN, group, HOP)
         return mine
 
     def _sum_to_owners(self, mine_MS: torch.Tensor, key: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -151,10 +149,8 @@ class ReplicaHop(CommObject):
         me = dist.get_rank(self.between)
         new_call = self._inside is None
         if self.codec is None:
-            received_MS = torch.empty_like(mine_MS)
             with self._counted(self.between, mine_MS[0], "inter", new_call=new_call):
-                all_to_all(received_MS, mine_MS, self.between, HOP)
-                sum_in_order(list(received_MS), mine_MS[me])
+                sum_rows(mine_MS[me], mine_MS, self.between, HOP)
             return mine_MS, None
         sums_MS = wide_copy(mine_MS)
         to_owners, from_owner = self._residuals_of(key, sums_MS)

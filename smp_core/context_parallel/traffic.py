@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from smp_core.comm.exchange import exchange, prefers_messages, sum_in_order
+from smp_core.comm.exchange import prefers_messages, sum_rows
 from smp_core.comm.meter import CommMeter
 from smp_core.compat import all_gather_single, reduce_scatter_single
 from smp_core.context_parallel.plan import SequencePlan
@@ -158,14 +158,6 @@ def _reduce_scatter(received: torch.Tensor, sent_RN: torch.Tensor, group: Contex
     if not prefers_messages(group.process_group, sent_RN.device):
         with group.counting("context_reduce", sent_RN):
             return reduce_scatter_single(received, sent_RN.view(-1), group=group.process_group, async_op=True)
-    parts_RN = torch.empty_like(sent_RN)
-    parts_RN[group.rank] = sent_RN[group.rank]
-    others = [place for place in range(group.degree) if place != group.rank]
     with group.counting("context_reduce", sent_RN):
-        exchange(
-            [(sent_RN[place], group.ranks[place]) for place in others],
-            [(parts_RN[place], group.ranks[place]) for place in others],
-            group.process_group,
-        )
-        sum_in_order(list(parts_RN), received)
+        sum_rows(received, sent_RN, group.process_group)
     return None
