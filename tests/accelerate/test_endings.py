@@ -43,7 +43,6 @@ SLOW = [pytest.param(*case, marks=() if case == ("loop", 2, 1) else pytest.mark.
 @pytest.mark.parametrize(("kind", "ranks", "rank"), SLOW)
 def test_a_killed_rank_ends_the_run_and_is_named(kind: str, ranks: int, rank: int, tmp_path: Path) -> None:
     stderr = end(kind, ranks, "kill", rank, tmp_path)
-    # Beside others perhaps that torchrun's SIGTERM ended before they noticed.
     assert re.search(rf"torch-smp, rank (?!{rank}:)\d: .*rank {rank} was lost", stderr), stderr
 
 
