@@ -22,7 +22,7 @@ from smp_core.sharding.grad_norm import clip_grad_value_
 from smp_core.sharding.grad_scaler import ShardedGradScaler
 
 if TYPE_CHECKING:
-    from lightning_smp.strategy import SmpShardedStrategy
+    from lightning_smp.steps import SteppingStrategy
 
 
 class Fp8Precision(Precision):
@@ -79,7 +79,7 @@ def autocast_dtype(plugin: Precision) -> torch.dtype | None:
     return None
 
 
-def adapt_precision(plugin: Precision, strategy: SmpShardedStrategy) -> Precision:
+def adapt_precision(plugin: Precision, strategy: SteppingStrategy) -> Precision:
     """Give ``plugin`` clipping by the norm over all ranks and by value, and unscaling of both
     kinds of tensors; returns the same object."""
 

@@ -1,74 +1,48 @@
 """SmpShardedStrategy: smp_core under Lightning's Trainer.
 
-Thin: each hook calls the core. What Lightning leaves to a strategy and what is done here:
+Thin: each hook calls the core. What Lightning leaves to a strategy and where it is done:
 
-    setup_environment     process group, topology, watch over the ranks
-    setup                 precision, mesh, parallelize_model, optimizers
+    setup_environment     process group, topology, watch over the ranks (lightning_smp/processes.py)
+    setup                 precision, mesh, parallelize_model (lightning_smp/sharding.py), optimizers
     *_step                run with the LightningModule's own parameters gathered, if it has any
     batch_to_device       where sequences are shared: this rank's part (lightning_smp/sequences.py)
     block_backward_sync   a micro-batch that is not its window's last
     optimizer_step        the window is closed before clipping; non-finite norms; the meter's step
     save/load_checkpoint  one folder of sharded tensors, or one ordinary .ckpt (lightning_smp/checkpoints.py)
-    on_exception          says which rank was lost
-
-Private names: Lightning has no public launcher of scripts (``_SubprocessScriptLauncher``), torch no public class over
-BatchNorm1d/2d/3d (``_BatchNorm``) and no public access to a module's registries as dicts (``_modules``,
-``_parameters``, ``_buffers``).
+    on_exception          says which rank was lost (lightning_smp/processes.py)
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import dataclasses
 import logging
-import os
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from rich.console import Console
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_smp import checkpoints
 from lightning_smp.background import BackgroundSaves
-from lightning_smp.environment import PlatformEnvironment
-from lightning_smp.precision import Fp8Precision, adapt_precision, autocast_dtype
 from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, place_sampler
 from lightning_smp.sequences import SharedSequences
+from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is_sharded, reattach, shard, with_recipe
+from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
-from smp_core.fp8.recipe import Fp8Recipe
-from smp_core.liveness import RankWatch
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
-from smp_core.planning.memory import smallest_shard_degree
-from smp_core.sharding.batch_norm import CpuSyncBatchNorm, sync_batch_norm_on_cpu
-from smp_core.sharding.grad_norm import settle_nonfinite
-from smp_core.sharding.wrap import Entry, plan_units
-from smp_core.topology import Topology
 
 logger = logging.getLogger("smp")
 
-_ATTACHED = "_smp_parallel"
-# Knobs that do not depend on how a module was sharded.
-_OF_EACH_RUN = ("save_full_state_dict", "async_save", "verify_checkpoint", "allow_batch_change")
 
-
-class SmpShardedStrategy(ParallelStrategy):
+class SmpShardedStrategy(SteppingStrategy):
     """MiCS sharding for ``Trainer(strategy=SmpShardedStrategy(...))``; by name ``"smp_sharded"``,
     ``"smp_sharded_node"``, ``"smp_sharded_world"``, ``"smp_sharded_fp8"``.
 
@@ -93,7 +67,6 @@ class SmpShardedStrategy(ParallelStrategy):
     """
 
     strategy_name = "smp_sharded"
-    is_distributed = True
 
     def __init__(
         self,
@@ -111,8 +84,15 @@ class SmpShardedStrategy(ParallelStrategy):
         full_outputs: bool = False,
         **knobs: Any,
     ) -> None:
-        cluster_environment = cluster_environment or PlatformEnvironment.detected()
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend,
+            timeout,
+        )
         if config is not None and knobs:
             raise ValueError(
                 f"SmpShardedStrategy got config= and also {', '.join(knobs)}; write dataclasses.replace(config, "
@@ -120,53 +100,12 @@ class SmpShardedStrategy(ParallelStrategy):
             )
         self.config = SmpConfig.from_dict(knobs) if config is None else config
         self.config.require_built()
-        self.num_nodes = 1
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
         self._init_fn = init_fn
         self._sequences = SharedSequences(batch_layout, full_outputs)
-        self._topology: Topology | None = None
-        self._watch: RankWatch | None = None
-        self._parallel: ParallelModel | None = None
         self._window_start: WindowStart | None = None
         self._loaders: dict[str, Any] = {}
         self.resume: Resume | None = None
         self.background_saves: BackgroundSaves | None = None
-        self._failed = False
-
-    # What a callback or a LightningModule may look at
-
-    @property
-    def parallel(self) -> ParallelModel:
-        """The parallelized LightningModule: units, window, meter, mesh. Known once ``setup`` has run."""
-        if self._parallel is None:
-            raise RuntimeError("the model is not parallelized yet; strategy.parallel is there from on_fit_start on")
-        return self._parallel
-
-    @property
-    def mesh(self) -> SmpMesh:
-        return self.parallel.mesh
-
-    @property
-    def window(self) -> Any:
-        """The :class:`smp_core.sharding.accumulation.AccumulationWindow`."""
-        return self.parallel.window
-
-    # Processes
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        return self._process_group_backend
 
     @property
     @override
@@ -174,60 +113,7 @@ class SmpShardedStrategy(ParallelStrategy):
         context = self.config.context_parallel_degree
         return {"num_replicas": self.world_size // context, "rank": self.global_rank // context}
 
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        self._init_process_group()
-        if self._topology is None:
-            self._topology = Topology.discover()
-        if self._watch is None:
-            self._watch = RankWatch.start()
-
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    def _init_process_group(self) -> None:
-        if dist.is_initialized():
-            return
-        environment = self.cluster_environment
-        assert environment is not None
-        device = self.root_device
-        backend = self._process_group_backend or ("nccl" if device.type == "cuda" else "gloo")
-        self._process_group_backend = backend
-        os.environ["MASTER_ADDR"] = str(environment.main_address)
-        os.environ["MASTER_PORT"] = str(environment.main_port)
-        dist.init_process_group(
-            backend,
-            rank=environment.global_rank(),
-            world_size=environment.world_size(),
-            timeout=self._timeout,
-            device_id=device if device.type != "cpu" else None,
-        )
-        if backend == "nccl":
-            # torch warns, and may hang, when NCCL's groups are still there at exit.
-            atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
-
     # Model and optimizers
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else adapt_precision(plugin, self)
 
     @contextlib.contextmanager
     @override
@@ -236,20 +122,10 @@ class SmpShardedStrategy(ParallelStrategy):
         with torch.device("meta") if on_meta else contextlib.nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
-    @contextlib.contextmanager
     @override
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        """Around ``configure_model``. Lightning calls that hook again for every ``validate`` and ``test``; a module
-        that was sharded, and perhaps trained, before keeps its submodules and parameters."""
-        module = self.lightning_module
-        assert module is not None
-        attached = getattr(module, _ATTACHED, None)
-        registries: list[dict[str, Any]] = [module._modules, module._parameters, module._buffers]  # type: ignore[list-item]
-        before = [dict(registry) for registry in registries]
-        yield
-        if attached is not None:
-            for registry, kept in zip(registries, before, strict=True):
-                registry.update(kept)
+    def model_sharded_context(self) -> contextlib.AbstractContextManager[None]:
+        assert self.lightning_module is not None
+        return keeping_what_is_sharded(self.lightning_module)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -264,127 +140,36 @@ class SmpShardedStrategy(ParallelStrategy):
         ):
             loop.inference_mode = False
         module = self.lightning_module
-        attached: tuple[ParallelModel, str] | None = getattr(module, _ATTACHED, None)
-        self._adopt_recipe()
-        if attached is None:
-            self._parallel = self._parallelize(module)
-            object.__setattr__(module, _ATTACHED, (self._parallel, str(self.precision_plugin.precision)))
-            self._say_what_took_effect(module)
+        precision = self.precision_plugin
+        self.config = with_recipe(self.config, precision, self.root_device)
+        if not is_sharded(module):
+            assert self._topology is not None
+            self._parallel = shard(
+                module,
+                self.config,
+                self._topology,
+                self.root_device,
+                precision=precision,
+                layer_sync=self._layer_sync,
+                init_fn=self._init_fn,
+            )
+            self.config = self._parallel.config
+            self._say_what_took_effect()
         else:
             if trainer.state.fn == TrainerFn.FITTING:
-                self._check_layer_sync(module)
-            self._parallel = self._reattach(*attached)
+                check_layer_sync(module, self._layer_sync)
+            self._parallel, self.config = reattach(module, self.config, precision)
         self._sequences.attach(self._parallel.context, module)
         self.model = module
         self.model_to_device()
         if self.config.async_save and self.background_saves is None:
             self.background_saves = BackgroundSaves(self.is_global_zero)
-        self._failed = False
         self.resume = None
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _adopt_recipe(self) -> None:
-        """``plugins=[Fp8Precision(recipe)]`` is the knob ``fp8`` by another name."""
-        plugin = self.precision_plugin
-        if not isinstance(plugin, Fp8Precision):
-            return
-        plugin.device_type = self.root_device.type
-        if self.config.fp8 not in (None, plugin.recipe, Fp8Recipe()):
-            raise ValueError(
-                f"fp8={self.config.fp8} was asked of the strategy and {plugin.recipe} of Fp8Precision; write the "
-                "recipe in one of the two places"
-            )
-        if self.config.fp8 != plugin.recipe:
-            self.config = dataclasses.replace(self.config, fp8=plugin.recipe)
-
-    def _parallelize(self, module: LightningModule) -> ParallelModel:
-        assert self._topology is not None
-        if self._layer_sync is not None:
-            # For an evaluation too: the module stays as it is sharded now, and a fit may follow.
-            # torch's own SyncBatchNorm refuses CPU tensors.
-            sync = sync_batch_norm_on_cpu if self.root_device.type == "cpu" else self._layer_sync.apply
-            module = sync(module)  # type: ignore[assignment]
-        module = self.precision_plugin.convert_module(module)  # type: ignore[assignment]
-        entry: Entry = "steps" if module.automatic_optimization else "children"
-        config = self._with_precision(self.config)
-        if config.shard_degree == "auto":
-            config = self._with_shard_degree(config, module, entry)
-        mesh, config = SmpMesh.build(config, self._topology, self.root_device)
-        parallel = parallelize_model(
-            module,
-            mesh,
-            config,
-            entry=entry,
-            cast_forward_inputs=autocast_dtype(self.precision_plugin) is None,
-            init_fn=self._init_fn,
-        )
-        self.config = parallel.config
-        return parallel
-
-    def _with_precision(self, config: SmpConfig) -> SmpConfig:
-        """``param_dtype="auto"``: under autocast parameters are gathered in autocast's dtype, half the bytes; not on
-        CPU, whose autocast lets ``layer_norm`` meet a float32 input and a half precision weight, which it refuses."""
-        plugin = self.precision_plugin
-        if config.param_dtype == "auto":
-            gathered, why = None, f"precision={plugin.precision!r}"
-            under = autocast_dtype(plugin)
-            if under is not None:
-                gathered = str(under).removeprefix("torch.")
-                if self.root_device.type == "cpu":
-                    gathered, why = None, f"{why} on CPU: autocast there does not mix dtypes in norms"
-            config = config.with_resolved("param_dtype", gathered, why)
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-            config = config.with_resolved(
-                "on_nonfinite_grad_norm", "ignore", "the gradient scaler of 16-mixed skips such steps itself"
-            )
-        return config
-
-    def _with_shard_degree(self, config: SmpConfig, module: LightningModule, entry: Entry) -> SmpConfig:
-        assert self._topology is not None
-        units = plan_units(module, config, entry=entry).unit_parameters()
-        memory = None
-        if self.root_device.type == "cuda":
-            memory = torch.cuda.get_device_properties(self.root_device).total_memory
-        degree, why, _ = smallest_shard_degree(module, self._topology, config, memory, units=units)
-        return config.with_resolved("shard_degree", degree, why)
-
-    def _check_layer_sync(self, module: LightningModule) -> None:
-        plain = [
-            name
-            for name, child in module.named_modules()
-            if isinstance(child, _BatchNorm) and not isinstance(child, (nn.SyncBatchNorm, CpuSyncBatchNorm))
-        ]
-        if self._layer_sync is not None and plain:
-            raise ValueError(
-                f"sync_batchnorm=True: this LightningModule was sharded before without it and {plain[0]} stays as it "
-                "is; give the flag to the first Trainer too, or use a new module and trainer.fit(..., ckpt_path=...)"
-            )
-
-    def _reattach(self, attached: ParallelModel, precision: str) -> ParallelModel:
-        """A module that an earlier run sharded stays as it is; other knobs for it would have no effect."""
-        if precision != str(self.precision_plugin.precision):
-            raise ValueError(
-                f"precision={self.precision_plugin.precision!r}: this LightningModule was sharded before with "
-                f"precision={precision!r} and keeps that; use the same, or a new module and ckpt_path=..."
-            )
-        config = attached.config
-        for knob, asked in self.config.to_dict().items():
-            default = SmpConfig().to_dict()[knob]
-            if knob in _OF_EACH_RUN:
-                if asked != default:
-                    config = config.with_resolved(knob, asked, "asked by this run")
-            elif asked not in (default, getattr(attached.config, knob), attached.config.to_dict()[knob]):
-                raise ValueError(
-                    f"{knob}={asked!r}: this LightningModule was sharded before with {knob}="
-                    f"{getattr(attached.config, knob)!r} and keeps that; use the same value, or a new module and "
-                    "trainer.fit(..., ckpt_path=...)"
-                )
-        self.config = config
-        return attached
-
-    def _say_what_took_effect(self, module: LightningModule) -> None:
+    def _say_what_took_effect(self) -> None:
         if self.global_rank == 0:
             console = Console(stderr=True)
             console.print(self.config.effective_table())
@@ -408,52 +193,7 @@ class SmpShardedStrategy(ParallelStrategy):
             if not any(True for _ in child.parameters()) and child is not self.parallel.module:
                 child.to(self.root_device)
 
-    # Steps
-
-    def _run_step(self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
-        with context, self._sequences.active():
-            return self.parallel.run_as_forward(method, *args, **kwargs)
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """As Lightning's; where sequences are shared it is this rank's part of the first context peer's batch."""
-        return self._sequences.part_of(super().batch_to_device(batch, device, dataloader_idx))
-
-    @override
-    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._sequences.active():
-            return super().backward(self._sequences.weighted(closure_loss), *args, **kwargs)
-
-    def whole_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """In a step: a tensor that has this rank's tokens along ``dim``, of all of them. Collective; no gradient."""
-        return self._sequences.whole(tensor, dim)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        context = self.precision_plugin.train_step_context()
-        return self._run_step(self.lightning_module.training_step, context, *args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        context = self.precision_plugin.val_step_context()
-        outputs = self._run_step(self.lightning_module.validation_step, context, *args, **kwargs)
-        return self._sequences.outputs(outputs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        context = self.precision_plugin.test_step_context()
-        outputs = self._run_step(self.lightning_module.test_step, context, *args, **kwargs)
-        return self._sequences.outputs(outputs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        context = self.precision_plugin.predict_step_context()
-        outputs = self._run_step(self.lightning_module.predict_step, context, *args, **kwargs)
-        return self._sequences.outputs(outputs)
+    # Where the data stand, and the save in flight
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -476,6 +216,14 @@ class SmpShardedStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             self._window_start = WindowStart.here(self.lightning_module.trainer, self._loaders)
 
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        if self.background_saves is not None:
+            self.background_saves.settle()
+        self._remember_loaders()
+        return result
+
     def _remember_loaders(self) -> None:
         """Between windows; a save inside the next one resumes from here."""
         assert self.lightning_module is not None
@@ -484,99 +232,6 @@ class SmpShardedStrategy(ParallelStrategy):
             or not self.lightning_module.automatic_optimization
         ):
             self._loaders = loader_state(self.lightning_module.trainer)
-
-    @contextlib.contextmanager
-    @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        with self.window.accumulate():
-            yield
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        def closure_and_close() -> Any:
-            result = closure()
-            # Closed already unless every backward pass ran inside block_backward_sync (manual optimization).
-            self.window.close()
-            on_nonfinite = self.config.on_nonfinite_grad_norm
-            if on_nonfinite != "ignore":
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                settle_nonfinite(parameters, self.parallel.grad_norm(parameters=parameters), on_nonfinite)
-            return result
-
-        result = super().optimizer_step(optimizer, closure_and_close, model, **kwargs)
-        self.parallel.meter.close_step()
-        if self.background_saves is not None:
-            self.background_saves.settle()
-        self._remember_loaders()
-        if self._watch is not None:
-            self._watch.step += 1
-        return result
-
-    # Evaluation sees rank 0's BatchNorm statistics on every rank, and leaves no stale gathered parameters behind.
-
-    @override
-    def on_validation_start(self) -> None:
-        self.parallel.broadcast_buffers()
-
-    @override
-    def on_test_start(self) -> None:
-        self.parallel.broadcast_buffers()
-
-    @override
-    def on_predict_start(self) -> None:
-        self.parallel.broadcast_buffers()
-
-    @override
-    def on_validation_end(self) -> None:
-        self.parallel.reshard()
-
-    @override
-    def on_test_end(self) -> None:
-        self.parallel.reshard()
-
-    @override
-    def on_predict_end(self) -> None:
-        self.parallel.reshard()
-
-    # Collectives on behalf of the Trainer
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            on_cuda = self.root_device.type == "cuda"
-            dist.barrier(device_ids=[self.root_device.index] if on_cuda else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        carried = [obj]
-        dist.broadcast_object_list(carried, src)
-        return carried[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over all ranks or ``group``: ``"mean"``, ``"sum"``, ... or a ``ReduceOp``; what is no tensor stays."""
-        if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
-            return tensor
-        group = dist.group.WORLD if group is None else group
-        mean = reduce_op is None or (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"))
-        mean = mean or reduce_op == dist.ReduceOp.AVG
-        if mean:
-            op = dist.ReduceOp.SUM
-        else:
-            op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
-        tensor = tensor.clone()
-        if mean and not torch.is_floating_point(tensor):
-            tensor = tensor.float()
-        dist.all_reduce(tensor, op=op, group=group)
-        return tensor / dist.get_world_size(group) if mean else tensor
 
     # Checkpoints
 
@@ -641,15 +296,8 @@ class SmpShardedStrategy(ParallelStrategy):
     # The end
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._failed = True
-        if self._watch is not None and isinstance(exception, Exception):
-            self._watch.report(exception)
-
-    @override
     def teardown(self) -> None:
-        """The module stays sharded and where it is: it can be evaluated, saved or trained on by a next call."""
-        assert self.cluster_environment is not None and self.accelerator is not None
+        """After the save in flight. The module stays sharded."""
         try:
             if self.background_saves is not None:
                 self.background_saves.wait()
@@ -658,14 +306,4 @@ class SmpShardedStrategy(ParallelStrategy):
                 raise
             logger.error("%s", error)
         finally:
-            self._tear_down()
-
-    def _tear_down(self) -> None:
-        assert self.cluster_environment is not None and self.accelerator is not None
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+            super().teardown()

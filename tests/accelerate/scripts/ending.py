@@ -5,9 +5,9 @@
 KIND is "loop" or "trainer". RANK raises an exception ("raise") or is killed ("kill"). Every rank writes its process id
 into FOLDER.
 
-The ranks ignore SIGTERM: torchrun sends it within 0.1 s of a loss, and on a busy machine it would end the survivors before
-their collective has failed. What they say by themselves is what is looked at here; torchrun's own report names the rank
-either way.
+The ranks ignore SIGTERM: torchrun sends it within 0.1 s of a loss, and on a busy machine it would end the survivors
+before their collective has failed. What they say by themselves is what is looked at here; torchrun's own report names
+the rank either way.
 """
 
 from __future__ import annotations

@@ -1,0 +1,170 @@
+"""The ranks of a run under Lightning's Trainer: launched, joined in a process group, watched, and taken down.
+
+Private names: Lightning has no public launcher of scripts (``_SubprocessScriptLauncher``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from typing_extensions import override
+
+from lightning_smp.environment import PlatformEnvironment
+from smp_core.liveness import RankWatch
+from smp_core.topology import Topology
+
+
+class ProcessGroupStrategy(ParallelStrategy):
+    """One process per device, in one process group; what to do with a module is for subclasses to say.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: Lightning's own; by default
+            the environment is what the launcher of this process has left.
+        process_group_backend: default ``"nccl"`` on CUDA, ``"gloo"`` on CPU.
+        timeout: of collectives; a rank that dies is noticed within it.
+    """
+
+    is_distributed = True
+
+    def __init__(
+        self,
+        accelerator: Any,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        process_group_backend: str | None,
+        timeout: timedelta,
+    ) -> None:
+        cluster_environment = cluster_environment or PlatformEnvironment.detected()
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._topology: Topology | None = None
+        self._watch: RankWatch | None = None
+        self._failed = False
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        self._failed = False
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._init_process_group()
+        if self._topology is None:
+            self._topology = Topology.discover()
+        if self._watch is None:
+            self._watch = RankWatch.start()
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _init_process_group(self) -> None:
+        if dist.is_initialized():
+            return
+        environment = self.cluster_environment
+        assert environment is not None
+        device = self.root_device
+        backend = self._process_group_backend or ("nccl" if device.type == "cuda" else "gloo")
+        self._process_group_backend = backend
+        os.environ["MASTER_ADDR"] = str(environment.main_address)
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        dist.init_process_group(
+            backend,
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            timeout=self._timeout,
+            device_id=device if device.type != "cpu" else None,
+        )
+        if backend == "nccl":
+            # torch warns, and may hang, when NCCL's groups are still there at exit.
+            atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+
+    # Collectives on behalf of the Trainer
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            on_cuda = self.root_device.type == "cuda"
+            dist.barrier(device_ids=[self.root_device.index] if on_cuda else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        carried = [obj]
+        dist.broadcast_object_list(carried, src)
+        return carried[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over all ranks or ``group``: ``"mean"``, ``"sum"``, ... or a ``ReduceOp``; what is no tensor stays."""
+        if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
+            return tensor
+        group = dist.group.WORLD if group is None else group
+        mean = reduce_op is None or (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"))
+        mean = mean or reduce_op == dist.ReduceOp.AVG
+        if mean:
+            op = dist.ReduceOp.SUM
+        else:
+            op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        tensor = tensor.clone()
+        if mean and not torch.is_floating_point(tensor):
+            tensor = tensor.float()
+        dist.all_reduce(tensor, op=op, group=group)
+        return tensor / dist.get_world_size(group) if mean else tensor
+
+    # The end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
+        if self._watch is not None and isinstance(exception, Exception):
+            self._watch.report(exception)
+
+    @override
+    def teardown(self) -> None:
+        """The module stays where it is: it can be evaluated, saved or trained on by a next call."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

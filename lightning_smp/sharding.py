@@ -1,0 +1,182 @@
+"""A LightningModule becomes sharded, once; what a later run with it may still change.
+
+Lightning calls a strategy for every ``fit``, ``validate``, ``test`` and ``predict``. The first of them shards the
+module, which carries the handle from then on; the others find it.
+
+Private names: torch has no public class over BatchNorm1d/2d/3d (``_BatchNorm``) and no public access to a module's
+registries as dicts (``_modules``, ``_parameters``, ``_buffers``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import LayerSync, MixedPrecision, Precision
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_smp.precision import Fp8Precision, autocast_dtype
+from smp_core.config import SmpConfig
+from smp_core.fp8.recipe import Fp8Recipe
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import ParallelModel, parallelize_model
+from smp_core.planning.memory import smallest_shard_degree
+from smp_core.sharding.batch_norm import CpuSyncBatchNorm, sync_batch_norm_on_cpu
+from smp_core.sharding.wrap import Entry, plan_units
+from smp_core.topology import Topology
+
+_ATTACHED = "_smp_parallel"
+# Knobs that do not depend on how a module was sharded.
+_OF_EACH_RUN = ("save_full_state_dict", "async_save", "verify_checkpoint", "allow_batch_change")
+
+
+def is_sharded(module: LightningModule) -> bool:
+    """Whether an earlier run has sharded this module."""
+    return hasattr(module, _ATTACHED)
+
+
+@contextlib.contextmanager
+def keeping_what_is_sharded(module: LightningModule) -> Generator[None, None, None]:
+    """Around ``configure_model``. Lightning calls that hook again for every ``validate`` and ``test``; a module
+    that was sharded, and perhaps trained, before keeps its submodules and parameters."""
+    sharded = is_sharded(module)
+    registries: list[dict[str, Any]] = [module._modules, module._parameters, module._buffers]  # type: ignore[list-item]
+    before = [dict(registry) for registry in registries]
+    yield
+    if sharded:
+        for registry, kept in zip(registries, before, strict=True):
+            registry.update(kept)
+
+
+def with_recipe(config: SmpConfig, plugin: Precision, device: torch.device) -> SmpConfig:
+    """``plugins=[Fp8Precision(recipe)]`` is the knob ``fp8`` by another name.
+
+    Raises:
+        ValueError: both were given, and they differ.
+    """
+    if not isinstance(plugin, Fp8Precision):
+        return config
+    plugin.device_type = device.type
+    if config.fp8 not in (None, plugin.recipe, Fp8Recipe()):
+        raise ValueError(
+            f"fp8={config.fp8} was asked of the strategy and {plugin.recipe} of Fp8Precision; write the "
+            "recipe in one of the two places"
+        )
+    return config if config.fp8 == plugin.recipe else dataclasses.replace(config, fp8=plugin.recipe)
+
+
+def shard(
+    module: LightningModule,
+    config: SmpConfig,
+    topology: Topology,
+    device: torch.device,
+    *,
+    precision: Precision,
+    layer_sync: LayerSync | None,
+    init_fn: Callable[[nn.Module], None] | None,
+) -> ParallelModel:
+    """Shard a module for the first time and leave the handle on it. Collective.
+
+    Args:
+        layer_sync: Lightning's, of ``sync_batchnorm=True``.
+        init_fn: of :class:`~lightning_smp.SmpShardedStrategy`.
+
+    Raises:
+        ValueError: what :func:`smp_core.parallelize.parallelize_model` refuses.
+    """
+    whole: nn.Module = module
+    if layer_sync is not None:
+        # For an evaluation too: the module stays as it is sharded now, and a fit may follow.
+        # torch's own SyncBatchNorm refuses CPU tensors.
+        sync = sync_batch_norm_on_cpu if device.type == "cpu" else layer_sync.apply
+        whole = sync(whole)
+    whole = precision.convert_module(whole)
+    entry: Entry = "steps" if module.automatic_optimization else "children"
+    config = _with_precision(config, precision, device)
+    if config.shard_degree == "auto":
+        units = plan_units(whole, config, entry=entry).unit_parameters()
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        degree, why, _ = smallest_shard_degree(whole, topology, config, memory, units=units)
+        config = config.with_resolved("shard_degree", degree, why)
+    mesh, config = SmpMesh.build(config, topology, device)
+    parallel = parallelize_model(
+        whole,
+        mesh,
+        config,
+        entry=entry,
+        cast_forward_inputs=autocast_dtype(precision) is None,
+        init_fn=init_fn,
+    )
+    object.__setattr__(module, _ATTACHED, (parallel, str(precision.precision)))
+    return parallel
+
+
+def _with_precision(config: SmpConfig, plugin: Precision, device: torch.device) -> SmpConfig:
+    """``param_dtype="auto"``: under autocast parameters are gathered in autocast's dtype, half the bytes; not on
+    CPU, whose autocast lets ``layer_norm`` meet a float32 input and a half precision weight, which it refuses."""
+    if config.param_dtype == "auto":
+        gathered, why = None, f"precision={plugin.precision!r}"
+        under = autocast_dtype(plugin)
+        if under is not None:
+            gathered = str(under).removeprefix("torch.")
+            if device.type == "cpu":
+                gathered, why = None, f"{why} on CPU: autocast there does not mix dtypes in norms"
+        config = config.with_resolved("param_dtype", gathered, why)
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        config = config.with_resolved(
+            "on_nonfinite_grad_norm", "ignore", "the gradient scaler of 16-mixed skips such steps itself"
+        )
+    return config
+
+
+def reattach(module: LightningModule, asked: SmpConfig, precision: Precision) -> tuple[ParallelModel, SmpConfig]:
+    """A module that an earlier run sharded stays as it is; other knobs for it would have no effect.
+
+    Returns:
+        its handle, and the config with what took effect: the module's, and the run's where a knob is the run's own.
+
+    Raises:
+        ValueError: a knob or a precision asks for something else than the module has.
+    """
+    attached, kept_precision = getattr(module, _ATTACHED)
+    if kept_precision != str(precision.precision):
+        raise ValueError(
+            f"precision={precision.precision!r}: this LightningModule was sharded before with "
+            f"precision={kept_precision!r} and keeps that; use the same, or a new module and ckpt_path=..."
+        )
+    config = attached.config
+    defaults, kept = SmpConfig().to_dict(), attached.config.to_dict()
+    for knob, value in asked.to_dict().items():
+        if knob in _OF_EACH_RUN:
+            if value != defaults[knob]:
+                config = config.with_resolved(knob, value, "asked by this run")
+        elif value not in (defaults[knob], getattr(attached.config, knob), kept[knob]):
+            raise ValueError(
+                f"{knob}={value!r}: this LightningModule was sharded before with {knob}="
+                f"{getattr(attached.config, knob)!r} and keeps that; use the same value, or a new module and "
+                "trainer.fit(..., ckpt_path=...)"
+            )
+    return attached, config
+
+
+def check_layer_sync(module: LightningModule, layer_sync: LayerSync | None) -> None:
+    """Before a sharded module is trained.
+
+    Raises:
+        ValueError: ``sync_batchnorm=True`` for a module that was sharded without it.
+    """
+    plain = [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, _BatchNorm) and not isinstance(child, (nn.SyncBatchNorm, CpuSyncBatchNorm))
+    ]
+    if layer_sync is not None and plain:
+        raise ValueError(
+            f"sync_batchnorm=True: this LightningModule was sharded before without it and {plain[0]} stays as it "
+            "is; give the flag to the first Trainer too, or use a new module and trainer.fit(..., ckpt_path=...)"
+        )

@@ -1,0 +1,159 @@
+"""Steps of a sharded LightningModule: forward, backward, the accumulation window, the optimizer step, evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from torch import nn
+from typing_extensions import override
+
+from lightning_smp.precision import adapt_precision
+from lightning_smp.processes import ProcessGroupStrategy
+from lightning_smp.sequences import SharedSequences
+from smp_core.config import SmpConfig
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import ParallelModel
+from smp_core.sharding.grad_norm import settle_nonfinite
+
+
+class SteppingStrategy(ProcessGroupStrategy):
+    """How a module is stepped once it is sharded; what shards it is for the subclass to say."""
+
+    config: SmpConfig
+    _sequences: SharedSequences
+    _parallel: ParallelModel | None = None
+
+    # What a callback or a LightningModule may look at
+
+    @property
+    def parallel(self) -> ParallelModel:
+        """The parallelized LightningModule: units, window, meter, mesh. Known once ``setup`` has run."""
+        if self._parallel is None:
+            raise RuntimeError("the model is not parallelized yet; strategy.parallel is there from on_fit_start on")
+        return self._parallel
+
+    @property
+    def mesh(self) -> SmpMesh:
+        return self.parallel.mesh
+
+    @property
+    def window(self) -> Any:
+        """The :class:`smp_core.sharding.accumulation.AccumulationWindow`."""
+        return self.parallel.window
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else adapt_precision(plugin, self)
+
+    # Steps
+
+    def _run_step(self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
+        with context, self._sequences.active():
+            return self.parallel.run_as_forward(method, *args, **kwargs)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """As Lightning's; where sequences are shared it is this rank's part of the first context peer's batch."""
+        return self._sequences.part_of(super().batch_to_device(batch, device, dataloader_idx))
+
+    @override
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._sequences.active():
+            return super().backward(self._sequences.weighted(closure_loss), *args, **kwargs)
+
+    def whole_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """In a step: a tensor that has this rank's tokens along ``dim``, of all of them. Collective; no gradient."""
+        return self._sequences.whole(tensor, dim)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        context = self.precision_plugin.train_step_context()
+        return self._run_step(self.lightning_module.training_step, context, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        context = self.precision_plugin.val_step_context()
+        outputs = self._run_step(self.lightning_module.validation_step, context, *args, **kwargs)
+        return self._sequences.outputs(outputs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        context = self.precision_plugin.test_step_context()
+        outputs = self._run_step(self.lightning_module.test_step, context, *args, **kwargs)
+        return self._sequences.outputs(outputs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        context = self.precision_plugin.predict_step_context()
+        outputs = self._run_step(self.lightning_module.predict_step, context, *args, **kwargs)
+        return self._sequences.outputs(outputs)
+
+    @contextlib.contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self.window.accumulate():
+            yield
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        def closure_and_close() -> Any:
+            result = closure()
+            # Closed already unless every backward pass ran inside block_backward_sync (manual optimization).
+            self.window.close()
+            on_nonfinite = self.config.on_nonfinite_grad_norm
+            if on_nonfinite != "ignore":
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                settle_nonfinite(parameters, self.parallel.grad_norm(parameters=parameters), on_nonfinite)
+            return result
+
+        result = super().optimizer_step(optimizer, closure_and_close, model, **kwargs)
+        self.parallel.meter.close_step()
+        if self._watch is not None:
+            self._watch.step += 1
+        return result
+
+    # Evaluation sees rank 0's BatchNorm statistics on every rank, and leaves no stale gathered parameters behind.
+
+    @override
+    def on_validation_start(self) -> None:
+        self.parallel.broadcast_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self.parallel.broadcast_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.parallel.broadcast_buffers()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.parallel.reshard()
+
+    @override
+    def on_test_end(self) -> None:
+        self.parallel.reshard()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.parallel.reshard()
