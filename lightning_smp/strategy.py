@@ -122,10 +122,12 @@ class SmpShardedStrategy(SteppingStrategy):
         with torch.device("meta") if on_meta else contextlib.nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
+    @contextlib.contextmanager
     @override
-    def model_sharded_context(self) -> contextlib.AbstractContextManager[None]:
+    def model_sharded_context(self) -> Generator[None, None, None]:
         assert self.lightning_module is not None
-        return keeping_what_is_sharded(self.lightning_module)
+        with keeping_what_is_sharded(self.lightning_module):
+            yield
 
     @override
     def setup(self, trainer: Trainer) -> None:
