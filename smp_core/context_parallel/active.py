@@ -28,15 +28,21 @@ class SplitBatch:
     """One rank's part of a batch.
 
     Attributes:
-        batch: what the model gets. plan: who holds which tokens. length: tokens per row before padding. rank: this
-        rank's place in the plan. encoded: the plan as the kernels take it. position_ids: [B, L] or [1, L], this rank's
-        positions in their documents. labels: what ``batch["labels"]`` is, to recognise it. shift_labels: [B, L], the
-        target of each of this rank's tokens; -100: none. tokens_per_rank: targets of all ranks / ranks, as 0-d tensor:
-        (sum of losses) / this, averaged over ranks, is the
-            mean over all targets.
+        batch: what the model gets.
+        plan: who holds which tokens.
+        length: tokens per row before padding.
+        rank: this rank's place in the plan.
+        encoded: the plan as the kernels take it.
+        position_ids: [B, L] or [1, L], this rank's positions in their documents.
+        labels: what ``batch["labels"]`` is, to recognise it.
+        shift_labels: [B, L], the target of each of this rank's tokens; -100: none.
+        tokens_per_rank: targets of all ranks / ranks, as 0-d tensor: (sum of losses) / this, averaged over ranks, is
+            the mean over all targets.
         weight: this rank's targets / ``tokens_per_rank``: what turns a mean over its targets into its part of the mean.
         divided_by_model: whether the model's loss divides by ``tokens_per_rank``, as Transformers' causal models do.
         weighted: whether :func:`weighted_mean` has been asked for this batch.
+        last_position: 0-d tensor, the largest position in the whole sequences; None: ``length - 1``.
+        first_positions: what :meth:`SequencePlan.in_chunks` takes: positions at which documents begin.
     """
 
     batch: Any
@@ -51,9 +57,18 @@ class SplitBatch:
     weight: torch.Tensor | None = None
     divided_by_model: bool = False
     weighted: bool = False
+    last_position: torch.Tensor | None = None
+    first_positions: tuple[tuple[int, ...], ...] = ()
+    _chunked: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.encoded = self.plan.encode()
+
+    def encoded_in_chunks(self, size: int) -> torch.Tensor:
+        """The plan of attention within chunks of ``size`` positions, as the kernels take it."""
+        if size not in self._chunked:
+            self._chunked[size] = self.plan.in_chunks(size, self.first_positions).encode()
+        return self._chunked[size]
 
 
 class _State:

@@ -9,6 +9,12 @@ They are operators, and not an autograd.Function, because activation checkpointi
 (``torch.ops.smp.context_attention.default`` in a selective policy: nothing is gathered for the recomputation), and
 ``torch.compile`` takes them as they are.
 
+An attention sink s (one number per head that only the softmax's denominator sees; Xiao et al., arXiv 2309.17453,
+section 3.3, and gpt-oss) needs no kernel of its own: with it LSE' = log(exp(LSE) + exp(s)), and the output shrinks by
+exp(LSE - LSE') = sigmoid(LSE - s). Backward gets the new output and LSE': a kernel makes the weights out of LSE' and
+subtracts delta = sum(grad * output) from their gradients, which is all that a key of weight exp(s - LSE') and value 0
+changes for the others. The sink's own gradient is the weight times (0 - delta), summed over rows and tokens.
+
 Shape letters: B rows, L tokens of this rank, S tokens of all, H query heads, K key and value heads, D head size, E head
 size of values.
 """
@@ -36,6 +42,7 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the whole sequence. Collective over the context group.
 
@@ -47,6 +54,8 @@ def attention(
         causal: whether a token sees only its document's earlier tokens, and itself.
         window: how many tokens it sees at most, itself included; needs ``causal``. None: all.
         scale: factor of the scores; default 1 / sqrt(D).
+        sinks: [H], a score for each head that takes part in the softmax and has no value; its gradient is that of this
+            rank's tokens. Any floating point dtype.
 
     Returns:
         [B, L, H, E], of the inputs' dtype.
@@ -55,8 +64,12 @@ def attention(
         ValueError: shapes that do not fit one another or the plan, different dtypes, a window without causality.
     """
     _check(q_BLHD, k_BLKD, v_BLKE, plan, causal, window)
+    if sinks is not None and sinks.shape != q_BLHD.shape[2:3]:
+        raise ValueError(
+            f"sinks {tuple(sinks.shape)} do not fit {q_BLHD.shape[2]} query heads; give one score per head"
+        )
     scale = q_BLHD.shape[-1] ** -0.5 if scale is None else float(scale)
-    return context_attention(q_BLHD, k_BLKD, v_BLKE, plan, scale, causal, window)[0]
+    return context_attention(q_BLHD, k_BLKD, v_BLKE, plan, scale, causal, window, sinks)[0]
 
 
 def _check(
@@ -86,6 +99,7 @@ def context_attention(
     scale: float,
     causal: bool,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, L, H, E] and LSE [B, H, L]; arguments as :func:`attention` has them, checked there."""
     layout, group = _plan_for(q, plan)
@@ -110,7 +124,25 @@ def context_attention(
             out[row, at, mine] = part
             lse[row, mine, at] = part_lse
         del pair
+    if sinks is not None:
+        _add_sinks(out, lse, sinks)
     return out, lse
+
+
+def _add_sinks(out_BLHE: torch.Tensor, lse_BHL: torch.Tensor, sinks_H: torch.Tensor) -> None:
+    """Let the sinks into the softmax, in place."""
+    sinks_H1 = sinks_H.to(lse_BHL.dtype)[:, None]
+    out_BLHE.mul_(torch.sigmoid(lse_BHL - sinks_H1).transpose(1, 2).unsqueeze(-1))
+    lse_BHL.copy_(torch.logaddexp(lse_BHL, sinks_H1))
+
+
+def _gradient_of_sinks(
+    grad_BLHE: torch.Tensor, out_BLHE: torch.Tensor, lse_BHL: torch.Tensor, sinks_H: torch.Tensor
+) -> torch.Tensor:
+    """[H], of this rank's tokens; output and LSE are those with sinks."""
+    delta_BHL = (grad_BLHE.to(lse_BHL.dtype) * out_BLHE).sum(-1).transpose(1, 2)
+    weights_BHL = torch.exp(sinks_H.to(lse_BHL.dtype)[:, None] - lse_BHL)
+    return -(weights_BHL * delta_BHL).sum((0, 2)).to(sinks_H.dtype)
 
 
 @torch.library.custom_op("smp::context_attention_backward", mutates_args=())
@@ -190,14 +222,15 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, plan, ctx.scale, ctx.causal, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output, plan)
+    q, k, v, plan, ctx.scale, ctx.causal, ctx.window, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, plan, sinks)
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, plan = ctx.saved_tensors
+    q, k, v, out, lse, plan, sinks = ctx.saved_tensors
     grads = context_attention_backward(grad, q, k, v, out, lse, plan, ctx.scale, ctx.causal, ctx.window)
-    return (*grads, None, None, None, None)
+    of_sinks = None if sinks is None else _gradient_of_sinks(grad, out, lse, sinks)
+    return (*grads, None, None, None, None, of_sinks)
 
 
 context_attention.register_autograd(_backward, setup_context=_save)

@@ -191,7 +191,9 @@ class ContextParallel:
         for key in (*DOCUMENT_KEYS, *_PACKING_KEYS):
             local.pop(key, None)
         split = SplitBatch(local, plan, length, self.group.rank)
-        split.position_ids = take(position_ids, None)
+        split.position_ids, split.last_position = take(position_ids, None), position_ids.max()
+        if whole.get("position_ids") is not None and whole.get("attention_mask") is None:
+            split.first_positions = _first_positions(position_ids, starts, padded=plan.length > length)
         if first is not None:
             local["position_ids"] = split.position_ids
         if shift_labels is not None:
@@ -356,6 +358,19 @@ def _document_starts(whole: Mapping[Key, Any], rows: int, length: int, device: t
         starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
     starts[:, 0] = True
     return starts
+
+
+def _first_positions(position_ids: torch.Tensor, starts: torch.Tensor, padded: bool) -> tuple[tuple[int, ...], ...]:
+    """The position of every document's first token, row by row, where it says how chunks of attention are counted.
+
+    As Transformers has it: in a batch with several documents in some row, and without ``attention_mask``. Otherwise
+    they are counted from the first token that is not padding.
+    """
+    if int(starts.sum()) == len(starts):
+        return ()
+    of_padding = [0] if padded else []
+    rows = zip(position_ids.expand(starts.shape).cpu(), starts.cpu(), strict=True)
+    return tuple((*positions[begins].tolist(), *of_padding) for positions, begins in rows)
 
 
 def _refuse_holes(mask: torch.Tensor, documents: torch.Tensor) -> None:

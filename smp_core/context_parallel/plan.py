@@ -16,7 +16,7 @@ ordinary input to ``torch.compile``, and is decoded once per batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -115,6 +115,25 @@ class SequencePlan:
             window: how many tokens a token sees at most, itself included; None: all. Causal only.
         """
         return _calls(self, rank, causal, window)
+
+    def in_chunks(self, size: int, first: Sequence[Sequence[int]] = ()) -> SequencePlan:
+        """The same tokens where they see no further than their chunk of ``size`` positions: each document in pieces.
+
+        Args:
+            first: the position of each document's first token, for each row; one entry when all rows are alike.
+                Default: 0. Chunks begin at multiples of ``size``.
+        """
+        if size < 1:
+            raise ValueError(f"chunks of {size} positions; allowed: 1 or more")
+        first = first or [[0] * len(starts) for starts in self.documents]
+        pieces = []
+        for row in range(max(len(first), len(self.documents))):
+            starts = self.documents[row % len(self.documents)]
+            cuts: list[int] = []
+            for start, end, at in zip(starts, [*starts[1:], self.length], first[row % len(first)], strict=True):
+                cuts += [start, *range(start + size - at % size, end, size)]
+            pieces.append(tuple(cuts))
+        return replace(self, documents=tuple(pieces[:1] if len(set(pieces)) == 1 else pieces))
 
     def encode(self) -> torch.Tensor:
         """All of the plan in one int64 tensor on CPU; :func:`decode` reads it."""

@@ -3,7 +3,14 @@ asked.
 
 Their attention interface gets a function named "smp_cp", and every model a hook that gives ``forward`` what it would
 otherwise make up from the length of its input: positions, shifted labels and the number of targets. Outside a split
-batch (``generate``, an evaluation of whole sequences) "smp_cp" is Transformers' own ``sdpa``."""
+batch (``generate``, an evaluation of whole sequences) "smp_cp" is Transformers' own ``sdpa``.
+
+What else some models read off their input, and get from the whole sequence here:
+
+    RoPE "dynamic", "longrope"     the largest position, for its frequencies: appended to what the rotary module gets
+    chunked attention (Llama 4)    which chunk a token is in: a plan with the documents cut into chunks
+    query temperature (Llama 4)    the place of a token in its row
+"""
 
 from __future__ import annotations
 
@@ -11,21 +18,22 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from smp_core.context_parallel.active import active_split, common_dtype, positions, refuse_dropout
+from smp_core.context_parallel.active import SplitBatch, active_split, common_dtype, positions, refuse_dropout
 from smp_core.context_parallel.attention import attention
 
 NAME = "smp_cp"
 _NO_FORM = {
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
+    "sinks": "attention sinks that differ by token",
     "softcap": "capped attention scores",
     "position_bias": "a position bias added to the scores",
     "block_indices": "sparse attention",
     "indices": "sparse attention",
 }
-_LAYER_TYPES = ("full_attention", "sliding_attention", "attention", "sparse", "dense", "moe")
+_CHUNKED = "chunked_attention"
+_LAYER_TYPES = ("full_attention", "sliding_attention", _CHUNKED, "attention", "sparse", "dense", "moe")
 _AFTER_HEAD = (
     "final_logit_softcapping",
     "logit_scale",
@@ -75,6 +83,12 @@ def adapt_transformers_models(model: nn.Module) -> bool:
         if each.config._attn_implementation != NAME:
             raise ValueError(f"{type(each).__name__} does not use Transformers' attention interface; {_INSTEAD}")
         each.register_forward_pre_hook(_complete_inputs, with_kwargs=True)
+    for module in dict.fromkeys(module for each in found for module in each.modules()):
+        if _depends_on_length(module):
+            module.register_forward_pre_hook(_append_last_position, with_kwargs=True)
+            module.register_forward_hook(_drop_last_position)
+        elif hasattr(module, "attn_temperature_tuning"):
+            module.register_forward_pre_hook(_leave_temperature_to_attention)
     return True
 
 
@@ -94,17 +108,19 @@ def check_model(model: Any) -> None:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     for each in rope.values() if any(isinstance(value, dict) for value in rope.values()) else [rope]:
         kind = str((each or {}).get("rope_type", "default"))
-        if "dynamic" in kind or kind == "longrope":
+        if _is_dynamic(kind) and not any(_depends_on_length(module) for module in model.modules()):
             raise ValueError(
-                f"{name}: rope_type={kind!r} depends on the length of the sequence, and each rank has only its "
-                f"part of it; allowed: 'default', 'linear', 'llama3', 'yarn'. {_INSTEAD.capitalize()}, or "
-                "set another rope_type"
+                f"{name}: rope_type={kind!r} depends on the length of the sequence, each rank has only its part of it, "
+                "and no module with that rope_type takes position_ids, which could tell; allowed: 'default', "
+                f"'linear', 'llama3', 'yarn'. {_INSTEAD.capitalize()}, or set another rope_type"
             )
+    if _CHUNKED in (getattr(text, "layer_types", None) or ()) and not getattr(text, "attention_chunk_size", None):
+        raise ValueError(f"{name} has layers of type {_CHUNKED!r} and no attention_chunk_size; set it in the config")
     for layer_type in sorted(set(getattr(text, "layer_types", None) or ())):
         if layer_type not in _LAYER_TYPES:
             raise ValueError(
                 f"{name} has layers of type {layer_type!r}, which look along the sequence in another way than "
-                f"attention over all of it or a window; {_INSTEAD}"
+                f"attention over all of it, a window or a chunk; {_INSTEAD}"
             )
     if getattr(text, "attn_logit_softcapping", None):
         raise ValueError(f"{name}: attn_logit_softcapping={text.attn_logit_softcapping}: capped scores; {_INSTEAD}")
@@ -140,10 +156,79 @@ def check_plain_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     return head, base  # type: ignore[return-value]
 
 
-def _arguments_of(model: Any) -> tuple[str, ...]:
+def _arguments_of(module: Any) -> tuple[str, ...]:
     import inspect
 
-    return tuple(inspect.signature(type(model).forward).parameters)
+    return tuple(inspect.signature(type(module).forward).parameters)
+
+
+def _is_dynamic(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding whose frequencies follow from the largest position it is given."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and _is_dynamic(kind) for kind in kinds) and "position_ids" in _arguments_of(
+        module
+    )
+
+
+def _append_last_position(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Let a rotary embedding, called as (x, position_ids), see the largest position of the whole sequences.
+
+    So the state that it keeps from call to call is one process's too.
+    """
+    split = active_split()
+    if split is None:
+        return None
+    position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    last = split.length - 1 if split.last_position is None else split.last_position.to(position_ids.device)
+    # Clamped: the padding to a multiple of 2R counts from 0 and might count further than a short sequence does.
+    appended = torch.cat([position_ids.clamp(max=last), torch.zeros_like(position_ids[..., :1]) + last], -1)
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": appended}
+    return (args[0], appended, *args[2:]), kwargs
+
+
+def _drop_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """The reverse, for what came out: a tensor [..., L + 1, D] or several."""
+    if active_split() is None:
+        return None
+    if isinstance(output, torch.Tensor):
+        return output[..., :-1, :]
+    return tuple(tensor[..., :-1, :] for tensor in output)
+
+
+def _leave_temperature_to_attention(module: Any, args: tuple[Any, ...]) -> None:
+    """Llama 4 scales queries by their place in the row, and takes the tokens it gets for the row."""
+    module.attn_temperature_tuning = module.config.attn_temperature_tuning and active_split() is None
+
+
+def _temperature(module: Any, split: SplitBatch, query: torch.Tensor) -> torch.Tensor:
+    """The queries [B, H, L, D] that :func:`_leave_temperature_to_attention` left as they were."""
+    if not hasattr(module, "attn_temperature_tuning") or not module.config.attn_temperature_tuning or module.use_rope:
+        return query
+    places = split.plan.positions(split.rank).to(query.device).float()
+    scales = torch.log1p(torch.floor((places + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+    return (query * scales[:, None]).to(query.dtype)
+
+
+def _chunk_size(module: Any) -> int | None:
+    """Of a layer of chunked attention; None for others."""
+    config = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None) or ()
+    if _CHUNKED not in layer_types:
+        return None
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise ValueError(
+            f"{type(module).__name__} does not say which layer it is (layer_idx), some of which see chunks"
+        )
+    return config.attention_chunk_size if layer_types[layer] == _CHUNKED else None  # type: ignore[union-attr]
 
 
 def _attend(
@@ -160,9 +245,13 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Transformers' signature: queries, keys and values [B, H, L, D]; returns [B, L, H, E]."""
     split = active_split()
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    sinks = options.pop("s_aux", None)
     if split is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        if sinks is not None:
+            key, value, attention_mask = _with_sinks_as_a_key(query, key, value, attention_mask, causal, sinks)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **options
         )
@@ -175,9 +264,34 @@ def _attend(
     if attention_mask is not None:
         raise ValueError(f"{name} brings a mask of its own, which context parallelism cannot split; {_INSTEAD}")
     refuse_dropout(dropout)
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    query = _temperature(module, split, query)
     q, k, v = (tensor.transpose(1, 2) for tensor in common_dtype(query, key, value))
-    return attention(q, k, v, split.encoded, causal=causal, window=sliding_window, scale=scaling), None
+    chunk = _chunk_size(module)
+    plan = split.encoded if chunk is None else split.encoded_in_chunks(chunk)
+    return attention(q, k, v, plan, causal=causal, window=sliding_window, scale=scaling, sinks=sinks), None
+
+
+def _with_sinks_as_a_key(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    sinks_H: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values [B, K, M + 1, *] and an additive mask [B, H, L, M + 1]: the sinks, which ``sdpa`` ignores, are
+    the scores of one more key, of zeros, whose value is zero."""
+    length, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        # As sdpa has it: aligned at the start (the cache beyond is empty), and one token sees everything.
+        mask = torch.ones(length, keys, dtype=torch.bool, device=query.device)
+        mask = mask.tril() if causal and length > 1 else mask
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
+    shape = (len(query), query.shape[1], length)
+    of_sinks = sinks_H.to(query.dtype)[:, None, None].expand(*shape, 1)
+    mask = torch.cat([mask.to(query.dtype).expand(*shape, keys), of_sinks], -1)
+    return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), mask
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

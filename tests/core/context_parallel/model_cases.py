@@ -69,7 +69,52 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "starcoder2": functools.partial(
         _config, "Starcoder2", attention_dropout=0.0, residual_dropout=0.0, embedding_dropout=0.0, sliding_window=6
     ),
+    "llama_dynamic": functools.partial(
+        _config,
+        "Llama",
+        max_position_embeddings=16,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0},
+    ),
+    "phi3_longrope": functools.partial(
+        _config,
+        "Phi3",
+        attention_dropout=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "short_factor": [1.0, 1.1],
+            "long_factor": [1.5, 4.0],
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "gpt_oss": functools.partial(
+        _config,
+        "GptOss",
+        head_dim=8,
+        sliding_window=5,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+        initializer_range=0.2,
+    ),
+    "llama4": functools.partial(
+        _config,
+        "Llama4Text",
+        head_dim=8,
+        intermediate_size_mlp=24,
+        num_local_experts=4,
+        moe_layers=[0],
+        no_rope_layers=[1, 0],
+        attention_chunk_size=5,
+        floor_scale=4,
+        attn_scale=0.5,
+    ),
 }
+# Their positions' frequencies follow from the longest sequence that is computed together.
+LENGTH_DEPENDENT = ("llama_dynamic", "phi3_longrope")
 
 
 @dataclass(frozen=True)
@@ -85,7 +130,9 @@ class Run:
 def build(name: str) -> Any:
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(
-        MODELS[name](), attn_implementation="sdpa", experts_implementation="eager"
+        MODELS[name](),
+        attn_implementation="eager" if name == "gpt_oss" else "sdpa",
+        experts_implementation="eager",
     )
     for module in model.modules():
         if type(module).__name__ == "Gemma3RMSNorm":
@@ -131,12 +178,35 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 def alone(run: Run) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients with Transformers' own attention and masks."""
-    model, batch = build(run.model), whole_batch(run)
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    targets = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
-    loss = cross_entropy_sum(model(**inputs, use_cache=False).logits, targets) / (targets != -100).sum()
-    loss.backward()
-    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    batch = whole_batch(run)
+    targets = F.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:]
+    parts = dist.get_world_size() // run.context if run.model in LENGTH_DEPENDENT else 1
+    total, gradients = 0.0, {}
+    for part in range(parts):
+        model = build(run.model)
+        inputs = {key: value.chunk(parts)[part] for key, value in batch.items()}
+        if run.model == "gpt_oss" and run.rows == "packed":
+            inputs["attention_mask"] = separating_masks(inputs["position_ids"], window=5)
+        logits = model(**inputs, use_cache=False).logits
+        loss = cross_entropy_sum(logits, targets.chunk(parts)[part]) / (targets != -100).sum()
+        loss.backward()
+        total += loss.item()
+        for name, parameter in model.named_parameters():
+            gradients[name] = gradients[name] + parameter.grad if part else parameter.grad
+    return total, gradients
+
+
+def separating_masks(position_ids: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
+    """Masks [B, 1, S, S] to add to the scores, by kind of layer: GPT-OSS makes its own without position_ids."""
+    documents = F.pad(position_ids.diff(dim=1) != 1, (1, 0)).cumsum(1)
+    places = torch.arange(position_ids.shape[1])
+    seen = (documents[:, :, None] == documents[:, None]) & (places[:, None] >= places)
+    near = seen & (places[:, None] - places < window)
+    lowest = torch.finfo(torch.float64).min
+    return {
+        name: torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, lowest)[:, None]
+        for name, mask in (("full_attention", seen), ("sliding_attention", near))
+    }
 
 
 def on_ranks(run: Run) -> tuple[ParallelModel, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from smp_core.context_parallel.attention import attention
+from smp_core.context_parallel.plan import SequencePlan
 from tests.core.context_parallel.attention_cases import Case, largest_errors, matrix, sample, squared_errors
 from tests.harness import run_ranks
 
@@ -31,9 +33,17 @@ def test_output_and_gradients_equal_one_process_everywhere(ranks: int) -> None:
 def test_lower_precision_adds_no_error_of_its_own(dtype: torch.dtype) -> None:
     """RMS error against float64, over all ranks' tokens, at most twice that of torch's own attention in one process."""
     cases = [Case(mask, length=128) for mask in ("causal", "window", "packed", "packed window", "bidirectional")]
+    cases += [Case("packed chunked", length=128), Case("causal", length=128, sinks=True)]
     results = run_ranks(squared_errors, 4, cases, dtype)
     for number, case in enumerate(cases):
-        for part, name in enumerate(("out", "dq", "dk", "dv")):
+        for part, name in enumerate(("out", "dq", "dk", "dv", "dsinks")[: 4 + case.sinks]):
             ours, theirs = (sum(seen[number][part][whose] for seen in results) ** 0.5 for whose in (0, 1))
             assert theirs > 0
             assert ours <= 2 * theirs, f"{case} {name}: {ours / theirs:.2f} times the error"
+
+
+def test_sinks_are_one_per_query_head() -> None:
+    q, plan = torch.randn(1, 8, 4, 8), SequencePlan(1, 8).encode()
+    k = torch.randn(1, 8, 2, 8)
+    with pytest.raises(ValueError, match=r"sinks \(2,\) do not fit 4 query heads"):
+        attention(q, k, k, plan, sinks=torch.zeros(2))

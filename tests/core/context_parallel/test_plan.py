@@ -62,6 +62,27 @@ def test_the_rectangles_are_the_mask(plan: SequencePlan, causal: bool, window: i
     assert torch.equal(seen, expected)
 
 
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("size", [1, 4, 7, 64])
+def test_chunks_end_at_multiples_of_their_size(plan: SequencePlan, size: int) -> None:
+    """Counted from each document's first position, whatever that is."""
+    first = [[3 * row + 5 * i for i in range(len(plan.documents[row % len(plan.documents)]))] for row in range(3)]
+    for given in ([], first):
+        pieces = plan.in_chunks(size, given).documents
+        for row in range(3):
+            starts = plan.documents[row % len(plan.documents)]
+            position, expected = 0, []
+            for i in range(plan.length):
+                if i in starts:
+                    position = given[row][starts.index(i)] if given else 0
+                if i in starts or position % size == 0:
+                    expected.append(i)
+                position += 1
+            assert pieces[row % len(pieces)] == tuple(expected)
+    with pytest.raises(ValueError, match="chunks of 0 positions"):
+        plan.in_chunks(0)
+
+
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_zigzag_gives_every_rank_the_same_work(degree: int) -> None:
     """Exactly the same for one document; contiguous pieces would differ up to (2R - 1)-fold."""
