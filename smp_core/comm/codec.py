@@ -11,10 +11,13 @@ or a * 2**-18, whichever is larger.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
+
+from smp_core.fp8.casting import device_multiplies_fp8, has_triton
 
 BLOCK = 256
 _ALIGN = 16
@@ -29,14 +32,49 @@ class Codec(Protocol):
     def size(self, n: int) -> int:
         """Bytes of the payload of ``n`` elements."""
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """``values`` [n] into ``out`` uint8 [size(n)]."""
+    def encode(self, values: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None = None) -> None:
+        """``values`` [n] into ``out`` uint8 [size(n)].
 
-    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        """``payload`` uint8 [size(n)] into ``out`` [n], in its dtype."""
+        Args:
+            rest: [n], what was rounded off before (error feedback). ``values`` become the sum of both, ``rest`` what is
+                rounded off that, or 0 where the payload cannot stand for its values.
+        """
 
-    def exact_in(self, payload: torch.Tensor, n: int) -> bool:
-        """Whether the payload can stand for its values: False if a block had inf or nan in it."""
+    def decode(self, payloads: torch.Tensor, out: torch.Tensor) -> None:
+        """``payloads`` uint8 [size(n)] or [rows, size(n)] into ``out`` [n] or [rows, n], in its dtype."""
+
+    def sum_rows(
+        self, payloads: torch.Tensor, own: torch.Tensor, me: int, exact: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """The sum of rows in their order, in ``own``'s dtype: ``own`` [n] in the place ``me``, ``exact``'s in theirs,
+        the others decoded from ``payloads`` [rows, size(n)]."""
+
+    def finite_in(self, payloads: torch.Tensor, n: int) -> torch.Tensor:
+        """Whether payloads [..., size(n)] can stand for their values, bool [...]: not if a block had inf or nan."""
+
+
+def _sum_rows(
+    codec: Codec, payloads: torch.Tensor, own: torch.Tensor, me: int, exact: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    total, term = torch.zeros_like(own), torch.empty_like(own)
+    for i, payload in enumerate(payloads):
+        if i != me and i not in exact:
+            codec.decode(payload, term)
+        total += own if i == me else exact.get(i, term)
+    return total
+
+
+def _keep_rest(codec: Codec, values: torch.Tensor, payload: torch.Tensor, rest: torch.Tensor) -> None:
+    codec.decode(payload, rest)
+    torch.sub(values, rest, out=rest)
+    _drop_rest(codec, payload, rest)
+
+
+def _drop_rest(codec: Codec, payload: torch.Tensor, rest: torch.Tensor) -> None:
+    """Of values that cannot be encoded nothing is kept: they are sent exactly."""
+    finite = codec.finite_in(payload, rest.numel())
+    if rest.device.type != "cpu" or not finite:  # elsewhere asking would be waiting
+        rest.masked_fill_(~finite, 0.0)
 
 
 class Bfloat16:
@@ -45,18 +83,28 @@ class Bfloat16:
     def size(self, n: int) -> int:
         return 2 * n
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None = None) -> None:
+        if rest is not None:
+            values += rest
         out.view(torch.bfloat16).copy_(values)
+        if rest is not None:
+            _keep_rest(self, values, out, rest)
 
-    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(payload.view(torch.bfloat16))
+    def decode(self, payloads: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(payloads.view(torch.bfloat16))
 
-    def exact_in(self, payload: torch.Tensor, n: int) -> bool:
-        return True
+    def sum_rows(
+        self, payloads: torch.Tensor, own: torch.Tensor, me: int, exact: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor:
+        return _sum_rows(self, payloads, own, me, exact)
+
+    def finite_in(self, payloads: torch.Tensor, n: int) -> torch.Tensor:
+        return torch.ones(payloads.shape[:-1], dtype=torch.bool, device=payloads.device)
 
 
 class Blockwise:
-    """Codes with one float32 scale per block."""
+    """Codes with one float32 scale per block: by one Triton kernel each way on CUDA, where Triton is there
+    (:mod:`smp_core.comm.triton_codec`), by the formulas below everywhere else."""
 
     def __init__(self, name: Literal["int8", "int4", "fp8"]) -> None:
         self.name = name
@@ -65,7 +113,54 @@ class Blockwise:
         codes = -(-n // 2) if self.name == "int4" else n
         return -(-(4 * self._blocks(n) + codes) // _ALIGN) * _ALIGN
 
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None = None) -> None:
+        kernels = self._kernels(values)
+        if kernels is not None:
+            kernels.encode(self.name, _LARGEST[self.name], BLOCK, values, rest, out)
+            if rest is not None:
+                _drop_rest(self, out, rest)
+            return
+        if rest is not None:
+            values += rest
+        self._encode(values, out)
+        if rest is not None:
+            _keep_rest(self, values, out, rest)
+
+    def decode(self, payloads: torch.Tensor, out: torch.Tensor) -> None:
+        kernels = self._kernels(out)
+        if kernels is not None:
+            rows = (payloads, out) if out.ndim == 2 else (payloads[None], out[None])
+            kernels.decode(self.name, BLOCK, *rows)
+        elif out.ndim == 1:
+            self._decode(payloads, out)
+        else:
+            for payload, values in zip(payloads, out, strict=True):
+                self._decode(payload, values)
+
+    def sum_rows(
+        self, payloads: torch.Tensor, own: torch.Tensor, me: int, exact: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor:
+        kernels = self._kernels(own)
+        if kernels is None or exact:
+            return _sum_rows(self, payloads, own, me, exact)
+        total = torch.empty_like(own)
+        kernels.sum_rows(self.name, BLOCK, payloads, own, me, total)
+        return total
+
+    def finite_in(self, payloads: torch.Tensor, n: int) -> torch.Tensor:
+        return payloads[..., : 4 * self._blocks(n)].view(torch.float32).isfinite().all(-1)
+
+    def _kernels(self, tensor: torch.Tensor) -> Any:
+        """The module of kernels, if they can do it: they compute in float32."""
+        if tensor.device.type != "cuda" or tensor.dtype == torch.float64 or not tensor.numel() or not has_triton():
+            return None
+        if self.name == "fp8" and not device_multiplies_fp8(tensor.device):
+            return None  # Triton knows E4M3 from the devices on that have it
+        from smp_core.comm import triton_codec
+
+        return triton_codec
+
+    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         n, blocks = values.numel(), self._blocks(values.numel())
         if values.dtype in (torch.bfloat16, torch.float16):
             values = values.float()
@@ -90,7 +185,7 @@ class Blockwise:
         used = -(-n // 2) if self.name == "int4" else n
         out[4 * blocks : 4 * blocks + used].copy_(codes[:used])
 
-    def decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+    def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         n, blocks = out.numel(), self._blocks(out.numel())
         scales = payload[: 4 * blocks].view(torch.float32)
         used = -(-n // 2) if self.name == "int4" else n
@@ -110,9 +205,6 @@ class Blockwise:
             torch.mul(values[whole:], scales[-1], out=target[whole:])
         if target is not out:
             out.copy_(target)
-
-    def exact_in(self, payload: torch.Tensor, n: int) -> bool:
-        return bool(payload[: 4 * self._blocks(n)].view(torch.float32).isfinite().all())
 
     @staticmethod
     def _blocks(n: int) -> int:

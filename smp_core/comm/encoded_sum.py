@@ -48,38 +48,17 @@ def sum_at_owners(
     others = [i for i in range(m) if i != me]
     sent = parts_MS.new_empty((m, codec.size(s)), dtype=torch.uint8)
     for i in others:
-        encode_with_residual(codec, parts_MS[i], None if residual_MS is None else residual_MS[i], sent[i])
+        codec.encode(parts_MS[i], sent[i], None if residual_MS is None else residual_MS[i])
     got = torch.empty_like(sent)
     with meter.point_to_point(kind, [(ranks[i], sent.shape[1]) for i in others], "inter", new_call=new_call):
         all_to_all(got, sent, group, tag)
-    refused_here = [i for i in others if not codec.exact_in(sent[i], s)]
-    exact = {i: torch.empty_like(parts_MS[0]) for i in others if not codec.exact_in(got[i], s)}
+    finite = torch.stack((codec.finite_in(sent, s), codec.finite_in(got, s))).tolist()  # the device is asked once
+    refused_here = [i for i in others if not finite[0][i]]
+    exact = {i: torch.empty_like(parts_MS[0]) for i in others if not finite[1][i]}
     if refused_here or exact:
         n_bytes = [(ranks[i], s * parts_MS.element_size()) for i in refused_here]
         with meter.point_to_point(kind, n_bytes, "inter", new_call=False):
             sends = [(parts_MS[i], ranks[i]) for i in refused_here]
             exchange(sends, [(term, ranks[i]) for i, term in exact.items()], group, tag)
-    total, term = torch.zeros_like(parts_MS[0]), torch.empty_like(parts_MS[0])
-    for i in range(m):
-        if i != me and i not in exact:
-            codec.decode(got[i], term)
-        total += parts_MS[me] if i == me else exact.get(i, term)
-    parts_MS[me] = total
+    parts_MS[me] = codec.sum_rows(got, parts_MS[me], me, exact)
     return len(refused_here)
-
-
-def encode_with_residual(
-    codec: Codec, values: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor
-) -> None:
-    """Encode ``values`` plus ``residual`` and keep there what is rounded off now. ``values`` become what was meant to
-    be sent; nothing is kept of values that cannot be encoded, which are sent exactly."""
-    if residual is not None:
-        values += residual
-    codec.encode(values, payload)
-    if residual is None:
-        return
-    if codec.exact_in(payload, values.numel()):
-        codec.decode(payload, residual)
-        torch.sub(values, residual, out=residual)
-    else:
-        residual.zero_()

@@ -7,7 +7,8 @@ is encoded; inside a node decoded values travel.
 Whether a unit is gathered encoded at all is decided by :class:`GatherPolicy`, once per optimizer step and together by
 all ranks of the partition group: nothing is asked of the device in between.
 
-Shape letters: P ranks of the group, M nodes, K ranks per node, N elements of one shard, B bytes of its payload.
+Shape letters: P ranks of the group, M nodes, K ranks per node, N elements of one shard, B bytes of its payload, R some
+of the ranks.
 """
 
 from __future__ import annotations
@@ -176,18 +177,21 @@ class QuantizedAllGather(CommObject):
         payload_B[n_codes:] = kept.contiguous().view(torch.uint8)
         return payload_B
 
-    def _decode(self, payload_B: torch.Tensor, shard_N: torch.Tensor, encoded: list[slice], exact: list[slice]) -> None:
+    def _decode(
+        self, payloads_RB: torch.Tensor, shards_RN: torch.Tensor, encoded: list[slice], exact: list[slice]
+    ) -> None:
+        """R payloads into R shards."""
         n = sum(part.stop - part.start for part in encoded)
         n_codes = self._policy.codec.size(n)
         if len(encoded) == 1:
-            self._policy.codec.decode(payload_B[:n_codes], shard_N[encoded[0]])
+            self._policy.codec.decode(payloads_RB[:, :n_codes], shards_RN[:, encoded[0]])
         else:
-            values = shard_N.new_empty(n)
-            self._policy.codec.decode(payload_B[:n_codes], values)
-            _spread(values, shard_N, encoded)
+            values = shards_RN.new_empty(len(shards_RN), n)
+            self._policy.codec.decode(payloads_RB[:, :n_codes], values)
+            _spread(values, shards_RN, encoded)
         if exact:
             # A copy: the bytes may start at an address that the dtype does not allow.
-            _spread(payload_B[n_codes:].clone().view(shard_N.dtype), shard_N, exact)
+            _spread(payloads_RB[:, n_codes:].clone().view(shards_RN.dtype), shards_RN, exact)
 
     def _in_one_stage(
         self, output: torch.Tensor, own_B: torch.Tensor, encoded: list[slice], exact: list[slice]
@@ -200,8 +204,7 @@ class QuantizedAllGather(CommObject):
 
         def finish() -> None:
             work.wait()
-            for payload_B, shard_N in zip(payloads_PB, output.view(len(ranks), -1), strict=True):
-                self._decode(payload_B, shard_N, encoded, exact)
+            self._decode(payloads_PB, output.view(len(ranks), -1), encoded, exact)
 
         return finish
 
@@ -224,8 +227,7 @@ class QuantizedAllGather(CommObject):
             for work in works:
                 work.wait()
             if not self._everywhere:
-                for node in range(m):
-                    self._decode(payloads_MB[node], output_MKN[node, me], encoded, exact)
+                self._decode(payloads_MB, output_MKN[:, me], encoded, exact)
                 for work in self._start(output_MKN, intra, "intra", dim=1):
                     work.wait()
                 return
@@ -233,9 +235,8 @@ class QuantizedAllGather(CommObject):
             payloads_KMB[me] = payloads_MB
             for work in self._start(payloads_KMB, intra, "intra"):
                 work.wait()
-            for node in range(m):
-                for rank in range(k):
-                    self._decode(payloads_KMB[rank, node], output_MKN[node, rank], encoded, exact)
+            for rank in range(k):
+                self._decode(payloads_KMB[rank], output_MKN[:, rank], encoded, exact)
 
         return finish
 
@@ -268,9 +269,9 @@ def _join(shard_N: torch.Tensor, parts: list[slice]) -> torch.Tensor:
     return torch.cat([shard_N[part] for part in parts]) if parts else shard_N[:0]
 
 
-def _spread(values: torch.Tensor, shard_N: torch.Tensor, parts: list[slice]) -> None:
+def _spread(values_RN: torch.Tensor, shards_RN: torch.Tensor, parts: list[slice]) -> None:
     start = 0
     for part in parts:
         size = part.stop - part.start
-        shard_N[part] = values[start : start + size]
+        shards_RN[:, part] = values_RN[:, start : start + size]
         start += size

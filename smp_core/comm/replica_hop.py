@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from smp_core.comm.background import Background, Pending
 from smp_core.comm.codec import Codec
-from smp_core.comm.encoded_sum import encode_with_residual, sum_at_owners, wide_copy
+from smp_core.comm.encoded_sum import sum_at_owners, wide_copy
 from smp_core.comm.exchange import HOP, exchange, gather_rows, sum_rows
 from smp_core.comm.flat import CommObject, FlatAllReduce
 from smp_core.comm.meter import CommMeter, LinkClass
@@ -181,15 +181,17 @@ class ReplicaHop(CommObject):
         codec, me, (m, s) = self.codec, dist.get_rank(self.between), sums_MS.shape
         assert codec is not None
         payloads = sums_MS.new_empty((m, codec.size(s)), dtype=torch.uint8)
-        encode_with_residual(codec, sums_MS[me], residual, payloads[me])
+        codec.encode(sums_MS[me], payloads[me], residual)
         with self._counted(self.between, payloads[0], "inter"):
             gather_rows(payloads, self.between, HOP)
         # Every rank holds all payloads, so all agree about which owners send again.
-        refused = [i for i in range(m) if not codec.exact_in(payloads[i], s)]
+        refused = [i for i, finite in enumerate(codec.finite_in(payloads, s).tolist()) if not finite]
         if refused:
             to = {i: sums_MS[me] for i in range(m) if i != me} if me in refused else {}
             self._send_exactly(to, {i: sums_MS[i] for i in refused if i != me})
-        for i in range(m):
+        if not refused:
+            codec.decode(payloads, sums_MS)
+        for i in range(m if refused else 0):
             if i not in refused:
                 codec.decode(payloads[i], sums_MS[i])
 
