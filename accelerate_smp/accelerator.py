@@ -372,7 +372,7 @@ class SmpAccelerator(SharedSequencesAccelerator):
             return super().get_state_dict(model, unwrap)
         handle.reshard()
         handle.broadcast_buffers()
-        return full_state_dict(handle.module)
+        return full_state_dict(handle.model_state())
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Save models, optimizers, schedulers, samplers, scaler, random states and registered objects as one checkpoint

@@ -103,9 +103,9 @@ def write(accelerator: SmpAccelerator, path: str, facts: dict[str, Any], schedul
     models = _models(accelerator)
     state: dict[str, Any] = {}
     if models:
-        state["state_dict"] = get_model_state_dict(models[0])
+        state["state_dict"] = _model_state(models[0])
     if len(models) > 1:
-        state["more_state_dicts"] = [get_model_state_dict(model) for model in models[1:]]
+        state["more_state_dicts"] = [_model_state(model) for model in models[1:]]
     state["optimizer_states"] = [
         named_optimizer_state(_owner(models, optimizer), optimizer) for optimizer in _optimizers(accelerator)
     ]
@@ -164,8 +164,10 @@ def read(
             "order"
         )
     if extra:
-        more = {"more_state_dicts": [get_model_state_dict(model) for model in models[1:]]}
-        load_checkpoint(path, more, strict=strict, verify="sizes")
+        more = [_model_state(model) for model in models[1:]]
+        load_checkpoint(path, {"more_state_dicts": more}, strict=strict, verify="sizes")
+        for model, state in zip(models[1:], more, strict=True):
+            _take_model_state(model, state)
     load_optimizers(models, _optimizers(accelerator), path, rest)
     handle = parallel_of(models[0]) if models else None
     if handle is not None:
@@ -206,13 +208,25 @@ def load_weights(
     if handle is not None:
         handle.reshard()
     prefix = read_manifest(path).metadata.get("module_prefix", "")
-    state: dict[str, Any] = get_model_state_dict(model)
+    state = _model_state(model)
     name_there = names_between("", prefix)
     load_checkpoint(
         path, {"state_dict": {name_there(name): value for name, value in state.items()}}, strict=strict, verify=verify
     )
+    _take_model_state(model, state)
     if handle is not None and handle.fp8 is not None:
         handle.fp8.refresh_weights()
+
+
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    handle = parallel_of(model)
+    return get_model_state_dict(model) if handle is None else handle.model_state()
+
+
+def _take_model_state(model: nn.Module, state: dict[str, Any]) -> None:
+    handle = parallel_of(model)
+    if handle is not None:
+        handle.take_model_state(state)
 
 
 def _load_fp8(models: list[nn.Module], path: str, rest: dict[str, Any]) -> None:

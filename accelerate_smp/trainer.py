@@ -164,7 +164,7 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, _Base):
         handle.reshard()
         handle.broadcast_buffers()
         with _as_one_model(handle.module):
-            self._save(output_dir or self.args.output_dir, state_dict=full_state_dict(handle.module))
+            self._save(output_dir or self.args.output_dir, state_dict=full_state_dict(handle.model_state()))
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

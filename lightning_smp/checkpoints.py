@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from lightning_smp.background import in_lightning_words
 from lightning_smp.resume import Resume, random_of_rank
@@ -64,7 +63,7 @@ FP8_STATE = "smp_fp8"
 
 def model_state(strategy: SmpShardedStrategy) -> dict[str, Any]:
     """The module's state dict; sharded parameters as DTensors."""
-    return get_model_state_dict(strategy.parallel.module)
+    return strategy.parallel.model_state()
 
 
 def optimizer_state(strategy: SmpShardedStrategy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -182,7 +181,7 @@ def load(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> 
         rest.setdefault("pytorch-lightning_version", lightning.__version__)
         rest.setdefault("global_step", 0)
         logger.warning("%s was not saved by Lightning: weights and optimizers go on, loops start anew", path)
-    state = get_model_state_dict(module)
+    state = strategy.parallel.model_state()
     fitting = _is_fitting(strategy)
     if fitting:
         _check_complete(rest, path)
@@ -193,6 +192,7 @@ def load(strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> 
             strict=strict,
             verify=verify,
         )
+    strategy.parallel.take_model_state(state)
     if fitting:
         _check_number(strategy, len(rest["optimizer_states"]), path)
         for number, optimizer in enumerate(strategy.optimizers):
@@ -262,11 +262,12 @@ def _load_whole(strategy: SmpShardedStrategy, path: Any, weights_only: bool | No
         _check_complete(checkpoint, path)
     module = strategy.parallel.module
     saved = {clean_name(name): value for name, value in checkpoint["state_dict"].items()}
-    state: dict[str, Any] = get_model_state_dict(module)
+    state = strategy.parallel.model_state()
     _check_names(path, saved, state, strict=getattr(module, "strict_loading", True))
     for name, value in state.items():
         if name in saved:
             copy_into(value, saved[name])
+    strategy.parallel.take_model_state(state)
     if fitting:
         _check_number(strategy, len(checkpoint["optimizer_states"]), path)
         for optimizer, optimizer_saved in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=True):

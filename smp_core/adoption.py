@@ -21,7 +21,8 @@ from smp_core.parallelize import (
     register_forward_methods,
 )
 from smp_core.sharding.accumulation import AccumulationWindow
-from smp_core.sharding.fsdp import adopt_units, given_policy, prefetch, settle_given_parameters
+from smp_core.sharding.fsdp import adopt_units, given_policy, settle_given_parameters
+from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import GivenSharding, NativeWindow
 from smp_core.sharding.wrap import PlannedUnit, WrapPlan
 
@@ -39,6 +40,8 @@ _TORCHS: dict[str, Any] = {
     "optimizer_shard": "shard",
     "forward_prefetch": 0,
     "backward_prefetch": 1,
+    "reduce_scatter_buffers": 1,
+    "separate_reduce_scatter_group": False,
     "forward_methods": (),
 }
 
@@ -62,7 +65,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
             f"shard_degree={mesh.shard_degree}, but the model came sharded over ranks {list(given.ranks)}; allowed: "
             f"shard_degree={given.degree} with consecutive ranks, or 'auto'"
         )
-    for knob in ("fp8", "activation_checkpointing", "activation_offloading"):
+    for knob in ("fp8", "activation_checkpointing", "activation_offloading", "symmetric_memory"):
         if getattr(config, knob) != getattr(SmpConfig(), knob):
             raise ValueError(
                 f"{knob}={getattr(config, knob)!r} has to be applied before a model is sharded, and this one came "
@@ -107,7 +110,10 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
         return ParallelModel(model, mesh, config, plan, (), NativeWindow(model), meter, traffic)
     _first_replicas_weights(model, mesh)
     units = adopt_units(model, traffic.all_gather, traffic.reduce_scatter)
-    prefetch(model, forward=config.forward_prefetch, backward=config.backward_prefetch)
+    elements = [sum(p.numel() for p in unit.parameters()) for unit in units]
+    gathered_in = policy.param_dtype or next((p.dtype for p in model.parameters()), torch.float32)
+    config = settle_fsdp_options(config, mesh, [n for n in elements if n], gathered_in)
+    apply_fsdp_options(model, config)
     planned = tuple(PlannedUnit(unit.name, unit.module, unit.parameter_names, unit.module is model) for unit in units)
     plan = WrapPlan(planned, tuple(plain), "as it came")
     register_forward_methods(model, plan, config.forward_methods)

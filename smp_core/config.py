@@ -60,8 +60,19 @@ class SmpConfig:
             keeps a copy sharded over its ranks, so that backward gathers stay inside) or an integer >= 2 that divides
             shard_degree (a copy sharded over that many neighbours).
         forward_prefetch: How many units ahead of the one that runs gathers are started in forward, in the order in
-            which units are registered. Integer >= 0; default 0 (on CPU none, elsewhere as far as streams overlap).
-        backward_prefetch: How many units ahead gathers are started in backward. Integer >= 1; default 1.
+            which units are registered. Integer >= 0, or "auto" (default; by the links that SMP_LINKS names, otherwise
+            0: on CPU none, elsewhere as far as streams overlap).
+        backward_prefetch: How many units ahead gathers are started in backward. Integer >= 1, or "auto" (default; by
+            the links that SMP_LINKS names, otherwise 1).
+        reduce_scatter_buffers: How many units' gradients may be in flight inside the partition group; more take memory
+            and let backward go on where reductions are slower than it. CUDA and torch >= 2.13. Integer >= 1, or "auto"
+            (default; by the links that SMP_LINKS names, otherwise 1).
+        separate_reduce_scatter_group: Whether reductions in the partition group have a communicator of their own
+            beside that of gathers, so that both can be on the wire at once. CUDA and torch >= 2.13, collectives in one
+            stage. True or False (default).
+        symmetric_memory: Whether NCCL gathers and reduces from symmetric memory, by torch's own communication objects.
+            CUDA, collectives in one stage that are not quantised; the meter does not count them. True or False
+            (default).
         wrap: Which modules become FSDP units, each gathered and freed as a whole. "auto" (default; the blocks a
             Transformers model names, otherwise repeated blocks of an nn.ModuleList), a list of class names or globs
             over module names (["GPT2Block", "encoder.layers.*"]), or a function (module_name, module) -> bool. The
@@ -134,7 +145,8 @@ class SmpConfig:
             of what a rank sends between nodes. True, False or "auto" (default; with quantized_reduce).
         optimizer_shard: Where optimizer states live. "shard" (default; sharded like the parameters, over the partition
             group) or "world" (over all ranks, for optimizers that look at one element at a time: AdamW, SGD, ...; each
-            rank steps float32 masters of its part, and optimizer.state_dict() is collective).
+            rank steps float32 masters of its part, parameters are stored in half precision where param_dtype is, and
+            optimizer.state_dict() is collective).
         state_offload: What lives in host memory instead of the device. None (default; nothing), "optimizer" (the
             optimizer's states and float32 masters of half precision parameters; the step is taken there) or "all"
             (shards of parameters and gradients too; what computes is brought unit by unit).
@@ -150,8 +162,11 @@ class SmpConfig:
     pipeline_parallel_degree: int = 1
     hierarchical: bool | Literal["auto"] = "auto"
     reshard_after_forward: bool | int | Literal["node"] = True
-    forward_prefetch: int = 0
-    backward_prefetch: int = 1
+    forward_prefetch: int | Literal["auto"] = "auto"
+    backward_prefetch: int | Literal["auto"] = "auto"
+    reduce_scatter_buffers: int | Literal["auto"] = "auto"
+    separate_reduce_scatter_group: bool = False
+    symmetric_memory: bool = False
     wrap: Literal["auto"] | tuple[str, ...] | WrapRule = "auto"
     wrap_min_parameters: int = 0
     forward_methods: tuple[str, ...] = ()

@@ -42,8 +42,13 @@ READERS: dict[str, read.Reader] = {
         read.word("node"),
         allowed="true, false, an integer of at least 2, 'node'",
     ),
-    "forward_prefetch": read.integer(minimum=0),
-    "backward_prefetch": _DEGREE,
+    "forward_prefetch": read.either(
+        read.integer(minimum=0), read.word("auto"), allowed="an integer of at least 0, 'auto'"
+    ),
+    "backward_prefetch": read.either(_DEGREE, read.word("auto"), allowed="an integer of at least 1, 'auto'"),
+    "reduce_scatter_buffers": read.either(_DEGREE, read.word("auto"), allowed="an integer of at least 1, 'auto'"),
+    "separate_reduce_scatter_group": _BOOLEAN,
+    "symmetric_memory": _BOOLEAN,
     "wrap": read.either(
         read.word("auto"),
         read.names(),

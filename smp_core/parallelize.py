@@ -12,17 +12,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from smp_core.activations.savers import NOTHING_SAVED, ActivationSavers, save_activations
+from smp_core.checkpoint.optimizers import clean_name
 from smp_core.comm.flat import FlatMaxReduce
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
@@ -34,7 +36,8 @@ from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
-from smp_core.sharding.fsdp import ShardedUnit, prefetch, reshard, shard_units
+from smp_core.sharding.fsdp import ShardedUnit, reshard, shard_units
+from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
 from smp_core.sharding.host_optimizer import host_kernels, offloaded_methods
@@ -99,8 +102,35 @@ class ParallelModel:
         """What holds the gradients of these parameters (default all): with ``optimizer_shard="world"`` masters of this
         rank's part, otherwise they themselves."""
         given = self.module.parameters() if parameters is None else parameters
-        world = self.window.world if isinstance(self.window, AccumulationWindow) else None
-        return list(given) if world is None else world.stepped(given)
+        return list(given) if self._world is None else self._world.stepped(given)
+
+    def model_state(self) -> dict[str, Any]:
+        """The module's state dict: sharded parameters as DTensors, the live ones; only where
+        ``optimizer_shard="world"`` keeps finer weights than parameters, copies of those. Collective then."""
+        state: dict[str, Any] = get_model_state_dict(self.module)
+        for name, weight in self._finer_weights().items():
+            if name in state:
+                state[name] = weight
+        return state
+
+    def take_model_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what was loaded into the tensors of :meth:`model_state`."""
+        world = self._world
+        if world is None:
+            return
+        parameters = self._parameters_by_name()
+        world.take_weights({id(p): state[name] for name, p in parameters.items() if name in state})
+
+    @property
+    def _world(self) -> WorldSharding | None:
+        return self.window.world if isinstance(self.window, AccumulationWindow) else None
+
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
+        return {clean_name(name): p for name, p in self.module.named_parameters(remove_duplicate=False)}
+
+    def _finer_weights(self) -> dict[str, torch.Tensor]:
+        finer = {} if self._world is None else self._world.weights()
+        return {name: finer[id(p)] for name, p in self._parameters_by_name().items() if id(p) in finer}
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer over this model's parameters right for them.
@@ -221,6 +251,9 @@ def parallelize_model(
     replicated = [*plan.replicated, *(name for unit in plan.units for name in unit.parameters if whole)]
     broadcast_from_rank_0((by_name[name] for name in replicated), mesh.device)
     broadcast_from_rank_0(model.buffers(), mesh.device)
+    sharded = [] if whole else [sum(by_name[name].numel() for name in unit.parameters) for unit in plan.units]
+    gathered_in = _dtype(config.param_dtype) or next((p.dtype for p in by_name.values()), torch.float32)
+    config = settle_fsdp_options(config, mesh, [elements for elements in sharded if elements], gathered_in)
     units: list[ShardedUnit] = []
     if not whole:
         units = shard_units(
@@ -240,8 +273,9 @@ def parallelize_model(
             recomputed=savers.recomputed_units,
             offload=config.state_offload == "all",
             gather_of=None if fp8 is None else fp8.gather_of,
+            symmetric_memory=config.symmetric_memory,
         )
-        prefetch(model, forward=config.forward_prefetch, backward=config.backward_prefetch)
+        apply_fsdp_options(model, config)
     if config.delayed_init and not on_meta:
         why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
         logger.warning("delayed_init=True has no effect: %s", why)
@@ -256,6 +290,7 @@ def parallelize_model(
     groups = [plan.replicated, *(unit.parameters for unit in plan.units if whole)]
     named_groups = [{name: by_name[name] for name in group} for group in groups]
     veto = None if fp8 is None else fp8.state.nonfinite
+    config, stored_in = _stored_in(config, units, fp8)
     window = AccumulationWindow(
         units,
         named_groups,
@@ -266,6 +301,7 @@ def parallelize_model(
         veto=veto,
         on_close=traffic.step_done,
         over_world=config.optimizer_shard == "world",
+        stored_in=stored_in,
     )
     if fp8 is not None:
         unmetered = CommMeter(mesh.topology, mesh.rank, enabled=False)
@@ -273,6 +309,20 @@ def parallelize_model(
         fp8.refresh_weights()  # before the first step; what is sent belongs to none
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(meter))
     return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic, savers, fp8, context)
+
+
+def _stored_in(
+    config: SmpConfig, units: Iterable[ShardedUnit], fp8: Fp8Model | None
+) -> tuple[SmpConfig, torch.dtype | None]:
+    """What parameters with masters over the world are stored in, if not in their own dtype: what they are gathered in.
+    Weights of FP8 layers are quantised from what is stored."""
+    dtype = _dtype(config.param_dtype)
+    if config.optimizer_shard != "world" or fp8 is not None or dtype not in (torch.float16, torch.bfloat16):
+        return config, None
+    if not any(p.dtype == torch.float32 and p.requires_grad for unit in units for p in unit.parameters()):
+        return config, None
+    why = f"float32 weights are masters over all ranks; parameters are stored in {config.param_dtype}, as they compute"
+    return config.with_resolved("optimizer_shard", "world", why), dtype
 
 
 def _world_methods(world: WorldSharding, optimizer: torch.optim.Optimizer, kind: Any) -> dict[str, Any]:

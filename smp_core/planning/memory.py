@@ -96,7 +96,7 @@ def model_state_bytes(
     parameters = gradients = partial_sums = states = 0
     for parameter in model.parameters():
         elements = _padded_rows(parameter, shard_degree)
-        held = elements * parameter.itemsize
+        held = elements * _stored_dtype(parameter, config).itemsize
         # state_offload="all" leaves what FSDP2 shards on the host; sums of gradients are on the device all the same.
         offloaded = config.state_offload == "all" and parameter.ndim > 0
         parameters += 0 if offloaded else held
@@ -110,7 +110,7 @@ def model_state_bytes(
             elif config.state_offload is None:
                 states += held * OPTIMIZER_STATES[optimizer]
             reduced_in = _reduce_dtype(parameter, config)
-            if offloaded or reduced_in != parameter.dtype:
+            if offloaded or reduced_in != _stored_dtype(parameter, config):
                 partial_sums += elements * reduced_in.itemsize
     return MemoryEstimate(
         shard_degree=shard_degree,
@@ -286,6 +286,13 @@ def _gathered_bytes(model: nn.Module, config: SmpConfig, shard_degree: int, unit
         return root + sum(sizes)
     # With a single unit beside the root there is none to fetch ahead
     return root + sum(sorted(sizes)[-1:] * min(2, len(sizes)))
+
+
+def _stored_dtype(parameter: torch.Tensor, config: SmpConfig) -> torch.dtype:
+    """With ``optimizer_shard="world"`` float32 weights are masters and what is stored is what is computed with."""
+    gathered = _gather_dtype(parameter, config)
+    masters = config.optimizer_shard == "world" and config.fp8 is None and parameter.requires_grad and parameter.ndim
+    return gathered if masters and parameter.dtype == torch.float32 and gathered.itemsize < 4 else parameter.dtype
 
 
 def _gather_dtype(parameter: torch.Tensor, config: SmpConfig) -> torch.dtype:

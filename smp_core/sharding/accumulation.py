@@ -8,8 +8,9 @@ included: each has its tokens' part of the loss, and the loss is the mean over r
 
 Sums are sent in one order on all ranks, last unit of the model first, whatever order backward finishes them in:
 replicas may take different ways through the model, and messages are matched by order alone. So a unit waits for those
-before it, one that is used twice in a forward waits for the end of the pass, and one that only other replicas used
-sends zeros. (Inside a partition group all ranks have to use the same units: FSDP2 gathers when a unit runs.)
+before it; it is sent once, when backward has come through its last use and every one of its trainable parameters has
+its gradient, otherwise at the end of the pass; and one that only other replicas used sends zeros. (Inside a partition
+group all ranks have to use the same units: FSDP2 gathers when a unit runs.)
 
 Between micro-batches ``.grad`` is what it was before the window: nothing half-summed can be clipped, logged or saved.
 
@@ -35,6 +36,13 @@ from smp_core.sharding.fsdp import FAILED_PASS, ShardedUnit, Slot, at_end_of_bac
 from smp_core.sharding.optimizer import FlatShard, WorldSharding, model_parameter
 from smp_core.sharding.replicated import ReplicatedGradients
 
+# Other ranks of the partition group can have taken a way through the unit on which its parameters are used later.
+TOO_LATE = (
+    "unit %r: gradients came after its sum had been sent to the other replicas, because ranks of one partition group "
+    "took different ways through it; let all of them use the same parameters, or run this backward pass inside "
+    "window.accumulate() and call window.close() after it"
+)
+
 
 @dataclass
 class _UnitSum:
@@ -44,9 +52,6 @@ class _UnitSum:
     flat: torch.Tensor | None = None
     in_flight: Pending | None = None
     complete: bool = False
-    # What came after the sum was sent off: FSDP2 reduces once more when a part of a unit's output that does not depend
-    # on its inputs gets its gradient last.
-    late: list[tuple[list[Slot], torch.Tensor]] = field(default_factory=list)
 
     def add(self, slots: list[Slot], flat: torch.Tensor) -> None:
         if self.flat is None:
@@ -97,6 +102,7 @@ class AccumulationWindow:
             If any rank does, ``.grad`` is None everywhere after it, so that the optimizer step changes nothing.
         on_close: called when a window's gradients are complete.
         over_world: whether :meth:`shard_over_world` has to be called before the first window closes.
+        stored_in: what it then stores float32 parameters of units in (what they are computed with); None: as they are.
     """
 
     def __init__(
@@ -110,8 +116,10 @@ class AccumulationWindow:
         veto: Callable[[], torch.Tensor] | None = None,
         on_close: Callable[[], None] = lambda: None,
         over_world: bool = False,
+        stored_in: torch.dtype | None = None,
     ) -> None:
         self._on_close = on_close
+        self._stored_in = stored_in
         self._over_world = over_world
         self._units = list(units)
         self._veto = veto
@@ -146,6 +154,9 @@ class AccumulationWindow:
                         [slot.padded for slot in slots],
                         self._hop,
                     )
+                    if self._stored_in is not None and parameters[slots[0].index].dtype == torch.float32:
+                        unit.store_in(self._stored_in, [slot.index for slot in slots])
+                        units[number].holds_weights = True
             self.world = WorldSharding(units, self._replicated.shard_over_world(self._mesh.shard_degree == 1))
         return self.world
 
@@ -188,18 +199,9 @@ class AccumulationWindow:
             self._send_the_rest(reached.tolist()[-len(self._units) - 1 : -1])
         # Behind all units on every rank: stages of this hop may share groups with theirs.
         self._replicated.send()
-        for number, unit_sum in enumerate(self._sums):
+        for unit_sum in self._sums:
             if unit_sum.in_flight is not None:
                 unit_sum.in_flight.wait()
-            if self.world is not None:
-                self._scatter_late(number)
-                continue
-            for slots, flat in unit_sum.late:
-                work = self._hop(flat)
-                if work is not None:
-                    work.wait()
-                unit_sum.in_flight = None
-                unit_sum.add(slots, flat)
         if telling is not None:
             telling.wait()
         if self._veto is not None and bool(reached[-1]):
@@ -293,10 +295,12 @@ class AccumulationWindow:
                 self._kept.setdefault(parameter, parameter.grad)
                 parameter.grad = None
             if unit_sum.in_flight is not None:
-                unit_sum.late.append((slots, reduced))
+                # FSDP2 reduces once more when an output gets its gradient after that of the unit's inputs is complete.
+                if reduced.any():
+                    raise RuntimeError(TOO_LATE % unit.name)
                 return
             unit_sum.add(slots, reduced)
-            if self._last and unit.uses <= 1:
+            if self._last and unit.is_complete():
                 unit_sum.complete = True
                 self._send_complete()
 
@@ -367,13 +371,6 @@ class AccumulationWindow:
         assert unit_sum.flat is not None
         shard.send(unit_sum.flat, unit.name)
         unit_sum.in_flight = shard
-
-    def _scatter_late(self, number: int) -> None:
-        unit_sum = self._sums[number]
-        for slots, flat in unit_sum.late:
-            late = _UnitSum()
-            late.add(slots, flat)
-            self._scatter(number, late)
 
     def _everyone_reached(self) -> bool:
         """Whether this rank reached every trainable parameter, and so need not read what the others tell."""

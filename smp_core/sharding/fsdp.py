@@ -18,6 +18,7 @@ FSDP2 shards, gathers and reduces inside the partition group; the hop across rep
 - ``group._all_gather_result``: gathers in flight, prefetched for a forward that never came;
 - ``group.mp_policy``, ``offload_policy``, ``reset_sharded_param`` and ``_sharded_param_data`` of a model that somebody
   else sharded: what it computes in, and parameters that were exchanged since (FSDP2 takes note at the first forward);
+  with ``_init_mp_dtypes`` also where shards are stored in another dtype from the first optimizer on;
 - ``group._partial_reduce_output``: what torch's own two-hop holds between micro-batches;
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
@@ -83,8 +84,8 @@ class ShardedUnit:
         self.module = module
         self.parameter_names = tuple(parameter_names)
         self.reached: set[int] = set()
-        self.uses = 0
-        """Forwards since the last backward pass ended, recomputed ones not counted."""
+        self._reached_in_pass: set[int] = set()
+        self._uses_left = 0  # forwards that no backward pass has come through yet, recomputed ones not counted
         self.was_trainable: set[int] = set()
         group: Any = module._get_fsdp_state()._fsdp_param_group
         if in_order:
@@ -137,17 +138,40 @@ class ShardedUnit:
         dtype = group._reduce_dtype or first.param_dtype or first.orig_dtype
         return torch.zeros(slots[-1].offset + slots[-1].padded, dtype=dtype, device=group.device)
 
+    def is_complete(self) -> bool:
+        """Whether the present pass has nothing more for this unit, when FSDP2 has just reduced it: no use is left that
+        FSDP2 will reduce it for (on all ranks of the partition group), and every trainable parameter has its gradient,
+        which autograd hands over once in a pass, when it has added up all uses. (Uses may be left over of a graph that
+        goes through backward twice.)"""
+        whole = (parameter._unsharded_param for parameter in self._fsdp_parameters)
+        trainable = {index for index, parameter in enumerate(whole) if parameter.requires_grad}
+        return self._uses_left == 0 and trainable <= self._reached_in_pass
+
     def end_of_pass(self) -> None:
-        self.uses = 0
+        self._reached_in_pass.clear()
         self.was_trainable |= {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
 
     def end_of_window(self) -> None:
+        self._uses_left = 0
         self.reached.clear()
         self.was_trainable.clear()
 
     def layout(self, indices: Iterable[int]) -> list[Slot]:
         """The layout of a flat reduced gradient of these parameters."""
         return self._layout(set(indices))
+
+    @torch.no_grad()
+    def store_in(self, dtype: torch.dtype, indices: Iterable[int]) -> None:
+        """From now on these parameters' shards are stored in ``dtype``; they stay the same objects."""
+        cast(Any, self.module).reshard()
+        for index in indices:
+            parameter = self._fsdp_parameters[index]
+            kept = parameter.sharded_param
+            stored = nn.Parameter(kept.detach().to(dtype), requires_grad=kept.requires_grad)
+            stored.__dict__.update(kept.__dict__)  # what others have noted on it
+            torch.utils.swap_tensors(kept, stored)
+            parameter.reset_sharded_param()
+        cast(Any, self.module)._get_fsdp_state()._fsdp_param_group._init_mp_dtypes()
 
     def _layout(self, indices: Container[int]) -> list[Slot]:
         slots, offset = [], 0
@@ -197,7 +221,7 @@ class ShardedUnit:
 
         def used(*args: Any, **kwargs: Any) -> Any:
             # A unit inside a checkpointed module is used again in backward.
-            self.uses += torch.is_grad_enabled() and backward_pass() == -1
+            self._uses_left += torch.is_grad_enabled() and backward_pass() == -1
             inputs = pre_forward(*args, **kwargs)
             for parameter in self._fsdp_parameters:
                 wanted = parameter.sharded_param.requires_grad
@@ -212,12 +236,14 @@ class ShardedUnit:
         took another branch still send tensors of one size and layout."""
 
         def noted(*args: Any) -> None:
+            self._uses_left = max(self._uses_left - 1, 0)
             for index, parameter in enumerate(self._fsdp_parameters):
                 whole = getattr(parameter, "_unsharded_param", None)
                 if whole is None:
                     continue
                 if whole.grad is not None:
                     self.reached.add(index)
+                    self._reached_in_pass.add(index)
                 elif whole.requires_grad:
                     whole.grad = torch.zeros_like(whole)
             post_backward(*args)
@@ -266,6 +292,7 @@ def shard_units(
     recomputed: Container[str] = (),
     offload: bool = False,
     gather_of: Callable[[nn.Module, str], WeightGather | None] | None = None,
+    symmetric_memory: bool = False,
 ) -> list[ShardedUnit]:
     """``fully_shard`` every planned unit, innermost first, with our communication objects.
 
@@ -278,6 +305,7 @@ def shard_units(
         recomputed: names of units that lie inside checkpointed modules.
         offload: shards of parameters, gradients and so optimizer states live in host memory.
         gather_of: (module, parameter's name in it) -> how the parameter travels, if not as it is.
+        symmetric_memory: torch's own communication objects on symmetric memory instead of ours.
 
     Returns:
         the units in the plan's order; roots keep their parameters gathered after forward, as FSDP2 does.
@@ -302,10 +330,13 @@ def shard_units(
         if secondary_mesh is not None and not planned.is_root:
             _keep_secondary_shard(unit_module, secondary_mesh)
         unit = ShardedUnit(planned.name, planned.module, planned.parameters, planned.is_root)
-        unit_module.set_custom_all_gather(all_gather(unit))  # type: ignore[arg-type]
-        unit_module.set_custom_reduce_scatter(reduce_scatter(unit))  # type: ignore[arg-type]
         unit_module.set_force_sum_reduction_for_comms(True)
         unit_module.set_gradient_divide_factor(1.0)
+        if symmetric_memory:
+            unit_module.set_symm_mem_for_comm()  # its reductions only add up, which is why that is set before
+        else:
+            unit_module.set_custom_all_gather(all_gather(unit))  # type: ignore[arg-type]
+            unit_module.set_custom_reduce_scatter(reduce_scatter(unit))  # type: ignore[arg-type]
         if planned.name in recomputed:
             _hide_hooks_from_modes(unit_module)
         if gather_of is not None:
@@ -363,23 +394,6 @@ def _keep_secondary_shard(module: FSDPModule, mesh: DeviceMesh) -> None:
     for parameter in group.fsdp_params:
         parameter.post_forward_mesh_info = group.post_forward_mesh_info
         parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
-
-
-def prefetch(model: nn.Module, *, forward: int, backward: int) -> None:
-    """Gather ahead of use: in forward the next ``forward`` units in the order in which they are registered (0: FSDP2's
-    own, which overlaps by streams only), in backward the ``backward`` before (1: FSDP2's own, by the order in which
-    they ran)."""
-    inside: set[FSDPModule] = set()
-    for root in model.modules():
-        if not isinstance(root, FSDPModule) or root in inside:
-            continue
-        units: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
-        inside.update(units)
-        for place, unit in enumerate(units):
-            if forward:
-                unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + forward])
-            if backward > 1:
-                unit.set_modules_to_backward_prefetch(units[max(place - backward, 0) : place][::-1])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ are all-gathered in the parameters' dtype. The same bytes as the all-reduce (few
 An optimizer that looks at one element at a time cannot tell the difference. One that looks across a tensor (Adafactor's
 factored moments, Muon, a trust ratio) can, and is refused.
 
+Where parameters are gathered in half precision (``param_dtype``) and stored in float32, they are stored in what they
+are gathered in from then on: computing sees the same numbers, the float32 masters are the weights that are saved.
+
 To the outside the optimizer looks as if it stepped the parameters: ``state_dict()`` puts states together over replicas
 (collective), with one more entry where masters are finer than parameters, and ``load_state_dict`` takes the own part.
 """
@@ -16,7 +19,7 @@ To the outside the optimizer looks as if it stepped the parameters: ``state_dict
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +51,9 @@ class FlatShard:
         self.n = sum(sizes)
         self._start, self.size = hop.own_part(self.n)
         self.masters = tuple(self._make_master(i) for i in range(len(self.parameters)))
+        self.holds_weights = False
+        """Whether parameters were stored as finely as masters until they were made, and are what is computed with now:
+        to the outside the masters are the weights."""
         self._sum: torch.Tensor | None = None
         self._pending: Pending | None = None
 
@@ -78,12 +84,8 @@ class FlatShard:
 
     def send(self, flat: torch.Tensor, key: str) -> None:
         """Start summing ``flat`` [n] over replicas."""
-        part = flat.new_empty(self.size)
-        before, self._sum = self._sum, part
-        self._pending = self._hop.scatter(flat, part, key)
-        if before is not None:  # what came late is added to what was sent first
-            self._pending.wait()
-            part += before
+        self._sum = flat.new_empty(self.size)
+        self._pending = self._hop.scatter(flat, self._sum, key)
 
     def wait(self) -> None:
         if self._pending is not None:
@@ -214,7 +216,12 @@ class WorldSharding:
                 parts = {i: state[number][key] for i, number in here.items() if is_part(state[number].get(key))}
                 for i, value in shard.put_together(parts).items():
                     state[here[i]][key] = value
-            finer = {i: shard.masters[i].detach() for i in here if shard.masters[i].dtype != shard.parameters[i].dtype}
+            fine = not shard.holds_weights  # those are saved as weights
+            finer = {
+                i: shard.masters[i].detach()
+                for i in here
+                if fine and shard.masters[i].dtype != shard.parameters[i].dtype
+            }
             for i, value in shard.put_together(finer).items():
                 state[here[i]][MASTER] = value
         return {**numbered, "state": state}
@@ -234,6 +241,24 @@ class WorldSharding:
                 shard.masters[i].copy_(master)
             state[number] = own
         return {**numbered, "state": state}
+
+    def weights(self) -> dict[int, torch.Tensor]:
+        """Masters that are the weights, put together like their parameters, by the parameter's id. Collective."""
+        found = {}
+        for shard in self.shards:
+            if shard.holds_weights:
+                whole = shard.put_together({i: master.detach() for i, master in enumerate(shard.masters)})
+                found.update({id(shard.parameters[i]): value for i, value in whole.items()})
+        return found
+
+    @torch.no_grad()
+    def take_weights(self, weights: Mapping[int, torch.Tensor]) -> None:
+        """The other way round: into masters and parameters."""
+        for shard in self.shards:
+            for i, parameter in enumerate(shard.parameters):
+                if id(parameter) in weights:
+                    local_of(parameter).copy_(local_of(weights[id(parameter)]))
+                    shard.masters[i].copy_(shard.own_of(i, weights[id(parameter)]))
 
     def _numbers(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[FlatShard, int]]:
         """torch's number of a parameter -> its place."""

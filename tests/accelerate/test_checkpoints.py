@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from smp_core.checkpoint import CheckpointError, read_manifest
+from smp_core.checkpoint.reader import read_index
 from tests.accelerate.running import SAMPLES, STEPS, full_weights, make_loader, prepared, train, train_alone
 from tests.core.models import Trajectory, TroubledModel, loss_of
 from tests.core.test_equivalence import assert_close
@@ -57,6 +58,43 @@ def test_two_ranks_then_four_then_one(tmp_path: Path) -> None:
     results.append(second_half(folder))  # this process, nothing sharded
     for seen in results:
         assert_close(seen, rest_of(expected), lambda step: 1e-12, 1e-12)
+
+
+MIXED: dict[str, Any] = {"shard_degree": 2, "optimizer_shard": "world", "mixed_precision": "bf16"}
+
+
+def in_mixed_precision(folder: str) -> dict[str, Any]:
+    """One run to its end; another one interrupted in the middle; what is stored, and what is saved."""
+    found: dict[str, Any] = {}
+    for name in ("whole", "first", "second"):
+        accelerator, optimizer, model, loader, scheduler = prepared(torch.float32, MICRO, **MIXED)
+        if name == "second":
+            accelerator.load_state(folder)
+            loader = accelerator.skip_first_batches(loader, STEPS // 2 * MICRO)
+        batches = loader
+        if name == "first":
+            batches = [batch for batch, _ in zip(loader, range(STEPS // 2 * MICRO), strict=False)]
+        seen = train(accelerator, optimizer, model, batches, scheduler)
+        if name == "first":
+            accelerator.save_state(folder)
+        found[name] = (seen.losses, seen.weights)
+    found["stored"] = {p.dtype for p in model.parameters() if p.requires_grad and p.ndim}
+    found["whole model"] = {v.dtype for v in accelerator.get_state_dict(model).values() if v.is_floating_point()}
+    return found
+
+
+def test_mixed_precision_weights_over_the_world_are_saved_in_float32(tmp_path: Path) -> None:
+    """Stored and sent in bfloat16; the resumed run is the uninterrupted one to the last bit, which it is only from
+    weights that were not rounded."""
+    for rank, found in enumerate(run_ranks(in_mixed_precision, 4, str(tmp_path / "half"), ranks_per_node=2)):
+        (losses, weights), (rest, resumed) = found["whole"], found["second"]
+        assert rest == losses[STEPS // 2 :]
+        assert all(torch.equal(resumed[name], value) for name, value in weights.items())
+        assert torch.bfloat16 in found["stored"]
+        assert found["whole model"] == ({torch.float32} if rank == 0 else set())
+    index = read_index(tmp_path / "half")
+    saved = {index.record(name).dtype for place, name in index.by_path().items() if place[0] == "state_dict"}
+    assert torch.bfloat16 not in saved and torch.float32 in saved
 
 
 def save_and_load_everything(folder: str) -> dict[str, Any]:

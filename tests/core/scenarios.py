@@ -120,13 +120,13 @@ class Penalized(nn.Module):
         super().__init__()
         self.enter, self.cell = nn.Linear(WIDTH, WIDTH), PenalizedCell()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, penalized: bool = True) -> torch.Tensor:
         penalty, x = self.cell(self.enter(x))
-        return x.square().mean() + penalty
+        return x.square().mean() + (penalty if penalized else 0.0)
 
 
 class PenalizedCell(Cell):
-    """The second output depends on no input: its gradient comes after the unit's first reduction."""
+    """The first output depends on no input."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         penalty = self.right.weight.square().mean()
@@ -161,6 +161,10 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "a cell twice in one forward": Scenario(by_path(lambda m, r: "0lr 1lr 2lr 1lr")),
     "a cell twice, other ways": Scenario(by_path(lambda m, r: "0lr 1l 2lr 1r")),
+    "a cell twice, other ways on each rank": Scenario(
+        by_path(lambda m, r: "0lr 1lr 2lr 1lr" if r % 2 else "0lr 1 2lr 1lr"),
+        prepare=lambda model, micro: freeze(model, "never", False),  # so that the last use has every gradient there is
+    ),
     "a cell three times in a row": Scenario(by_path(lambda m, r: "0lr 1lr 1l 1lr 2l"), micro_batches=1),
     "two forwards, one backward": Scenario(in_two_parts),
     "frozen between micro-batches": Scenario(
@@ -193,6 +197,12 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "an output that depends on no input": Scenario(
         lambda model, micro, rank: model(samples(micro, rank)), build=Penalized, wrap=("PenalizedCell",)
+    ),
+    "an output that depends on no input, on one replica": Scenario(
+        lambda model, micro, rank: model(samples(micro, rank), rank < 2),
+        build=Penalized,
+        wrap=("PenalizedCell",),
+        per_replica=True,
     ),
     "replicated parameters on some ranks": Scenario(optional_gain),
 }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.lightning.running import Run, assert_same, together, worst
 from tests.lightning.test_resume import EXACT, after, assert_goes_on, fit_from
@@ -45,3 +46,17 @@ def test_what_was_rounded_off_is_saved_and_goes_on(degree: int, tmp_path: Path) 
     elsewhere = together(fit_from, knobs, 3, load=saved, ranks=2)
     assert len(elsewhere[0].losses) == len(after(uninterrupted[0], 1).losses)
     assert EXACT["precision"] == "64-true"
+
+
+@pytest.mark.parametrize("whole_file", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_half_precision_parameters_resume_from_float32_weights(whole_file: bool, tmp_path: Path) -> None:
+    """To the last bit, which only weights that were not rounded when they were saved give."""
+    knobs = {"shard_degree": 2, "optimizer_shard": "world", "param_dtype": "bfloat16"}
+    knobs["save_full_state_dict"] = whole_file
+    saved, flags = str(tmp_path / "saved.ckpt"), {"precision": "32-true"}
+    (uninterrupted, *_) = together(fit_from, knobs, 3, **flags)
+    together(fit_from, knobs, 1, save=saved, **flags)
+    for run in together(fit_from, knobs, 3, load=saved, **flags):
+        assert run.losses == after(uninterrupted, 1).losses
+        assert worst(run.weights, uninterrupted.weights)[0] == 0.0
+    assert torch.bfloat16 in {value.dtype for value in uninterrupted.weights.values()}
