@@ -185,7 +185,7 @@ def alone(run: Run) -> tuple[float, dict[str, torch.Tensor]]:
     for part in range(parts):
         model = build(run.model)
         inputs = {key: value.chunk(parts)[part] for key, value in batch.items()}
-        if run.model == "gpt_oss" and run.rows == "packed":
+        if run.model == "gpt_oss" and run.rows == "packed" and run.context > 1:
             inputs["attention_mask"] = separating_masks(inputs["position_ids"], window=5)
         logits = model(**inputs, use_cache=False).logits
         loss = cross_entropy_sum(logits, targets.chunk(parts)[part]) / (targets != -100).sum()
@@ -197,7 +197,7 @@ def alone(run: Run) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def separating_masks(position_ids: torch.Tensor, window: int) -> dict[str, torch.Tensor]:
-    """Masks [B, 1, S, S] to add to the scores, by kind of layer: GPT-OSS makes its own without position_ids."""
+    """Masks [B, 1, S, S] to add to the scores, by kind of layer: those that GPT-OSS makes ignore ``position_ids``."""
     documents = F.pad(position_ids.diff(dim=1) != 1, (1, 0)).cumsum(1)
     places = torch.arange(position_ids.shape[1])
     seen = (documents[:, :, None] == documents[:, None]) & (places[:, None] >= places)

@@ -21,10 +21,11 @@ class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH, dtype=torch.float64)
+        self.sinks = torch.nn.Parameter(torch.tensor([-1.0, 2.0], dtype=torch.float64))
 
     def forward(self, x: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (2, -1)) for part in self.qkv(x).chunk(3, -1))
-        return x + attention(q, k, v, plan, window=9).flatten(2)
+        return x + attention(q, k, v, plan, window=9, sinks=self.sinks).flatten(2)
 
 
 def gradients(way: str, degree: int) -> tuple[list[torch.Tensor], int]:

@@ -29,9 +29,10 @@ def test_frequencies_follow_the_whole_sequence_from_call_to_call(name: str) -> N
     end and on the one that has not; sequences so short that their padding counts further than they do."""
     whole = build(name).model.rotary_emb
     ranks = [build(name) for _ in range(2)]
-    seen = []
+    seen, largest = [], []
     for model in ranks:
         adapt_transformers_models(model)
+        model.model.rotary_emb.register_forward_pre_hook(lambda _, args: largest.append(int(args[1].max())))
     for length in (12, 30, 20, 10, 1, 26):
         x = torch.zeros(1, length, 4, dtype=torch.float64)
         expected = whole(x, torch.arange(length)[None])
@@ -43,6 +44,7 @@ def test_frequencies_follow_the_whole_sequence_from_call_to_call(name: str) -> N
             for mine, theirs in zip(found, expected, strict=True):
                 assert mine.shape == (2, split.plan.local_length, 4)
                 torch.testing.assert_close(mine[:1, real], theirs[:, split.plan.positions(rank)[real]], rtol=0, atol=0)
+        assert largest[-2:] == [length - 1] * 2
         seen.append(whole.inv_freq.tolist())
     assert len({tuple(frequencies) for frequencies in seen}) > 1, "the lengths make no difference"
     with enabled(None):
