@@ -3,7 +3,10 @@
 
     make bench-cluster                                        everything; hours
     python benchmarks/cluster/bench.py --table                the rows of docs/performance.md; about an hour
-    python benchmarks/cluster/bench.py --layouts 2x2 --rates 200mbit --accumulation 1 --rounds 1
+    python benchmarks/cluster/bench.py --layouts 2x2 --rates 200mbit --accumulation 1 --dtypes float32 --keep
+
+Each row is written when it is measured. ``--keep`` keeps what the present result has and this run does not measure, so
+that a long table can be made in pieces; every row says the load of the machine before it.
 
 Nodes x ranks in 2x2, 2x4, 4x2; links of 200 Mbit/s and 1 Gbit/s with 1 ms; 1 and 4 micro-batches; float32 and bfloat16
 parameters. Schemes take turns inside one run (schemes.py), the median of the rounds counts, and times are compared only
@@ -23,6 +26,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,31 +75,47 @@ def run_lab(
     return json.loads(lines[-1])
 
 
-def compare(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
+ROW = ("layout", "rate", "micro", "dtype")
+
+
+def compare(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """``rows`` with one more measured at a time; schemes measured before in the same place stay beside the new ones."""
     for dtype in asked.dtypes:
         for layout in asked.layouts:
             for rate in asked.rates:
                 for micro in asked.accumulation:
-                    names = [name for name in (*PEERS, *OURS) if not asked.schemes or name in asked.schemes]
-                    found = run_lab(sys.executable, names, layout, rate, micro, asked.rounds, dtype)
-                    missing: dict[str, str] = {}
-                    if isinstance(found, str):
-                        raise SystemExit(f"{layout}, {rate}, {micro}: {found}")
-                    for name in DEEPSPEED if dtype == "float32" else ():
-                        if not asked.deepspeed:
-                            missing[name] = "DeepSpeed is not installed"
-                            continue
-                        one = run_lab(asked.deepspeed, [name], layout, rate, micro, asked.rounds, dtype, limit=900)
-                        if isinstance(one, str):
-                            missing[name] = one
-                        else:
-                            found.update(one)
-                    check_losses(found)
-                    row = {"layout": layout, "rate": rate, "micro": micro, "dtype": dtype, "missing": missing}
-                    rows.append({**row, "schemes": found})
-                    print(table([rows[-1]]), flush=True)
-    return rows
+                    place = dict(zip(ROW, (layout, rate, micro, dtype), strict=True))
+                    row = next((old for old in rows if all(old[key] == place[key] for key in ROW)), None)
+                    if row is None:
+                        row = {**place, "load_before": 0.0, "missing": {}, "schemes": {}}
+                        rows.append(row)
+                    measure(row, asked)
+                    check_losses(row["schemes"])
+                    print(table([row]), flush=True)
+                    yield rows
+
+
+def measure(row: dict[str, Any], asked: argparse.Namespace) -> None:
+    """Run the schemes asked for on the row's cluster."""
+    where = [row[key] for key in ("layout", "rate", "micro")]
+    row["load_before"] = max(row["load_before"], os.getloadavg()[0])
+    names = [name for name in (*PEERS, *OURS) if not asked.schemes or name in asked.schemes]
+    if names:
+        found = run_lab(sys.executable, names, *where, asked.rounds, row["dtype"])
+        if isinstance(found, str):
+            raise SystemExit(f"{where}: {found}")
+        row["schemes"].update(found)
+    for name in DEEPSPEED if row["dtype"] == "float32" else ():
+        if asked.schemes and name not in asked.schemes:
+            continue
+        found = "DeepSpeed is not installed"
+        if asked.deepspeed:
+            found = run_lab(asked.deepspeed, [name], *where, asked.rounds, row["dtype"], limit=900)
+        if isinstance(found, str):
+            row["missing"][name] = found
+        else:
+            row["missing"].pop(name, None)
+            row["schemes"].update(found)
 
 
 def check_losses(found: dict[str, Any]) -> None:
@@ -179,29 +199,39 @@ def main() -> None:
     parser.add_argument("--deepspeed", help="python of an environment with DeepSpeed")
     parser.add_argument("--table", action="store_true", help="only the rows of docs/performance.md")
     parser.add_argument("--no-scaling", action="store_true")
+    parser.add_argument("--keep", action="store_true", help="keep what the result has and this run does not measure")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     if platform.system() != "Linux" or os.geteuid():
         raise SystemExit("the cluster is made of network namespaces: run this on Linux as root")
     if asked.table:
         asked.rates, asked.dtypes = ["200mbit"], ["float32"]
-    rows = compare(asked)
-    scaling = [] if asked.no_scaling else scale(asked)
-    machine = {
-        "cpus": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "torch": torch.__version__,
-        "system": platform.platform(),
-    }
-    asked.out.write_text(json.dumps({"machine": machine, "rows": rows, "scaling": scaling}, indent=1) + "\n")
-    draw(rows, asked.out.with_suffix(".png"))
-    if asked.out == RESULTS:
-        write_page(machine, rows, scaling)
+    kept = json.loads(asked.out.read_text()) if asked.keep and asked.out.exists() else {"rows": [], "scaling": []}
+    for rows in compare(asked, kept["rows"]):
+        kept["rows"] = rows
+        write(asked.out, kept)
+    if not asked.no_scaling:
+        kept["scaling"] = scale(asked)
+        write(asked.out, kept)
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """The result, its chart and, for the committed one, the page."""
+    machine = {"cpus": os.cpu_count(), "torch": torch.__version__, "system": platform.platform()}
+    result["machine"] = machine
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    draw(result["rows"], path.with_suffix(".png"))
+    if path == RESULTS:
+        write_page(machine, result["rows"], result["scaling"])
 
 
 def write_page(machine: dict[str, Any], rows: list[dict[str, Any]], scaling: list[dict[str, Any]]) -> None:
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN, 1)
-    said = f"Measured on {machine['cpus']} CPU cores, torch {machine['torch']}, load {machine['load']:.1f} at the end."
+    load = max((row["load_before"] for row in rows), default=0.0)
+    said = (
+        f"Measured on {machine['cpus']} CPU cores, torch {machine['torch']}; "
+        f"the machine's load before a row was {load:.1f} at most."
+    )
     grown = [
         f"| {row['nodes']} | {statistics.median(row['seconds']):.2f} | {row['efficiency']:.3f} |" for row in scaling
     ]

@@ -39,12 +39,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from smp_core.comm.exchange import exchange
-from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
-from smp_core.topology import Topology
-
 OURS: dict[str, dict[str, Any]] = {
     "ours-world": {"shard_degree": "world"},
     "ours-world-int8": {"shard_degree": "world", "quantized_all_gather": "int8"},
@@ -125,6 +119,8 @@ class RingReduceScatter:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+        from smp_core.comm.exchange import exchange
+
         ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
         n = len(ranks)
         chunks = input_tensor.view(n, -1)
@@ -145,6 +141,12 @@ class Run:
         self.after: Callable[[], None] = int  # nothing
         model: Any = Model(compute)
         if scheme in OURS:
+            # Here and not above: DeepSpeed's environment runs this file too, without what smp_core needs.
+            from smp_core.config import SmpConfig
+            from smp_core.mesh import SmpMesh
+            from smp_core.parallelize import parallelize_model
+            from smp_core.topology import Topology
+
             config = SmpConfig(**OURS[scheme], param_dtype=param_dtype, forward_prefetch=1)
             mesh, config = SmpMesh.build(config, Topology.discover(), "cpu")
             parallel = parallelize_model(model, mesh, config)
@@ -190,37 +192,40 @@ class Run:
         return total
 
 
+def start_deepspeed() -> None:
+    """Its process group. Two of its calls do not exist on gloo and are replaced by ones with the same traffic."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ["NDEV_PER_NODE"] = os.environ["LOCAL_WORLD_SIZE"]
+    import logging
+
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at the start
+
+    def all_gather_coalesced(self: Any, outputs: Any, inputs: Any, group: Any = None, async_op: bool = False) -> Any:
+        works = [
+            dist.all_gather_into_tensor(o, i, group=group, async_op=True) for o, i in zip(outputs, inputs, strict=True)
+        ]
+
+        class Handle:
+            def wait(self) -> None:
+                for work in works:
+                    work.wait()
+
+        return Handle() if async_op else Handle().wait()
+
+    sys.modules["deepspeed.comm.torch"].TorchBackend.all_gather_coalesced = all_gather_coalesced
+    deepspeed.comm.has_all_reduce_coalesced = lambda: False
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
 class DeepSpeedRun:
-    """ZeRO-3 and MiCS. Two of its calls do not exist on gloo and are replaced by ones with the same traffic."""
+    """ZeRO-3 and MiCS."""
 
     def __init__(self, scheme: str, micro_batches: int) -> None:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ["NDEV_PER_NODE"] = os.environ["LOCAL_WORLD_SIZE"]
-        import logging
-
         import deepspeed
 
-        deepspeed.utils.logger.setLevel(logging.ERROR)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at the start
-
-        def all_gather_coalesced(
-            self: Any, outputs: Any, inputs: Any, group: Any = None, async_op: bool = False
-        ) -> Any:
-            works = [
-                dist.all_gather_into_tensor(o, i, group=group, async_op=True)
-                for o, i in zip(outputs, inputs, strict=True)
-            ]
-
-            class Handle:
-                def wait(self) -> None:
-                    for work in works:
-                        work.wait()
-
-            return Handle() if async_op else Handle().wait()
-
-        sys.modules["deepspeed.comm.torch"].TorchBackend.all_gather_coalesced = all_gather_coalesced
-        deepspeed.comm.has_all_reduce_coalesced = lambda: False
-        deepspeed.init_distributed("gloo", verbose=False)
         zero: dict[str, Any] = {
             "stage": 3,
             "contiguous_gradients": True,
@@ -246,6 +251,11 @@ class DeepSpeedRun:
         torch.manual_seed(0)
         with init(config_dict_or_path=config):
             model = Model()
+        if scheme == "mics":
+            # DeepSpeed 0.19.6 sums gradients over the group written on a parameter before the optimizer's own, and
+            # MiCS_Init writes the world there: the nodes then wait for one another in different collectives.
+            for parameter in model.parameters():
+                parameter.ds_process_group = parameter.comm.param_shard_group
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         self.engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
         self.metered = None
@@ -300,8 +310,11 @@ def main() -> None:
     names, k = asked.schemes.split(","), int(os.environ["LOCAL_WORLD_SIZE"])
     half = asked.param_dtype == "bfloat16"
     with_deepspeed = any(name in DEEPSPEED for name in names)
-    if not with_deepspeed:
+    if with_deepspeed:
+        start_deepspeed()
+    else:
         dist.init_process_group("gloo")
+    watch = dist.new_group()  # measuring never touches the schemes' groups
     runs: dict[str, Any] = {}
     for name in names:
         runs[name] = (
@@ -310,7 +323,6 @@ def main() -> None:
             else Run(name, "bfloat16" if half else None, asked.compute_ms / 1e3)
         )
     rank, world = dist.get_rank(), dist.get_world_size()
-    watch = dist.new_group(list(range(world)))  # measuring never touches the schemes' groups
     found: dict[str, dict[str, Any]] = {
         n: {"seconds": [], "node_bytes": [], "metered": [], "losses": []} for n in names
     }
