@@ -6,7 +6,7 @@
     python benchmarks/cluster/bench.py --layouts 2x2 --rates 200mbit --accumulation 1 --dtypes float32 --keep
 
 Each row is written when it is measured. ``--keep`` keeps what the present result has and this run does not measure, so
-that a long table can be made in pieces; every row says the load of the machine before it.
+that a long table can be made in pieces; every row says how busy the cores were before it.
 
 Nodes x ranks in 2x2, 2x4, 4x2; links of 200 Mbit/s and 1 Gbit/s with 1 ms; 1 and 4 micro-batches; float32 and bfloat16
 parameters. Schemes take turns inside one run (schemes.py), the median of the rounds counts, and times are compared only
@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from schemes import DEEPSPEED, EXACT, OURS, PEERS
 
@@ -87,7 +88,7 @@ def compare(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[l
                     place = dict(zip(ROW, (layout, rate, micro, dtype), strict=True))
                     row = next((old for old in rows if all(old[key] == place[key] for key in ROW)), None)
                     if row is None:
-                        row = {**place, "load_before": 0.0, "missing": {}, "schemes": {}}
+                        row = {**place, "busy_before": 0.0, "missing": {}, "schemes": {}}
                         rows.append(row)
                     measure(row, asked)
                     check_losses(row["schemes"])
@@ -98,7 +99,7 @@ def compare(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[l
 def measure(row: dict[str, Any], asked: argparse.Namespace) -> None:
     """Run the schemes asked for on the row's cluster."""
     where = [row[key] for key in ("layout", "rate", "micro")]
-    row["load_before"] = max(row["load_before"], os.getloadavg()[0])
+    row["busy_before"] = max(row["busy_before"], psutil.cpu_percent(interval=2.0))
     names = [name for name in (*PEERS, *OURS) if not asked.schemes or name in asked.schemes]
     if names:
         found = run_lab(sys.executable, names, *where, asked.rounds, row["dtype"])
@@ -227,10 +228,10 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 def write_page(machine: dict[str, Any], rows: list[dict[str, Any]], scaling: list[dict[str, Any]]) -> None:
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN, 1)
-    load = max((row["load_before"] for row in rows), default=0.0)
+    busy = max((row["busy_before"] for row in rows), default=0.0)
     said = (
         f"Measured on {machine['cpus']} CPU cores, torch {machine['torch']}; "
-        f"the machine's load before a row was {load:.1f} at most."
+        f"other programs took {busy:.0f} % of them before a row at most."
     )
     grown = [
         f"| {row['nodes']} | {statistics.median(row['seconds']):.2f} | {row['efficiency']:.3f} |" for row in scaling
