@@ -11,7 +11,8 @@ collectives per optimizer step:
 
 Communication that can hide behind compute is taken to do so up to the compute time (``--overlap``, 0 to 1). Without
 --links the cluster is 8 devices per node, 450 GB/s inside and 50 GB/s (400 Gbit/s) per node between, 5 and 20 us.
---check predicts the lab's rows from its own link rate and compares with what was measured there.
+--check predicts the lab's rows from its link rate and what its steps take without communication, and compares with what
+was measured there.
 """
 
 from __future__ import annotations
@@ -139,11 +140,11 @@ def lab_prediction(row: dict[str, Any], compute: float, inside: float = 1.2e9) -
     }
 
 
-def check(path: Path, compute: float) -> list[tuple[str, str, float, float]]:
+def check(path: Path) -> list[tuple[str, str, float, float]]:
     """(row, scheme, measured, predicted) of a lab's results."""
     found = []
     for row in json.loads(path.read_text())["rows"]:
-        predicted = lab_prediction(row, compute)
+        predicted = lab_prediction(row, statistics.median(row["schemes"]["alone"]["seconds"]) / row["micro"])
         where = f"{row['layout']}, {row['rate']}, {row['micro']}, {row['dtype']}"
         for name, seconds in predicted.items():
             found.append((where, name, statistics.median(row["schemes"][name]["seconds"]), seconds))
@@ -177,13 +178,10 @@ def main() -> None:
     parser.add_argument("--degree", type=int, default=16, help="ranks of a partition group of MiCS and ours-node")
     parser.add_argument("--overlap", type=float, default=0.8)
     parser.add_argument("--check", type=Path, help="a result of benchmarks/cluster/bench.py")
-    parser.add_argument(
-        "--lab-compute", type=float, default=0.25, help="the lab's compute per micro-batch, for --check"
-    )
     parser.add_argument("--png", type=Path)
     asked = parser.parse_args()
     if asked.check:
-        for where, name, measured, predicted in check(asked.check, asked.lab_compute):
+        for where, name, measured, predicted in check(asked.check):
             off = predicted / measured - 1
             print(f"{where:32} {name:18} measured {measured:6.2f} predicted {predicted:6.2f} {off:+.0%}")
         return

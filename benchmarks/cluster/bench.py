@@ -32,13 +32,14 @@ from typing import Any
 
 import psutil
 import torch
-from schemes import DEEPSPEED, EXACT, OURS, PEERS
+from schemes import ALONE, DEEPSPEED, EXACT, OURS, PEERS, WIDTH
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "cluster.json"
 PAGE = HERE.parents[1] / "docs" / "performance.md"
 BEGIN, END = "<!-- from benchmarks/results/cluster.json -->\n", "<!-- end -->\n"
-COMPUTE_MS = 25.0
+# Of the part with emulated compute: milliseconds of a block's forward, half of its backward.
+COMPUTE_MS, SCALING_WIDTH, SCALING = 100.0, 256, ("hsdp-two-hop", "ours-node")
 
 
 def rates(text: str) -> float:
@@ -57,6 +58,7 @@ def run_lab(
     dtype: str,
     *,
     compute_ms: float = 0.0,
+    width: int = WIDTH,
     limit: int = 7200,
 ) -> dict[str, Any] | str:
     """What schemes.py found on one emulated cluster, or why there is nothing."""
@@ -65,9 +67,8 @@ def run_lab(
     lab += ["--rate", rate, "--delay", "1ms", "--timeout", str(limit), "--", python, str(HERE / "schemes.py")]
     program = ["--schemes", ",".join(names), "--micro", str(micro), "--rounds", str(rounds), "--param-dtype", dtype]
     environ = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*lab, *program, "--compute-ms", str(compute_ms)], capture_output=True, text=True, env=environ
-    )
+    program += ["--compute-ms", str(compute_ms), "--width", str(width)]
+    done = subprocess.run([*lab, *program], capture_output=True, text=True, env=environ)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode == 124:
         return f"did not end within {limit} s"
@@ -100,7 +101,7 @@ def measure(row: dict[str, Any], asked: argparse.Namespace) -> None:
     """Run the schemes asked for on the row's cluster."""
     where = [row[key] for key in ("layout", "rate", "micro")]
     row["busy_before"] = max(row["busy_before"], psutil.cpu_percent(interval=2.0))
-    names = [name for name in (*PEERS, *OURS) if not asked.schemes or name in asked.schemes]
+    names = [name for name in (ALONE, *PEERS, *OURS) if not asked.schemes or name in asked.schemes]
     if names:
         found = run_lab(sys.executable, names, *where, asked.rounds, row["dtype"])
         if isinstance(found, str):
@@ -125,46 +126,103 @@ def check_losses(found: dict[str, Any]) -> None:
     turns = range(len(found[names[0]]["losses"]))
     expected = [statistics.median(found[name]["losses"][turn] for name in names) for turn in turns]
     for name, result in found.items():
+        if name == ALONE:
+            continue
         bound = 5e-3 if name in EXACT else 5e-2
         result["losses_agree"] = all(
             abs(ours - theirs) <= bound * abs(theirs) for ours, theirs in zip(result["losses"], expected, strict=True)
         )
 
 
+def compute_alone(row: dict[str, Any]) -> float:
+    """Seconds of the row's step without communication; nan if it was not measured."""
+    return statistics.median(row["schemes"].get(ALONE, {"seconds": [float("nan")]})["seconds"])
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| nodes x ranks, link, micro-batches, dtype | scheme | s per step (min-max) | x bound | MB out of a node "
+        "| nodes x ranks, link, micro-batches, dtype | scheme | s per step (min-max) | x floor | MB out of a node "
         "| lower bound MB | counters / meter | losses agree |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         where = f"{row['layout']}, {row['rate']}, {row['micro']}, {row['dtype']}"
+        alone = compute_alone(row)
+        lines.append(f"| {where} | {ALONE} | {alone:.2f} | | | | | |")
         for name, result in row["schemes"].items():
+            if name == ALONE:
+                continue
             seconds = statistics.median(result["seconds"])
             out, bound = statistics.fmean(result["node_bytes"]), result["lower_bound"]
             metered = statistics.fmean(result["metered"])
             lines.append(
                 f"| {where} | {name} | {seconds:.2f} ({min(result['seconds']):.2f}-{max(result['seconds']):.2f}) "
-                f"| {seconds * rates(row['rate']) / bound:.2f} | {out / 1e6:.1f} | {bound / 1e6:.1f} "
+                f"| {seconds / (bound / rates(row['rate']) + alone):.2f} | {out / 1e6:.1f} | {bound / 1e6:.1f} "
                 f"| {f'{out / metered:.3f}' if metered else '-'} | {'yes' if result['losses_agree'] else 'NO'} |"
             )
         lines += [f"| {where} | {name} | {why} | | | | | |" for name, why in row["missing"].items()]
     return "\n".join(lines)
 
 
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Seconds per step, a line for each cluster."""
+    columns = {
+        "DeepSpeed ZeRO-3": ["ds3"],
+        "FSDP2 (true ring)": ["fsdp", "fsdp-ring"],
+        "DeepSpeed MiCS, in node": ["mics"],
+        "FSDP2 HSDP, in node, two-hop": ["hsdp-two-hop"],
+        "ours, sharded over all nodes: exact / int8 gathers / int8 both ways": [
+            "ours-world",
+            "ours-world-int8",
+            "ours-world-int8-both",
+        ],
+        "ours, sharded in the node: exact / bf16 replicas / int8 replicas": [
+            "ours-node",
+            "ours-node-bf16",
+            "ours-node-int8",
+        ],
+    }
+
+    def seconds(row: dict[str, Any], name: str) -> str:
+        return f"{statistics.median(row['schemes'][name]['seconds']):.2f}" if name in row["schemes"] else "-"
+
+    lines = ["| nodes x ranks, link, micro-batches, dtype | " + " | ".join(columns) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for row in rows:
+        cells = []
+        for title, names in columns.items():
+            found = [seconds(row, name) for name in names]
+            cells.append(f"{found[0]} ({found[1]})" if "true ring" in title else " / ".join(found))
+        where = f"{row['layout']}, {row['rate']}, {row['micro']}, {row['dtype']}"
+        lines.append(f"| {where} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def scale(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Emulated compute, 1 -> 2 -> 4 nodes of two ranks, four micro-batches, sharded in the node."""
+    """Emulated compute, 1 -> 2 -> 4 nodes of two ranks, four micro-batches, sharded in the node.
+
+    A small model with long sleeps: eight ranks' real arithmetic on the machine's cores would be measured otherwise.
+    """
     rows = []
     for nodes in (1, 2, 4):
         found = run_lab(
-            sys.executable, ["ours-node"], f"{nodes}x2", "1gbit", 4, asked.rounds, "float32", compute_ms=COMPUTE_MS
+            sys.executable,
+            list(SCALING),
+            f"{nodes}x2",
+            "1gbit",
+            4,
+            asked.rounds,
+            "float32",
+            compute_ms=COMPUTE_MS,
+            width=SCALING_WIDTH,
         )
         if isinstance(found, str):
             raise SystemExit(f"scaling, {nodes} nodes: {found}")
-        rows.append({"nodes": nodes, "seconds": found["ours-node"]["seconds"]})
-    alone = statistics.median(rows[0]["seconds"])
-    for row in rows:
-        row["efficiency"] = alone / statistics.median(row["seconds"])
+        rows += [{"nodes": nodes, "scheme": name, "seconds": found[name]["seconds"]} for name in SCALING]
+        for row in rows[-len(SCALING) :]:
+            alone = next(one for one in rows if one["scheme"] == row["scheme"])
+            row["efficiency"] = statistics.median(alone["seconds"]) / statistics.median(row["seconds"])
+            print(f"{nodes} nodes, {row['scheme']}: {row['seconds']}, efficiency {row['efficiency']:.3f}", flush=True)
     return rows
 
 
@@ -200,15 +258,23 @@ def main() -> None:
     parser.add_argument("--deepspeed", help="python of an environment with DeepSpeed")
     parser.add_argument("--table", action="store_true", help="only the rows of docs/performance.md")
     parser.add_argument("--no-scaling", action="store_true")
+    parser.add_argument("--only-scaling", action="store_true")
     parser.add_argument("--keep", action="store_true", help="keep what the result has and this run does not measure")
+    parser.add_argument("--report", action="store_true", help="measure nothing: chart and page from the result")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     if platform.system() != "Linux" or os.geteuid():
         raise SystemExit("the cluster is made of network namespaces: run this on Linux as root")
     if asked.table:
         asked.rates, asked.dtypes = ["200mbit"], ["float32"]
-    kept = json.loads(asked.out.read_text()) if asked.keep and asked.out.exists() else {"rows": [], "scaling": []}
-    for rows in compare(asked, kept["rows"]):
+    kept = (
+        json.loads(asked.out.read_text())
+        if (asked.keep or asked.report) and asked.out.exists()
+        else {"rows": [], "scaling": []}
+    )
+    if asked.report:
+        return write(asked.out, kept)
+    for rows in () if asked.only_scaling else compare(asked, kept["rows"]):
         kept["rows"] = rows
         write(asked.out, kept)
     if not asked.no_scaling:
@@ -218,8 +284,7 @@ def main() -> None:
 
 def write(path: Path, result: dict[str, Any]) -> None:
     """The result, its chart and, for the committed one, the page."""
-    machine = {"cpus": os.cpu_count(), "torch": torch.__version__, "system": platform.platform()}
-    result["machine"] = machine
+    machine = result["machine"] = {"cpus": os.cpu_count(), "torch": torch.__version__, "system": platform.platform()}
     path.write_text(json.dumps(result, indent=1) + "\n")
     draw(result["rows"], path.with_suffix(".png"))
     if path == RESULTS:
@@ -234,11 +299,21 @@ def write_page(machine: dict[str, Any], rows: list[dict[str, Any]], scaling: lis
         f"other programs took {busy:.0f} % of them before a row at most."
     )
     grown = [
-        f"| {row['nodes']} | {statistics.median(row['seconds']):.2f} | {row['efficiency']:.3f} |" for row in scaling
+        f"| {row['nodes']} | {row['scheme']} | {statistics.median(row['seconds']):.2f} | {row['efficiency']:.3f} |"
+        for row in scaling
     ]
     if grown:
-        grown = ["", "| nodes | s per step | efficiency |", "|---|---|---|", *grown]
-    text = "\n".join(["", said, "", table(rows), *grown, "", ""])
+        grown = [
+            "",
+            "With emulated compute, 1 Gbit/s, four micro-batches:",
+            "",
+            "| nodes | scheme | s per step | efficiency |",
+            "|---|---|---|---|",
+            *grown,
+        ]
+    text = "\n".join(
+        ["", said, "", "Seconds per step:", "", summary(rows), *grown, "", "All of it:", "", table(rows), "", ""]
+    )
     PAGE.write_text(before + BEGIN + text + END + rest.split(END, 1)[1], encoding="utf-8")
 
 

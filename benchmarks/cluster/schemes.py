@@ -10,6 +10,7 @@ JSON.
     ddp, fsdp, fsdp-ring, hsdp, hsdp-two-hop    torch's own; ring: with the traffic of NCCL's reduce-scatter (gloo's is
                                                 a whole all-reduce); two-hop: replicas are reduced in the last
                                                 micro-batch only
+    alone                                       the same steps without communication: what the arithmetic takes
     ds3, mics                                   DeepSpeed ZeRO-3 and MiCS (in the node); need DeepSpeed installed
     ours-...                                    this project: sharded over the world, over the node, or not at all
 
@@ -50,6 +51,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours-node-optimizer": {"shard_degree": "node", "optimizer_shard": "world"},
     "ours-replicas": {"shard_degree": 1},
 }
+ALONE = "alone"
 PEERS = ("ddp", "fsdp", "fsdp-ring", "hsdp", "hsdp-two-hop")
 DEEPSPEED = ("ds3", "mics")
 EXACT = (*PEERS, *DEEPSPEED, *(n for n in OURS if "int8" not in n and "bf16" not in n))
@@ -73,12 +75,12 @@ class Sleep(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self, compute: float) -> None:
+    def __init__(self, compute: float, width: int) -> None:
         super().__init__()
         self.compute = compute
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.compute:
@@ -91,13 +93,13 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """23 million parameters; returns the next-token loss."""
+    """23 million parameters (7 at width 256); returns the next-token loss."""
 
-    def __init__(self, compute: float = 0.0) -> None:
+    def __init__(self, compute: float = 0.0, width: int = WIDTH) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(compute) for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(compute, width) for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens[:, :-1])
@@ -134,12 +136,12 @@ class RingReduceScatter:
 class Run:
     """One scheme: ``step(number, micro_batches) -> this rank's mean loss``."""
 
-    def __init__(self, scheme: str, param_dtype: str | None, compute: float) -> None:
+    def __init__(self, scheme: str, param_dtype: str | None, compute: float, width: int) -> None:
         self.scheme, self.rank, self.metered = scheme, dist.get_rank(), None
         torch.manual_seed(0)
         self.before: Callable[[bool], Any] = contextlib.nullcontext
         self.after: Callable[[], None] = int  # nothing
-        model: Any = Model(compute)
+        model: Any = Model(compute, width)
         if scheme in OURS:
             # Here and not above: DeepSpeed's environment runs this file too, without what smp_core needs.
             from smp_core.config import SmpConfig
@@ -154,6 +156,8 @@ class Run:
             parallel.prepare_optimizer(self.optimizer)
             self.before = lambda last: parallel.window.accumulate(not last)
             self.metered, self.after = parallel.meter, parallel.meter.close_step
+        elif scheme == ALONE:
+            self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         elif scheme == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
             self.before = lambda last: contextlib.nullcontext() if last else self.model.no_sync()
@@ -270,13 +274,15 @@ class DeepSpeedRun:
         return total
 
 
-def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool) -> float:
+def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool, width: int) -> float:
     """Bytes that have to leave a node per optimizer step in the scheme, with float32 sums: every unit's gathers and
     reductions, each byte once over the link; peers by the ring over ranks in order."""
-    model = Model()
+    model = Model(width=width)
     m = sum(p.numel() for p in model.parameters()) * 4.0
     root = m - sum(p.numel() for p in model.blocks.parameters()) * 4.0
     world, gathered = nodes * k, (root + 2 * (m - root)) * (0.5 if half else 1.0)
+    if scheme == ALONE:
+        return 0.0
     code = (1 + 4 / 256) / 4
     across = (nodes - 1) / nodes
     if scheme in ("ddp", "fsdp", "fsdp-ring"):
@@ -304,6 +310,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--param-dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--compute-ms", type=float, default=0.0)
+    parser.add_argument("--width", type=int, default=WIDTH, help="of the transformer; not for DeepSpeed")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -320,7 +327,7 @@ def main() -> None:
         runs[name] = (
             DeepSpeedRun(name, asked.micro)
             if name in DEEPSPEED
-            else Run(name, "bfloat16" if half else None, asked.compute_ms / 1e3)
+            else Run(name, "bfloat16" if half else None, asked.compute_ms / 1e3, asked.width)
         )
     rank, world = dist.get_rank(), dist.get_world_size()
     found: dict[str, dict[str, Any]] = {
@@ -349,7 +356,7 @@ def main() -> None:
             found[name]["metered"].append(max(sum(float(rows[node * k + i][2]) for i in range(k)) for node in nodes))
     if rank == 0:
         for name in names:
-            bound = lower_bound(name, world // k, k, asked.micro, half) if world > k else 0.0
+            bound = lower_bound(name, world // k, k, asked.micro, half, asked.width) if world > k else 0.0
             found[name]["lower_bound"] = bound
         print(json.dumps(found), flush=True)
     dist.barrier(group=watch)
