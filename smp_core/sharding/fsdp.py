@@ -162,14 +162,25 @@ class ShardedUnit:
 
     @torch.no_grad()
     def store_in(self, dtype: torch.dtype, indices: Iterable[int]) -> None:
-        """From now on these parameters' shards are stored in ``dtype``; they stay the same objects."""
+        """From now on these parameters' shards are stored in ``dtype``; they stay the same objects.
+
+        Raises:
+            ValueError: somebody refers weakly to one of them, which torch then cannot exchange.
+        """
         cast(Any, self.module).reshard()
         for index in indices:
             parameter = self._fsdp_parameters[index]
             kept = parameter.sharded_param
             stored = nn.Parameter(kept.detach().to(dtype), requires_grad=kept.requires_grad)
             stored.__dict__.update(kept.__dict__)  # what others have noted on it
-            torch.utils.swap_tensors(kept, stored)
+            try:
+                torch.utils.swap_tensors(kept, stored)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{self.names[index]} cannot be stored in {dtype} any more ({error}): something refers to it, for "
+                    "example code that was compiled by a forward before the optimizer was made; make the optimizer "
+                    "first, or write optimizer_shard='shard'"
+                ) from error
             parameter.reset_sharded_param()
         cast(Any, self.module)._get_fsdp_state()._fsdp_param_group._init_mp_dtypes()
 

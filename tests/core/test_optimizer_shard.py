@@ -6,6 +6,7 @@ float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another 
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,22 @@ def test_updated_parameters_travel_in_half_the_bytes() -> None:
     for (half,), (full,) in zip(mixed, whole, strict=True):
         assert full.stored == {torch.float32}
         assert half.gathered_between_nodes == full.gathered_between_nodes / 2 > 0
+
+
+def referred_to_weakly() -> str:
+    parallel = parallel_model(bf16_model("mixed"), **RECIPES["mixed"], shard_degree=2, optimizer_shard="world")
+    parameter = next(parallel.module.blocks[0].parameters())
+    reference = weakref.ref(parameter)
+    try:
+        parallel.prepare_optimizer(momentum(parallel.module.parameters()))
+    except ValueError as error:
+        return str(error)
+    return f"accepted: {reference}"
+
+
+def test_a_parameter_that_cannot_be_exchanged_is_named() -> None:
+    for said in run_ranks(referred_to_weakly, 4, ranks_per_node=2):
+        assert "blocks.0.attention_norm.weight cannot be stored in torch.bfloat16" in said and "weakref" in said
 
 
 def moved(save: str, before: dict[str, Any], later: dict[str, Any]) -> HalfPrecisionRun:
