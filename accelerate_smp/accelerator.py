@@ -1,8 +1,8 @@
 """SmpAccelerator: smp_core under Accelerate's API.
 
-Sharding is done by :func:`smp_core.parallelize.parallelize_model`, called from ``prepare_model``, and not by
-Accelerate's own ``fsdp2_prepare_model`` with our objects attached afterwards: one engine for both faces, with the same
-units, initial weights and refusals. Accelerate's way (1.15) also
+Sharding is done by :func:`smp_core.parallelize.parallelize_model`, called from ``prepare_model`` (through
+:mod:`accelerate_smp.sharding`), and not by Accelerate's own ``fsdp2_prepare_model`` with our objects attached
+afterwards: one engine for both faces, with the same units, initial weights and refusals. Accelerate's way (1.15) also
 
 - does nothing on CPU: the FSDP plugin is dropped there and the model wrapped in DDP,
 - refuses 0-d parameters and units of several dtypes, and replicas that are not sharded (no shard mesh for FSDP),
@@ -37,6 +37,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
+from accelerate.utils import InitProcessGroupKwargs
 from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,19 +50,16 @@ from accelerate_smp.endings import stop_watching, watch_ranks
 from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.parallelism import SmpParallelism
 from accelerate_smp.sequences import SharedSequencesAccelerator
-from smp_core.adoption import adopt_sharded_model
+from accelerate_smp.sharding import shard
 from smp_core.checkpoint import AsyncCheckpointer, full_state_dict
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.knob_rules import unknown_knob
 from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
-from smp_core.planning.memory import smallest_shard_degree
-from smp_core.sharding.given import given_sharding
+from smp_core.parallelize import ParallelModel
 from smp_core.sharding.grad_norm import clip_grad_norm_, clip_grad_value_, grad_norm, settle_nonfinite
 from smp_core.sharding.grad_scaler import ShardedGradScaler
-from smp_core.sharding.wrap import plan_units
 from smp_core.topology import Topology
 
 logger = logging.getLogger("smp")
@@ -81,7 +79,8 @@ class SmpAccelerator(SharedSequencesAccelerator):
 
     Raises:
         ValueError: an unknown keyword (with the nearest knob), a knob that is not built yet, degrees that do not
-            multiply to the number of processes, fp8 or fp16 where they cannot run, DeepSpeed or Megatron-LM.
+            multiply to the number of processes, fp8 or fp16 where they cannot run, a process group that cannot send
+            from this device, DeepSpeed or Megatron-LM.
     """
 
     def __init__(
@@ -128,10 +127,12 @@ class SmpAccelerator(SharedSequencesAccelerator):
             )
         check_world(parallelism, self.num_processes)
         if self.use_distributed and dist.is_initialized():
+            _check_backend(self.device, self.init_handler)
             self._topology = Topology.discover()
             self._watch = watch_ranks()
             if self.smp_config.shard_degree != "auto":
-                self.smp_config = self._build_mesh(self.smp_config)
+                mesh, self.smp_config = SmpMesh.build(self.smp_config, self._topology, self.device)
+                self._adopt_mesh(mesh)
         elif self.smp_config != SmpConfig():
             lost = "nothing is sharded" + (" or computed in FP8" if self.smp_config.fp8 is not None else "")
             logger.warning("one process: %s; start with torchrun or `accelerate-smp launch`", lost)
@@ -171,7 +172,6 @@ class SmpAccelerator(SharedSequencesAccelerator):
         if parallel_of(model) is None and not self.verify_device_map(model):
             handle = self._parallelize(model)
             attach(model, handle)
-            model.register_forward_hook(_after_evaluation(handle))
             if handle.context is not None:
                 self.run_over_ranks(model)
         # What is left for Accelerate is autocast and torch.compile.
@@ -179,34 +179,11 @@ class SmpAccelerator(SharedSequencesAccelerator):
 
     def _parallelize(self, model: nn.Module) -> ParallelModel:
         assert self._topology is not None
-        on_gpu = self.device.type == "cuda"  # first: says so when the state was reset since
-        config = self.smp_config
-        if self.scaler is not None:
-            config = config.with_resolved("on_nonfinite_grad_norm", "ignore", "the gradient scaler skips such steps")
-        given = given_sharding(model)
-        if given is None and config.param_dtype == "auto":
-            mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(self.mixed_precision) if self.native_amp else None
-            config = config.with_resolved("param_dtype", mixed, f"mixed_precision={self.mixed_precision!r}")
-        if self.smp_mesh is None:
-            if given is not None:
-                config = config.with_resolved("shard_degree", given.degree, "as the model came")
-            elif config.shard_degree == "auto":
-                memory = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else None
-                units = plan_units(model, config).unit_parameters()
-                degree, why, _ = smallest_shard_degree(model, self._topology, config, memory, units=units)
-                config = config.with_resolved("shard_degree", degree, why)
-            config = self._build_mesh(config)
         first = all(parallel_of(prepared) is None for prepared in self._models)
         before = list(model.named_parameters(remove_duplicate=False))
-        if given is not None and self.mesh.context_degree > 1:
-            raise ValueError(
-                f"context_parallel_degree={self.mesh.context_degree} and a model that came sharded "
-                f"({type(model).__name__}); load it whole, SmpAccelerator shards it"
-            )
-        if given is not None:
-            handle = adopt_sharded_model(model, self.mesh, config, given)
-        else:
-            handle = parallelize_model(model, self.mesh, config, cast_forward_inputs=not self.native_amp)
+        handle = shard(model, self.smp_config, self._topology, self, self.smp_mesh)
+        if self.smp_mesh is None:
+            self._adopt_mesh(handle.mesh)
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before:
             if after[name] is not parameter:
@@ -219,12 +196,8 @@ class SmpAccelerator(SharedSequencesAccelerator):
                 console.print(handle.describe())
         return handle
 
-    def _build_mesh(self, config: SmpConfig) -> SmpConfig:
-        """Make axes and groups for a known degree. Returns the config with what took effect. Collective."""
-        assert self._topology is not None
-        self.smp_mesh, config = SmpMesh.build(config, self._topology, self.device)
-        self._parallelism = SmpParallelism.of(self.smp_mesh)
-        return config
+    def _adopt_mesh(self, mesh: SmpMesh) -> None:
+        self.smp_mesh, self._parallelism = mesh, SmpParallelism.of(mesh)
 
     @property
     def mesh(self) -> SmpMesh:
@@ -440,22 +413,22 @@ class SmpAccelerator(SharedSequencesAccelerator):
                 return
 
 
-def _after_evaluation(handle: ParallelModel) -> Any:
-    """FSDP2 keeps the root gathered after a forward, for backward; without one ``model.parameters()`` would stay the
-    gathered ones, and an optimizer made after an evaluation would step those."""
-
-    def after_evaluation(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            handle.reshard()
-
-    return after_evaluation
-
-
 def _must_say_cpu() -> bool:
     """Accelerate takes a CPU process for a single one unless it is told, even under torchrun. Its ``_shared_state`` is
     the only sign that no state has been made yet."""
     launched = int(os.environ.get("LOCAL_RANK", -1)) != -1
     return launched and not torch.accelerator.is_available() and PartialState._shared_state == {}
+
+
+def _check_backend(device: torch.device, asked: InitProcessGroupKwargs | None) -> None:
+    backends = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
+    if f"{device.type}:" not in backends:
+        raise ValueError(
+            f"the process group's backend {backends!r} sends nothing from {device.type}; allowed there: 'gloo', 'mpi'; "
+            "write init_process_group('gloo'), or leave it to SmpAccelerator"
+        )
+    if asked is not None and asked.backend == "nccl" and "nccl" not in backends:  # also when only a timeout was asked
+        logger.info("InitProcessGroupKwargs(backend='nccl') has no effect on %s: it is %s", device.type, backends)
 
 
 def _refuse_precision(arguments: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from accelerate_smp.attachment import parallel_of
-from smp_core.comm.meter import LINK_CLASSES, CommMeter
+from smp_core.comm.meter import LINK_CLASSES, LinkClass
 from smp_core.monitoring import FlopMeasurement, device_peak_flops, peak_memory_gib
 
 # What holds one number per token, in the order of preference.
@@ -67,8 +67,7 @@ class SmpMonitorCallback(TrainerCallback):
         self._clock = None
         self._seconds = 0.0
         self._step = state.global_step
-        self._sent = _bytes(self._meter)
-        self._evaluated = dict.fromkeys(LINK_CLASSES, 0.0)
+        self._sent = self._closed_bytes()
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward),
@@ -121,10 +120,6 @@ class SmpMonitorCallback(TrainerCallback):
     def _resume(self) -> None:
         if self._clock == float("inf"):
             self._clock = time.perf_counter()
-            # What was sent since the last optimizer step was sent by the evaluation.
-            unfinished = {} if self._meter is None else self._meter.unfinished()
-            for link in LINK_CLASSES:
-                self._evaluated[link] = unfinished.get(f"{link}_bytes", 0.0)
 
     def _report(self, step: int) -> None:
         """Add up over the ranks. Collective: every rank gets here after the same optimizer step."""
@@ -132,9 +127,9 @@ class SmpMonitorCallback(TrainerCallback):
         now = time.perf_counter()
         seconds = self._seconds + max(now - self._clock, 0.0)
         self._seconds = 0.0
-        sent = _bytes(self._meter)
+        sent = self._closed_bytes()
         steps = max(step - self._step, 1)
-        own = [*self._since, *(sent[link] - self._sent[link] - self._evaluated[link] for link in LINK_CLASSES)]
+        own = [*self._since, *(sent[link] - self._sent[link] for link in LINK_CLASSES)]
         samples, tokens, *sent_since = _over_ranks(own, self._device, "sum")
         self.latest = {}
         if samples and seconds > 0:
@@ -153,14 +148,10 @@ class SmpMonitorCallback(TrainerCallback):
             names = {"inter": "bytes_between_nodes", "intra": "bytes_inside_nodes"}
             for link, value in zip(LINK_CLASSES, sent_since, strict=True):
                 self.latest[names[link]] = value / self._nodes / steps
-        self._evaluated = dict.fromkeys(LINK_CLASSES, 0.0)
         self._since, self._clock, self._step, self._sent = [0.0, 0.0], now, step, sent
 
-
-def _bytes(meter: CommMeter | None) -> dict[str, float]:
-    """Bytes by link class of all closed steps."""
-    totals = {} if meter is None else meter.totals()
-    return {link: sum(v for name, v in totals.items() if name.endswith(f"/{link}_bytes")) for link in LINK_CLASSES}
+    def _closed_bytes(self) -> dict[LinkClass, float]:
+        return dict.fromkeys(LINK_CLASSES, 0.0) if self._meter is None else self._meter.totals_by_link()
 
 
 def _over_ranks(values: list[float], device: Any, operation: str) -> list[float]:

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from smp_core.comm.meter import LINK_CLASSES, CommMeter, LinkClass
+from smp_core.comm.meter import LINK_CLASSES, LinkClass
 from smp_core.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops, peak_memory_gib
 from smp_core.parallelize import ParallelModel
 
@@ -128,9 +128,7 @@ class SmpMonitor(Callback):
         self._tokens_known = True
         self._flops_per_sample = None if self.flops_per_sample is None else self.flops_per_sample / self._sharing
         self._booked_step = self._reported_step = trainer.global_step
-        self._sent_before = _closed_bytes(self._comm)
-        self._evaluated = dict.fromkeys(LINK_CLASSES, 0.0)
-        self._evaluated_in_open_step = dict.fromkeys(LINK_CLASSES, 0.0)
+        self._sent_before = self._closed_bytes()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._flops_per_sample is None:
@@ -174,9 +172,6 @@ class SmpMonitor(Callback):
         if trainer.global_step == self._booked_step:
             return
         self._booked_step = trainer.global_step
-        for link in LINK_CLASSES:
-            self._evaluated[link] += self._evaluated_in_open_step[link]
-            self._evaluated_in_open_step[link] = 0.0
         if trainer.global_step - self._reported_step >= self.every_n_steps:
             self._report(trainer)
             shown = {
@@ -196,13 +191,10 @@ class SmpMonitor(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _between_training_steps(trainer):
             self._rates.pause()
-            self._open_at_start = _open_bytes(self._comm)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _between_training_steps(trainer):
             self._rates.resume()
-            for link, sent in _open_bytes(self._comm).items():
-                self._evaluated_in_open_step[link] += sent - self._open_at_start[link]
 
     # Reports
 
@@ -217,8 +209,8 @@ class SmpMonitor(Callback):
         ``ended``: Lightning's loop has counted the step already.
         """
         steps = self._booked_step - self._reported_step
-        closed = _closed_bytes(self._comm)
-        sent = {link: closed[link] - self._sent_before[link] - self._evaluated[link] for link in LINK_CLASSES}
+        closed = self._closed_bytes()
+        sent = {link: closed[link] - self._sent_before[link] for link in LINK_CLASSES}
         since = self._since
         own = [self._samples, since.samples, since.tokens, since.flops, sent["inter"], sent["intra"]]
         total = self._over_ranks(trainer, own, "sum")
@@ -236,12 +228,14 @@ class SmpMonitor(Callback):
             for name, value in zip(_BYTES, total[4:], strict=True):
                 self.latest[name] = value / self._nodes / steps
         self._reported_step, self._sent_before, self._since = self._booked_step, closed, _Counts()
-        self._evaluated = dict.fromkeys(LINK_CLASSES, 0.0)
         # The step that LightningModule.log uses for this batch, so that both stand in one row of a CSV file.
         # Lightning's own monitors take it from the same place, `_batches_that_stepped`; there is no public one.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped - int(ended)
         for each in trainer.loggers:
             each.log_metrics({f"{self.prefix}{name}": value for name, value in self.latest.items()}, step=step)
+
+    def _closed_bytes(self) -> dict[LinkClass, float]:
+        return dict.fromkeys(LINK_CLASSES, 0.0) if self._comm is None else self._comm.totals_by_link()
 
     def _over_ranks(self, trainer: Trainer, values: list[float], operation: str) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
@@ -264,17 +258,6 @@ def _data_size(trainer: Trainer, parallel: ParallelModel | None) -> int:
 
 def _between_training_steps(trainer: Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-
-
-def _closed_bytes(meter: CommMeter | None) -> dict[LinkClass, float]:
-    """Bytes by link class of all closed steps."""
-    totals = {} if meter is None else meter.totals()
-    return {link: sum(v for name, v in totals.items() if name.endswith(f"/{link}_bytes")) for link in LINK_CLASSES}
-
-
-def _open_bytes(meter: CommMeter | None) -> dict[LinkClass, float]:
-    figures = {} if meter is None else meter.unfinished()
-    return {link: figures.get(f"{link}_bytes", 0.0) for link in LINK_CLASSES}
 
 
 def count_samples(batch: Any) -> int:

@@ -95,6 +95,11 @@ class ProcessGroupStrategy(ParallelStrategy):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _init_process_group(self) -> None:
+        if self._process_group_backend == "nccl" and self.root_device.type == "cpu":
+            raise ValueError(
+                "process_group_backend='nccl' sends between GPUs and this run is on CPU; allowed there: 'gloo', 'mpi'; "
+                "write process_group_backend='gloo' or leave it out"
+            )
         if dist.is_initialized():
             return
         environment = self.cluster_environment

@@ -61,6 +61,10 @@ class SteppingStrategy(ProcessGroupStrategy):
         with context, self._sequences.active():
             return self.parallel.run_as_forward(method, *args, **kwargs)
 
+    def _evaluate(self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.parallel.meter.outside_steps():
+            return self._sequences.outputs(self._run_step(method, context, *args, **kwargs))
+
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """As Lightning's; where sequences are shared it is this rank's part of the first context peer's batch."""
@@ -85,22 +89,19 @@ class SteppingStrategy(ProcessGroupStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         context = self.precision_plugin.val_step_context()
-        outputs = self._run_step(self.lightning_module.validation_step, context, *args, **kwargs)
-        return self._sequences.outputs(outputs)
+        return self._evaluate(self.lightning_module.validation_step, context, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         context = self.precision_plugin.test_step_context()
-        outputs = self._run_step(self.lightning_module.test_step, context, *args, **kwargs)
-        return self._sequences.outputs(outputs)
+        return self._evaluate(self.lightning_module.test_step, context, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         context = self.precision_plugin.predict_step_context()
-        outputs = self._run_step(self.lightning_module.predict_step, context, *args, **kwargs)
-        return self._sequences.outputs(outputs)
+        return self._evaluate(self.lightning_module.predict_step, context, *args, **kwargs)
 
     @contextlib.contextmanager
     @override

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,6 +50,8 @@ class _Tally:
 class CommMeter:
     """Counts what this rank sends, per collective kind and link class, step by step.
 
+    What belongs to no optimizer step (evaluation) is kept apart: :meth:`outside_steps`.
+
     Args:
         topology: which rank sits on which node.
         rank: this process's global rank.
@@ -62,7 +64,9 @@ class CommMeter:
         self.rank = rank
         self.enabled = enabled
         self._on_device = device_type != "cpu"
-        self._current: dict[tuple[str, str], _Tally] = defaultdict(_Tally)
+        self._step: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
+        self._outside: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
+        self._current = self._step
         self._last: dict[tuple[str, str], _Tally] = {}
         self._total: dict[str, float] = defaultdict(float)
         self.steps = 0
@@ -109,7 +113,8 @@ class CommMeter:
 
     def close_step(self) -> None:
         """End the present step: what was counted since the last call becomes :meth:`per_step`'s answer."""
-        self._last, self._current = dict(self._current), defaultdict(_Tally)
+        self._last = dict(self._step)
+        self._step.clear()
         self.steps += 1
         for (kind, link), tally in self._last.items():
             self._total[f"{kind}/{link}_bytes"] += sum(tally.bytes_.values())
@@ -119,15 +124,29 @@ class CommMeter:
         "all_gather/calls": ..., "inter_bytes": ..., "intra_bytes": ...}``; bytes sent by this rank, seconds."""
         return self._figures(self._last)
 
-    def unfinished(self) -> dict[str, float]:
-        """The same figures of the step that is still open."""
-        return self._figures(self._current)
+    @contextlib.contextmanager
+    def outside_steps(self) -> Iterator[None]:
+        """What is sent inside is no part of an optimizer step: around an evaluation, also in the middle of a step."""
+        before, self._current = self._current, self._outside
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def outside(self) -> dict[str, float]:
+        """Figures, as those of :meth:`per_step`, of all that was sent inside :meth:`outside_steps`."""
+        return self._figures(self._outside)
 
     def totals(self) -> dict[str, float]:
         """Bytes of all closed steps: ``{"all_gather/inter_bytes": ...}``."""
         return dict(self._total)
 
-    def _figures(self, tallies: dict[tuple[str, str], _Tally]) -> dict[str, float]:
+    def totals_by_link(self) -> dict[LinkClass, float]:
+        """Bytes of all closed steps: ``{"intra": ..., "inter": ...}``."""
+        totals = self._total.items()
+        return {link: sum(sent for name, sent in totals if name.endswith(f"/{link}_bytes")) for link in LINK_CLASSES}
+
+    def _figures(self, tallies: Mapping[tuple[str, str], _Tally]) -> dict[str, float]:
         figures: dict[str, float] = {"intra_bytes": 0.0, "inter_bytes": 0.0}
         for (kind, link), tally in tallies.items():
             while tally.events:

@@ -87,6 +87,34 @@ def test_two_hops_one_window() -> None:
         assert seen["kinds"] == {True}
 
 
+def metered(evaluate: bool) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """What is sent in each optimizer step, with an evaluation in the middle of its window or without, and what is sent
+    outside of steps."""
+    accelerator, optimizer, model, loader, _ = prepared(torch.float32, 2, shard_degree=4)
+    meter = accelerator.parallel.meter
+    steps = []
+    for batch in loader:
+        if evaluate:
+            model.eval()
+            with torch.no_grad():
+                loss_of(model, batch["tokens"])
+            model.train()
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch["tokens"]))
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            steps.append({name: value for name, value in meter.per_step().items() if "seconds" not in name})
+    return steps, meter.outside()
+
+
+def test_an_evaluation_is_no_part_of_a_steps_bytes() -> None:
+    alone, between = (run_ranks(metered, 4, evaluate, ranks_per_node=2) for evaluate in (False, True))
+    for (steps, nothing), (same_steps, outside) in zip(alone, between, strict=True):
+        assert steps == same_steps
+        assert sum(nothing.values()) == 0 < outside["all_gather/calls"]
+
+
 def schedule(**arguments: Any) -> list[float]:
     accelerator, optimizer, model, loader, scheduler = prepared(torch.float32, 2, **arguments)
     rates = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate_smp import SmpAccelerator
 from accelerate_smp.config import resolve_config
 from tests.accelerate.running import fresh_accelerator, make_loader
+from tests.accelerate.trainers import make_trainer
 from tests.core.models import TroubledModel
 from tests.harness import run_ranks
 
@@ -41,6 +44,12 @@ def test_bad_arguments(arguments: dict[str, Any], words: list[str]) -> None:
 def test_fp16_on_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match=r"fp16.*cannot run on CPU; write 'bf16'"):
         SmpAccelerator(mixed_precision="fp16")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="Trainer sets fp16 up for the device of this machine")
+def test_fp16_of_training_arguments_on_cpu_is_refused_in_their_words(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"fp16=True.*cannot run on CPU; allowed there: bf16=True.*write"):
+        make_trainer(tmp_path, 8, 1, {}, fp16=True)
 
 
 def test_an_old_transformers_is_refused() -> None:
@@ -109,6 +118,8 @@ def refusals() -> dict[str, str]:
     sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
     refused("product", lambda: fresh_accelerator(parallelism_config=sizes))
     refused("degree", lambda: fresh_accelerator(shard_degree=3))
+    with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
+        refused("backend", lambda: fresh_accelerator(shard_degree=2))
     accelerator = fresh_accelerator(shard_degree=2)
     model = TroubledModel()
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
@@ -123,3 +134,4 @@ def test_refusals_on_ranks() -> None:
         assert "dp_replicate_size=2 x dp_shard_size=4 makes 8, but 4 processes" in said["product"]
         assert "shard_degree=3 does not divide the world of 4 ranks" in said["degree"]
         assert "1 parameters of no prepared model" in said["stranger"]
+        assert "'cuda:nccl' sends nothing from cpu; allowed there: 'gloo', 'mpi'; write" in said["backend"]

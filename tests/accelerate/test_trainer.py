@@ -16,6 +16,7 @@ from tests.accelerate.trainers import (
     assert_close,
     fit,
     life,
+    make_trainer,
     noise_between,
     seen_samples,
 )
@@ -50,6 +51,12 @@ def test_training_equals_the_stock_trainer_in_one_process(
     knobs = {"shard_degree": degree}
     for seen in run_ranks(fit, 4, tmp_path, BATCH, micro_batches, knobs, ranks_per_node=2, timeout=120):
         assert_close(seen, expected, noise)
+
+
+def test_nothing_is_pinned_where_there_is_no_device(tmp_path: Path) -> None:
+    trainer, _ = make_trainer(tmp_path, 8, 1, {}, use_cpu=True)
+    assert not trainer.get_train_dataloader().pin_memory
+    assert not trainer.get_eval_dataloader().pin_memory
 
 
 def test_evaluation_prediction_best_model_and_saving(tmp_path: Path) -> None:

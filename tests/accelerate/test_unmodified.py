@@ -65,25 +65,31 @@ def test_importing_one_face_never_imports_the_other_framework() -> None:
     assert finished.stdout.split() == ["False", "False"]
 
 
-def monitored(folder: str, evaluate: bool) -> list[dict[str, float]]:
+def monitored(folder: str, evaluate: bool) -> tuple[list[dict[str, float]], dict[str, float], dict[str, float]]:
+    """The log, and what the meter of this rank counted in steps and outside of them."""
     more = {"eval_strategy": "steps", "eval_steps": 2} if evaluate else {}
     trainer, _ = make_trainer(folder, 8, 2, {"shard_degree": 2}, logging_steps=1, **more)
     trainer.add_callback(SmpMonitorCallback(peak_tflops=1.0))
     trainer.train()
-    return [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    meter = trainer.accelerator.parallel.meter
+    return [e for e in trainer.state.log_history if "grad_norm" in e], meter.totals(), meter.outside()
 
 
 def test_monitor_reports_the_jobs_figures(tmp_path: Path) -> None:
     """Bytes do not depend on evaluations in between, rates are of the whole job, all ranks log the same."""
     runs = [run_ranks(monitored, 4, str(tmp_path), each, ranks_per_node=2, timeout=100) for each in (False, True)]
-    plain, evaluated = (results[0] for results in runs)
+    for (_, alone, nothing), (_, between, outside) in zip(*runs, strict=True):
+        assert alone == between
+        assert sum(nothing.values()) == 0 < outside["all_gather/calls"]
+    logs = [[log for log, _, _ in results] for results in runs]
+    plain, evaluated = (results[0] for results in logs)
     assert len(plain) == 3
     for entry, other in zip(plain[1:], evaluated[1:], strict=True):
         assert entry["bytes_between_nodes"] == other["bytes_between_nodes"] > 0
         assert entry["bytes_inside_nodes"] == other["bytes_inside_nodes"] > 0
         assert entry["tokens_per_second"] == pytest.approx(9 * entry["samples_per_second"])
         assert entry["mfu"] == pytest.approx(entry["tflops_per_device"]) and entry["mfu"] > 0
-    for results in runs:
+    for results in logs:
         for run in results[1:]:
             sent = [[entry["bytes_between_nodes"] for entry in one] for one in (run, results[0])]
             assert sent[0] == sent[1]

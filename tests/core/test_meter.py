@@ -215,7 +215,8 @@ def test_steps_are_kept_apart_and_totals_add_up() -> None:
     for n_bytes in (400, 800):
         with meter.ring("all_gather", [0, 1, 2, 3], n_bytes):
             pass
-        assert meter.unfinished()["inter_bytes"] == n_bytes * 3 / 4
+        with meter.outside_steps(), meter.ring("all_gather", [0, 1, 2, 3], 40):  # in the middle of the step
+            pass
         meter.close_step()
         assert meter.per_step() == {
             "inter_bytes": n_bytes * 3 / 4,
@@ -225,6 +226,9 @@ def test_steps_are_kept_apart_and_totals_add_up() -> None:
             "all_gather/inter_seconds": pytest.approx(0, abs=60),
         }
     assert meter.totals() == {"all_gather/inter_bytes": 900.0}
+    assert meter.totals_by_link() == {"intra": 0.0, "inter": 900.0}
+    assert meter.outside()["inter_bytes"] == 2 * 40 * 3 / 4
+    assert meter.outside()["all_gather/calls"] == 2
     assert meter.steps == 2
 
 

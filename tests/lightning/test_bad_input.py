@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_smp import SmpShardedStrategy
@@ -34,6 +35,19 @@ from tests.lightning.running import make_trainer
 def test_bad_knobs_are_refused_by_the_constructor(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SmpShardedStrategy(**arguments)
+
+
+def test_nccl_on_cpu_is_refused() -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=SmpShardedStrategy(process_group_backend="nccl"),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    with pytest.raises(ValueError, match=r"process_group_backend='nccl'.*on CPU; allowed there: 'gloo', 'mpi'; write"):
+        trainer.fit(LanguageModule())
 
 
 def message_of(case: Callable[..., Any], *args: Any) -> str:

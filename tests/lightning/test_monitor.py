@@ -129,6 +129,10 @@ def train(
     return reports.seen, per_step.sent
 
 
+def without_seconds(figures: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if not name.endswith("_seconds")}
+
+
 def flops_per_sample(report: dict[str, float], world_size: int) -> float:
     return report["tflops_per_device"] * 1e12 * world_size / report["samples_per_second"]
 
@@ -164,6 +168,9 @@ def test_bytes_are_sums_over_a_nodes_ranks_per_step_without_evaluation(knobs: di
             assert expected > 0 or knobs["shard_degree"] != 4
             for reports, _ in [*plain, *evaluated]:
                 assert reports[step][name] == pytest.approx(expected, rel=1e-12), (step, name)
+    # The meter itself, step by step and rank by rank: seconds aside.
+    for (_, alone), (_, between) in zip(plain, evaluated, strict=True):
+        assert [without_seconds(step) for step in alone] == [without_seconds(step) for step in between]
 
 
 def test_mfu_is_the_share_of_the_given_peak() -> None:

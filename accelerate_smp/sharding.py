@@ -1,0 +1,87 @@
+"""A model becomes sharded: what Accelerate's settings mean for it, and the hooks it carries from then on."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from smp_core.adoption import adopt_sharded_model
+from smp_core.config import SmpConfig
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import ParallelModel, parallelize_model
+from smp_core.planning.memory import smallest_shard_degree
+from smp_core.sharding.given import given_sharding
+from smp_core.sharding.wrap import plan_units
+from smp_core.topology import Topology
+
+
+def shard(
+    model: nn.Module, config: SmpConfig, topology: Topology, accelerator: Accelerator, mesh: SmpMesh | None
+) -> ParallelModel:
+    """Shard a model that is not sharded yet; one that came sharded keeps that and gets the rest. Collective.
+
+    Args:
+        accelerator: its device, precision and gradient scaler count.
+        mesh: of the models before; None: this is the first one, and ``shard_degree="auto"`` is settled by it.
+
+    Raises:
+        ValueError: what :func:`smp_core.parallelize.parallelize_model` refuses; context ranks and a model that came
+            sharded.
+    """
+    device = accelerator.device  # first: it says so when Accelerate's state was reset since
+    if accelerator.scaler is not None:
+        config = config.with_resolved("on_nonfinite_grad_norm", "ignore", "the gradient scaler skips such steps")
+    given = given_sharding(model)
+    if given is None and config.param_dtype == "auto":
+        precision = accelerator.mixed_precision
+        mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(precision) if accelerator.native_amp else None
+        config = config.with_resolved("param_dtype", mixed, f"mixed_precision={precision!r}")
+    if mesh is None:
+        if given is not None:
+            config = config.with_resolved("shard_degree", given.degree, "as the model came")
+        elif config.shard_degree == "auto":
+            memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+            units = plan_units(model, config).unit_parameters()
+            degree, why, _ = smallest_shard_degree(model, topology, config, memory, units=units)
+            config = config.with_resolved("shard_degree", degree, why)
+        mesh, config = SmpMesh.build(config, topology, device)
+    if given is not None and mesh.context_degree > 1:
+        raise ValueError(
+            f"context_parallel_degree={mesh.context_degree} and a model that came sharded "
+            f"({type(model).__name__}); load it whole, SmpAccelerator shards it"
+        )
+    if given is not None:
+        handle = adopt_sharded_model(model, mesh, config, given)
+    else:
+        handle = parallelize_model(model, mesh, config, cast_forward_inputs=not accelerator.native_amp)
+    _free_after_evaluation(model, handle)
+    _count_evaluations_apart(model, handle)
+    return handle
+
+
+def _free_after_evaluation(model: nn.Module, handle: ParallelModel) -> None:
+    """FSDP2 keeps the root gathered after a forward, for backward; without one ``model.parameters()`` would stay the
+    gathered ones, and an optimizer made after an evaluation would step those."""
+
+    def after(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            handle.reshard()
+
+    model.register_forward_hook(after)
+
+
+def _count_evaluations_apart(model: nn.Module, handle: ParallelModel) -> None:
+    """What a forward in evaluation mode sends belongs to no optimizer step."""
+    evaluations = contextlib.ExitStack()
+
+    def before(module: nn.Module, *_: Any) -> None:
+        if not module.training and not torch.is_grad_enabled():
+            evaluations.enter_context(handle.meter.outside_steps())
+
+    # The first of all hooks and the last, after an error too: FSDP2's own gather.
+    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_hook(lambda *_: evaluations.close(), always_call=True)

@@ -1,0 +1,245 @@
+"""Checkpoints of transformers' Trainer, and going on from them.
+
+Trainer hands saving and loading to methods of its own, one for each part (``_save_optimizer_and_scheduler``,
+``_load_rng_state``, ...); those are overridden here:
+
+    checkpoints     beside the model the folder ``smp_state``: sharded weights and optimizer states by name, schedule,
+                    scaler, random states; loads on any number of ranks
+    resume          the data position counted in samples, so that another global batch goes on where the last ended
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Trainer, TrainerState
+from transformers import trainer as trainer_module
+from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
+
+from accelerate_smp import checkpoints
+from accelerate_smp.accelerator import SmpAccelerator
+from accelerate_smp.attachment import parallel_of
+from smp_core.checkpoint import CheckpointError, first_whole, is_checkpoint, read_manifest
+from smp_core.checkpoint.optimizers import load_whole_optimizer_state
+from smp_core.checkpoint.ranks import Ranks
+
+logger = logging.getLogger("smp")
+
+STATE_FOLDER = "smp_state"
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class CheckpointingTrainerMixin(_Base):
+    """Put before a Trainer class whose accelerator is :class:`SmpAccelerator`."""
+
+    accelerator: SmpAccelerator
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As Trainer's; ``save_total_limit`` removes older checkpoints once this one has committed."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        run_dir, best = self._get_output_dir(trial=trial), self.state.best_model_checkpoint
+        checkpoints.after_commit(
+            self.accelerator,
+            f"rotation of the checkpoints in {run_dir}",
+            lambda: rotate_checkpoints(run_dir, limit, best, use_mtime=True),
+        )
+
+    def _finalize_training(self, *arguments: Any) -> Any:
+        self.accelerator.wait_for_save()
+        return super()._finalize_training(*arguments)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        facts: dict[str, Any] = {"step": self.state.global_step, **self._data_position()}
+        checkpoints.write(self.accelerator, os.path.join(output_dir, STATE_FOLDER), facts, [self.lr_scheduler])
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """In the state folder already."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """In the state folder already."""
+
+    def _data_position(self) -> dict[str, Any]:
+        """Where in the epoch's samples the run stands, and how many make a step."""
+        per_batch = self._train_batch_size * self.args.world_size // self.accelerator.context_degree
+        per_step = self.get_total_train_batch_size(self.args)
+        loader: Any = self.callback_handler.train_dataloader
+        epoch = self.state.epoch or 0.0
+        batches = len(loader) if hasattr(loader, "__len__") else 0
+        return {
+            "epoch": int(epoch),
+            "samples_in_epoch": round((epoch - int(epoch)) * batches) * per_batch,
+            "samples_per_step": per_step,
+        }
+
+    # Resuming
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
+        """As Trainer's. ``resume_from_checkpoint=True`` skips broken checkpoints, with a warning that names them.
+
+        With another number of ranks or another batch size, gradient accumulation is adapted so that an optimizer step
+        keeps its number of samples.
+
+        Raises:
+            ValueError: no accumulation keeps it, and ``allow_batch_change`` is not set.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._newest_whole() or True
+        if isinstance(resume_from_checkpoint, str) and _has_state(resume_from_checkpoint):
+            self._keep_global_batch(resume_from_checkpoint)
+        try:
+            return super().train(resume_from_checkpoint, *arguments, **keywords)
+        except BaseException:
+            if self.accelerator.background_saves is not None:
+                try:
+                    self.accelerator.wait_for_save()
+                except CheckpointError as error:  # what went wrong first is raised
+                    logger.error("%s", error)
+            raise
+
+    def _newest_whole(self) -> str | None:
+        """The newest whole checkpoint of ``output_dir``, None where there is none at all. Collective."""
+        ranks = Ranks()
+
+        def candidates() -> list[str]:
+            folder = self.args.output_dir
+            found = sort_checkpoints(folder)[::-1] if folder is not None and os.path.isdir(folder) else []
+            return [path for path in found if not self._looks_unfinished(path)]
+
+        found = ranks.on_first("no checkpoint to resume from", candidates)
+        ours = [path for path in found if os.path.isdir(os.path.join(path, STATE_FOLDER))]
+        if not ours or ours[0] != found[0]:
+            return found[0] if found else None  # Trainer's own, which have nothing to check
+        states = [os.path.join(path, STATE_FOLDER) for path in ours]
+        return os.path.dirname(first_whole(states, self.accelerator.smp_config.verify_checkpoint))
+
+    def _looks_unfinished(self, path: str) -> bool:
+        """Whether a crash came before the optimizer states or the Trainer's own state were there."""
+        states = (os.path.join(path, name) for name in (STATE_FOLDER, trainer_module.OPTIMIZER_NAME))
+        lacking = [] if any(os.path.exists(state) for state in states) else [STATE_FOLDER]
+        try:
+            TrainerState.load_from_json(os.path.join(path, trainer_module.TRAINER_STATE_NAME))
+        except (OSError, ValueError, TypeError):
+            lacking.append(trainer_module.TRAINER_STATE_NAME)
+        if lacking:
+            logger.warning("BROKEN CHECKPOINT SKIPPED: %s has no (readable) %s", path, " and no ".join(lacking))
+        return bool(lacking)
+
+    def _keep_global_batch(self, checkpoint: str) -> None:
+        saved = read_manifest(os.path.join(checkpoint, STATE_FOLDER)).metadata.get("samples_per_step")
+        steps = self.args.gradient_accumulation_steps
+        now = self.get_total_train_batch_size(self.args)
+        if saved in (None, now) or self.accelerator.smp_config.allow_batch_change:
+            return
+        change = f"an optimizer step had {saved} samples when {checkpoint} was saved and has {now} here"
+        if saved % (now // steps):
+            raise ValueError(
+                f"{change} (per_device_train_batch_size x ranks x gradient_accumulation_steps={steps}), and no "
+                "accumulation keeps it; change per_device_train_batch_size, or write allow_batch_change=True in "
+                "smp_config to go on with another global batch"
+            )
+        self.args.gradient_accumulation_steps = saved // (now // steps)
+        logger.warning(
+            "%s: gradient_accumulation_steps is %d instead of %d, which keeps it at %d",
+            change,
+            self.args.gradient_accumulation_steps,
+            steps,
+            saved,
+        )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if _has_state(resume_from_checkpoint):
+            return  # weights follow with the optimizer, once the model is sharded
+        target: Any = model or self.model
+        if parallel_of(target) is not None:
+            raise ValueError(
+                f"{resume_from_checkpoint} has no folder {STATE_FOLDER} and the model is sharded already; resume "
+                "before evaluate() or predict(), or load it with from_pretrained"
+            )
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if _has_state(checkpoint):
+            where = os.path.join(checkpoint, STATE_FOLDER)
+            checkpoints.read(self.accelerator, where, [self.lr_scheduler], random=False)  # Trainer asks for them later
+            return
+        stock = os.path.join(checkpoint, trainer_module.OPTIMIZER_NAME)
+        if not os.path.isfile(stock):
+            logger.warning("%s holds no optimizer states: they start afresh", checkpoint)
+            return
+        assert self.optimizer is not None and self.lr_scheduler is not None
+        saved = torch.load(stock, map_location="cpu", weights_only=True)
+        load_whole_optimizer_state(getattr(self.optimizer, "optimizer", self.optimizer), saved)
+        schedule = os.path.join(checkpoint, trainer_module.SCHEDULER_NAME)
+        self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and not _has_state(checkpoint):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _has_state(checkpoint):
+            super()._load_rng_state(checkpoint)
+            return
+        checkpoints.restore_random(self.accelerator, os.path.join(checkpoint, STATE_FOLDER), self.args.seed)
+
+    def _load_best_model(self) -> None:
+        self.accelerator.wait_for_save()
+        best = self.state.best_model_checkpoint
+        if best is None or not _has_state(best):
+            super()._load_best_model()
+            return
+        logger.info("loading the best model from %s (%s)", best, self.state.best_metric)
+        checkpoints.load_weights(self.model, os.path.join(best, STATE_FOLDER))
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """As Trainer's, which counts the data position in steps: with another global batch it is counted in samples."""
+        start = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint is None or not _has_state(resume_from_checkpoint):
+            return start
+        saved = read_manifest(os.path.join(resume_from_checkpoint, STATE_FOLDER)).metadata
+        per_step = self.get_total_train_batch_size(self.args)
+        if saved.get("samples_per_step", per_step) == per_step:
+            return start
+        steps = saved["samples_in_epoch"] // per_step
+        replayed = saved["samples_in_epoch"] - steps * per_step
+        was = self.state.global_step
+        self.state.global_step = saved["epoch"] * num_update_steps_per_epoch + steps
+        logger.warning(
+            "the global batch was %d samples and is %d now: going on after %d samples of epoch %d (%d are seen again); "
+            "step %d is counted as step %d, the schedule goes on from where it was",
+            saved["samples_per_step"],
+            per_step,
+            steps * per_step,
+            saved["epoch"],
+            replayed,
+            was,
+            self.state.global_step,
+        )
+        skipped = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+        return saved["epoch"], skipped
+
+
+def _has_state(checkpoint: str) -> bool:
+    return is_checkpoint(os.path.join(checkpoint, STATE_FOLDER))
