@@ -85,7 +85,7 @@ def counted(*starts: tuple[int, int], length: int) -> list[int]:
         {"position_ids": [counted((0, 7), (9, 4), length=22), counted((0, 6), (9, 0), length=22)]},
         {"attention_mask": [[0] * 3 + [1] * 19, [1] * 22]},
         {"attention_mask": [[1] * 19 + [0] * 3, [0] * 4 + [1] * 10 + [0] * 8]},
-        {"attention_mask": [[0] * 3 + [1] * 19] * 2, "position_ids": [counted((0, 2), length=22)] * 2},
+        {"attention_mask": [[0] * 3 + [1] * 19] * 2, "position_ids": [counted((0, 3), length=22)] * 2},
     ],
     ids=["plain", "continued", "packed", "packed and continued", "alike", "left", "right", "left and continued"],
 )
