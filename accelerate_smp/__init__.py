@@ -15,6 +15,7 @@ _IN_TRANSFORMERS = {
     "SmpTrainerMixin": "accelerate_smp.trainer",
     "SmpMonitorCallback": "accelerate_smp.callbacks",
     "SmpCheckpointCallback": "accelerate_smp.saving",
+    "Fp8MonitorCallback": "accelerate_smp.fp8_monitor",
 }
 
 
@@ -26,4 +27,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'accelerate_smp' has no attribute {name!r}")
 
 
-__all__ = ["SmpAccelerator", "SmpCheckpointCallback", "SmpMonitorCallback", "SmpTrainer", "SmpTrainerMixin"]
+__all__ = [
+    "Fp8MonitorCallback",
+    "SmpAccelerator",
+    "SmpCheckpointCallback",
+    "SmpMonitorCallback",
+    "SmpTrainer",
+    "SmpTrainerMixin",
+]

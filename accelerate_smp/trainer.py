@@ -28,6 +28,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.attachment import parallel_of
 from accelerate_smp.callbacks import SmpMonitorCallback
+from accelerate_smp.fp8_monitor import Fp8MonitorCallback
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from smp_core.checkpoint import full_state_dict
@@ -136,10 +137,11 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
         return False
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As Trainer's, with the figures of :class:`SmpMonitorCallback` beside the loss."""
+        """As Trainer's, with the figures of :class:`SmpMonitorCallback` and :class:`Fp8MonitorCallback` beside the
+        loss."""
         if "loss" in logs:
             for callback in self.callback_handler.callbacks:
-                if isinstance(callback, SmpMonitorCallback):
+                if isinstance(callback, (SmpMonitorCallback, Fp8MonitorCallback)):
                     logs = {**logs, **callback.latest}
         super().log(logs, *args, **kwargs)
 

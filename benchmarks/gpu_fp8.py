@@ -1,9 +1,10 @@
 """FP8 on a Hopper (or Ada, Blackwell) GPU: is it right, and is it fast?
 
     python benchmarks/gpu_fp8.py [--out benchmarks/results/gpu_fp8.json] [--quick]
+    python benchmarks/gpu_fp8.py --device cpu --tiny      # a rehearsal: everything runs, nothing is measured
 
 Needs torch >= 2.11 and this repository; measures torchao (tensorwise) and Transformer Engine (delayed) too where they
-are installed. Three parts, one table each, all of it in the JSON:
+are installed, through our backends. Three parts, one table each, all of it in the JSON:
 
     correctness   the fused cast against the eager one, bit by bit; the three products against float64; the noise floor
                   of a layer (output >= 25 dB, gradients >= 20 dB)
@@ -12,7 +13,11 @@ are installed. Three parts, one table each, all of it in the JSON:
     step          a training step of a Llama of 1.2 billion parameters, 8K tokens, activation checkpointing, eager and
                   compiled; goal: native >= 1.25 x bfloat16
 
-Times are medians between recorded events. The exit status is 1 if a correctness check fails.
+Times are medians between recorded events. The exit status is 1 if a correctness check or one of our layers fails.
+
+The rehearsal walks through the same lines on a CPU that poses as a device with FP8 tensor cores: the device's layouts
+and ``torch._scaled_mm`` (a slow reference kernel there), the eager cast in place of Triton's, ``aot_eager`` in place of
+inductor, sizes of a few dozen. Its times mean nothing and are not compared.
 """
 
 from __future__ import annotations
@@ -22,9 +27,12 @@ import datetime
 import importlib.util
 import json
 import math
+import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +43,79 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from smp_core.fp8 import Fp8Recipe, convert_to_fp8
+from smp_core.fp8 import Fp8Recipe, casting, convert_to_fp8
+from smp_core.fp8.backends import convert_with
 from smp_core.fp8.casting import Quantized, amax_of, cast_eager, device_multiplies_fp8, has_triton, transposed
 from smp_core.fp8.products import forward_product, input_gradient, weight_gradient
 from smp_core.fp8.scaling import E4M3, E5M2, LARGEST, scale_for
 
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run: shapes of layers (name, inputs, outputs), tokens, repetitions of a measurement, and the model."""
+
+    shapes: tuple[tuple[str, int, int], ...]
+    tokens: tuple[int, ...]
+    repeats: int
+    warm_up: int = 6
+    products: tuple[tuple[int, int, int], ...] = ((256, 512, 384), (250, 1024, 64))
+    layer: tuple[int, int, int] = (512, 1024, 2048)
+    model: tuple[int, int, int, int, int] = (128256, 2048, 16, 32, 8192)
+    """vocabulary, width, layers, heads, hidden; the shape of Llama 3.2 1B"""
+    length: int = 8192
+    compiler: str = "inductor"
+
+
+FULL = Plan(
+    shapes=(
+        ("8B attention", 4096, 4096),
+        ("8B up", 4096, 14336),
+        ("8B down", 14336, 4096),
+        ("70B attention", 8192, 8192),
+        ("70B up", 8192, 28672),
+        ("70B down", 28672, 8192),
+    ),
+    tokens=(8192, 16384),
+    repeats=20,
+)
+QUICK = Plan(shapes=FULL.shapes[:2], tokens=(8192,), repeats=20, length=2048)
+TINY = Plan(
+    shapes=(("tiny", 32, 48),),
+    tokens=(20,),
+    repeats=2,
+    warm_up=1,
+    products=((32, 64, 48), (26, 64, 16)),
+    layer=(32, 64, 96),
+    model=(64, 32, 2, 4, 48),
+    length=24,
+    compiler="aot_eager",
+)
 DEVICE = torch.device("cuda", 0)
-# (name, inputs, outputs)
-SHAPES = [
-    ("8B attention", 4096, 4096),
-    ("8B up", 4096, 14336),
-    ("8B down", 14336, 4096),
-    ("70B attention", 8192, 8192),
-    ("70B up", 8192, 28672),
-    ("70B down", 28672, 8192),
-]
-TOKENS = (8192, 16384)
 CASTS = {"plain": (96, 160), "odd": (1000, 48), "transposed": (128, 128), "wild": (16, 64)}
+
+
+def pose_as_device() -> None:
+    """Let a CPU take the paths of a device with FP8 tensor cores, without Triton."""
+    global DEVICE
+    DEVICE = torch.device("cpu")
+    casting._CAPABLE[DEVICE] = True
+    casting._TRITON = False
+
+
+def fused_cast() -> Callable[..., Any] | None:
+    """The kernel; in the rehearsal what it is compared with; None without Triton."""
+    if DEVICE.type == "cuda":
+        if not has_triton():
+            return None
+        from smp_core.fp8.triton_casts import cast_fused
+
+        return cast_fused
+
+    def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, rows: bool, columns: bool) -> Any:
+        x8 = cast_eager(x, scale, dtype).contiguous()
+        return x8 if rows else None, transposed(x8) if columns else None, amax_of(x).nan_to_num(math.inf, math.inf)
+
+    return cast
 
 
 # Correctness
@@ -64,11 +128,10 @@ def decibels(expected: torch.Tensor, seen: torch.Tensor) -> float:
 
 def check_casts() -> list[dict[str, Any]]:
     """The kernel against the eager formula: rows, columns and amax, also of strided tensors, infinities and nan."""
-    if not has_triton():
+    cast_fused = fused_cast()
+    if cast_fused is None:
         return [{"check": "fused cast", "ok": None, "seen": "Triton is not installed"}]
-    from smp_core.fp8.triton_casts import cast_fused
-
-    found = []
+    found: list[dict[str, Any]] = []
     for dtype in (E4M3, E5M2):
         for source in (torch.bfloat16, torch.float32, torch.float16):
             for kind, shape in CASTS.items():
@@ -94,11 +157,11 @@ def check_casts() -> list[dict[str, Any]]:
     return found
 
 
-def check_products() -> list[dict[str, Any]]:
+def check_products(plan: Plan) -> list[dict[str, Any]]:
     """Against float64 products of the same FP8 numbers. Results round to bfloat16 (2^-8); fast accumulation in forward
     keeps about 14 bits of partial sums, hence 2^-6 of the largest value there."""
     found = []
-    for rows, inputs, outputs in ((256, 512, 384), (250, 1024, 64)):
+    for rows, inputs, outputs in plan.products:
         x, w, g = (
             torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
             for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
@@ -122,17 +185,18 @@ def check_products() -> list[dict[str, Any]]:
     return found
 
 
-def check_layer() -> list[dict[str, Any]]:
+def check_layer(plan: Plan) -> list[dict[str, Any]]:
+    rows, inputs, outputs = plan.layer
     found = []
     for size in (1e-4, 1.0, 1e4):
         torch.manual_seed(0)
-        net = nn.Linear(1024, 2048, bias=False, device=DEVICE, dtype=torch.bfloat16)
-        plain = nn.Linear(1024, 2048, bias=False, device=DEVICE, dtype=torch.float32)
+        net = nn.Linear(inputs, outputs, bias=False, device=DEVICE, dtype=torch.bfloat16)
+        plain = nn.Linear(inputs, outputs, bias=False, device=DEVICE, dtype=torch.float32)
         plain.load_state_dict(net.state_dict())
         fp8 = convert_to_fp8(net)
         for step in ("calibrating", "delayed"):
-            x = torch.randn(512, 1024, device=DEVICE, dtype=torch.bfloat16) * size
-            g = torch.randn(512, 2048, device=DEVICE, dtype=torch.bfloat16) * size
+            x = torch.randn(rows, inputs, device=DEVICE, dtype=torch.bfloat16) * size
+            g = torch.randn(rows, outputs, device=DEVICE, dtype=torch.bfloat16) * size
             x1, x2 = x.clone().requires_grad_(), x.float().requires_grad_()
             net.zero_grad(), plain.zero_grad()
             y1, y2 = net(x1), plain(x2)
@@ -152,11 +216,16 @@ def check_layer() -> list[dict[str, Any]]:
 # Speed
 
 
-def median_ms(work: Callable[[], Any], repeats: int, warm_up: int = 5) -> float:
+def median_ms(work: Callable[[], Any], repeats: int, warm_up: int) -> float:
     for _ in range(warm_up):
         work()
     times = []
     for _ in range(repeats):
+        if DEVICE.type == "cpu":
+            began = time.perf_counter()
+            work()
+            times.append(1e3 * (time.perf_counter() - began))
+            continue
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         work()
@@ -166,94 +235,82 @@ def median_ms(work: Callable[[], Any], repeats: int, warm_up: int = 5) -> float:
     return statistics.median(times)
 
 
-def linear(inputs: int, outputs: int) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(inputs, outputs, bias=False, device=DEVICE, dtype=torch.bfloat16))
-
-
-def bf16_layer(inputs: int, outputs: int, x: torch.Tensor, g: torch.Tensor) -> Callable[[], Any]:
-    return forward_backward(linear(inputs, outputs), x, g)
-
-
-def native_layer(
-    inputs: int, outputs: int, x: torch.Tensor, g: torch.Tensor, compiled: bool = False
-) -> Callable[[], Any]:
-    net = linear(inputs, outputs)
-    fp8 = convert_to_fp8(net, Fp8Recipe(exclude=()))
-    forward_backward(net, x, g)()
-    fp8.step()  # calibrated from here on: one pass for each cast
-    assert all(map(all, fp8.state.calibrated))
-    return forward_backward(torch.compile(net) if compiled else net, x, g)  # type: ignore[arg-type]
-
-
-def native_compiled_layer(inputs: int, outputs: int, x: torch.Tensor, g: torch.Tensor) -> Callable[[], Any]:
-    return native_layer(inputs, outputs, x, g, compiled=True)
-
-
-def torchao_layer(inputs: int, outputs: int, x: torch.Tensor, g: torch.Tensor) -> Callable[[], Any]:
-    from torchao.float8 import convert_to_float8_training
-
-    net = linear(inputs, outputs)
-    convert_to_float8_training(net)
-    return forward_backward(torch.compile(net), x, g)  # type: ignore[arg-type]
-
-
-def te_layer(inputs: int, outputs: int, x: torch.Tensor, g: torch.Tensor) -> Callable[[], Any]:
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import DelayedScaling, Format
-
-    net = te.Linear(inputs, outputs, bias=False, params_dtype=torch.bfloat16, device=DEVICE)
-    recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=1024, amax_compute_algo="max")
-
+def forward_backward(net: Any, x: torch.Tensor, g: torch.Tensor) -> Callable[[], Any]:
     def work() -> None:
         x.grad = None
-        net.zero_grad()
-        with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
-            y = net(x)
-        y.backward(g)
-
-    return work
-
-
-def forward_backward(net: nn.Module, x: torch.Tensor, g: torch.Tensor) -> Callable[[], Any]:
-    def work() -> None:
-        x.grad = None
-        net.zero_grad()
+        for parameter in net.parameters():
+            parameter.grad = None
         net(x).backward(g)
 
     return work
 
 
+def plain_layer(plan: Plan, net: nn.Module, x: torch.Tensor, g: torch.Tensor) -> Callable[[], Any]:
+    return forward_backward(net, x, g)
+
+
+def native_layer(
+    plan: Plan, net: nn.Module, x: torch.Tensor, g: torch.Tensor, compiled: bool = False
+) -> Callable[[], Any]:
+    fp8 = convert_to_fp8(net, Fp8Recipe(exclude=()))
+    forward_backward(net, x, g)()
+    fp8.step()  # calibrated from here on: one pass for each cast
+    assert all(map(all, fp8.state.calibrated))
+    return forward_backward(torch.compile(net, backend=plan.compiler) if compiled else net, x, g)
+
+
+def native_compiled_layer(plan: Plan, net: nn.Module, x: torch.Tensor, g: torch.Tensor) -> Callable[[], Any]:
+    return native_layer(plan, net, x, g, compiled=True)
+
+
+def torchao_layer(plan: Plan, net: nn.Module, x: torch.Tensor, g: torch.Tensor) -> Callable[[], Any]:
+    recipe = Fp8Recipe(backend="torchao", scaling="dynamic", fp8_all_gather=False, exclude=())
+    convert_with(net, recipe, DEVICE)
+    return forward_backward(torch.compile(net, backend=plan.compiler), x, g)
+
+
+def te_layer(plan: Plan, net: nn.Module, x: torch.Tensor, g: torch.Tensor) -> Callable[[], Any]:
+    convert_with(net, Fp8Recipe(backend="transformer_engine", fp8_all_gather=False, exclude=()), DEVICE)
+    return forward_backward(net, x, g)
+
+
 LAYERS: dict[str, Callable[..., Callable[[], Any]]] = {
-    "bfloat16": bf16_layer,
+    "bfloat16": plain_layer,
     "native": native_layer,
     "native, compiled": native_compiled_layer,
     "torchao, compiled": torchao_layer,
     "Transformer Engine": te_layer,
 }
+OURS = ("bfloat16", "native", "native, compiled")
 NEEDS = {"torchao, compiled": "torchao", "Transformer Engine": "transformer_engine"}
 
 
-def measure_layers(quick: bool) -> list[dict[str, Any]]:
+def measure_layers(plan: Plan) -> list[dict[str, Any]]:
     found = []
-    for tokens in TOKENS[: 1 if quick else None]:
-        for name, inputs, outputs in SHAPES[: 2 if quick else None]:
+    for tokens in plan.tokens:
+        for name, inputs, outputs in plan.shapes:
             row: dict[str, Any] = {"layer": name, "inputs": inputs, "outputs": outputs, "tokens": tokens}
             x = torch.randn(tokens, inputs, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
             g = torch.randn(tokens, outputs, device=DEVICE, dtype=torch.bfloat16) * 1e-3
             for kind, make in LAYERS.items():
-                row[kind] = attempt(kind, layer_ms, make, inputs, outputs, x, g)
+                # Layers of one kind and other shapes would be compiled for symbolic sizes.
+                torch.compiler.reset()
+                row[kind] = attempt(kind, layer_ms, make, plan, inputs, outputs, x, g)
             found.append(row)
             torch.cuda.empty_cache()
     return found
 
 
-def layer_ms(make: Callable[..., Callable[[], Any]], *arguments: Any) -> float:
-    return median_ms(make(*arguments), 20)
+def layer_ms(
+    make: Callable[..., Callable[[], Any]], plan: Plan, inputs: int, outputs: int, x: torch.Tensor, g: torch.Tensor
+) -> float:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(inputs, outputs, bias=False, device=DEVICE, dtype=torch.bfloat16))
+    return median_ms(make(plan, net, x, g), plan.repeats, plan.warm_up)
 
 
 def attempt(kind: str, work: Callable[..., float], *arguments: Any) -> Any:
-    """Milliseconds, or why there are none; another library's failure does not end the run."""
+    """Milliseconds, or why there are none: a failure does not end the run."""
     if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
         return "not installed"
     try:
@@ -292,16 +349,16 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """The shape of Llama 3.2 1B; every block is recomputed in backward."""
+    """Every block is recomputed in backward; one key head for four query heads."""
 
-    def __init__(self, vocabulary: int = 128256, width: int = 2048, layers: int = 16, hidden: int = 8192) -> None:
+    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, hidden: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, 32, 8, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, heads // 4, hidden) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.lm_head.weight = self.embed.weight
-        self.size = width // 32
+        self.size = width // heads
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens[:, :-1])
@@ -315,32 +372,33 @@ class Llama(nn.Module):
         return F.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def step_ms(fp8: bool, compiled: bool, length: int) -> float:
+def step_ms(plan: Plan, fp8: bool, compiled: bool) -> float:
     torch.manual_seed(0)
+    torch.compiler.reset()
     with DEVICE:
-        model = Llama().to(torch.bfloat16)
+        model = Llama(*plan.model).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if fp8:
         convert_to_fp8(model).follow(optimizer)
     if compiled:
         for block in model.blocks:
-            block.compile()
-    tokens = torch.randint(128256, (1, length + 1), device=DEVICE)
+            block.compile(backend=plan.compiler)
+    tokens = torch.randint(plan.model[0], (1, plan.length + 1), device=DEVICE)
 
     def work() -> None:
         model(tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return median_ms(work, 10, warm_up=6)
+    return median_ms(work, plan.repeats // 2, plan.warm_up)
 
 
-def measure_steps(quick: bool) -> list[dict[str, Any]]:
+def measure_steps(plan: Plan) -> list[dict[str, Any]]:
     found = []
     for compiled in (False, True):
-        row: dict[str, Any] = {"step": "compiled" if compiled else "eager", "tokens": 2048 if quick else 8192}
+        row: dict[str, Any] = {"step": "compiled" if compiled else "eager", "tokens": plan.length}
         for kind in ("bfloat16", "native"):
-            row[kind] = attempt(kind, step_ms, kind == "native", compiled, row["tokens"])
+            row[kind] = attempt(kind, step_ms, plan, kind == "native", compiled)
             torch.cuda.empty_cache()
         found.append(row)
     return found
@@ -369,20 +427,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="few shapes and short sequences, to see that it runs")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal, with --tiny")
+    parser.add_argument("--tiny", action="store_true", help="sizes of a few dozen; nothing is measured")
     flags = parser.parse_args()
-    if not torch.cuda.is_available() or not device_multiplies_fp8(DEVICE):
+    rehearsal = flags.device == "cpu"
+    if rehearsal:
+        if not flags.tiny:
+            parser.error("a CPU emulates FP8: write --device cpu --tiny for a rehearsal")
+        pose_as_device()
+    elif not torch.cuda.is_available() or not device_multiplies_fp8(DEVICE):
         print("no CUDA device of capability 8.9 or higher: nothing to measure here", file=sys.stderr)
         return 2
-    checks = [*check_casts(), *check_products(), *check_layer()]
+    plan = TINY if flags.tiny else QUICK if flags.quick else FULL
+    checks = [*check_casts(), *check_products(plan), *check_layer(plan)]
     show("correctness", checks)
-    layers = measure_layers(flags.quick)
+    layers = measure_layers(plan)
     for row in layers:
         best = [r for r in (ratio(row, "native"), ratio(row, "native, compiled")) if r is not None]
         ao = ratio(row, "torchao, compiled")
         row["native / bfloat16"] = max(best, default=math.nan)
         row["goal"] = bool(best) and max(best) >= 1.5 and (ao is None or max(best) >= ao)
     show("linear layers, forward and backward, ms", layers)
-    steps = measure_steps(flags.quick)
+    steps = measure_steps(plan)
     for row in steps:
         speedup = ratio(row, "native")
         row["native / bfloat16"] = math.nan if speedup is None else speedup
@@ -390,10 +456,18 @@ def main() -> int:
     show("training step, ms", steps)
     right = all(check["ok"] is not False for check in checks)
     print("\ncorrect" if right else "\nA CORRECTNESS CHECK FAILED")
+    for row in (*layers, *steps):
+        for kind, value in row.items():
+            if kind in OURS and isinstance(value, str):
+                print(f"{kind} FAILED: {value}")
+                right = False
+    if rehearsal:
+        print("a rehearsal on a CPU: times and goals mean nothing")
     if flags.out is not None:
         report = {
             "date": datetime.date.today().isoformat(),
-            "device": torch.cuda.get_device_name(DEVICE),
+            "device": platform.machine() if rehearsal else torch.cuda.get_device_name(DEVICE),
+            "rehearsal": rehearsal,
             "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": has_triton()},
             "quick": flags.quick,
             "correctness": checks,

@@ -134,6 +134,13 @@ CONTRADICTIONS: list[tuple[Callable[[Any], bool], str]] = [
         "state_offload='optimizer', or fp8=none",
     ),
     (
+        lambda config: (
+            getattr(config.fp8, "backend", None) == "transformer_engine" and config.activation_checkpointing != "none"
+        ),
+        "fp8's backend='transformer_engine' has other scales when it recomputes activations; write "
+        "activation_checkpointing='none', or backend='native'",
+    ),
+    (
         lambda config: config.quantized_reduce is not None and config.replica_reduce_dtype is not None,
         "quantized_reduce and replica_reduce_dtype both say how gradients travel between replicas; keep one of them",
     ),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +50,9 @@ logger = logging.getLogger("smp")
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A parallelized module with what steps it: units, window, meter, traffic, mesh; with ``config.fp8``, scales; where
-    sequences are shared, what splits its batches (``context``)."""
+    """A parallelized module with what steps it: units, window, meter, traffic, mesh; with ``config.fp8``, scales, or
+    what makes the context that another library's FP8 layers want around forward (``fp8_region``); where sequences are
+    shared, what splits its batches (``context``)."""
 
     module: nn.Module
     mesh: SmpMesh
@@ -63,13 +65,15 @@ class ParallelModel:
     activations: ActivationSavers = NOTHING_SAVED
     fp8: Fp8Model | None = None
     context: ContextParallel | None = None
+    fp8_region: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
-        for unit in self.units:
-            if unit.module is self.module:
-                return unit.run_as_forward(method, *args, **kwargs)
-        return method(*args, **kwargs)
+        with self.fp8_region():
+            for unit in self.units:
+                if unit.module is self.module:
+                    return unit.run_as_forward(method, *args, **kwargs)
+            return method(*args, **kwargs)
 
     def reshard(self) -> None:
         """Free gathered parameters, e.g. after an evaluation or before weights are loaded."""
@@ -231,7 +235,7 @@ def parallelize_model(
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=config.comm_meter)
     traffic = Traffic(mesh, meter, config)
     config, context = build_context_parallel(model, mesh, traffic.config, meter)
-    fp8 = _to_fp8(model, config)
+    fp8, fp8_region = _to_fp8(model, mesh, config)
 
     def equal_weights(_: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         broadcast_from_rank_0(parameters, mesh.device)
@@ -308,7 +312,9 @@ def parallelize_model(
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(unmetered))
         fp8.refresh_weights()  # before the first step; what is sent belongs to none
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(meter))
-    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic, savers, fp8, context)
+    return ParallelModel(
+        model, mesh, config, plan, tuple(units), window, meter, traffic, savers, fp8, context, fp8_region
+    )
 
 
 def _stored_in(
@@ -343,12 +349,17 @@ def _world_methods(world: WorldSharding, optimizer: torch.optim.Optimizer, kind:
     return {"state_dict": state_dict, "load_state_dict": load_state_dict}
 
 
-def _to_fp8(model: nn.Module, config: SmpConfig) -> Fp8Model | None:
-    if config.fp8 is None or config.fp8.backend == "native":
-        return None if config.fp8 is None else convert_to_fp8(model, config.fp8)
-    for name, reason in convert_with(model, config.fp8).items():
+def _to_fp8(
+    model: nn.Module, mesh: SmpMesh, config: SmpConfig
+) -> tuple[Fp8Model | None, Callable[[], AbstractContextManager[Any]]]:
+    if config.fp8 is None:
+        return None, nullcontext
+    if config.fp8.backend == "native":
+        return convert_to_fp8(model, config.fp8), nullcontext
+    other = convert_with(model, config.fp8, mesh.device, mesh.world_group)
+    for name, reason in other.left_out.items():
         logger.info("fp8: left out: %s (%s)", name, reason)
-    return None
+    return None, other.region
 
 
 def _maximum(mesh: SmpMesh, reduce: FlatMaxReduce) -> Callable[[torch.Tensor], None]:

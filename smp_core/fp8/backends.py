@@ -1,49 +1,87 @@
 """FP8 layers of other libraries, behind the same recipe.
 
-``backend="torchao"``: the modules that the native backend would choose (``nn.Linear`` only) become torchao's
-``Float8Linear`` with dynamic tensorwise scaling. Its layers keep no state between steps, so nothing is stepped or
-saved; weights travel in the parameters' dtype, because torchao's FP8 all-gather turns parameters into tensor
-subclasses that state dicts would show.
+The modules that the native backend would choose (``nn.Linear`` only) become the library's own. Parameters stay the same
+objects with the same names; weights travel in the parameters' dtype, because both libraries' FP8 all-gathers turn
+parameters into tensor subclasses that state dicts would show. What a recipe cannot ask of a library is refused by
+:class:`Fp8Recipe`.
 
-``backend="transformer_engine"`` is refused: its layers exchange amaxes once per micro-batch inside a context around the
-outermost forward, which a LightningModule's ``training_step`` does not have.
+``backend="torchao"``: dynamic tensorwise scaling. Its layers keep no state between steps, so nothing is stepped or
+saved.
+
+``backend="transformer_engine"``: see :mod:`smp_core.fp8.transformer_engine`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from smp_core.fp8.casting import device_multiplies_fp8
 from smp_core.fp8.convert import choose
 from smp_core.fp8.recipe import Fp8Recipe
 
+_INSTALL = {
+    "torchao": "pip install torchao",
+    "transformer_engine": "pip install --no-build-isolation 'transformer_engine[pytorch]'",
+}
 
-def convert_with(model: nn.Module, recipe: Fp8Recipe) -> Mapping[str, str]:
+
+@dataclass(frozen=True)
+class OtherLayers:
+    """What another library's layers need of a training step.
+
+    Attributes:
+        left_out: module name -> reason, of every module with a matrix product that stays as it is.
+        region: makes the context that an outermost forward pass runs in.
+    """
+
+    left_out: Mapping[str, str]
+    region: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def convert_with(
+    model: nn.Module, recipe: Fp8Recipe, device: torch.device, amax_group: dist.ProcessGroup | None = None
+) -> OtherLayers:
     """Give ``model`` the FP8 layers of ``recipe.backend``, in place; before it is sharded.
 
-    Returns:
-        module name -> reason, of every module with a matrix product that stays as it is.
+    Args:
+        device: where the model will compute.
+        amax_group: the ranks that agree on scales, where the library keeps any; default the world.
 
     Raises:
-        ValueError: the library is not installed (what to install is named), or the backend cannot do this.
+        ValueError: the library is not installed (what to install is named), or it cannot do this.
     """
-    if recipe.backend == "transformer_engine":
+    backend = recipe.backend
+    if importlib.util.find_spec(backend) is None:
         raise ValueError(
-            "fp8: backend='transformer_engine' is not built yet; backend='native' has the same recipe "
-            "(delayed scaling, amax_history_len, amax_compute_algo, margin)"
-        )
-    assert recipe.backend == "torchao", recipe.backend
-    if importlib.util.find_spec("torchao") is None:
-        raise ValueError(
-            "fp8: backend='torchao' needs a package that is not installed: pip install torchao; or write "
+            f"fp8: backend={backend!r} needs a package that is not installed: {_INSTALL[backend]}; or write "
             "backend='native'"
         )
-    from torchao.float8 import convert_to_float8_training
-
     chosen, left_out = choose(model, recipe)
-    names = {name for name, module, _ in chosen if type(module) is nn.Linear}
-    left_out |= {name: "torchao converts nn.Linear only" for name, *_ in chosen if name not in names}
-    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names)
-    return left_out
+    names = {name: module for name, module, _ in chosen if name and type(module) is nn.Linear}
+    for name, *_ in chosen:
+        if name not in names:
+            left_out[name] = "it converts nn.Linear only" if name else "it cannot replace the model itself"
+    if not names:
+        why = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(left_out.items())[:5])
+        raise ValueError(f"fp8: backend={backend!r} can convert no layer ({why}); write backend='native'")
+    if backend == "transformer_engine":
+        from smp_core.fp8.transformer_engine import convert
+
+        return OtherLayers(left_out, convert(model, names, recipe, device, amax_group))
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    linears = set(names.values())
+    convert_to_float8_training(
+        model,
+        module_filter_fn=lambda module, _: module in linears,
+        config=Float8LinearConfig(emulate=not device_multiplies_fp8(device)),
+    )
+    return OtherLayers(left_out)

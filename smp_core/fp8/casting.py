@@ -3,16 +3,15 @@
 Every cast clamps first: above E4M3's range torch 2.11 makes nan and torch 2.13 saturates, also infinities, without a
 trace. Infinities are found in the amax instead. nan stays nan.
 
-Three ways to the same numbers: a Triton kernel that reads the tensor once (CUDA, where Triton is there), the eager
-formula compiled by ``torch.compile`` (CUDA without it), and the eager formula (everywhere; it is what the others are
-tested against).
+Two ways to the same numbers: a Triton kernel that reads the tensor once (CUDA, where Triton is there) and the eager
+formula (everywhere; it is what the kernel is tested against). There is no third one by ``torch.compile``: on CUDA it
+needs Triton itself.
 
 Shape letters: R rows (tokens), C columns (features).
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from dataclasses import dataclass
 
@@ -75,18 +74,6 @@ def transposed(x8_RC: torch.Tensor) -> torch.Tensor:
     return x8_RC.view(torch.uint8).t().contiguous().view(x8_RC.dtype)
 
 
-def _cast_all(
-    x_RC: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    x8_RC = cast_eager(x_RC, scale, dtype)
-    return x8_RC if rows else None, transposed(x8_RC) if columns else None, amax_of(x_RC)
-
-
-@functools.cache
-def _compiled_cast() -> object:
-    return torch.compile(_cast_all, dynamic=True)
-
-
 @torch.no_grad()
 def quantize(
     x_RC: torch.Tensor,
@@ -112,13 +99,10 @@ def quantize(
         amax = amax_of(x_RC)
         scale = scale_for(amax, LARGEST[dtype], state.recipe.margin)
         inverse = 1.0 / scale
-    on_device = device_multiplies_fp8(x_RC.device)
-    if on_device and has_triton() and x_RC.numel():
+    if device_multiplies_fp8(x_RC.device) and has_triton() and x_RC.numel():
         from smp_core.fp8.triton_casts import cast_fused
 
         data, data_t, found = cast_fused(x_RC, scale, dtype, rows=rows, columns=columns)
-    elif on_device and x_RC.numel() and not torch.compiler.is_compiling():
-        data, data_t, found = _compiled_cast()(x_RC, scale, dtype, rows, columns)  # type: ignore[operator]
     else:
         x8_RC = cast_eager(x_RC, scale, dtype)
         data, data_t = x8_RC if rows else None, transposed(x8_RC) if columns else None

@@ -1,4 +1,4 @@
-"""Fp8Probe: how well a step's numbers fitted into FP8, per module, into a log that `smp fp8-report` draws.
+"""Fp8Watch: how well some steps' numbers fitted into FP8, per module, into a log that `smp fp8-report` draws.
 
 A probed step counts, for each converted weight's input and output gradient, the elements beyond FP8's range (saturated)
 and those that became zero without having been zero (flushed). Counting reads every tensor again, so only some steps
@@ -7,13 +7,15 @@ are probed. Weights are scaled by their present amax and never saturate; of them
 
 from __future__ import annotations
 
+import fnmatch
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from smp_core.fp8.convert import Fp8Model
 from smp_core.fp8.scaling import ROLES, WEIGHT
@@ -60,6 +62,76 @@ class Fp8Probe:
                 if r != WEIGHT:
                     found[name] |= {f"{role}_saturated": share[r][0], f"{role}_flushed": share[r][1]}
         return found
+
+
+class Fp8Watch:
+    """Probes a step every so often and writes the log: what both faces' monitors are made of.
+
+    Args:
+        monitor: the name people know it by, for messages.
+        every_n_steps: optimizer steps from one probe to the next, >= 1.
+        path: the log; default ``fp8.jsonl`` in the folder that :meth:`start` is given.
+        modules: globs over module names whose figures :meth:`step_ends` returns; the log gets all.
+
+    Raises:
+        ValueError: ``every_n_steps`` below 1.
+    """
+
+    def __init__(self, monitor: str, every_n_steps: int, path: str | Path | None, modules: Sequence[str]) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"{monitor}: every_n_steps={every_n_steps} is not allowed; allowed: 1 and more")
+        self.monitor, self.every_n_steps, self.modules = monitor, every_n_steps, tuple(modules)
+        self.path = None if path is None else Path(path)
+        self._probe: Fp8Probe | None = None
+        self._began = 0
+
+    def start(self, fp8: Fp8Model | None, folder: str | Path, instead: str) -> None:
+        """Watch ``fp8`` from now on.
+
+        Args:
+            instead: what to write where there is no FP8, for the message.
+
+        Raises:
+            ValueError: the run computes without FP8, or in another library's layers.
+        """
+        if fp8 is None:
+            raise ValueError(
+                f"{self.monitor}: this run computes without FP8 (or not with backend='native'); write {instead}, or "
+                f"leave {self.monitor} out"
+            )
+        together = dist.is_initialized() and dist.get_world_size() > 1
+        self._probe = Fp8Probe(fp8, dist.all_reduce if together else lambda _: None)
+        if self.path is None:
+            self.path = Path(folder) / "fp8.jsonl"
+
+    def step_begins(self, step: int) -> None:
+        """Before a batch, with the number of optimizer steps done."""
+        assert self._probe is not None
+        if not self._probe.is_counting and step % self.every_n_steps == 0:
+            self._probe.begin()
+            self._began = step
+
+    def step_ends(self, step: int, *, writes: bool) -> dict[str, float]:
+        """After a batch, with the number of optimizer steps done. Collective where a probed step has ended.
+
+        Args:
+            writes: whether this rank writes the log.
+
+        Returns:
+            ``fp8/<module>/<figure>`` of the chosen modules; empty where no probed step has ended.
+        """
+        assert self._probe is not None and self.path is not None
+        if not self._probe.is_counting or step == self._began:
+            return {}  # or inside an accumulation window
+        figures = self._probe.end()
+        if writes:
+            append_to_log(self.path, step, figures)
+        return {
+            f"fp8/{name}/{figure}": value
+            for name, values in figures.items()
+            if any(fnmatch.fnmatchcase(name, glob) for glob in self.modules)
+            for figure, value in values.items()
+        }
 
 
 def append_to_log(path: Path, step: int, figures: dict[str, dict[str, float]]) -> None:

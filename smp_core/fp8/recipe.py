@@ -37,8 +37,8 @@ class Fp8Recipe:
         exclude: globs that are not; default the output head by its usual names (``HEADS``).
         calibration_steps: first optimizer steps in which delayed scaling uses present magnitudes, >= 1.
         fp8_all_gather: whether sharded weights travel as FP8 bytes (default) or in the parameters' dtype.
-        backend: ``"native"``, or another library's FP8 layers by name: ``"torchao"`` (with ``scaling="dynamic"`` and
-            ``fp8_all_gather=False``). ``"transformer_engine"`` is known but not built yet.
+        backend: ``"native"``, or another library's FP8 layers by name, with ``fp8_all_gather=False``: ``"torchao"``
+            (with ``scaling="dynamic"``) or ``"transformer_engine"`` (CUDA only).
 
     Raises:
         ValueError: a value that is not allowed; it is named together with what is.
@@ -86,21 +86,11 @@ class Fp8Recipe:
             if not all(isinstance(each, str) and each for each in globs):
                 raise _refusal(field, getattr(self, field), "a list of globs over module names")
             object.__setattr__(self, field, globs)
-        if self.backend == "torchao":
-            self._check_torchao()
-
-    def _check_torchao(self) -> None:
-        """What torchao's layers do not have is refused by name."""
-        for field, only, why in (
-            ("scaling", "dynamic", "it dropped delayed scaling"),
-            ("fp8_format", "hybrid", "gradients are E5M2 there"),
-            ("margin", 0, "its scales have no margin"),
-            ("fp8_all_gather", False, "its FP8 all-gather makes parameters tensor subclasses, which state dicts show"),
-        ):
+        for field, only, why in _LIMITS[self.backend, self.scaling]:
             if getattr(self, field) != only:
                 raise ValueError(
-                    f"fp8: backend='torchao' with {field}={getattr(self, field)!r}: {why}; write {field}={only!r}, or "
-                    "backend='native'"
+                    f"fp8: backend={self.backend!r} with {field}={getattr(self, field)!r}: {why}; write "
+                    f"{field}={only!r}, or backend='native'"
                 )
 
     def __str__(self) -> str:
@@ -144,6 +134,28 @@ class Fp8Recipe:
             f"fp8={value!r} is not allowed; allowed: none, true, 'delayed', 'dynamic', 'hybrid', 'e4m3', an Fp8Recipe "
             "or a mapping of its fields; write for example fp8={'amax_history_len': 1024}"
         )
+
+
+# Per backend and scaling: (field, the only value there is, why).
+_SUBCLASSES = "its FP8 all-gather makes parameters tensor subclasses, which state dicts show"
+_TORCHAO = (
+    ("scaling", "dynamic", "it dropped delayed scaling"),
+    ("fp8_format", "hybrid", "gradients are E5M2 there"),
+    ("margin", 0, "its scales have no margin"),
+    ("fp8_all_gather", False, _SUBCLASSES),
+)
+_TRANSFORMER_ENGINE = (
+    ("fp8_all_gather", False, _SUBCLASSES),
+    ("calibration_steps", 1, "its layers start with scales of 1"),
+)
+_LIMITS: dict[tuple[str, str], tuple[tuple[str, Any, str], ...]] = {
+    ("native", "delayed"): (),
+    ("native", "dynamic"): (),
+    ("torchao", "delayed"): _TORCHAO,
+    ("torchao", "dynamic"): _TORCHAO,
+    ("transformer_engine", "delayed"): _TRANSFORMER_ENGINE,
+    ("transformer_engine", "dynamic"): (*_TRANSFORMER_ENGINE, ("margin", 0, "its current scaling has no margin")),
+}
 
 
 def _from_text(text: str) -> Any:

@@ -45,7 +45,11 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     # A maximum passes over nan, so nan counts as inf here.
     magnitude = tl.where(x == x, tl.abs(x), float("inf"))
     tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude, axis=1), axis=0))
-    scaled = tl.clamp(x * tl.load(scale_ptr), -LARGEST_VALUE, LARGEST_VALUE, propagate_nan=tl.PropagateNan.ALL)
+    # Comparisons and not tl.clamp: its min.NaN and max.NaN make Triton write garbage into transposed one-byte stores
+    # (triton-lang/triton#11111). A comparison with nan is false, so nan stays.
+    scaled = x * tl.load(scale_ptr)
+    scaled = tl.where(scaled > LARGEST_VALUE, LARGEST_VALUE, scaled)
+    scaled = tl.where(scaled < -LARGEST_VALUE, -LARGEST_VALUE, scaled)
     if IS_E5M2:
         numbers = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
     else:
@@ -74,8 +78,8 @@ def cast_fused(
     _cast_kernel[grid](
         x_RC,
         scale,
-        rows_RC if rows_RC is not None else amax,
-        columns_CR if columns_CR is not None else amax,
+        rows_RC if rows_RC is not None else x_RC,  # not written
+        columns_CR if columns_CR is not None else x_RC,
         amax,
         count_r,
         count_c,

@@ -11,17 +11,23 @@ import torch
 import yaml
 from accelerate.utils import TERecipeKwargs
 from torch.utils.data import DataLoader
+from typer.testing import CliRunner
 
+from accelerate_smp import Fp8MonitorCallback
 from accelerate_smp.fp8 import recipe_of
 from accelerate_smp.launch import LaunchFile
 from smp_core.checkpoint import read_rest
+from smp_core.cli import app
 from smp_core.fp8 import Fp8Recipe
+from smp_core.fp8.monitoring import Fp8Log
 from tests.accelerate.running import fresh_accelerator, full_weights
 from tests.accelerate.trainers import make_trainer, whole_weights
+from tests.core import transformer_engine_stand_in as stand_in
 from tests.core.gpt import SmallGpt
 from tests.harness import run_ranks
 
 RECIPE = Fp8Recipe(amax_history_len=4)
+ENGINE = Fp8Recipe(backend="transformer_engine", fp8_all_gather=False)
 TOKENS = torch.randint(32, (24, 9), generator=torch.Generator().manual_seed(3))
 
 
@@ -76,6 +82,41 @@ def test_a_loop_goes_on_where_it_was_saved_and_runs_under_bf16(tmp_path: Path) -
     }
 
 
+def late(degree: int) -> tuple[list[float], torch.Tensor]:
+    """Initialised on its ranks."""
+    accelerator = fresh_accelerator(shard_degree=degree, fp8=RECIPE, delayed_init=True)
+    with torch.device("meta"):
+        model = SmallGpt(vocabulary=32, width=32, layers=2, heads=2, length=8)
+    model = accelerator.prepare(model)
+    optimizer, loader = accelerator.prepare(
+        torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(TOKENS, batch_size=2)
+    )
+    return steps(accelerator, model, optimizer, loader, 0, 4), accelerator.parallel.fp8.state.history
+
+
+def late_both() -> tuple[Any, Any]:
+    return late(2), late(1)
+
+
+def test_a_model_initialised_on_its_ranks_trains_in_fp8_the_same_however_it_is_sharded() -> None:
+    for (losses, history), (replicated, other) in run_ranks(late_both, 2):
+        assert losses == replicated and losses[-1] < losses[0]
+        assert torch.equal(history, other) and history.count_nonzero() == 4 * 8 * 3
+
+
+def in_transformer_engine() -> tuple[list[float], list[int], int]:
+    with stand_in.installed(before_2_9=True) as regions:
+        accelerator, model, optimizer, loader = prepared(fp8=ENGINE, mixed_precision="bf16")
+        losses = steps(accelerator, model, optimizer, loader, 0, 6)
+    return losses, [size for _, size in regions.passes], regions.outside
+
+
+def test_a_loop_runs_in_a_region_of_transformer_engine() -> None:
+    """A stand-in with its signatures."""
+    for losses, passes, outside in run_ranks(in_transformer_engine, 2):
+        assert passes == [2] * 6 and outside == 0 and losses[-1] < losses[0]
+
+
 def trainer_runs(folder: str) -> tuple[list[float], list[float], bool, str]:
     """With and without FP8; the second half of the FP8 run again from a checkpoint."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -102,6 +143,54 @@ def test_the_trainer_computes_in_fp8_under_bf16_and_resumes_exactly(tmp_path: Pa
     for fp8, plain, same, precision in run_ranks(trainer_runs, 2, str(tmp_path), timeout=120):
         assert precision == "bf16" and same
         assert fp8 != plain and fp8 == pytest.approx(plain, rel=2e-2)
+
+
+def fp8_model() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def monitored(folder: str) -> tuple[list[dict[str, Any]], torch.Tensor, str]:
+    """Five optimizer steps of two micro-batches, every other one probed; and a run without FP8. E4M3 gradients reach
+    far less low than E5M2 ones: some become zero."""
+    recipe = Fp8Recipe(amax_history_len=4, fp8_format="e4m3")
+    flags: dict[str, Any] = {"model": fp8_model(), "max_steps": 5, "logging_steps": 1}
+    trainer, _ = make_trainer(folder, 8, 2, {"shard_degree": 2, "fp8": recipe}, **flags)
+    trainer.add_callback(Fp8MonitorCallback(every_n_steps=2, modules=["*.0.mlp.c_fc"]))
+    trainer.train()
+    state, log = trainer.accelerator.parallel.fp8.state, trainer.state.log_history
+    trainer, _ = make_trainer(folder, 8, 2, {"shard_degree": 2}, **{**flags, "model": fp8_model()})
+    trainer.add_callback(Fp8MonitorCallback())
+    with pytest.raises(ValueError) as refused:
+        trainer.train()
+    return log, state.scale, str(refused.value)
+
+
+def test_the_monitor_logs_rates_and_scales_under_trainer(tmp_path: Path) -> None:
+    ranks = run_ranks(monitored, 2, str(tmp_path), timeout=100)
+    for log, _, refused in ranks:
+        seen = {entry["step"]: [name for name in entry if name.startswith("fp8/")] for entry in log if "loss" in entry}
+        site = "fp8/transformer.h.0.mlp.c_fc/"
+        assert {step: len(names) for step, names in seen.items()} == {1: 7, 2: 0, 3: 7, 4: 0, 5: 7}
+        assert all(name.startswith(site) for names in seen.values() for name in names)
+        assert "this run computes without FP8" in refused and 'write smp_config={"fp8": True}' in refused
+    log, scale, _ = ranks[0]
+    found = Fp8Log.read(tmp_path / "fp8.jsonl")
+    assert found.steps == [1, 3, 5] and len(found.figures["input_flushed"]) == 8
+    # What the file says last are the scales at the end, and the first step, which calibrates, saturates nothing.
+    names = list(found.figures["input_scale"])
+    for role, figure in enumerate(("input_scale", "weight_scale", "gradient_scale")):
+        assert [found.figures[figure][name][-1] for name in names] == scale[:, role].tolist()
+    assert all(values[0] == 0 for values in found.figures["input_saturated"].values())
+    assert max(value for values in found.figures["gradient_flushed"].values() for value in values) > 0
+    assert log[0][site + "input_scale"] == found.figures["input_scale"]["transformer.h.0.mlp.c_fc"][0]
+    shown = CliRunner().invoke(app, ["fp8-report", str(tmp_path / "fp8.jsonl")])
+    assert shown.exit_code == 0 and "3 probed steps, 1 to 5" in shown.output
+    with pytest.raises(ValueError, match="Fp8MonitorCallback: every_n_steps=0"):
+        Fp8MonitorCallback(every_n_steps=0)
 
 
 @pytest.mark.parametrize(

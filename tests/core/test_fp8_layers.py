@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 from torch import nn
 
 from smp_core.fp8 import Float8Linear, Fp8Recipe, convert_to_fp8
-from smp_core.fp8.backends import convert_with
 from smp_core.fp8.scaling import GRADIENT, INPUT
 from tests.core.test_fp8_numbers import decibels
 
@@ -219,31 +216,3 @@ def test_compiled_layers_compute_and_record_the_same_without_breaking_the_graph(
         ours.step()
         theirs.step()
     assert len(graphs) == 2
-
-
-def test_torchao_converts_what_the_native_backend_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the library: torchao is not installed here."""
-    asked: list[str] = []
-
-    def convert_to_float8_training(model: nn.Module, *, module_filter_fn: Any) -> None:
-        asked.extend(name for name, module in model.named_modules() if module_filter_fn(module, name))
-
-    library = types.ModuleType("torchao.float8")
-    library.convert_to_float8_training = convert_to_float8_training  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
-    monkeypatch.setitem(sys.modules, "torchao.float8", library)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    recipe = Fp8Recipe(backend="torchao", scaling="dynamic", fp8_all_gather=False)
-    left_out = convert_with(Mixed(), recipe)
-    assert asked == ["up", "down"] and "lm_head" in left_out
-
-
-def test_what_other_backends_cannot_do_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"backend='torchao' with scaling='delayed'.*write scaling='dynamic'"):
-        Fp8Recipe(backend="torchao")
-    with pytest.raises(ValueError, match=r"fp8_all_gather=True.*state dicts"):
-        Fp8Recipe(backend="torchao", scaling="dynamic")
-    with pytest.raises(ValueError, match=r"pip install torchao"):
-        convert_with(Mixed(), Fp8Recipe(backend="torchao", scaling="dynamic", fp8_all_gather=False))
-    with pytest.raises(ValueError, match=r"transformer_engine' is not built yet; backend='native'"):
-        convert_with(Mixed(), Fp8Recipe(backend="transformer_engine"))

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from lightning_smp import Fp8Monitor, Fp8Precision, Fp8Recipe
 from smp_core.cli import app
 from smp_core.fp8.monitoring import Fp8Log
+from tests.core import transformer_engine_stand_in as stand_in
 from tests.core.gpt import SmallGpt
 from tests.lightning.modules import LanguageModule
 from tests.lightning.running import QUIET, Run, make_trainer, read_checkpoint, report, together
@@ -96,6 +97,21 @@ def test_the_plugin_trains_the_same_however_it_is_sharded_and_recomputed() -> No
         assert bf16.losses != sharded.losses
         for ours, theirs in zip(bf16.losses, without.losses, strict=True):
             assert abs(ours - theirs) <= 2e-2 * theirs
+
+
+def in_transformer_engine() -> Run:
+    recipe = Fp8Recipe(backend="transformer_engine", fp8_all_gather=False)
+    with stand_in.installed() as regions:
+        run = train({"shard_degree": 2}, recipe=recipe, accumulate_grad_batches=2)
+    run.extra |= {"passes": [size for _, size in regions.passes], "outside": regions.outside}
+    return run
+
+
+def test_training_steps_run_in_a_region_of_transformer_engine() -> None:
+    """A stand-in with its signatures."""
+    for run in together(in_transformer_engine, ranks=2):
+        assert run.extra["passes"] == [2] * BATCHES and run.extra["outside"] == 0
+        assert run.losses[-1] < run.losses[0] and run.extra["dtypes"] == {"torch.float32"}
 
 
 def saving(folder: str) -> list[Run]:
