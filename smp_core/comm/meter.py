@@ -124,6 +124,10 @@ class CommMeter:
         "all_gather/calls": ..., "inter_bytes": ..., "intra_bytes": ...}``; bytes sent by this rank, seconds."""
         return self._figures(self._last)
 
+    def unfinished(self) -> dict[str, float]:
+        """The same figures of the step that is still open."""
+        return self._figures(self._step)
+
     @contextlib.contextmanager
     def outside_steps(self) -> Iterator[None]:
         """What is sent inside is no part of an optimizer step: around an evaluation, also in the middle of a step."""
