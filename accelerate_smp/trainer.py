@@ -33,6 +33,7 @@ from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from smp_core.checkpoint import full_state_dict
 from smp_core.config import SmpConfig
+from smp_core.context_parallel.active import active_split
 
 OLDEST_TRANSFORMERS = "5.20"
 
@@ -191,7 +192,7 @@ class SmoothedLabels(LabelSmoother):
     """Label smoothing that knows by itself whether labels are shifted.
 
     Trainer tells it by the name of the model's class, which FSDP2 changes: labels of a sharded causal language model
-    would be compared with the tokens they stand at.
+    would be compared with the tokens they stand at. Of a split batch the targets are known already.
     """
 
     def __init__(self, epsilon: float, shift: bool) -> None:
@@ -201,6 +202,10 @@ class SmoothedLabels(LabelSmoother):
     def __call__(
         self, model_output: Any, labels: torch.Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
+        split = active_split()
+        if split is not None and split.shift_labels is not None:
+            count = split.tokens_per_rank if num_items_in_batch is None else num_items_in_batch
+            return super().__call__(model_output, split.shift_labels, num_items_in_batch=count)
         shift = shift_labels or self.shift
         return super().__call__(model_output, labels, shift_labels=shift, num_items_in_batch=num_items_in_batch)
 

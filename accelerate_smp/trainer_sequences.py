@@ -6,24 +6,29 @@ Trainer counts targets over the micro-batches of an optimizer step and divides b
     private as all of Trainer's steps; there is no public hook around forward and backward)
     targets are counted once per sample, without those that cross into another document (``_get_num_items_in_batch``)
 
-and evaluation and prediction see whole sequences and each sample once.
+and evaluation and prediction see whole sequences and each sample once. What computes a loss from logits and labels
+(``label_smoothing_factor``, ``compute_loss_func``) is given this rank's tokens and their targets. Models whose loss is
+chunked (``chunked_cross_entropy``) smooth labels themselves, and chunk in evaluation too if nobody looks at logits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from transformers import Trainer
 
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.attachment import parallel_of
-from smp_core.context_parallel.active import SplitBatch, enabled
-from smp_core.context_parallel.batch import ContextParallel, labels_within_documents
+from smp_core.context_parallel.active import SplitBatch, active_split, enabled
+from smp_core.context_parallel.batch import IGNORED, ContextParallel, labels_within_documents
+from smp_core.context_parallel.chunked_models import loss_only, smoothed
 from smp_core.context_parallel.transformers_models import shifts_labels
 
 if TYPE_CHECKING:
@@ -43,18 +48,18 @@ class SharedSequencesTrainerMixin(_Base):
         handle = parallel_of(self.model)  # type: ignore[arg-type]
         return None if handle is None else handle.context
 
+    @property
+    def compute_loss_func(self) -> Callable[..., Any] | None:
+        """As it was given; while sequences are shared, it sees this rank's tokens and their targets."""
+        function = self._compute_loss_func
+        return None if function is None else functools.partial(_of_own_targets, function)
+
+    @compute_loss_func.setter
+    def compute_loss_func(self, function: Callable[..., Any] | None) -> None:
+        self._compute_loss_func = function
+
     def _check_context_parallel(self) -> None:
-        """Refuse what would count or shift targets by itself."""
-        asked = {
-            "label_smoothing_factor": self.args.label_smoothing_factor,
-            "compute_loss_func": self.compute_loss_func,
-        }
-        for option, value in asked.items():
-            if value:
-                raise ValueError(
-                    f"{option} needs each row's labels in one place, but context_parallel_degree="
-                    f"{self.accelerator.context_degree} splits them; leave it out"
-                )
+        """Refuse what would count targets by itself."""
         if not shifts_labels(self.model):  # type: ignore[arg-type]
             raise ValueError(
                 f"{type(self.model).__name__} computes its loss as a mean over a rank's own targets; under Trainer "
@@ -93,6 +98,22 @@ class SharedSequencesTrainerMixin(_Base):
         dist.broadcast(number, src=context.group.ranks[0], group=context.group.process_group)
         return number
 
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; a model whose loss is chunked smooths labels itself, because smoothing needs logits."""
+        smoother, handle = self.label_smoother, parallel_of(self.model)  # type: ignore[arg-type]
+        by_itself = (
+            *(handle is not None and handle.config.chunked_cross_entropy, smoother is not None),
+            *(self.compute_loss_func is None, super().compute_loss.__func__ is Trainer.compute_loss),
+        )
+        if not all(by_itself):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        self.label_smoother = None
+        try:
+            with smoothed(smoother.epsilon):
+                return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self.label_smoother = smoother
+
     def prediction_step(
         self,
         model: torch.nn.Module,
@@ -102,17 +123,36 @@ class SharedSequencesTrainerMixin(_Base):
     ) -> tuple[Any, Any, Any]:
         """As Trainer's: the loss of the whole sequences, and logits of all their tokens."""
         context = self._context
+        logits_wanted = loss_only() if prediction_loss_only else contextlib.nullcontext()
         if context is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            with logits_wanted:
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._split = None
         around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if any(inputs.get(name) is None for name in self.label_names):
             make, inputs = self._prepare_context_parallel_inputs(model, inputs)
             around = make()
-        with around:
+        with around, logits_wanted:
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None:
             loss = self.accelerator.mean_over_context(loss)
         if logits is not None and self._split is not None:
             logits = context.gather_all(logits, self._split)
         return loss, logits, labels
+
+
+def _of_own_targets(function: Callable[..., Any], outputs: Any, labels: torch.Tensor | None, **options: Any) -> Any:
+    """A loss function as Trainer calls it, which compares a token's logits with the next token's label, on what this
+    rank has of a split batch: the targets become the labels of the tokens after, and a token without logits of its own
+    stands at the end."""
+    split = active_split()
+    if split is None or split.labels is None:  # whole sequences, or labels where their tokens are
+        return function(outputs, labels, **options)
+    assert split.shift_labels is not None
+    labels = F.pad(split.shift_labels, (1, 0), value=IGNORED)
+    if isinstance(outputs, dict):
+        outputs = copy.copy(outputs)
+        outputs["logits"] = F.pad(outputs["logits"], (0, 0, 0, 1))
+    else:
+        outputs = (F.pad(outputs[0], (0, 0, 0, 1)), *outputs[1:])
+    return function(outputs, labels, **options)

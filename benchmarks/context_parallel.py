@@ -5,8 +5,10 @@
     torchrun --nproc-per-node 8 benchmarks/context_parallel.py --device cuda --length 131072    # degrees on GPUs
 
 By degree, on four gloo ranks of this machine (or the ranks torchrun started): a small Llama trains on one sequence per
-context group; tokens per second, bytes that autograd keeps on a rank (on CUDA the peak of allocated memory), and the
-work of each rank, counted from the kernel calls that were made (max / mean over ranks; 1 is perfect balance).
+context group; tokens per second, bytes of activations that a rank holds at most for backward (and what they would be
+at degree 1, divided by the degree), bytes of gathered weights at that moment, which are model states and the same at
+every degree, on CUDA also the peak of allocated memory, and the work of each rank, counted from the kernel calls that
+were made (max / mean over ranks; 1 is perfect balance).
 
 On a CUDA device besides: TFLOPS of the operator, forward and backward, against torch's flash attention of the same
 causal sequence, and against torch's own context parallelism where that runs.
@@ -41,6 +43,7 @@ from smp_core.context_parallel.attention import attention
 from smp_core.context_parallel.kernels import count_attention_work
 from smp_core.context_parallel.plan import SequencePlan
 from smp_core.context_parallel.traffic import register_group
+from smp_core.memory_report import MemoryReport
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import parallelize_model
 from smp_core.topology import Topology
@@ -115,6 +118,9 @@ def degrees(options: argparse.Namespace) -> list[dict[str, Any]]:
     dist.init_process_group("nccl" if on_cuda else "gloo")
     world = dist.get_world_size()
     found = [one_degree(options, degree) for degree in (1, 2, 4, 8, 16) if world % degree == 0]
+    for row in found:
+        of_one = row["activation_bytes"] * row["context_parallel_degree"] / found[0]["activation_bytes"]
+        row["activations_times_degree_over_those_of_one"] = of_one
     dist.destroy_process_group()
     return found
 
@@ -141,41 +147,30 @@ def one_degree(options: argparse.Namespace, degree: int) -> dict[str, Any]:
             parameter.grad = None
 
     step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    with count_attention_work() as work:
-        kept = kept_bytes(step)
+    report = MemoryReport(parallel)
+    with count_attention_work() as work, report.step():
+        step()
+    held = report.steps[0].device
     seconds = [timed(step, device) for _ in range(options.steps)]
-    if device.type == "cuda":
-        kept = torch.cuda.max_memory_allocated()
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     everyone = torch.tensor(
-        [float(work.pairs), statistics.median(seconds), float(kept)], device=device, dtype=torch.float64
+        [work.pairs, statistics.median(seconds), held["activations"], held["gathered"], peak],
+        device=device,
+        dtype=torch.float64,
     )
     all_ranks = [torch.empty_like(everyone) for _ in range(world)]
     dist.all_gather(all_ranks, everyone)
-    pairs, times, memory = (torch.stack(all_ranks)[:, column].tolist() for column in range(3))
+    pairs, times, activations, gathered, peaks = torch.stack(all_ranks).T.tolist()
     return {
         "context_parallel_degree": degree,
         "ranks": world,
         "tokens_per_second": world // degree * options.length / max(times),
-        "memory": "peak of allocated memory" if device.type == "cuda" else "bytes kept for backward",
-        "memory_bytes": max(memory),
+        "activation_bytes": max(activations),
+        "gathered_weight_bytes": max(gathered),
+        **({"peak_allocated_bytes": max(peaks)} if device.type == "cuda" else {}),
         # Without context ranks attention is Transformers' own and not counted.
         "work_max_over_mean": None if degree == 1 else max(pairs) / statistics.mean(pairs),
     }
-
-
-def kept_bytes(step: Callable[[], None]) -> int:
-    """Bytes of the different storages that autograd keeps in one step."""
-    storages: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        step()
-    return sum(storages.values())
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
@@ -195,7 +190,6 @@ def operator(length: int) -> dict[str, Any]:
     """Forward and backward of one layer of Llama 3.1 8B's attention in bfloat16: ours as a rank runs it (two chunks,
     one rank), torch's flash attention of the whole, and torch's context parallelism."""
     device = torch.device("cuda")
-    shapes = ((1, length, heads, 128) for heads in (32, 8, 8))
     shapes = ((1, length, heads, 128) for heads in (32, 8, 8))
     q, k, v = (torch.randn(*s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
     grad = torch.randn(1, length, 32, 128, device=device, dtype=torch.bfloat16)

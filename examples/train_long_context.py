@@ -1,6 +1,6 @@
 """Train a Llama on long documents, each sequence over 1, 2 and 4 ranks.
 
-    python examples/train_long_context.py                               # four ranks on a CPU: memory and loss by degree
+    python examples/train_long_context.py                # four ranks on a CPU: memory and loss by degree, a few minutes
     python examples/train_long_context.py --length 2048 --steps 10      # the same, quicker
     python examples/train_long_context.py --context-parallel-degree 4 --ranks 4 --steps 100   # one degree
     python examples/train_long_context.py --data my_texts/ --tokenizer path/to/tokenizer
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightning_smp import SmpShardedStrategy
 from smp_core.config import SmpConfig
-from smp_core.context_parallel.chunked_loss import use_chunked_loss
+from smp_core.memory_report import MemoryReport
 from smp_core.planning.memory import plan_table
 from smp_core.sharding.wrap import plan_units
 from smp_core.topology import Topology
@@ -85,24 +86,28 @@ class LongContext(L.LightningModule):
         torch.manual_seed(0)
         config = LlamaConfig(vocab_size=vocab_size, max_position_embeddings=length, use_cache=False, **SMALL)
         self.model: Any = LlamaForCausalLM(config)
-        use_chunked_loss(self.model, 1024)
         self.lr = lr
         self.losses: list[torch.Tensor] = []
-        self.kept = 0
+        self.watching = ExitStack()
+
+    def on_train_start(self) -> None:
+        self.report = MemoryReport(self.trainer.strategy.parallel)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.watching.enter_context(self.report.step())
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        storages: dict[int, int] = {}
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = self.model(**batch).loss
-        self.kept = max(self.kept, sum(storages.values()))
+        loss = self.model(**batch).loss
         self.log("loss", loss, prog_bar=True, sync_dist=True)
         self.losses.append(loss.detach())
         return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.watching.close()
+
+    def activation_bytes(self) -> int:
+        """The most that this rank held for backward in any step."""
+        return max(step.device["activations"] for step in self.report.steps)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
@@ -137,15 +142,30 @@ def records(flags: argparse.Namespace) -> tuple[Records, int]:
     """The records and the vocabulary's size."""
     if flags.tokenizer is None:
         corpus = build_corpus(flags.data, cache_dir=flags.cache_dir)
-        return Records(corpus.tokens("train"), corpus.end_of_text, flags.length), corpus.vocab_size
+        tokens, end_of_text, vocab_size = corpus.tokens("train"), corpus.end_of_text, corpus.vocab_size
+    else:
+        tokens, end_of_text, vocab_size = own_tokens(flags)
+    steps = len(tokens) // (flags.length * flags.ranks)
+    if steps == 0:
+        sys.exit(
+            f"{len(tokens):,} tokens of text are less than the {flags.ranks} records of {flags.length:,} tokens that a "
+            "step takes; give more text with --data, or a smaller --length"
+        )
+    return Records(tokens[: steps * flags.ranks * flags.length], end_of_text, flags.length), vocab_size
+
+
+def own_tokens(flags: argparse.Namespace) -> tuple[np.ndarray, int, int]:
+    """As many tokens as the steps take, the token between documents, and the vocabulary's size."""
     tokenizer = AutoTokenizer.from_pretrained(flags.tokenizer)
-    documents = standard_library() if flags.data is None else own_text(flags.data)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"--tokenizer {flags.tokenizer} has no eos_token, which documents are told apart by")
     tokens: list[int] = []
-    for document in documents:
-        tokens += [*tokenizer(document.text)["input_ids"], tokenizer.eos_token_id]
+    for document in standard_library() if flags.data is None else own_text(flags.data):
+        tokens += tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens.append(tokenizer.eos_token_id)
         if len(tokens) > flags.length * flags.ranks * flags.steps:
             break
-    return Records(np.asarray(tokens), tokenizer.eos_token_id, flags.length), len(tokenizer)
+    return np.asarray(tokens), tokenizer.eos_token_id, len(tokenizer)
 
 
 def train(flags: argparse.Namespace) -> None:
@@ -156,7 +176,9 @@ def train(flags: argparse.Namespace) -> None:
     # The same records in a step whatever the degree: half as many data ranks take two micro-batches each.
     micro_batches = degree
     trainer = L.Trainer(
-        strategy=SmpShardedStrategy(shard_degree=flags.ranks, context_parallel_degree=degree),
+        strategy=SmpShardedStrategy(
+            shard_degree=flags.ranks, context_parallel_degree=degree, chunked_cross_entropy=1024
+        ),
         devices=flags.ranks,
         accelerator="auto",
         max_steps=flags.steps,
@@ -170,7 +192,7 @@ def train(flags: argparse.Namespace) -> None:
     losses = torch.stack(module.losses).double()
     dist.all_reduce(losses)
     by_step = (losses / dist.get_world_size()).view(-1, micro_batches).mean(1)
-    seen = {"degree": degree, "losses": by_step.tolist(), "kept_bytes": module.kept}
+    seen = {"degree": degree, "losses": by_step.tolist(), "activation_bytes": module.activation_bytes()}
     if torch.cuda.is_available():
         seen["peak_bytes"] = torch.cuda.max_memory_allocated()
     if trainer.is_global_zero and flags.out is not None:
@@ -180,7 +202,7 @@ def train(flags: argparse.Namespace) -> None:
 def compare(flags: argparse.Namespace) -> None:
     """Every degree in a run of its own."""
     table = Table(title=f"{flags.length:,} tokens on {flags.ranks} ranks, the same {flags.ranks} records a step")
-    for heading in ("context degree", "kept for backward, per rank", "first loss", "last loss"):
+    for heading in ("context degree", "activations per rank", "first loss", "last loss"):
         table.add_column(heading, justify="right")
     arguments = sys.argv[1:]  # of two --out the last one counts
     results = []
@@ -201,8 +223,9 @@ def compare(flags: argparse.Namespace) -> None:
             subprocess.run(command, check=True, stderr=subprocess.DEVNULL if flags.out else None)
             seen = json.loads(out.read_text())
             results.append(seen)
-            memory = f"{seen.get('peak_bytes', seen['kept_bytes']) / 2**20:,.1f} MiB"
+            memory = f"{seen['activation_bytes'] / 2**20:,.1f} MiB"
             table.add_row(str(degree), memory, *(f"{seen['losses'][at]:.6f}" for at in (0, -1)))
+    table.caption = "degree 1: Transformers' own attention, with a mask for the documents of a record"
     Console().print(table)
     if flags.out is not None:
         flags.out.write_text(json.dumps(results, indent=2))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
 from smp_core.config import SmpConfig
+from smp_core.context_parallel.chunked_models import chunk_losses
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import (
     ParallelModel,
@@ -50,7 +51,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
     """What :func:`parallelize_model` adds, for a model that came sharded. In place; collective over the world.
 
     On a 1-D mesh: communication objects, replica hop and window; weights become those of the first replica. On a 2-D
-    mesh torch's own two-hop is the window, and nothing is metered.
+    mesh torch's own two-hop is the window, and nothing is metered. On both: losses in chunks.
 
     Args:
         given: how it came (:func:`smp_core.sharding.given.given_sharding`).
@@ -98,6 +99,8 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
                 "and %s have no effect; load it without distributed_config, and torch-smp shards it",
                 ", ".join((*_TORCHS, *_GIVEN)),
             )
+    if config.chunked_cross_entropy is not None:
+        chunk_losses(model, config.chunked_cross_entropy)
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=bool(config.comm_meter))
     broadcast_from_rank_0(plain.values(), mesh.device)
     broadcast_from_rank_0(model.buffers(), mesh.device)

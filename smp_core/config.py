@@ -113,6 +113,9 @@ class SmpConfig:
         fp8: FP8 matrix products in the linear layers (docs/fp8.md). None (default; off), True (delayed scaling with
             its defaults), "delayed", "dynamic", or an Fp8Recipe or a mapping of its fields
             ({"amax_history_len": 16, "margin": 1}).
+        chunked_cross_entropy: Tokens whose vocabulary logits exist at one time when a Transformers causal language
+            model computes its training loss; they are made again in backward, and the model returns no logits beside
+            the loss. Integer >= 1, or None (default; the logits of all tokens).
         activation_checkpointing: Which activations are computed again in backward instead of kept. "none" (default),
             "full" (each wrapped block keeps its inputs only), "every:N" (the same for each N-th block), "selective"
             (each block keeps its inputs and the outputs of matrix products, attention and communication) or a mapping
@@ -184,6 +187,7 @@ class SmpConfig:
     allow_batch_change: bool = False
     comm_meter: bool = True
     fp8: Fp8Recipe | None = None
+    chunked_cross_entropy: int | None = None
     activation_checkpointing: str | Mapping[str, str] = "none"
     activation_checkpointing_check: bool = False
     activation_offloading: bool = False

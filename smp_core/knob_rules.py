@@ -71,6 +71,7 @@ READERS: dict[str, read.Reader] = {
     "allow_batch_change": _BOOLEAN,
     "comm_meter": _BOOLEAN,
     "fp8": lambda knob, value: Fp8Recipe.read(value),
+    "chunked_cross_entropy": read.either(read.nothing(), _DEGREE, allowed="an integer of at least 1, none"),
     "activation_checkpointing": read.either(
         _CHECKPOINTING,
         read.mapping(_CHECKPOINTING),

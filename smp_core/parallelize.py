@@ -2,11 +2,12 @@
 
 1. linear layers to FP8, whose weights then travel in FP8
 2. context parallelism: attention over the ranks that share sequences (tensor parallelism: later issue)
-3. activation checkpointing: a property of a module's forward, so inside FSDP2's hooks
-4. equal initial weights: rank 0's, unit by unit, while a unit is still whole
-5. fully_shard of blocks, then roots, with our communication objects
-6. materialisation of what is on the meta device, shard by shard
-7. the accumulation window with the hop across replicas
+3. losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
+4. activation checkpointing: a property of a module's forward, so inside FSDP2's hooks
+5. equal initial weights: rank 0's, unit by unit, while a unit is still whole
+6. fully_shard of blocks, then roots, with our communication objects
+7. materialisation of what is on the meta device, shard by shard
+8. the accumulation window with the hop across replicas
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from smp_core.comm.traffic import Traffic
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import ContextParallel
 from smp_core.context_parallel.build import build_context_parallel
+from smp_core.context_parallel.chunked_models import chunk_losses
 from smp_core.fp8.backends import convert_with
 from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.mesh import SmpMesh
@@ -236,6 +238,8 @@ def parallelize_model(
     traffic = Traffic(mesh, meter, config)
     config, context = build_context_parallel(model, mesh, traffic.config, meter)
     fp8, fp8_region = _to_fp8(model, mesh, config)
+    if config.chunked_cross_entropy is not None:
+        chunk_losses(model, config.chunked_cross_entropy)
 
     def equal_weights(_: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         broadcast_from_rank_0(parameters, mesh.device)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from smp_core.context_parallel.attention import attention
 from smp_core.context_parallel.plan import SequencePlan
+from smp_core.context_parallel.traffic import ContextGroup
 
 
 @dataclass
@@ -43,6 +44,7 @@ class SplitBatch:
         weighted: whether :func:`weighted_mean` has been asked for this batch.
         last_position: 0-d tensor, the largest position in the whole sequences; None: ``length - 1``.
         first_positions: what :meth:`SequencePlan.in_chunks` takes: positions at which documents begin.
+        group: held, because the plan's number means it only for as long as somebody does.
     """
 
     batch: Any
@@ -59,6 +61,7 @@ class SplitBatch:
     weighted: bool = False
     last_position: torch.Tensor | None = None
     first_positions: tuple[tuple[int, ...], ...] = ()
+    group: ContextGroup | None = None
     _chunked: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

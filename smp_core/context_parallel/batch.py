@@ -190,7 +190,7 @@ class ContextParallel:
             local[key] = take(whole[key], padding).movedim(1, dims[key])
         for key in (*DOCUMENT_KEYS, *_PACKING_KEYS):
             local.pop(key, None)
-        split = SplitBatch(local, plan, length, self.group.rank)
+        split = SplitBatch(local, plan, length, self.group.rank, group=self.group)
         split.position_ids, split.last_position = take(position_ids, None), position_ids.max()
         if whole.get("position_ids") is not None and whole.get("attention_mask") is None:
             split.first_positions = _first_positions(position_ids, starts, padded=plan.length > length)
@@ -234,7 +234,7 @@ class ContextParallel:
             if place == target:
                 split_target = piece if is_target else take(torch.zeros(rows, length, device=device), IGNORED)
         made = type(batch)(*local) if hasattr(batch, "_fields") else type(batch)(local)  # type: ignore[call-arg]
-        split = SplitBatch(made, plan, length, self.group.rank)
+        split = SplitBatch(made, plan, length, self.group.rank, group=self.group)
         split.shift_labels = split_target
         return split
 

@@ -10,14 +10,10 @@ Shape letters: T tokens, C tokens of a chunk, H width, V words.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from smp_core.context_parallel.transformers_models import check_plain_head
 
 IGNORED = -100
 
@@ -29,16 +25,19 @@ def chunked_cross_entropy(
     chunk: int = 1024,
     *,
     divisor: torch.Tensor | float | None = None,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Cross entropy of ``lm_head(hidden)`` against ``labels``.
 
     Args:
         hidden: [..., T, H], what the head gets.
-        lm_head: maps [C, H] to logits [C, V]; a linear layer, for example.
+        lm_head: maps [C, H] to logits [C, V]; a linear layer, for example. A module that FSDP shards by itself would
+            be gathered for every chunk: call this in its forward.
         labels: [..., T], the target of each token (already shifted); -100: none.
         chunk: tokens C whose logits exist at one time.
         divisor: what the sum of losses is divided by; default the number of targets, which makes it their mean. Over
             ranks that share sequences ``split.tokens_per_rank``.
+        label_smoothing: in [0, 1], as in torch's cross entropy.
 
     Returns:
         0-d, float32, or float64 for float64 logits (as Transformers' loss: half precision logits are cast).
@@ -56,7 +55,9 @@ def chunked_cross_entropy(
         logits_CV = lm_head(hidden_CH)
         if logits_CV.dtype != torch.float64:
             logits_CV = logits_CV.float()
-        return F.cross_entropy(logits_CV, labels_C, ignore_index=IGNORED, reduction="sum")
+        return F.cross_entropy(
+            logits_CV, labels_C, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
+        )
 
     parts = [
         checkpoint(loss_of, hidden_CH, labels_C, use_reentrant=False, preserve_rng_state=False)
@@ -66,37 +67,3 @@ def chunked_cross_entropy(
     if divisor is None:
         divisor = (labels_T != IGNORED).sum()
     return total / divisor
-
-
-def use_chunked_loss(model: nn.Module, chunk: int = 1024) -> None:
-    """Let a Transformers causal model compute its loss in chunks, in place: in training, with labels, ``loss`` is what
-    it would have been and ``logits`` is None. Without labels, and in evaluation, nothing changes.
-
-    Args:
-        model: the model with the head, before it is parallelized.
-        chunk: see :func:`chunked_cross_entropy`.
-
-    Raises:
-        ValueError: logits that are more than a linear layer's (capped, scaled), or no Transformers causal model.
-    """
-    head, base = check_plain_head(model)
-    whole_forward = model.forward
-
-    def forward(*args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        shifted = kwargs.get("shift_labels")
-        if not model.training or (labels is None and shifted is None):
-            return whole_forward(*args, labels=labels, **kwargs)
-        if kwargs.pop("logits_to_keep", 0) or kwargs.get("output_router_logits"):
-            raise ValueError("logits_to_keep and output_router_logits do not go with a chunked loss; leave them out")
-        kwargs.pop("shift_labels", None)
-        divisor = kwargs.pop("num_items_in_batch", None)
-        if shifted is None:
-            assert labels is not None
-            shifted = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        outputs = base(*args, **kwargs)
-        loss = chunked_cross_entropy(outputs[0], head, shifted, chunk, divisor=divisor)
-        from transformers.modeling_outputs import CausalLMOutputWithPast
-
-        return CausalLMOutputWithPast(loss=loss, past_key_values=getattr(outputs, "past_key_values", None))
-
-    model.forward = forward  # type: ignore[method-assign]

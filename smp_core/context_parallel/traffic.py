@@ -5,7 +5,9 @@ the gradients of the one before. (The overlap of ring-flash-attention's "llama3"
 only two groups are held at a time.) What was gathered is freed when the attention over it is done, and gathered again
 in backward.
 
-Groups of ranks are known by a number, because an operator that torch compiles takes numbers and tensors only.
+Groups of ranks are known by a number, because an operator that torch compiles takes numbers and tensors only. A group
+is known for as long as somebody holds it (its model's :class:`~smp_core.context_parallel.batch.ContextParallel`, and
+batches it has split), so that what a run that ended held is freed.
 
 Shape letters: R ranks, B rows, L tokens of a rank, S = RL tokens of all, K key and value heads of a head group, D and E
 head sizes of keys and values.
@@ -13,6 +15,8 @@ head sizes of keys and values.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -59,24 +63,37 @@ class ContextGroup:
         return self.meter.ring(kind, self.ranks, whole.numel() * whole.element_size())
 
 
-_groups: dict[int, ContextGroup] = {0: ContextGroup(None, 0, (0,), 0)}
+_ALONE = ContextGroup(None, 0, (0,), 0)
+_groups: weakref.WeakValueDictionary[int, ContextGroup] = weakref.WeakValueDictionary({0: _ALONE})
+# Never used twice: a plan of a group that is gone must not mean another one.
+_numbers = itertools.count(1)
 
 
 def register_group(
     process_group: dist.ProcessGroup | None, *, head_groups: int = 1, meter: CommMeter | None = None
 ) -> ContextGroup:
-    """Make a group known to the kernels of this process; None: this process alone."""
+    """Make a group known to the kernels of this process, while the caller holds it; None: this process alone."""
     if head_groups < 1:
         raise ValueError(f"head_groups={head_groups}; allowed: 1 or more")
     ranks = (0,) if process_group is None else tuple(dist.get_process_group_ranks(process_group))
     rank = 0 if process_group is None else dist.get_rank(process_group)
-    group = ContextGroup(process_group, len(_groups), ranks, rank, head_groups, meter)
+    group = ContextGroup(process_group, next(_numbers), ranks, rank, head_groups, meter)
     _groups[group.number] = group
     return group
 
 
 def group_numbered(number: int) -> ContextGroup:
-    return _groups[number]
+    """The group that plans call ``number``.
+
+    Raises:
+        ValueError: nobody holds it any more.
+    """
+    group = _groups.get(number)
+    if group is None:
+        raise ValueError(
+            f"the ranks of context group {number} are not known any more: the batch was split for a model that is gone"
+        )
+    return group
 
 
 def head_ranges(heads: int, at_most: int) -> list[tuple[int, int]]:

@@ -34,13 +34,6 @@ _NO_FORM = {
 }
 _CHUNKED = "chunked_attention"
 _LAYER_TYPES = ("full_attention", "sliding_attention", _CHUNKED, "attention", "sparse", "dense", "moe")
-_AFTER_HEAD = (
-    "final_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "output_multiplier_scale",
-)
 _UNSHIFTED = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "ForSequenceClassification")
 
 
@@ -132,28 +125,6 @@ def check_model(model: Any) -> None:
             )
     if "position_ids" not in _arguments_of(model):
         raise ValueError(f"{name} takes no position_ids, so its tokens would stand in the wrong places; {_INSTEAD}")
-
-
-def check_plain_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The head and the model below it of a Transformers causal model whose logits are what the head returns.
-
-    Raises:
-        ValueError: no such model, or logits that are capped or scaled after the head.
-    """
-    if model not in transformers_models(model) or getattr(model, "loss_type", None) in _UNSHIFTED:
-        raise ValueError(f"a chunked loss needs a Transformers causal language model, not {type(model).__name__}")
-    text = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    for option in _AFTER_HEAD:
-        if getattr(text, option, None) not in (None, 1, 1.0, False):
-            raise ValueError(f"{type(model).__name__}: {option}={getattr(text, option)} changes logits after the head")
-    if getattr(text, "output_router_logits", False):
-        raise ValueError(
-            f"{type(model).__name__}: output_router_logits=True adds a loss beside the logits'; set it False"
-        )
-    head, base = model.get_output_embeddings(), model.base_model  # type: ignore[operator]
-    if not isinstance(head, nn.Linear) or base is model:
-        raise ValueError(f"{type(model).__name__} has no single linear layer as its head")
-    return head, base  # type: ignore[return-value]
 
 
 def _arguments_of(module: Any) -> tuple[str, ...]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate.parallelism_config import ParallelismConfig
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from accelerate_smp.trainer import SmpTrainer
 from tests.accelerate.running import fresh_accelerator
@@ -54,6 +55,7 @@ def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None =
     """Evaluate, train for 20 steps, evaluate, predict with labels and without."""
     context = (knobs or {}).get("context_parallel_degree", 1)
     data_ranks = dist.get_world_size() // context if dist.is_initialized() else 1
+    function = flags.pop("compute_loss_func", None)
     arguments = TrainingArguments(
         **{
             "output_dir": str(folder),
@@ -71,7 +73,9 @@ def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None =
         }
     )
     recorder = Recorder()
-    options: dict[str, Any] = {} if knobs is None else {"smp_config": knobs}
+    options: dict[str, Any] = {"compute_loss_func": function}
+    if knobs is not None:
+        options["smp_config"] = knobs
     trainer = (Trainer if knobs is None else SmpTrainer)(
         model=make_model(),
         args=arguments,
@@ -121,28 +125,64 @@ def test_twenty_steps_of_trainer_equal_one_process(
         assert torch.equal(seen.extra["label_ids"], expected.extra["label_ids"])
 
 
-def refusals(folder: Path) -> list[str]:
+def token_losses(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss function as people write them for Trainer: cross entropy with a penalty on large logits."""
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    penalty = logits.logsumexp(-1).square().masked_fill(targets == -100, 0).sum()
+    return (F.cross_entropy(logits, targets, reduction="sum") + 1e-2 * penalty) / num_items_in_batch
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "label_smoothing_factor": {"label_smoothing_factor": 0.2},
+    "label_smoothing_factor, chunks": {"label_smoothing_factor": 0.2},
+    "compute_loss_func": {"compute_loss_func": token_losses},
+    "chunks": {},
+    "chunks, whole sequences": {},
+}
+
+
+def short_runs(folder: Path, on_ranks: bool) -> list[Run]:
+    """Evaluate, take three steps, evaluate and predict, with each of the losses."""
     found = []
-    knobs = {"shard_degree": 2, "context_parallel_degree": 2}
-    cases: list[dict[str, Any]] = [{"label_smoothing_factor": 0.1}, {}]
-    for flags in cases:
-        arguments = TrainingArguments(
-            output_dir=str(folder), max_steps=1, report_to="none", disable_tqdm=True, save_strategy="no", **flags
-        )
-        options = {} if flags else {"compute_loss_func": lambda *_, **__: torch.zeros(())}
-        trainer = SmpTrainer(
-            model=make_model(), args=arguments, train_dataset=make_rows(4, 1), smp_config=knobs, **options
-        )
-        with pytest.raises(ValueError) as refused:
-            trainer.train()
-        found.append(str(refused.value))
+    for name, options in LOSSES.items():
+        knobs: dict[str, Any] = {"shard_degree": 2, "context_parallel_degree": 1 if "whole" in name else 2}
+        if "chunks" in name:
+            knobs["chunked_cross_entropy"] = 4
+        found.append(run_trainer(folder, 2, knobs if on_ranks else None, max_steps=3, logging_steps=1, **options))
     return found
 
 
-def test_what_shifts_labels_by_itself_is_refused(tmp_path: Path) -> None:
-    for smoothing, function in run_ranks(refusals, 2, tmp_path, timeout=100):
-        assert "label_smoothing_factor" in smoothing and "context_parallel_degree=2" in smoothing
-        assert "compute_loss_func" in function
+def test_losses_of_the_trainers_own_and_of_ones_own_equal_one_process(tmp_path: Path) -> None:
+    """float32, as above. Logits are there for predictions, in chunks or not."""
+    expected = short_runs(tmp_path / "alone", False)
+    assert len({run.losses[0] for run in expected}) == 3, "smoothing and the function make a difference"
+    for runs in run_ranks(short_runs, 4, tmp_path / "ranks", True, ranks_per_node=2, timeout=200):
+        for name, seen, wanted in zip(LOSSES, runs, expected, strict=True):
+            for step, (ours, theirs) in enumerate(zip(seen.losses, wanted.losses, strict=True)):
+                assert abs(ours - theirs) <= 1e-6 + 2e-7 * step, f"{name}, step {step}: {ours} against {theirs}"
+            assert seen.norms == pytest.approx(wanted.norms, abs=2e-6), name
+            for when in ("before", "after"):
+                assert seen.extra[when] == pytest.approx(wanted.extra[when], abs=5e-6), f"{name}, {when}"
+            for predicted in ("labelled", "unlabelled"):
+                torch.testing.assert_close(seen.extra[predicted], wanted.extra[predicted], atol=2e-4, rtol=0)
+
+
+def refusal(folder: Path) -> str:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(**sizes, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=1, report_to="none", disable_tqdm=True, save_strategy="no"
+    )
+    knobs = {"shard_degree": 2, "context_parallel_degree": 2}
+    trainer = SmpTrainer(BertForMaskedLM(config), arguments, train_dataset=make_rows(4, 1), smp_config=knobs)
+    with pytest.raises(ValueError) as refused:
+        trainer.train()
+    return str(refused.value)
+
+
+def test_models_that_take_a_mean_over_their_own_targets_are_refused(tmp_path: Path) -> None:
+    for message in run_ranks(refusal, 2, tmp_path):
+        assert "BertForMaskedLM" in message and "context_parallel_degree" in message
 
 
 class Stream(IterableDataset):

@@ -80,6 +80,7 @@ VALUES: dict[str, Any] = {
     "comm_meter": st.booleans(),
     # Weights that travel in FP8 exclude values of two other knobs (tests/core/test_fp8_recipe.py).
     "fp8": st.sampled_from([None, Fp8Recipe(fp8_all_gather=False), Fp8Recipe(fp8_all_gather=False, margin=1)]),
+    "chunked_cross_entropy": st.none() | st.integers(1, 10**6),
     "activation_checkpointing": st.sampled_from(["none", "full", "selective", "every:3", {"*.mlp": "full"}]),
     "activation_checkpointing_check": st.booleans(),
     "activation_offloading": st.booleans(),

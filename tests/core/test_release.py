@@ -7,8 +7,11 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from smp_core.config import SmpConfig
+from smp_core.context_parallel.active import enabled
+from smp_core.context_parallel.attention import attention
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import parallelize_model
 from smp_core.topology import Topology
@@ -19,6 +22,16 @@ from tests.harness import run_ranks
 def still_there(references: dict[str, weakref.ref[object]]) -> list[str]:
     gc.collect()
     return [name for name, reference in references.items() if reference() is not None]
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(4, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def train_and_drop(degree: int) -> list[str]:
@@ -38,7 +51,34 @@ def train_and_drop(degree: int) -> list[str]:
     return still_there(references)
 
 
+def split_train_and_drop() -> list[str]:
+    """Two runs, the second after the first: numbers of groups are not used again."""
+    left: list[str] = []
+    for _ in range(2):
+        mesh, config = SmpMesh.build(SmpConfig(shard_degree=2, context_parallel_degree=2), Topology.discover(), "cpu")
+        parallel = parallelize_model(Attention().double(), mesh, config)
+        assert parallel.context is not None
+        split = parallel.context.split(torch.ones(1, 8, 4, dtype=torch.float64).split(1))
+        with enabled(split):
+            parallel.module(split.batch[0]).square().mean().backward()
+        held: dict[str, object] = {"mesh": mesh, "module": parallel.module, "meter": parallel.meter}
+        held["context"] = parallel.context
+        held["ranks"] = parallel.context.group  # which hold the process group; torch itself does until it is destroyed
+        references = {name: weakref.ref(value) for name, value in held.items()}
+        plan = split.encoded
+        del mesh, parallel, held, split
+        left += still_there(references)
+        with pytest.raises(ValueError, match="a model that is gone"):
+            attention(*(torch.ones(1, 4, 2, 2) for _ in range(3)), plan)
+    return left
+
+
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_dropped_model_is_freed_with_its_mesh(degree: int) -> None:
     for left in run_ranks(train_and_drop, 2, degree):
+        assert left == []
+
+
+def test_a_run_with_context_parallelism_is_freed() -> None:
+    for left in run_ranks(split_train_and_drop, 2):
         assert left == []

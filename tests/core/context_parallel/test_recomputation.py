@@ -57,9 +57,9 @@ def gradients(way: str, degree: int) -> tuple[list[torch.Tensor], int]:
                 x = layer(x, encoded)
         return x
 
-    if way == "compile":
+    if way in ("aot_eager", "inductor"):
         torch._dynamo.reset()
-        forward = torch.compile(forward, backend="aot_eager", fullgraph=True)
+        forward = torch.compile(forward, backend=way, fullgraph=True)
     try:
         (forward(x, encoded) * weight).sum().backward()
     finally:
@@ -89,9 +89,10 @@ def test_checkpointing_and_compile_keep_the_numbers_and_gather_as_often_as_they_
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_whole_graph_compiles() -> None:
-    for seen in run_ranks(errors_and_gathers, 2, ["compile"], timeout=120):
-        error, calls = seen["compile"]
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_whole_graph_compiles(backend: str) -> None:
+    for seen in run_ranks(errors_and_gathers, 2, [backend], timeout=200):
+        error, calls = seen[backend]
         assert error <= 1e-12 and calls == 2 * LAYERS
 
 

@@ -1,0 +1,303 @@
+"""Transformers causal models that compute their loss in chunks of tokens: the knob ``chunked_cross_entropy``.
+
+The model's own forward runs, so that whatever it does beside the loss stays as it is. Only its head is stood in for by
+one that computes nothing: its result, :class:`PendingLogits`, is the head's input and a list of what the model does
+with its logits (capping, scaling). The model's loss function is handed these and calls the head, once, so that a head
+which FSDP shards by itself is gathered once: what runs there is :func:`chunked_cross_entropy`.
+
+Logits that are asked for in another way than by the loss (no labels, evaluation) are made whole, as always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from smp_core.context_parallel.chunked_loss import IGNORED, chunked_cross_entropy
+from smp_core.context_parallel.transformers_models import transformers_models
+
+logger = logging.getLogger("smp")
+
+# What acts on every logit by itself, by its name in torch and as a method; another argument is a number, or one for
+# each word of the vocabulary.
+_ELEMENTWISE = ("add", "sub", "mul", "div", "true_divide", "tanh", "float", "to", "contiguous", "clamp")
+
+
+@dataclasses.dataclass
+class _State:
+    """Of the process, as the active batch is (:mod:`smp_core.context_parallel.active`)."""
+
+    loss_only: bool = False
+    label_smoothing: float = 0.0
+
+
+_STATE = _State()
+
+
+@contextlib.contextmanager
+def loss_only() -> Iterator[None]:
+    """Inside, nobody looks at logits: models whose loss is chunked chunk it in evaluation too."""
+    before, _STATE.loss_only = _STATE.loss_only, True
+    try:
+        yield
+    finally:
+        _STATE.loss_only = before
+
+
+@contextlib.contextmanager
+def smoothed(label_smoothing: float) -> Iterator[None]:
+    """Inside, models whose loss is chunked smooth their labels, in training and evaluation."""
+    before, _STATE.label_smoothing = _STATE.label_smoothing, label_smoothing
+    try:
+        yield
+    finally:
+        _STATE.label_smoothing = before
+
+
+class PendingLogits:
+    """Logits that are not there yet: the head's input, and what is to be done with its output, element by element."""
+
+    def __init__(self, owner: str, head: nn.Module, hidden: torch.Tensor, steps: tuple[_Step, ...] = ()) -> None:
+        self._owner, self._head, self._hidden, self._steps = owner, head, hidden, steps
+        self.device = hidden.device
+
+    def whole(self) -> torch.Tensor:
+        """The logits [..., T, V]."""
+        return self._finished(self._head(self._hidden))
+
+    def loss(self, targets: torch.Tensor, chunk: int, divisor: torch.Tensor | float | None) -> torch.Tensor:
+        """Their cross entropy against ``targets`` [..., T]; see :func:`chunked_cross_entropy`."""
+
+        def in_chunks(project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+            return chunked_cross_entropy(
+                hidden,
+                lambda part: self._finished(project(part)),
+                targets,
+                chunk,
+                divisor=divisor,
+                label_smoothing=_STATE.label_smoothing,
+            )
+
+        return self._head(self._hidden, in_chunks=in_chunks)
+
+    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+        for step in self._steps:
+            logits = step(logits)
+        return logits
+
+    def _with(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> PendingLogits:
+        others = [arg for arg in (*args, *kwargs.values()) if arg is not self]
+        if name not in _ELEMENTWISE or any(isinstance(arg, torch.Tensor) and arg.dim() > 1 for arg in others):
+            raise self._refusal(name)
+
+        def step(logits: torch.Tensor) -> torch.Tensor:
+            named = {key: logits if value is self else value for key, value in kwargs.items()}
+            return function(*(logits if arg is self else arg for arg in args), **named)
+
+        return PendingLogits(self._owner, self._head, self._hidden, (*self._steps, step))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        everything = (*args, *(kwargs or {}).values())
+        found = next((arg for arg in everything if isinstance(arg, PendingLogits)), None)
+        assert found is not None
+        return found._with(function.__name__, function, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in _ELEMENTWISE:
+            raise self._refusal(name)
+        method = getattr(torch.Tensor, name)
+        return lambda *args, **kwargs: self._with(name, method, (self, *args), kwargs)
+
+    def __getitem__(self, _: Any) -> Any:
+        raise self._refusal("[...]")
+
+    def __add__(self, other: Any) -> PendingLogits:
+        return self._with("add", torch.add, (self, other), {})
+
+    def __sub__(self, other: Any) -> PendingLogits:
+        return self._with("sub", torch.sub, (self, other), {})
+
+    def __mul__(self, other: Any) -> PendingLogits:
+        return self._with("mul", torch.mul, (self, other), {})
+
+    def __truediv__(self, other: Any) -> PendingLogits:
+        return self._with("div", torch.div, (self, other), {})
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def _refusal(self, name: str) -> ValueError:
+        return ValueError(
+            f"chunked_cross_entropy: {self._owner} does {name!r} with its logits before its loss, which logits of a "
+            "chunk of tokens do not allow; leave chunked_cross_entropy out for it"
+        )
+
+
+_Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _StandIn(nn.Module):
+    """In the head's place while the model's forward runs; whoever wants the head's weight gets it."""
+
+    def __init__(self, owner: str, head: nn.Module) -> None:
+        super().__init__()
+        self._owner, self._held = owner, (head,)  # not a submodule
+
+    def forward(self, hidden: torch.Tensor) -> PendingLogits:
+        return PendingLogits(self._owner, self._held[0], hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._held[0], name)
+
+
+def chunk_losses(model: nn.Module, chunk: int) -> None:
+    """:func:`use_chunked_loss` of every Transformers causal model in ``model``.
+
+    Raises:
+        ValueError: there is none, or one whose loss cannot be computed in chunks.
+    """
+    inside: set[nn.Module] = set()
+    found = []
+    for each in transformers_models(model):
+        if each not in inside and each.get_output_embeddings() is not None:
+            found.append(each)
+            inside.update(each.modules())
+    if not found:
+        raise ValueError(
+            f"chunked_cross_entropy={chunk}: {type(model).__name__} holds no Transformers model with a language head; "
+            "leave it out, and call smp_core.context_parallel.chunked_loss.chunked_cross_entropy(hidden, head, "
+            "labels) where the model computes its loss"
+        )
+    for each in found:
+        use_chunked_loss(each, chunk)
+
+
+def use_chunked_loss(model: nn.Module, chunk: int = 1024) -> None:
+    """Let a Transformers causal model compute its loss in chunks, in place: in training ``loss`` is what it would have
+    been, and ``logits`` is None. Without labels, and in evaluation (but for :func:`loss_only`), nothing changes.
+
+    Args:
+        model: the model with the head.
+        chunk: see :func:`chunked_cross_entropy`.
+
+    Raises:
+        ValueError: no Transformers causal model, or one with a loss or a head of its own kind; in its first forward:
+            logits that are more than capped or scaled.
+    """
+    name = type(model).__name__
+    head, places = _head_of(model)
+    stand_in = _StandIn(name, head)
+    _let_compute_chunks(head)
+    whole_loss, whole_forward = model.loss_function, model.forward
+    warned = False
+
+    def loss_function(
+        logits: torch.Tensor | PendingLogits,
+        labels: torch.Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = IGNORED,
+        shift_labels: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """As Transformers' ForCausalLMLoss; of logits that are there, that itself."""
+        pending = isinstance(logits, PendingLogits)
+        if not pending and not _STATE.label_smoothing:
+            counted = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            return whole_loss(logits, labels, vocab_size, **counted, shift_labels=shift_labels, **options)
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.masked_fill(shift_labels == ignore_index, IGNORED).to(logits.device)
+        if not pending:
+            logits = PendingLogits(name, _Through(), logits)
+        return logits.loss(targets, chunk, num_items_in_batch)
+
+    @functools.wraps(whole_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal warned
+        if not model.training and not _STATE.loss_only:
+            return whole_forward(*args, **kwargs)
+        with _in_its_place(places, stand_in):
+            outputs = whole_forward(*args, **kwargs)
+        first = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        has_loss = isinstance(first, torch.Tensor)
+        if not has_loss and torch.is_grad_enabled() and not warned:
+            warned = True
+            logger.warning(
+                "chunked_cross_entropy has no effect on %s: its forward gets no labels, so its logits are made whole",
+                name,
+            )
+        return _without_pending(outputs, has_loss)
+
+    model.loss_function = loss_function
+    # Dynamo would trace neither the exchange of the head nor logits that are none; what is called inside it compiles.
+    model.forward = torch.compiler.disable(forward, recursive=False)
+
+
+class _Through(nn.Module):
+    """A head for logits that are there."""
+
+    def forward(self, logits: torch.Tensor, in_chunks: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return in_chunks(lambda part: part, logits)
+
+
+def _head_of(model: Any) -> tuple[nn.Module, list[tuple[nn.Module, str]]]:
+    """The head, and (module, attribute) of every place it stands in."""
+    name = type(model).__name__
+    if model not in transformers_models(model):
+        raise ValueError(f"chunked_cross_entropy needs a Transformers causal language model, not {name}")
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    head = model.get_output_embeddings()
+    if getattr(model.config, "is_encoder_decoder", False) or model.loss_function is not ForCausalLMLoss or head is None:
+        raise ValueError(
+            f"chunked_cross_entropy: {name} does not have the loss of a causal language model with one head; leave "
+            "chunked_cross_entropy out for it"
+        )
+    paths = [path.rpartition(".") for path, child in model.named_modules(remove_duplicate=False) if child is head]
+    return head, [(model.get_submodule(parent), attribute) for parent, _, attribute in paths]
+
+
+def _let_compute_chunks(head: nn.Module) -> None:
+    """Give the head's forward a keyword ``in_chunks``: what runs instead, with the head's own forward and its input."""
+    own = head.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, in_chunks: Callable[..., torch.Tensor] | None = None, **kwargs: Any) -> Any:
+        return own(*args, **kwargs) if in_chunks is None else in_chunks(own, *args)
+
+    head.forward = forward  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _in_its_place(places: list[tuple[nn.Module, str]], stand_in: nn.Module) -> Iterator[None]:
+    heads = [getattr(parent, attribute) for parent, attribute in places]
+    for parent, attribute in places:
+        setattr(parent, attribute, stand_in)
+    try:
+        yield
+    finally:
+        for (parent, attribute), head in zip(places, heads, strict=True):
+            setattr(parent, attribute, head)
+
+
+def _without_pending(outputs: Any, has_loss: bool) -> Any:
+    """Pending logits of which there is a loss become None, others whole."""
+
+    def settled(value: Any) -> Any:
+        if not isinstance(value, PendingLogits):
+            return value
+        return None if has_loss else value.whole()
+
+    if isinstance(outputs, tuple):
+        return tuple(map(settled, outputs))
+    changed = {key: settled(value) for key, value in outputs.items() if isinstance(value, PendingLogits)}
+    return dataclasses.replace(outputs, **changed)
