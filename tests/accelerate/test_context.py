@@ -136,7 +136,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "label_smoothing_factor": {"label_smoothing_factor": 0.2},
     "label_smoothing_factor, chunks": {"label_smoothing_factor": 0.2},
     "compute_loss_func": {"compute_loss_func": token_losses},
-    "chunks": {},
     "chunks, whole sequences": {},
 }
 

@@ -30,6 +30,7 @@ def test_losses_are_the_same_at_every_degree_and_memory_falls(tmp_path: Path) ->
         assert less["activation_bytes"] < 0.6 * more["activation_bytes"]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
     texts = [f"the {number} quick brown foxes jump over {number * 7} lazy dogs. " * 20 for number in range(12)]
     words = Tokenizer(models.BPE())
