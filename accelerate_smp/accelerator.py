@@ -135,6 +135,7 @@ class SmpAccelerator(SharedSequencesAccelerator):
                 self._adopt_mesh(mesh)
         elif self.smp_config != SmpConfig():
             lost = "nothing is sharded" + (" or computed in FP8" if self.smp_config.fp8 is not None else "")
+            lost += ", no loss is chunked" if self.smp_config.chunked_cross_entropy is not None else ""
             logger.warning("one process: %s; start with torchrun or `accelerate-smp launch`", lost)
         if type(self.scaler) is torch.amp.GradScaler:
             self.scaler.__class__ = ShardedGradScaler  # the same state; it also unscales plain and sharded together

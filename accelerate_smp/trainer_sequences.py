@@ -101,11 +101,10 @@ class SharedSequencesTrainerMixin(_Base):
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As Trainer's; a model whose loss is chunked smooths labels itself, because smoothing needs logits."""
         smoother, handle = self.label_smoother, parallel_of(self.model)  # type: ignore[arg-type]
-        by_itself = (
-            *(handle is not None and handle.config.chunked_cross_entropy, smoother is not None),
-            *(self.compute_loss_func is None, super().compute_loss.__func__ is Trainer.compute_loss),
-        )
-        if not all(by_itself):
+        in_chunks = handle is not None and handle.config.chunked_cross_entropy is not None
+        # Who has a loss of their own asks the smoother themselves.
+        trainers_own = self.compute_loss_func is None and super().compute_loss.__func__ is Trainer.compute_loss  # type: ignore[attr-defined]
+        if smoother is None or not in_chunks or not trainers_own:
             return super().compute_loss(model, inputs, *args, **kwargs)
         self.label_smoother = None
         try:
@@ -123,16 +122,16 @@ class SharedSequencesTrainerMixin(_Base):
     ) -> tuple[Any, Any, Any]:
         """As Trainer's: the loss of the whole sequences, and logits of all their tokens."""
         context = self._context
-        logits_wanted = loss_only() if prediction_loss_only else contextlib.nullcontext()
+        asked_for = loss_only() if prediction_loss_only else contextlib.nullcontext()
         if context is None:
-            with logits_wanted:
+            with asked_for:
                 return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self._split = None
         around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if any(inputs.get(name) is None for name in self.label_names):
             make, inputs = self._prepare_context_parallel_inputs(model, inputs)
             around = make()
-        with around, logits_wanted:
+        with around, asked_for:
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None:
             loss = self.accelerator.mean_over_context(loss)

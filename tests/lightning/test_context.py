@@ -239,8 +239,8 @@ def test_context_peers_train_on_the_first_ones_stream() -> None:
 
 
 def test_losses_in_chunks_are_those_of_all_tokens_at_once() -> None:
-    """1e-6: Transformers' own loss casts to float32. Logits are there in validation and predictions."""
+    """float32, as above. Logits are there in validation and predictions."""
     options = {"batches": 3}
     knobs = {"shard_degree": 4, "context_parallel_degree": 2, "chunked_cross_entropy": 5}
-    expected = life(HfModule, options, **EXACT)
-    check(together(life, HfModule, options, knobs, timeout=120, **EXACT), expected, 2, 1e-6, 0.0)
+    expected = life(HfModule, options)
+    check(together(life, HfModule, options, knobs, timeout=120), expected, 2, 1e-6, 2e-7)
