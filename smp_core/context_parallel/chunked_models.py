@@ -95,7 +95,10 @@ class PendingLogits:
 
     def _with(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> PendingLogits:
         others = [arg for arg in (*args, *kwargs.values()) if arg is not self]
-        if name not in _ELEMENTWISE or any(isinstance(arg, torch.Tensor) and arg.dim() > 1 for arg in others):
+        beside = any(
+            isinstance(arg, PendingLogits) or (isinstance(arg, torch.Tensor) and arg.ndim > 1) for arg in others
+        )
+        if name not in _ELEMENTWISE or beside:
             raise self._refusal(name)
 
         def step(logits: torch.Tensor) -> torch.Tensor:
@@ -112,7 +115,9 @@ class PendingLogits:
         return found._with(function.__name__, function, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name not in _ELEMENTWISE:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in _ELEMENTWISE:
             raise self._refusal(name)
         method = getattr(torch.Tensor, name)
         return lambda *args, **kwargs: self._with(name, method, (self, *args), kwargs)
@@ -300,4 +305,6 @@ def _without_pending(outputs: Any, has_loss: bool) -> Any:
     if isinstance(outputs, tuple):
         return tuple(map(settled, outputs))
     changed = {key: settled(value) for key, value in outputs.items() if isinstance(value, PendingLogits)}
-    return dataclasses.replace(outputs, **changed)
+    if not changed:
+        return outputs
+    return dataclasses.replace(outputs, **changed) if dataclasses.is_dataclass(outputs) else {**outputs, **changed}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import enabled
-from smp_core.context_parallel.chunked_models import chunk_losses, loss_only, smoothed, use_chunked_loss
+from smp_core.context_parallel.chunked_models import PendingLogits, chunk_losses, loss_only, smoothed, use_chunked_loss
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import parallelize_model
 from smp_core.topology import Topology
@@ -100,6 +100,25 @@ def test_smoothed_labels_in_training_and_evaluation() -> None:
         with smoothed(0.1):
             assert abs(each(**batch(), num_items_in_batch=7).loss - expected) <= 1e-10
         assert abs(each(**batch(), num_items_in_batch=7).loss - expected) > 1e-3
+
+
+def test_what_is_done_to_logits_is_written_down() -> None:
+    head, hidden, words = torch.nn.Linear(4, 6), torch.randn(2, 3, 4), torch.randn(6)
+
+    def done_to(logits: Any) -> Any:
+        logits = torch.tensor(2.0) * (torch.tanh(logits.float() / 3) + words) - 1
+        return logits.to(torch.float64).clamp(min=-2.5)
+
+    pending = done_to(PendingLogits("Model", head, hidden))
+    assert torch.equal(pending.whole(), done_to(head(hidden)))
+    for refused in (
+        lambda: pending.shape,
+        lambda: pending[:, 1:],
+        lambda: pending + pending.tanh(),
+        lambda: pending + hidden,
+    ):
+        with pytest.raises(ValueError, match="Model does"):
+            refused()
 
 
 class Reversed(transformers.LlamaForCausalLM):
