@@ -166,7 +166,8 @@ def step_of(
         loss = model(**inputs, use_cache=False).loss
         loss.backward()
     parallel.window.close()
-    calls = {what: figure for what, figure in parallel.meter.unfinished().items() if what.endswith("/calls")}
+    parallel.meter.close_step()
+    calls = {what: figure for what, figure in parallel.meter.per_step().items() if what.endswith("/calls")}
     total = loss.detach().clone()
     dist.all_reduce(total)
     grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
