@@ -185,7 +185,7 @@ def chunk_losses(model: nn.Module, chunk: int) -> None:
         use_chunked_loss(each, chunk)
 
 
-def use_chunked_loss(model: nn.Module, chunk: int = 1024) -> None:
+def use_chunked_loss(model: Any, chunk: int = 1024) -> None:
     """Let a Transformers causal model compute its loss in chunks, in place: in training ``loss`` is what it would have
     been, and ``logits`` is None. Without labels, and in evaluation (but for :func:`loss_only`), nothing changes.
 
@@ -214,14 +214,13 @@ def use_chunked_loss(model: nn.Module, chunk: int = 1024) -> None:
         **options: Any,
     ) -> torch.Tensor:
         """As Transformers' ForCausalLMLoss; of logits that are there, that itself."""
-        pending = isinstance(logits, PendingLogits)
-        if not pending and not _STATE.label_smoothing:
+        if isinstance(logits, torch.Tensor) and not _STATE.label_smoothing:
             counted = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             return whole_loss(logits, labels, vocab_size, **counted, shift_labels=shift_labels, **options)
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.masked_fill(shift_labels == ignore_index, IGNORED).to(logits.device)
-        if not pending:
+        if isinstance(logits, torch.Tensor):
             logits = PendingLogits(name, _Through(), logits)
         return logits.loss(targets, chunk, num_items_in_batch)
 
@@ -307,4 +306,4 @@ def _without_pending(outputs: Any, has_loss: bool) -> Any:
     changed = {key: settled(value) for key, value in outputs.items() if isinstance(value, PendingLogits)}
     if not changed:
         return outputs
-    return dataclasses.replace(outputs, **changed) if dataclasses.is_dataclass(outputs) else {**outputs, **changed}
+    return {**outputs, **changed} if type(outputs) is dict else dataclasses.replace(outputs, **changed)
