@@ -50,7 +50,7 @@ from accelerate_smp.endings import stop_watching, watch_ranks
 from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.parallelism import SmpParallelism
 from accelerate_smp.sequences import SharedSequencesAccelerator
-from accelerate_smp.sharding import shard
+from accelerate_smp.sharding import shard, steps
 from smp_core.checkpoint import AsyncCheckpointer, full_state_dict
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
@@ -105,6 +105,7 @@ class SmpAccelerator(SharedSequencesAccelerator):
         self._replaced = WeakIdKeyDictionary()
         self._topology: Topology | None = None
         self._parallelism: SmpParallelism | None = None
+        self._prepared_together: list[torch.optim.Optimizer] = []
         self._watch: RankWatch | None = None
         if _must_say_cpu():
             arguments["cpu"] = True
@@ -161,7 +162,9 @@ class SmpAccelerator(SharedSequencesAccelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's. Models are sharded first, so that optimizers may stand before them."""
         if self.sharding:
+            self._prepared_together = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
             args = tuple(self.prepare_model(obj) if isinstance(obj, nn.Module) else obj for obj in args)
+            self._prepared_together = []
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -182,7 +185,7 @@ class SmpAccelerator(SharedSequencesAccelerator):
         assert self._topology is not None
         first = all(parallel_of(prepared) is None for prepared in self._models)
         before = list(model.named_parameters(remove_duplicate=False))
-        handle = shard(model, self.smp_config, self._topology, self, self.smp_mesh)
+        handle = shard(model, self.smp_config, self._topology, self, self.smp_mesh, self._prepared_together)
         if self.smp_mesh is None:
             self._adopt_mesh(handle.mesh)
         after = dict(model.named_parameters(remove_duplicate=False))
@@ -243,10 +246,11 @@ class SmpAccelerator(SharedSequencesAccelerator):
                 f"the optimizer steps {strangers} parameters of no prepared model, whose gradients nobody would "
                 "synchronise; call prepare(model, optimizer), or prepare the model first"
             )
-        handles = [handle for handle in map(parallel_of, self._models) if handle is not None]
-        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for handle in handles:
-            if any(id(parameter) in mine for parameter in handle.module.parameters()):
+        for handle in map(parallel_of, self._models):
+            if handle is not None and steps(optimizer, handle.module):
+                missed = None if handle.auto_degree is None else handle.auto_degree.missed([optimizer])
+                if missed is not None and self.is_main_process:
+                    logger.warning("%s", missed)
                 handle.prepare_optimizer(optimizer)
                 optimizer.register_step_pre_hook(self._before_step(handle))
                 optimizer.register_step_post_hook(self._after_step(handle))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from accelerate_smp.attachment import parallel_of
 from smp_core.comm.meter import LINK_CLASSES, LinkClass
+from smp_core.memory_watch import MemoryWatch
 from smp_core.monitoring import FlopMeasurement, device_peak_flops, peak_memory_gib
 
 # What holds one number per token, in the order of preference.
@@ -31,30 +33,71 @@ class SmpMonitorCallback(TrainerCallback):
             peak of the GPU. Without it, on a CPU for example, MFU is not reported.
         flops_per_sample: model FLOPs of one sample's training step, where counting them does not work, as in a compiled
             model; default: counted while the first batch runs.
+        memory_every_n_steps: optimizer steps between two whose peak memory is taken apart by kind; default: none. A
+            watched step is slower (docs/memory.md).
+        memory_log: the file that gets a JSON line for each watched step, for ``smp memory-report``; default
+            ``memory.jsonl`` in the Trainer's ``output_dir``.
 
     Reported with every log entry of training (``logging_steps``): ``samples_per_second``, ``tokens_per_second``,
     ``tflops_per_device``, ``mfu``, ``peak_device_memory_gib`` or ``peak_host_rss_gib`` (the highest of all ranks), and
     ``bytes_between_nodes``, ``bytes_inside_nodes``: sent per optimizer step and node. Rates are of the whole job since
     the last entry; the clock starts after the first step and stands still in evaluations and while saving.
-    ``latest`` holds the last report.
+    With ``memory_every_n_steps`` also what the last watched step's peak was made of, each the highest of all ranks:
+    ``peak_parameters_gib``, ``peak_gathered_gib``, ``peak_gradients_gib``, ``peak_optimizer_gib``,
+    ``peak_activations_gib`` and, on CUDA, ``peak_other_gib``; :meth:`save_memory_plot` draws them. ``latest`` holds the
+    last report.
 
     Raises:
-        ValueError: a peak that is not positive.
+        ValueError: a peak that is not positive, ``memory_every_n_steps`` below 1; when training starts,
+            ``memory_every_n_steps`` where nothing is sharded.
     """
 
-    def __init__(self, *, peak_tflops: float | None = None, flops_per_sample: float | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        peak_tflops: float | None = None,
+        flops_per_sample: float | None = None,
+        memory_every_n_steps: int | None = None,
+        memory_log: str | Path | None = None,
+    ) -> None:
+        if memory_every_n_steps is not None and memory_every_n_steps < 1:
+            raise ValueError(
+                f"memory_every_n_steps={memory_every_n_steps} is not a number of steps; allowed: 1 and more, None"
+            )
         if peak_tflops is not None and peak_tflops <= 0:
             raise ValueError(f"peak_tflops={peak_tflops} is no peak; give TFLOPS of one device, or leave it out")
         self.peak_tflops, self.flops_per_sample = peak_tflops, flops_per_sample
+        self.memory_every_n_steps, self._memory_log = memory_every_n_steps, memory_log
         self.latest: dict[str, float] = {}
+        self._watch: MemoryWatch | None = None
+        self._highest: dict[str, float] = {}
         self._hooks: list[Any] = []
         # Seconds at which the present stretch of training began; None before the first step, inf in a pause.
         self._clock: float | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
         handle = parallel_of(model)
+        self._highest = {}
+        if self._watch is not None:  # an earlier call of train() failed
+            self._watch.abandon()
+            self._watch = None
+        if self.memory_every_n_steps is not None:
+            if handle is None:
+                raise ValueError(
+                    "SmpMonitorCallback(memory_every_n_steps=...) takes the memory of a sharded model apart, and this "
+                    "one is not; leave it out, or use SmpTrainer with more than one process"
+                )
+            log = Path(self._memory_log or Path(str(args.output_dir)) / "memory.jsonl")
+            stepping = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has the real one
+            self._watch = MemoryWatch(handle, [stepping], self.memory_every_n_steps, log, state.global_step)
         self._device = args.device
         self._meter = handle.meter if handle is not None and handle.meter.enabled else None
         self._nodes = 1 if handle is None else handle.mesh.topology.num_nodes
@@ -74,6 +117,8 @@ class SmpMonitorCallback(TrainerCallback):
         ]
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        if self._watch is not None:
+            self._watch.abandon()
         self._clock = None
         for hook in self._hooks:
             hook.remove()
@@ -96,7 +141,14 @@ class SmpMonitorCallback(TrainerCallback):
             self._flops = self._measurement.stop().training / self._samples_here
             self._measurement = None
 
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._watch is not None and self._watch.is_due(state.global_step):
+            self._note_peak()  # watching starts the allocator's own peak anew
+            self._watch.begin(state.global_step)
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._watch is not None:
+            self._watch.end(state.global_step)
         if self._clock is None:
             # The first step has the warm-up in it.
             self._since, self._clock = [0.0, 0.0], time.perf_counter()
@@ -142,8 +194,11 @@ class SmpMonitorCallback(TrainerCallback):
                 self.latest["tflops_per_device"] = achieved / 1e12
                 if self._peak is not None:
                     self.latest["mfu"] = achieved / self._peak
-        memory = peak_memory_gib(torch.device(self._device))
-        self.latest |= dict(zip(memory, _over_ranks(list(memory.values()), self._device, "max"), strict=True))
+        self._note_peak()
+        highest = _over_ranks(list(self._highest.values()), self._device, "max")
+        self.latest |= dict(zip(self._highest, highest, strict=True))
+        if self._watch is not None:
+            self.latest |= self._watch.latest
         if self._meter is not None:
             names = {"inter": "bytes_between_nodes", "intra": "bytes_inside_nodes"}
             for link, value in zip(LINK_CLASSES, sent_since, strict=True):
@@ -152,6 +207,20 @@ class SmpMonitorCallback(TrainerCallback):
 
     def _closed_bytes(self) -> dict[LinkClass, float]:
         return dict.fromkeys(LINK_CLASSES, 0.0) if self._meter is None else self._meter.totals_by_link()
+
+    def _note_peak(self) -> None:
+        for name, value in peak_memory_gib(torch.device(self._device)).items():
+            self._highest[name] = max(value, self._highest.get(name, 0.0))
+
+    def save_memory_plot(self, path: str | Path) -> None:
+        """What the peaks of the watched steps were made of, as stacked bars: a PNG, or what ``path`` ends in.
+
+        Raises:
+            ValueError: no step has been watched, or matplotlib is not installed.
+        """
+        if self._watch is None:
+            raise ValueError("no step was watched; write SmpMonitorCallback(memory_every_n_steps=100)")
+        self._watch.save_plot(path)
 
 
 def _over_ranks(values: list[float], device: Any, operation: str) -> list[float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,20 +15,26 @@ from smp_core.adoption import adopt_sharded_model
 from smp_core.config import SmpConfig
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import ParallelModel, parallelize_model
-from smp_core.planning.memory import smallest_shard_degree
+from smp_core.planning.auto_degree import AutoDegree
 from smp_core.sharding.given import given_sharding
 from smp_core.sharding.wrap import plan_units
 from smp_core.topology import Topology
 
 
 def shard(
-    model: nn.Module, config: SmpConfig, topology: Topology, accelerator: Accelerator, mesh: SmpMesh | None
+    model: nn.Module,
+    config: SmpConfig,
+    topology: Topology,
+    accelerator: Accelerator,
+    mesh: SmpMesh | None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> ParallelModel:
     """Shard a model that is not sharded yet; one that came sharded keeps that and gets the rest. Collective.
 
     Args:
         accelerator: its device, precision and gradient scaler count.
         mesh: of the models before; None: this is the first one, and ``shard_degree="auto"`` is settled by it.
+        optimizers: prepared together with models; memory is planned for those that step this one.
 
     Raises:
         ValueError: what :func:`smp_core.parallelize.parallelize_model` refuses; context ranks and a model that came
@@ -40,14 +48,14 @@ def shard(
         precision = accelerator.mixed_precision
         mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(precision) if accelerator.native_amp else None
         config = config.with_resolved("param_dtype", mixed, f"mixed_precision={precision!r}")
+    auto = None
     if mesh is None:
         if given is not None:
             config = config.with_resolved("shard_degree", given.degree, "as the model came")
         elif config.shard_degree == "auto":
-            memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-            units = plan_units(model, config).unit_parameters()
-            degree, why, _ = smallest_shard_degree(model, topology, config, memory, units=units)
-            config = config.with_resolved("shard_degree", degree, why)
+            own = [optimizer for optimizer in optimizers if steps(optimizer, model)]
+            auto = AutoDegree(model, topology, config, device, plan_units(model, config).unit_parameters(), own)
+            config = auto.settle()
         mesh, config = SmpMesh.build(config, topology, device)
     if given is not None and mesh.context_degree > 1:
         raise ValueError(
@@ -58,9 +66,16 @@ def shard(
         handle = adopt_sharded_model(model, mesh, config, given)
     else:
         handle = parallelize_model(model, mesh, config, cast_forward_inputs=not accelerator.native_amp)
+        handle = dataclasses.replace(handle, auto_degree=auto)
     _free_after_evaluation(model, handle)
     _count_evaluations_apart(model, handle)
     return handle
+
+
+def steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether the optimizer has any of the model's parameters."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _free_after_evaluation(model: nn.Module, handle: ParallelModel) -> None:

@@ -28,7 +28,8 @@ from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from smp_core.config import SmpConfig
-from smp_core.memory_report import MIB, MemoryReport
+from smp_core.memory_log import MIB
+from smp_core.memory_report import MemoryReport
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import parallelize_model
 from smp_core.topology import Topology

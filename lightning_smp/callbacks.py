@@ -10,13 +10,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+<<<<<<< HEAD
 from smp_core.comm.meter import LINK_CLASSES, LinkClass
+=======
+from smp_core.comm.meter import LINK_CLASSES, CommMeter, LinkClass
+from smp_core.memory_log import KINDS
+from smp_core.memory_watch import MemoryWatch
+>>>>>>> 20ce01e (Memory: world slices' states on the host, FP8 with state_offload=all, peaks by kind in the monitors, plans for other optimizers)
 from smp_core.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops, peak_memory_gib
 from smp_core.parallelize import ParallelModel
 
@@ -44,6 +51,7 @@ _WORDS = {
     "mfu": "{:.1f} % MFU",
     "peak_device_memory_gib": "peak device memory {:.2f} GiB",
     "peak_host_rss_gib": "peak memory {:.2f} GiB per rank",
+    **{f"peak_{kind}_gib": f"{kind} {{:.3f}} GiB" for kind in KINDS},
     "bytes_between_nodes": "per step and node {:.2f} MB sent to other nodes",
     "bytes_inside_nodes": "{:.2f} MB inside the node",
 }
@@ -72,18 +80,25 @@ class SmpMonitor(Callback):
         flops_per_sample: model FLOPs of one sample's training step (forward and backward), where torch cannot see the
             products (kernels of one's own); default: counted while the first batch runs.
         prefix: put before the names in loggers.
+        memory_every_n_steps: optimizer steps between two whose peak memory is taken apart by kind; default: none. A
+            watched step is slower (docs/memory.md).
+        memory_log: the file that gets a JSON line for each watched step, for ``smp memory-report``; default
+            ``memory.jsonl`` in the Trainer's ``default_root_dir``.
 
     Reported by name: ``samples_per_second``, ``tokens_per_second``, ``tflops_per_device``, ``mfu``, ``samples`` (since
     the start of fit), ``peak_device_memory_gib`` or ``peak_host_rss_gib`` (the highest of all ranks), and, under
     :class:`~lightning_smp.SmpShardedStrategy`, ``bytes_between_nodes`` and ``bytes_inside_nodes``: **sent per optimizer
     step and node** (the sum over a node's ranks, averaged over nodes and over the steps since the last report, without
-    evaluation).
+    evaluation). With ``memory_every_n_steps`` also what the last watched step's peak was made of, each the highest of
+    all ranks: ``peak_parameters_gib``, ``peak_gathered_gib``, ``peak_gradients_gib``, ``peak_optimizer_gib``,
+    ``peak_activations_gib`` and, on CUDA, ``peak_other_gib``; :meth:`save_memory_plot` draws them.
 
     Rates are of the whole job; a sample that several ranks share counts once. The clock starts after the first
     optimizer step, which has the warm-up in it, and stands still during validation. ``latest`` holds the last report.
 
     Raises:
-        ValueError: ``every_n_steps`` below 1, or a peak that is not positive.
+        ValueError: ``every_n_steps`` or ``memory_every_n_steps`` below 1, or a peak that is not positive; when training
+            starts, ``memory_every_n_steps`` under another strategy.
     """
 
     def __init__(
@@ -95,9 +110,15 @@ class SmpMonitor(Callback):
         peak_tflops: float | None = None,
         flops_per_sample: float | None = None,
         prefix: str = "smp/",
+        memory_every_n_steps: int | None = None,
+        memory_log: str | Path | None = None,
     ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps} is not a number of steps; allowed: 1 and more")
+        if memory_every_n_steps is not None and memory_every_n_steps < 1:
+            raise ValueError(
+                f"memory_every_n_steps={memory_every_n_steps} is not a number of steps; allowed: 1 and more, None"
+            )
         if peak_tflops is not None and peak_tflops <= 0:
             raise ValueError(f"peak_tflops={peak_tflops} is no peak; give TFLOPS of one device, or leave it out")
         self.every_n_steps = every_n_steps
@@ -108,6 +129,10 @@ class SmpMonitor(Callback):
         self._samples_of = samples or count_samples
         self._tokens_of = tokens or count_tokens
         self._measurement: FlopMeasurement | None = None
+        self.memory_every_n_steps = memory_every_n_steps
+        self._memory_log = memory_log
+        self._watch: MemoryWatch | None = None
+        self._highest: dict[str, float] = {}
 
     # The job
 
@@ -128,9 +153,29 @@ class SmpMonitor(Callback):
         self._tokens_known = True
         self._flops_per_sample = None if self.flops_per_sample is None else self.flops_per_sample / self._sharing
         self._booked_step = self._reported_step = trainer.global_step
+<<<<<<< HEAD
         self._sent_before = self._closed_bytes()
+=======
+        self._sent_before = _closed_bytes(self._comm)
+        self._evaluated = dict.fromkeys(LINK_CLASSES, 0.0)
+        self._evaluated_in_open_step = dict.fromkeys(LINK_CLASSES, 0.0)
+        self._highest = {}
+        self._watch = None
+        if self.memory_every_n_steps is not None:
+            if parallel is None:
+                raise ValueError(
+                    "SmpMonitor(memory_every_n_steps=...) takes the memory of SmpShardedStrategy apart, and this is "
+                    f"{type(trainer.strategy).__name__}; leave it out"
+                )
+            log = Path(self._memory_log or Path(trainer.default_root_dir) / "memory.jsonl")
+            step = trainer.global_step
+            self._watch = MemoryWatch(parallel, trainer.optimizers, self.memory_every_n_steps, log, step)
+>>>>>>> 20ce01e (Memory: world slices' states on the host, FP8 with state_offload=all, peaks by kind in the monitors, plans for other optimizers)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._watch is not None and self._watch.is_due(trainer.global_step):
+            self._note_peak(trainer)  # watching starts the allocator's own peak anew
+            self._watch.begin(trainer.global_step)
         if self._flops_per_sample is None:
             self._forward_flops = 0
             self._begin_counting()
@@ -147,6 +192,8 @@ class SmpMonitor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._end_counting()
+        if self._watch is not None:
+            self._watch.abandon()
 
     def _begin_counting(self) -> None:
         self._measurement = FlopMeasurement()
@@ -171,6 +218,8 @@ class SmpMonitor(Callback):
         self._since.flops += samples * (self._flops_per_sample or 0.0)
         if trainer.global_step == self._booked_step:
             return
+        if self._watch is not None:
+            self._watch.end(trainer.global_step)
         self._booked_step = trainer.global_step
         if trainer.global_step - self._reported_step >= self.every_n_steps:
             self._report(trainer)
@@ -183,6 +232,8 @@ class SmpMonitor(Callback):
             self._clock_runs, self._since = True, _Counts()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._watch is not None:
+            self._watch.abandon()
         if self._booked_step > self._reported_step:
             self._report(trainer, ended=True)
 
@@ -222,8 +273,11 @@ class SmpMonitor(Callback):
             self._rates.step(round(since_samples), tokens, total[3] or None)
             throughput = self._rates.throughput()
             self.latest |= {} if throughput is None else throughput.as_dict()
-        memory = peak_memory_gib(trainer.strategy.root_device)
-        self.latest |= dict(zip(memory, self._over_ranks(trainer, list(memory.values()), "max"), strict=True))
+        self._note_peak(trainer)
+        highest = self._over_ranks(trainer, list(self._highest.values()), "max")
+        self.latest |= dict(zip(self._highest, highest, strict=True))
+        if self._watch is not None:
+            self.latest |= self._watch.latest
         if self._comm is not None:
             for name, value in zip(_BYTES, total[4:], strict=True):
                 self.latest[name] = value / self._nodes / steps
@@ -234,8 +288,24 @@ class SmpMonitor(Callback):
         for each in trainer.loggers:
             each.log_metrics({f"{self.prefix}{name}": value for name, value in self.latest.items()}, step=step)
 
+<<<<<<< HEAD
     def _closed_bytes(self) -> dict[LinkClass, float]:
         return dict.fromkeys(LINK_CLASSES, 0.0) if self._comm is None else self._comm.totals_by_link()
+=======
+    def _note_peak(self, trainer: Trainer) -> None:
+        for name, value in peak_memory_gib(trainer.strategy.root_device).items():
+            self._highest[name] = max(value, self._highest.get(name, 0.0))
+
+    def save_memory_plot(self, path: str | Path) -> None:
+        """What the peaks of the watched steps were made of, as stacked bars: a PNG, or what ``path`` ends in.
+
+        Raises:
+            ValueError: no step has been watched, or matplotlib is not installed.
+        """
+        if self._watch is None:
+            raise ValueError("no step was watched; write SmpMonitor(memory_every_n_steps=100)")
+        self._watch.save_plot(path)
+>>>>>>> 20ce01e (Memory: world slices' states on the host, FP8 with state_offload=all, peaks by kind in the monitors, plans for other optimizers)
 
     def _over_ranks(self, trainer: Trainer, values: list[float], operation: str) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)

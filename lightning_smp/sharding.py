@@ -25,7 +25,7 @@ from smp_core.config import SmpConfig
 from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import ParallelModel, parallelize_model
-from smp_core.planning.memory import smallest_shard_degree
+from smp_core.planning.auto_degree import AutoDegree
 from smp_core.sharding.batch_norm import CpuSyncBatchNorm, sync_batch_norm_on_cpu
 from smp_core.sharding.wrap import Entry, plan_units
 from smp_core.topology import Topology
@@ -98,11 +98,10 @@ def shard(
     whole = precision.convert_module(whole)
     entry: Entry = "steps" if module.automatic_optimization else "children"
     config = _with_precision(config, precision, device)
+    auto = None
     if config.shard_degree == "auto":
-        units = plan_units(whole, config, entry=entry).unit_parameters()
-        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-        degree, why, _ = smallest_shard_degree(whole, topology, config, memory, units=units)
-        config = config.with_resolved("shard_degree", degree, why)
+        auto = AutoDegree(whole, topology, config, device, plan_units(whole, config, entry=entry).unit_parameters())
+        config = auto.settle()
     mesh, config = SmpMesh.build(config, topology, device)
     parallel = parallelize_model(
         whole,
@@ -112,6 +111,7 @@ def shard(
         cast_forward_inputs=autocast_dtype(precision) is None,
         init_fn=init_fn,
     )
+    parallel = dataclasses.replace(parallel, auto_degree=auto)
     object.__setattr__(module, _ATTACHED, (parallel, str(precision.precision)))
     return parallel
 

@@ -183,6 +183,10 @@ class SmpShardedStrategy(SteppingStrategy):
         self._reset_optimizers_and_schedulers()
         self.parallel.reshard()
         super().setup_optimizers(trainer)
+        auto = self.parallel.auto_degree
+        missed = None if auto is None else auto.missed(self.optimizers)
+        if missed is not None and self.global_rank == 0:
+            logger.warning("%s", missed)
         for optimizer in self.optimizers:
             self.parallel.prepare_optimizer(optimizer)
         # Assigning makes Lightning's wrappers anew, from the optimizers as they are now.

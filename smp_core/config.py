@@ -99,6 +99,10 @@ class SmpConfig:
             [0, 1); default 0.35.
         device_memory_gib: Device memory in GiB that shard_degree="auto" plans for. A number > 0, or None (default; the
             device is asked).
+        planned_optimizer: What optimizer shard_degree="auto" plans memory for: "adamw", "adamw-amsgrad", "adam",
+            "adam-amsgrad", "adafactor", "adagrad", "rmsprop", "lion", "sgd-momentum", "sgd" or "auto" (default; the one
+            that is prepared together with the model, as under Accelerate; otherwise AdamW, and a warning if
+            Lightning's configure_optimizers makes one for which another degree would have been chosen).
         save_full_state_dict: Whether a checkpoint is one ordinary file with the full state dict instead of a folder
             that every rank writes its shards to. True or False (default).
         async_save: Whether a checkpoint is copied to host memory and written behind training, so that training stalls
@@ -151,8 +155,9 @@ class SmpConfig:
             rank steps float32 masters of its part, parameters are stored in half precision where param_dtype is, and
             optimizer.state_dict() is collective).
         state_offload: What lives in host memory instead of the device. None (default; nothing), "optimizer" (the
-            optimizer's states and float32 masters of half precision parameters; the step is taken there) or "all"
-            (shards of parameters and gradients too; what computes is brought unit by unit).
+            optimizer's states and float32 masters of half precision parameters; the step is taken there; with
+            optimizer_shard="world" those of this rank's part) or "all" (shards of parameters and gradients too; what
+            computes is brought unit by unit).
 
     Raises:
         ValueError: a value is not allowed, or two knobs contradict each other; the message says what to type.
@@ -181,6 +186,7 @@ class SmpConfig:
     on_nonfinite_grad_norm: Literal["ignore", "skip", "raise"] = "ignore"
     memory_headroom: float = 0.35
     device_memory_gib: float | None = None
+    planned_optimizer: str = "auto"
     save_full_state_dict: bool = False
     async_save: bool = False
     verify_checkpoint: Literal["auto", "sizes", "digests"] = "auto"

@@ -26,6 +26,12 @@ _CHECKPOINTING = read.either(
     allowed="'none', 'full', 'every:N', 'selective'",
 )
 
+# Those of smp_core.planning.optimizers, which stands above this file.
+_PLANNED_OPTIMIZERS = (
+    *("adamw", "adamw-amsgrad", "adam", "adam-amsgrad", "adafactor"),
+    *("adagrad", "rmsprop", "lion", "sgd-momentum", "sgd"),
+)
+
 READERS: dict[str, read.Reader] = {
     "shard_degree": read.either(
         _DEGREE, read.word("node", "world", "auto"), allowed="an integer of at least 1, 'node', 'world', 'auto'"
@@ -65,6 +71,7 @@ READERS: dict[str, read.Reader] = {
     "on_nonfinite_grad_norm": read.word("ignore", "skip", "raise"),
     "memory_headroom": read.number(0.0, 1.0, include_lowest=True),
     "device_memory_gib": read.either(read.nothing(), read.number(0.0), allowed="a number above 0, none"),
+    "planned_optimizer": read.word("auto", *_PLANNED_OPTIMIZERS),
     "save_full_state_dict": _BOOLEAN,
     "async_save": _BOOLEAN,
     "verify_checkpoint": read.word("auto", "sizes", "digests"),
@@ -126,13 +133,9 @@ NOT_BUILT: dict[str, NotBuilt] = {
 # (config -> whether it is asked for, what to say): knobs that are fine by themselves and not together.
 CONTRADICTIONS: list[tuple[Callable[[Any], bool], str]] = [
     (
-        lambda config: config.optimizer_shard == "world" and config.state_offload is not None,
-        "optimizer_shard='world' and state_offload both say where optimizer states live; keep one of them",
-    ),
-    (
-        lambda config: config.fp8 is not None and config.state_offload == "all",
-        "fp8 finds scales of weights that are on the device, and state_offload='all' keeps them in host memory; write "
-        "state_offload='optimizer', or fp8=none",
+        lambda config: config.optimizer_shard == "world" and config.state_offload == "all",
+        "optimizer_shard='world' steps parts of parameters that are on the device, and state_offload='all' keeps them "
+        "in host memory; write state_offload='optimizer', or optimizer_shard='shard'",
     ),
     (
         lambda config: (

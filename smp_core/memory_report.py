@@ -3,7 +3,8 @@
 By kind: parameters (this rank's shards and what is whole), gathered (units that are whole at the moment), gradients
 (with the partial sums of an open window), optimizer (states), activations (what autograd holds for backward, what
 selective checkpointing keeps, offloaded inputs that are on the device) and, on CUDA, other: the rest of what the
-allocator has given out (temporaries, what one module recomputes in backward, buffers of collectives). What is in host
+allocator has given out (temporaries, what one module recomputes in backward, buffers of collectives). Masters of
+``optimizer_shard="world"`` are the optimizer's. What is in host
 memory under ``state_offload`` or ``activation_offloading`` is counted apart.
 
 Saved-tensor hooks see each tensor that autograd saves; a storage counts once, parameters not at all. Torch applies the
@@ -18,8 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,29 +28,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from smp_core.activations.selective import kept_outputs_shown_to
+from smp_core.memory_log import KINDS, MIB, StepMemory, draw
 from smp_core.parallelize import ParallelModel
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-MIB = 2**20
-KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "other")
-
 # One in so many tensors that backward takes back is an occasion to sample: walking over all parameters is not free.
 _SAMPLE_EVERY = 32
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """One step's peak on the device, and what it has in host memory; bytes by kind."""
-
-    device: Mapping[str, int]
-    host: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        """The peak on the device in bytes."""
-        return sum(self.device.values())
 
 
 class _Saved:
@@ -80,30 +65,47 @@ class MemoryReport:
         self._held: dict[int, tuple[int, int]] = {}  # address of a storage -> (bytes, how many hold it)
         self._unpacked = 0
         self._peak: dict[str, int] = {}
+        self._watching = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Watch one step, from before its forward until after the optimizer."""
+        self.begin()
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        self.end()
+
+    def begin(self) -> None:
+        """Watch from here on, where a ``with`` cannot stand (callbacks), until :meth:`end`. What is entered in between
+        has to be left in between: hooks of saved tensors are a stack."""
         self._peak, self._parameters = {}, self._addresses_of_parameters()
-        on_cuda = self._device.type == "cuda"
-        if on_cuda:
+        if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         modules: list[nn.Module] = [self._parallel.module, *(unit.module for unit in self._parallel.units)]
         modules += [each.module for each in self._parallel.activations.checkpointed]
-        handles = [module.register_forward_pre_hook(self._sample) for module in dict.fromkeys(modules)]
-        handles += [module.register_forward_hook(self._sample) for module in dict.fromkeys(modules)]
-        try:
-            with saved_tensors_hooks(self._pack, self._unpack), kept_outputs_shown_to(self._keep):
-                self._sample()
-                yield
-                self._sample()
-        finally:
-            for handle in handles:
-                handle.remove()
-        if on_cuda:
+        for module in dict.fromkeys(modules):
+            self._watching.callback(module.register_forward_pre_hook(self._sample).remove)
+            self._watching.callback(module.register_forward_hook(self._sample).remove)
+        self._watching.enter_context(saved_tensors_hooks(self._pack, self._unpack))
+        self._watching.enter_context(kept_outputs_shown_to(self._keep))
+        self._sample()
+
+    def end(self) -> StepMemory:
+        """What was seen since :meth:`begin`, which ``steps`` has too now."""
+        self._sample()
+        self.abandon()
+        if self._device.type == "cuda":
             known = sum(self._peak.values())
             self._peak["other"] = max(0, torch.cuda.max_memory_allocated(self._device) - known)
         self.steps.append(StepMemory(dict(self._peak), self._on_host()))
+        return self.steps[-1]
+
+    def abandon(self) -> None:
+        """Stop watching."""
+        self._watching.close()
 
     def activations(self) -> int:
         """Bytes on the device that are held for backward now."""
@@ -172,6 +174,8 @@ class MemoryReport:
         gradients = [p.grad for p in on_device if p.grad is not None]
         held = getattr(self._parallel.window, "held_bytes", int)()
         states = 0 if self._parallel.config.state_offload else self._state_bytes()
+        world = getattr(self._parallel.window, "world", None)
+        states += sum(shard.master_bytes for shard in ([] if world is None else world.shards))
         return {
             "parameters": sum(map(_bytes, on_device)),
             "gathered": sum(unit.gathered_bytes() for unit in self._parallel.units),
@@ -226,21 +230,7 @@ class MemoryReport:
         """
         if not self.steps:
             raise ValueError("no step was watched; write `with report.step():` around a training step")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise ValueError("save_plot needs matplotlib: pip install 'torch-smp[plot]'") from None
-        figure = Figure(figsize=(max(4.0, 0.5 * len(self.steps) + 3), 4.0), layout="constrained")
-        axes = figure.add_subplot()
-        bottoms = [0.0] * len(self.steps)
-        for kind in KINDS:
-            heights = [step.device[kind] / MIB for step in self.steps]
-            axes.bar(range(len(self.steps)), heights, bottom=bottoms, label=kind)
-            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-        axes.set_xlabel("step")
-        axes.set_ylabel("MiB at the peak")
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        figure.savefig(path)
+        draw(dict(enumerate(self.steps)), path)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ from smp_core.context_parallel.chunked_models import chunk_losses
 from smp_core.fp8.backends import convert_with
 from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.mesh import SmpMesh
+from smp_core.planning.auto_degree import AutoDegree
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
 from smp_core.sharding.fsdp import ShardedUnit, reshard, shard_units
@@ -44,7 +45,7 @@ from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_optio
 from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
 from smp_core.sharding.host_optimizer import host_kernels, offloaded_methods
-from smp_core.sharding.optimizer import WorldSharding
+from smp_core.sharding.optimizer import MASTER, WorldSharding
 from smp_core.sharding.wrap import Entry, WrapPlan, plan_units
 
 logger = logging.getLogger("smp")
@@ -54,7 +55,8 @@ logger = logging.getLogger("smp")
 class ParallelModel:
     """A parallelized module with what steps it: units, window, meter, traffic, mesh; with ``config.fp8``, scales, or
     what makes the context that another library's FP8 layers want around forward (``fp8_region``); where sequences are
-    shared, what splits its batches (``context``)."""
+    shared, what splits its batches (``context``); where its shard degree was planned, how (``auto_degree``, which who
+    planned puts there)."""
 
     module: nn.Module
     mesh: SmpMesh
@@ -68,6 +70,7 @@ class ParallelModel:
     fp8: Fp8Model | None = None
     context: ContextParallel | None = None
     fp8_region: Callable[[], AbstractContextManager[Any]] = nullcontext
+    auto_degree: AutoDegree | None = None
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
@@ -146,7 +149,8 @@ class ParallelModel:
         kernels take only one kind at a time; and with ``state_offload`` it steps on the host, with fused kernels.
 
         With ``optimizer_shard="world"`` it steps masters of this rank's part from now on; ``state_dict`` and
-        ``load_state_dict`` are collective then.
+        ``load_state_dict`` are collective then. With ``state_offload="optimizer"`` too, these masters and their states
+        are in host memory.
 
         Raises:
             ValueError: ``optimizer_shard="world"`` and an optimizer that looks across a tensor.
@@ -154,7 +158,7 @@ class ParallelModel:
         world = None
         if self.config.optimizer_shard == "world":
             assert isinstance(self.window, AccumulationWindow)
-            world = self.window.shard_over_world()
+            world = self.window.shard_over_world(on_host=self.config.state_offload == "optimizer")
             world.take_over(optimizer)
         window, kind = self.window, type(optimizer)
         overrides: dict[str, Callable[..., Any]] = {}
@@ -162,6 +166,8 @@ class ParallelModel:
             overrides = offloaded_methods(optimizer, kind, self.mesh.device)
         else:
             _choose_kernels(optimizer, on_host=self.config.state_offload == "all")
+            if world is None:
+                optimizer.register_load_state_dict_post_hook(_without_masters)
 
         def zero_grad(this: torch.optim.Optimizer, set_to_none: bool = True) -> None:
             if window.is_open:
@@ -170,7 +176,7 @@ class ParallelModel:
 
         methods: dict[str, Any] = {"zero_grad": zero_grad, "__module__": kind.__module__, **overrides}
         if world is not None:
-            methods.update(_world_methods(world, optimizer, kind))
+            methods.update(_world_methods(world, optimizer, kind, methods.get("load_state_dict", kind.load_state_dict)))
         # A subclass, not an attribute of the instance: Lightning derives its own wrapper's class from this one.
         optimizer.__class__ = type(kind.__name__, (kind,), methods)
         # A forward without backward (one network's inside the other one's step) leaves its roots gathered, as they were
@@ -312,6 +318,7 @@ def parallelize_model(
         stored_in=stored_in,
     )
     if fp8 is not None:
+        fp8.device = mesh.device
         unmetered = CommMeter(mesh.topology, mesh.rank, enabled=False)
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(unmetered))
         fp8.refresh_weights()  # before the first step; what is sent belongs to none
@@ -329,20 +336,30 @@ def _stored_in(
     dtype = _dtype(config.param_dtype)
     if config.optimizer_shard != "world" or fp8 is not None or dtype not in (torch.float16, torch.bfloat16):
         return config, None
+    if config.state_offload == "optimizer":  # its masters are made of what is stored, step by step
+        return config, None
     if not any(p.dtype == torch.float32 and p.requires_grad for unit in units for p in unit.parameters()):
         return config, None
     why = f"float32 weights are masters over all ranks; parameters are stored in {config.param_dtype}, as they compute"
     return config.with_resolved("optimizer_shard", "world", why), dtype
 
 
-def _world_methods(world: WorldSharding, optimizer: torch.optim.Optimizer, kind: Any) -> dict[str, Any]:
-    """What an optimizer that steps masters does differently."""
+def _without_masters(optimizer: torch.optim.Optimizer) -> None:
+    """A checkpoint of an optimizer with float32 masters has them in its states; here parameters are what is stepped."""
+    for entry in optimizer.state.values():
+        entry.pop(MASTER, None)
+
+
+def _world_methods(
+    world: WorldSharding, optimizer: torch.optim.Optimizer, kind: Any, load: Callable[..., None]
+) -> dict[str, Any]:
+    """What an optimizer that steps masters does differently. ``load``: takes a state dict of this rank's part."""
 
     def state_dict(this: torch.optim.Optimizer) -> dict[str, Any]:
         return world.whole_state(this, kind.state_dict(this))
 
     def load_state_dict(this: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        kind.load_state_dict(this, world.own_state(this, saved))
+        load(this, world.own_state(this, saved))
 
     def follow(*_: Any) -> None:
         for shard in world.shards:

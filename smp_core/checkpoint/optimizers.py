@@ -93,12 +93,14 @@ def load_named_optimizer_state(
         )
     state: dict[str, dict[str, Any]] = {name: dict(entry) for name, entry in rest.get("state", {}).items()}
     index = read_index(path)
+    on_host = hasattr(optimizer, "host_bytes")  # state_offload="optimizer": states never see the device
     template: dict[str, dict[str, torch.Tensor]] = {}
     for place, name in index.by_path().items():
         if place[: len(prefix) + 1] == (*prefix, "state") and len(place) == len(prefix) + 3:
             record = index.record(name)
             owner, key = place[-2], place[-1]
-            template.setdefault(owner, {})[key] = like_parameter(by_name[owner], record.shape, record.dtype)
+            made = like_parameter(by_name[owner], record.shape, record.dtype, on_host=on_host)
+            template.setdefault(owner, {})[key] = made
     load_checkpoint(path, _nested((*prefix, "state"), template), strict=False, verify=verify)
     for owner, entry in template.items():
         state.setdefault(owner, {}).update(entry)
@@ -136,12 +138,15 @@ def _groups_like(
     return groups
 
 
-def like_parameter(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros to be filled: sharded like ``parameter`` if of its shape, else plain, on its device (CPU if 0-d)."""
+def like_parameter(
+    parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, on_host: bool = False
+) -> torch.Tensor:
+    """Zeros to be filled: sharded like ``parameter`` if of its shape, else plain, on its device (CPU if 0-d, or
+    ``on_host``)."""
     if isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape):
         # Like the shard, also where that is on the host and the mesh of a GPU (from_local would bring it there).
-        return torch.zeros_like(parameter, dtype=dtype)
-    return torch.zeros(shape, dtype=dtype, device=parameter.device if len(shape) else "cpu")
+        return torch.zeros_like(parameter, dtype=dtype, device="cpu" if on_host else None)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device if len(shape) and not on_host else "cpu")
 
 
 def shard_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ class Fp8Model:
     Attributes:
         left_out: module name -> reason, of every module with a matrix product that stays as it is.
         all_reduce_max: makes a float32 tensor the elementwise maximum over all ranks that share the model, in place.
+        device: where the model computes; None: where its parameters are.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class Fp8Model:
     sites: tuple[tuple[nn.Module, str, Fp8Site], ...]
     left_out: Mapping[str, str]
     all_reduce_max: Callable[[torch.Tensor], None] = field(default=_alone)
+    device: torch.device | None = None
 
     def gather_of(self, module: nn.Module, parameter: str) -> WeightGather | None:
         """How this parameter travels in FP8; None: as it is."""
@@ -65,12 +67,14 @@ class Fp8Model:
         if filled:
             # torch._foreach_norm is one kernel for all of them and has no public name.
             norms = torch._foreach_norm([weights[i] for i in filled], torch.inf)
-            amax[torch.tensor(filled, device=amax.device)] = torch.stack([norm.float() for norm in norms])
+            # One copy to the device where weights are in host memory.
+            found = torch.stack([norm.float() for norm in norms]).to(amax.device)
+            amax[torch.tensor(filled, device=amax.device)] = found
         return amax
 
     def refresh_weights(self) -> None:
         """Scale weights by what they are now: after they were made, loaded or edited. Collective."""
-        self.state.to(next(self.model.parameters()).device)
+        self.state.to(self.device or next(self.model.parameters()).device)
         amax = self.weight_amax()
         self.all_reduce_max(amax)
         self.state.set_weight_scales(amax)

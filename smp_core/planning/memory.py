@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from smp_core.planning.optimizers import OPTIMIZERS, OptimizerStates
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -24,9 +26,6 @@ if TYPE_CHECKING:
     from smp_core.topology import Topology
 
 GIB = 2**30
-
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "lion": 1, "sgd-momentum": 1, "sgd": 0}
-"""State tensors of the parameter's shape and dtype that each optimizer keeps."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class MemoryEstimate:
         gradients: gradient shards of trainable parameters, in the same dtypes.
         partial_sums: sums of the accumulation window, where gradients are reduced in another dtype than they have.
         optimizer_states: of trainable parameters, in their dtypes; with `optimizer_shard="world"` float32 masters and
-            their gradients too.
+            their gradients too (with `state_offload="optimizer"` only these).
         buffers: whole on every device.
         gathered: the root unit and twice the largest other unit (the one that computes and the one fetched ahead), in
             the dtype of gathered parameters; all units if they stay gathered.
@@ -72,7 +71,7 @@ class MemoryEstimate:
 def model_state_bytes(
     model: nn.Module,
     config: SmpConfig,
-    optimizer: str = "adamw",
+    optimizer: str | OptimizerStates = "adamw",
     *,
     shard_degree: int = 1,
     world_size: int = 1,
@@ -83,7 +82,7 @@ def model_state_bytes(
     Args:
         model: real, sharded or on the meta device.
         config: `param_dtype`, `reduce_dtype`, `reshard_after_forward`, `optimizer_shard` and `state_offload` count.
-        optimizer: one of `OPTIMIZER_STATES`.
+        optimizer: one of `smp_core.planning.optimizers.OPTIMIZERS`, or what an optimizer keeps.
         shard_degree: ranks of a partition group.
         world_size: all ranks; `optimizer_shard="world"` divides optimizer states and float32 masters by them.
         units: names of the parameters of each wrapped unit except the root, which owns those named nowhere.
@@ -91,8 +90,7 @@ def model_state_bytes(
     Raises:
         ValueError: unknown optimizer, or a unit names a parameter that the model does not have.
     """
-    if optimizer not in OPTIMIZER_STATES:
-        raise ValueError(f"optimizer={optimizer!r} is not known to the planner; allowed: {', '.join(OPTIMIZER_STATES)}")
+    kept = _states(optimizer)
     parameters = gradients = partial_sums = states = 0
     for parameter in model.parameters():
         elements = _padded_rows(parameter, shard_degree)
@@ -106,9 +104,10 @@ def model_state_bytes(
                 # Masters and their gradients are float32 where parameters are half precision. The sums of the window
                 # lie where gradients would.
                 part = -(-elements * shard_degree // world_size)
-                states += part * max(parameter.itemsize, 4) * (2 + OPTIMIZER_STATES[optimizer])
+                tensors = 1 if config.state_offload else 2 + kept.whole
+                states += part * max(parameter.itemsize, 4) * tensors
             elif config.state_offload is None:
-                states += held * OPTIMIZER_STATES[optimizer]
+                states += kept.elements(parameter, elements) * parameter.itemsize
             reduced_in = _reduce_dtype(parameter, config)
             if offloaded or reduced_in != _stored_dtype(parameter, config):
                 partial_sums += elements * reduced_in.itemsize
@@ -123,12 +122,25 @@ def model_state_bytes(
     )
 
 
-def assumptions(config: SmpConfig, optimizer: str = "adamw") -> str:
+def _states(optimizer: str | OptimizerStates) -> OptimizerStates:
+    if isinstance(optimizer, OptimizerStates):
+        return optimizer
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={optimizer!r} is not known to the planner; allowed: {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[optimizer]
+
+
+def assumptions(config: SmpConfig, optimizer: str | OptimizerStates = "adamw") -> str:
     """What an estimate takes for granted, for tables."""
-    states = OPTIMIZER_STATES[optimizer]
-    count = f"{states} state{'s' if states != 1 else ''} for each trainable parameter"
     where = {None: "on the device", "optimizer": "on the host", "all": "on the host, as parameters and gradients are"}
-    return f"assumed {optimizer}, {count}, {where[config.state_offload]}; activations come on top"
+    return f"{_states(optimizer).describe()}, {where[config.state_offload]}; activations come on top"
+
+
+def device_memory_bytes(device: torch.device, config: SmpConfig) -> int | None:
+    """Memory to plan for: `device_memory_gib`, or what a CUDA device has; None: there is none (CPU)."""
+    if config.device_memory_gib is not None:
+        return int(config.device_memory_gib * GIB)
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def smallest_shard_degree(
@@ -138,7 +150,7 @@ def smallest_shard_degree(
     device_memory_bytes: int | None,
     *,
     units: Sequence[Iterable[str]] = (),
-    optimizer: str = "adamw",
+    optimizer: str | OptimizerStates = "adamw",
 ) -> tuple[int, str, MemoryEstimate]:
     """The smallest allowed shard degree whose model states and gathered units fit beside the headroom.
 
@@ -180,7 +192,7 @@ def plan_table(
     device_memory_bytes: int | None,
     *,
     units: Sequence[Iterable[str]] = (),
-    optimizer: str = "adamw",
+    optimizer: str | OptimizerStates = "adamw",
 ) -> Table:
     """The estimate at every allowed degree, the smallest that fits marked; arguments as in `smallest_shard_degree`."""
     from rich.table import Table
@@ -188,7 +200,8 @@ def plan_table(
     memory = _device_memory(config, device_memory_bytes)
     count = sum(parameter.numel() for parameter in model.parameters())
     title = (
-        f"{count / 1e9:.2f} billion parameters on {topology.num_nodes} x {topology.ranks_per_node} ranks, {optimizer}"
+        f"{count / 1e9:.2f} billion parameters on {topology.num_nodes} x {topology.ranks_per_node} ranks, "
+        f"{_states(optimizer).name}"
     )
     if memory is not None:
         title += f", budget {_gib(_budget(memory, config))} of {_gib(memory)} GiB"
@@ -223,7 +236,7 @@ def _estimates(
     config: SmpConfig,
     device_memory_bytes: int | None,
     units: Sequence[Iterable[str]],
-    optimizer: str,
+    optimizer: str | OptimizerStates,
 ) -> list[MemoryEstimate]:
     context = config.context_parallel_degree
     degrees = [degree for degree in topology.allowed_shard_degrees() if degree % context == 0]

@@ -140,9 +140,9 @@ class AccumulationWindow:
         for number, unit in enumerate(self._units):
             unit.module.set_all_reduce_hook(self._hook(number))  # type: ignore[operator]
 
-    def shard_over_world(self) -> WorldSharding:
+    def shard_over_world(self, on_host: bool = False) -> WorldSharding:
         """From now on sums are scattered over replicas, and gradients are those of masters
-        (:mod:`smp_core.sharding.optimizer`). What is trainable now can be trained."""
+        (:mod:`smp_core.sharding.optimizer`; ``on_host``: see there). What is trainable now can be trained."""
         if self.world is None:
             units = {}
             for number, unit in enumerate(self._units):
@@ -153,11 +153,13 @@ class AccumulationWindow:
                         [parameters[slot.index] for slot in slots],
                         [slot.padded for slot in slots],
                         self._hop,
+                        on_host,
                     )
                     if self._stored_in is not None and parameters[slots[0].index].dtype == torch.float32:
                         unit.store_in(self._stored_in, [slot.index for slot in slots])
                         units[number].holds_weights = True
-            self.world = WorldSharding(units, self._replicated.shard_over_world(self._mesh.shard_degree == 1))
+            plain = self._replicated.shard_over_world(on_host) if self._mesh.shard_degree == 1 else {}
+            self.world = WorldSharding(units, plain)
         return self.world
 
     @property
@@ -166,9 +168,10 @@ class AccumulationWindow:
         return self.micro_batches > 0
 
     def held_bytes(self) -> int:
-        """Bytes of partial sums that no ``.grad`` shows yet."""
+        """Bytes of partial sums and of masters' gradients: what no parameter's ``.grad`` shows."""
         flats = [each.flat for each in self._sums if each.flat is not None]
-        return sum(flat.numel() * flat.element_size() for flat in flats)
+        parts = [] if self.world is None else self.world.shards
+        return sum(flat.numel() * flat.element_size() for flat in flats) + sum(shard.gradient_bytes for shard in parts)
 
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:

@@ -372,16 +372,22 @@ class _TravellingParameter(FSDPParam):
 class _Travelling:
     """What FSDP2 asks about the local tensor of such a parameter."""
 
-    def __init__(self, parameter: FSDPParam, gather: WeightGather) -> None:
-        self._parameter, self._gather = parameter, gather
+    def __init__(self, parameter: FSDPParam, gather: WeightGather, shard: torch.Tensor | None = None) -> None:
+        self._parameter, self._gather, self._shard = parameter, gather, shard
 
     def size(self) -> torch.Size:
         return self._parameter.padded_sharded_param_size
 
+    def to(self, device: torch.device, non_blocking: bool = False) -> _Travelling:
+        """Of a shard in host memory, before it is cast: the same on the device."""
+        there = self._parameter._sharded_param_data.to(device, non_blocking=non_blocking)
+        return _Travelling(self._parameter, self._gather, there)
+
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        payload, inverse_scale = self._gather.pack(self._parameter._sharded_param_data.view(self.size()))
+        shard = self._parameter._sharded_param_data if self._shard is None else self._shard
+        payload, inverse_scale = self._gather.pack(shard.view(self.size()))
         return (payload,), (inverse_scale,)
 
     def fsdp_post_all_gather(

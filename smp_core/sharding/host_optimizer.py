@@ -7,6 +7,9 @@ parameters of the next come in on one stream and the results of the one before g
 
 To the outside the optimizer is what it was: its groups hold the device parameters (for clipping, schedulers, scalers),
 its state is keyed by them and sharded like them (for checkpoints), its hooks run once per step.
+
+With ``optimizer_shard="world"`` the device parameters are views of this rank's part of them
+(:mod:`smp_core.sharding.optimizer`), and nothing here is different.
 """
 
 from __future__ import annotations
@@ -20,10 +23,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-logger = logging.getLogger("smp")
+from smp_core.sharding.optimizer import MASTER, local_of
 
-MASTER = "fp32_master"
-"""Key in a half precision parameter's state under which its float32 value is, so that checkpoints have it."""
+logger = logging.getLogger("smp")
 
 CHUNK_BYTES = 2**28
 
@@ -46,24 +48,24 @@ class _HostParameter:
         self.low = torch.empty_like(parameter, device="cpu", pin_memory=pinned, requires_grad=False) if low else None
         self.fresh = True
         held = [self.stepped, self.gradient, *([] if self.low is None else [self.low])]
-        self.n_bytes = sum(_local(each).numel() * each.element_size() for each in held)
+        self.n_bytes = sum(local_of(each).numel() * each.element_size() for each in held)
 
     def fetch(self) -> None:
         """Gradient and parameter from the device. The parameter comes each time: whoever loads or averages weights
         writes to the device."""
         target = self.stepped if self.low is None else self.low
-        _local(target).copy_(_local(self.parameter), non_blocking=True)
+        local_of(target).copy_(local_of(self.parameter), non_blocking=True)
         if self.parameter.grad is None:
             self.stepped.grad = None
         else:
-            _local(self.gradient).copy_(_local(self.parameter.grad), non_blocking=True)
+            local_of(self.gradient).copy_(local_of(self.parameter.grad), non_blocking=True)
             self.stepped.grad = self.gradient
 
     def take_over(self) -> None:
         """After the copies have arrived: where the device's value is not the rounded master, it is the newer one."""
         if self.low is None:
             return
-        master, low = _local(self.stepped), _local(self.low)
+        master, low = local_of(self.stepped), local_of(self.low)
         if self.fresh:
             master.copy_(low)
         else:
@@ -72,8 +74,8 @@ class _HostParameter:
 
     def put_back(self) -> None:
         if self.low is not None:
-            _local(self.low).copy_(_local(self.stepped))
-        _local(self.parameter).copy_(_local(self.stepped if self.low is None else self.low), non_blocking=True)
+            local_of(self.low).copy_(local_of(self.stepped))
+        local_of(self.parameter).copy_(local_of(self.stepped if self.low is None else self.low), non_blocking=True)
 
 
 class HostOptimizer:
@@ -113,7 +115,7 @@ class HostOptimizer:
         """Host memory of masters, gradients and states."""
         entries = self._stepper.state.values()
         states = (value for entry in entries for key, value in entry.items() if key not in ("step", MASTER))
-        held = sum(_local(v).numel() * v.element_size() for v in states if isinstance(v, torch.Tensor))
+        held = sum(local_of(v).numel() * v.element_size() for v in states if isinstance(v, torch.Tensor))
         return held + sum(hosted.n_bytes for hosted in self._hosted.values())
 
     @torch.no_grad()
@@ -182,7 +184,7 @@ class HostOptimizer:
             return
         entry = {key: to_host(value) for key, value in given.items()}
         if MASTER in entry and hosted.low is not None:
-            _local(hosted.stepped).copy_(_local(entry[MASTER]))
+            local_of(hosted.stepped).copy_(local_of(entry[MASTER]))
             entry[MASTER] = hosted.stepped.detach()
             hosted.fresh = False
         self._stepper.state[hosted.stepped] = entry
@@ -222,10 +224,6 @@ def host_kernels(group: Mapping[str, Any], members: Iterable[torch.Tensor], kind
 
 def to_host(value: Any) -> Any:
     return value.to("cpu") if isinstance(value, torch.Tensor) and value.device.type != "cpu" else value
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def offloaded_methods(

@@ -6,6 +6,10 @@ parameter that reaches into it, and the user's optimizer steps those in its own 
 are all-gathered in the parameters' dtype. The same bytes as the all-reduce (fewer for half precision parameters), and
 12 of the 16 to 20 bytes per parameter are divided by the world.
 
+With ``state_offload="optimizer"`` the states and masters of the part live in host memory
+(:mod:`smp_core.sharding.host_optimizer`). What the optimizer's groups hold are then views of the part of the parameters
+themselves, which take no memory; their gradients have the masters' dtype all the same.
+
 An optimizer that looks at one element at a time cannot tell the difference. One that looks across a tensor (Adafactor's
 factored moments, Muon, a trust ratio) can, and is refused.
 
@@ -30,7 +34,7 @@ from smp_core.comm.background import Pending
 from smp_core.comm.replica_hop import ReplicaHop
 
 MASTER = "smp_master"
-"""Entry of an optimizer state: the float32 values of a half precision parameter."""
+"""Entry of an optimizer state: the float32 values of a half precision parameter, so that checkpoints have them."""
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 
@@ -41,12 +45,19 @@ class FlatShard:
     Args:
         names, parameters: in the order in which they lie in the flat tensor; DTensors or plain.
         sizes: elements of each in the flat tensor: its local ones and padding.
+        on_host: masters are made and kept in host memory by who steps them; ``masters`` are views of parameters.
     """
 
     def __init__(
-        self, names: Sequence[str], parameters: Sequence[nn.Parameter], sizes: Sequence[int], hop: ReplicaHop
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        sizes: Sequence[int],
+        hop: ReplicaHop,
+        on_host: bool = False,
     ) -> None:
         self.names, self.parameters, self._hop = tuple(names), tuple(parameters), hop
+        self.on_host = on_host
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self.n = sum(sizes)
         self._start, self.size = hop.own_part(self.n)
@@ -64,19 +75,37 @@ class FlatShard:
         last = max(min(self._start + self.size, offset + n), first)
         return slice(first - offset, last - offset), slice(first - self._start, last - self._start)
 
+    def _own_values(self, i: int) -> torch.Tensor:
+        return local_of(self.parameters[i]).reshape(-1)[self._own(i)[0]]
+
     def _make_master(self, i: int) -> nn.Parameter:
-        parameter = self.parameters[i]
-        own = local_of(parameter).reshape(-1)[self._own(i)[0]]
-        master = nn.Parameter(own.to(master_dtype(parameter)).clone())
+        parameter, own = self.parameters[i], self._own_values(i)
+        dtype = master_dtype(parameter)
+        master = nn.Parameter(own if self.on_host else own.to(dtype).clone())
+        master.grad_dtype = dtype
         master.smp_model_parameter = parameter  # type: ignore[attr-defined]
         return master
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of masters on the device."""
+        return 0 if self.on_host else sum(each.numel() * each.element_size() for each in self.masters)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of this rank's sums and of the masters' gradients."""
+        held = [self._sum, *(master.grad for master in self.masters)]
+        return sum(each.numel() * each.element_size() for each in held if each is not None)
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
         """Take up what was written into parameters from outside (a loaded checkpoint); elsewhere masters, which may be
         finer, are kept."""
-        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
-            own = local_of(parameter).reshape(-1)[self._own(i)[0]]
+        for i, master in enumerate(self.masters):
+            own = self._own_values(i)
+            if self.on_host:
+                master.data = own  # where the parameter is now
+                continue
             same = master.to(own.dtype) == own
             master.copy_(torch.where(same, master, own.to(master.dtype)))
 
@@ -100,7 +129,7 @@ class FlatShard:
             return
         for i, master in enumerate(self.masters):
             if seen is None or seen[i]:
-                gradient = (self._sum[self._own(i)[1]] / divisor).to(master.dtype)
+                gradient = (self._sum[self._own(i)[1]] / divisor).to(master_dtype(self.parameters[i]))
                 master.grad = gradient if master.grad is None else master.grad + gradient
         self._sum = None
 
@@ -138,8 +167,8 @@ class FlatShard:
         for i in parts:
             parameter = self.parameters[i]
             shape = local_of(parameter).shape
-            local = whole[self._offsets[i] : self._offsets[i] + shape.numel()].view(shape).clone()
-            found[i] = like(parameter, local)
+            local = whole[self._offsets[i] : self._offsets[i] + shape.numel()].view(shape)
+            found[i] = like(parameter, local, on_host=self.on_host)
         return found
 
     def own_of(self, i: int, value: torch.Tensor) -> torch.Tensor:
@@ -236,7 +265,7 @@ class WorldSharding:
                 continue
             shard, i = places[number]
             own = self._own_state(shard.parameters[i], entry)
-            master = own.pop(MASTER, None)
+            master = None if shard.on_host else own.pop(MASTER, None)
             if master is not None:
                 shard.masters[i].copy_(master)
             state[number] = own
@@ -287,18 +316,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A local part as a DTensor sharded like ``parameter``, or itself where that is plain."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def like(parameter: torch.Tensor, local: torch.Tensor, on_host: bool = False) -> torch.Tensor:
+    """A copy of a local part as a DTensor sharded like ``parameter``, or as a plain tensor where that is one."""
+    # Not from_local, which would bring the local part to the mesh's device.
+    made = torch.empty_like(parameter, dtype=local.dtype, device="cpu" if on_host else None, requires_grad=False)
+    local_of(made).copy_(local)
+    return made
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> None:

@@ -77,17 +77,23 @@ class ReplicatedGradients:
         self._this_pass.clear()
         self._was_trainable |= {name for name, parameter in self.parameters.items() if parameter.requires_grad}
 
-    def shard_over_world(self, enabled: bool) -> dict[str, FlatShard]:
-        """With ``enabled``, sums are scattered over all ranks from now on, for masters to be stepped; not of 0-d
-        parameters, and of what is trained only later: those every rank steps whole."""
-        if enabled and not self._shards:
+    def shard_over_world(self, on_host: bool) -> dict[str, FlatShard]:
+        """From now on sums are scattered over all ranks, for masters to be stepped; not of 0-d parameters, and of what
+        is trained only later: those every rank steps whole.
+
+        Args:
+            on_host: see :class:`smp_core.sharding.optimizer.FlatShard`.
+        """
+        if not self._shards:
             for number, names_of_group in enumerate(self._groups):
                 for dtype, names in self._by_dtype(names_of_group).items():
                     parameters = [self.parameters[name] for name in names if self.parameters[name].ndim]
                     if parameters:
                         names = [name for name in names if self.parameters[name].ndim]
                         sizes = [parameter.numel() for parameter in parameters]
-                        self._shards[f"whole {number} {dtype}"] = FlatShard(names, parameters, sizes, self._hop)
+                        self._shards[f"whole {number} {dtype}"] = FlatShard(
+                            names, parameters, sizes, self._hop, on_host
+                        )
         return self._shards
 
     def _by_dtype(self, group: Iterable[str]) -> dict[torch.dtype, list[str]]:

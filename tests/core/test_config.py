@@ -73,6 +73,7 @@ VALUES: dict[str, Any] = {
     "on_nonfinite_grad_norm": st.sampled_from(["ignore", "skip", "raise"]),
     "memory_headroom": st.floats(0, 1, exclude_max=True),
     "device_memory_gib": st.none() | st.floats(0.01, 1e4),
+    "planned_optimizer": st.sampled_from(["auto", "adamw", "sgd-momentum"]),
     "save_full_state_dict": st.booleans(),
     "async_save": st.booleans(),
     "verify_checkpoint": st.sampled_from(["auto", "sizes", "digests"]),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from smp_core.memory_report import KINDS, MemoryReport
+from smp_core.memory_log import KINDS
+from smp_core.memory_report import MemoryReport
 from tests.core.activations.models import WIDTH, build, tokens
 from tests.core.activations.test_offloading import LENGTH, OFFLOADED, SAMPLES, LiveStorages
 from tests.harness import run_ranks

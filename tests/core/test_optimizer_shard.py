@@ -41,6 +41,7 @@ CASES = [
     {"shard_degree": degree, "hierarchical": hierarchical, "micro_batches": micro}
     for degree, hierarchical, micro in itertools.product((1, 2), ("auto", False), (1, 3))
 ]
+CASES += [{"shard_degree": degree, "micro_batches": 3, "state_offload": "optimizer"} for degree in (1, 2)]
 
 
 def adamw(parallel: ParallelModel) -> torch.optim.Optimizer:
@@ -174,10 +175,15 @@ def save_and_load(path: str, before: dict[str, Any], later: dict[str, Any]) -> T
     return train(second, again, 2, range(2, STEPS))
 
 
+OFFLOADED = {"optimizer_shard": "world", "state_offload": "optimizer"}
 MOVES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"shard_degree": 2, "optimizer_shard": "world"}, {"shard_degree": 1, "optimizer_shard": "world"}),
     ({"shard_degree": 1, "optimizer_shard": "world"}, {"shard_degree": 4}),
     ({"shard_degree": 4}, {"shard_degree": 2, "optimizer_shard": "world"}),
+    ({"shard_degree": 2, **OFFLOADED}, {"shard_degree": 4}),
+    ({"shard_degree": 4, "state_offload": "optimizer"}, {"shard_degree": 1, **OFFLOADED}),
+    ({"shard_degree": 1, "optimizer_shard": "world"}, {"shard_degree": 2, **OFFLOADED}),
+    ({"shard_degree": 1, **OFFLOADED}, {"shard_degree": 2, "optimizer_shard": "world"}),
 ]
 
 

@@ -11,7 +11,10 @@ from rich.console import Console
 from torch import nn
 
 from smp_core.config import SmpConfig
+from smp_core.planning.auto_degree import AutoDegree
 from smp_core.planning.memory import GIB, MemoryEstimate, model_state_bytes, plan_table, smallest_shard_degree
+from smp_core.planning.optimizers import OPTIMIZERS as KNOWN
+from smp_core.planning.optimizers import planned_states, states_of
 from smp_core.topology import Topology
 
 
@@ -97,6 +100,101 @@ def test_optimizer_states(optimizer: str, states: int) -> None:
     assert model_state_bytes(model, SmpConfig(), optimizer).optimizer_states == states * 64
 
 
+OPTIMIZERS: list[tuple[Any, int, str]] = [
+    (lambda p: torch.optim.SGD(p, lr=0.1), 0, "SGD, 0 states"),
+    (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1, "SGD with momentum, 1 state "),
+    (lambda p: torch.optim.Adam(p), 2, "Adam, 2 states"),
+    (lambda p: torch.optim.AdamW(p, amsgrad=True), 3, "AdamW with amsgrad, 3 states"),
+    (lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True), 3, "RMSprop with momentum, centered, 3 states"),
+    (lambda p: torch.optim.Adagrad(p), 1, "Adagrad, 1 state "),
+    (lambda p: torch.optim.Adafactor(p), 0, "rows and columns of a second moment"),
+]
+
+
+@pytest.mark.parametrize(("make", "whole", "words"), OPTIMIZERS, ids=[words for *_, words in OPTIMIZERS])
+def test_what_an_optimizer_keeps_is_what_it_makes(make: Any, whole: int, words: str) -> None:
+    """Counted in the states after a step, of matrices, of a cube and of a vector."""
+    parameters = [nn.Parameter(torch.randn(*shape)) for shape in ((6, 4), (2, 3, 5), (7,))]
+    optimizer = make(parameters)
+    kept = states_of(optimizer)
+    assert kept.whole == whole and kept.known and words in kept.describe()
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        entry = optimizer.state[parameter]
+        made = sum(value.numel() for key, value in entry.items() if isinstance(value, torch.Tensor) and key != "step")
+        assert kept.elements(parameter, parameter.numel()) == made
+
+
+class Unheard(torch.optim.Optimizer):
+    """Of a library that the planner does not know."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+
+def test_an_optimizer_that_is_not_known_is_assumed_to_be_like_adamw_and_the_plan_says_so() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    kept = states_of(Unheard(model.parameters()))
+    assert model_state_bytes(model, SmpConfig(), kept).optimizer_states == 2 * 64
+    output = io.StringIO()
+    table = plan_table(model, Topology.uniform(2, 2), SmpConfig(), GIB, optimizer=kept)
+    Console(file=output, width=200).print(table)
+    assert "found Unheard, which is not known here: assumed 2 states" in output.getvalue()
+
+
+def test_factors_of_sharded_matrices() -> None:
+    """Degree 4 of [6, 4] holds 2 rows: 2 + 4 numbers; of [2, 3, 5] one of 3 x 5: 3 + 5; of [7] two."""
+    adafactor = planned_states("adafactor")
+    for shape, rows, expected in (((6, 4), 2, 2 + 4), ((2, 3, 5), 1, 3 + 5), ((7,), 2, 2)):
+        parameter = torch.empty(shape, device="meta")
+        assert adafactor.elements(parameter, rows * parameter[0].numel()) == expected
+
+
+def test_the_plan_follows_the_knob_then_the_optimizers_and_else_adamw() -> None:
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    sgd, adamw = torch.optim.SGD(parameters, lr=0.1), torch.optim.AdamW(parameters, amsgrad=True)
+    assert planned_states("sgd", [adamw]).whole == 0
+    assert planned_states("auto", [sgd]).whole == 0
+    assert planned_states("auto", [sgd, adamw]).whole == 3
+    assert planned_states("auto").name == "adamw" and "assumed" in planned_states("auto").describe()
+    read = SmpConfig(planned_optimizer="sgd-momentum").planned_optimizer
+    assert read == "sgd-momentum"
+    with pytest.raises(ValueError, match="planned_optimizer") as refused:
+        SmpConfig(planned_optimizer="x")
+    assert all(repr(name) in str(refused.value) for name in KNOWN)
+
+
+def auto(optimizers: list[torch.optim.Optimizer], **knobs: Any) -> AutoDegree:
+    model = nn.Linear(1024, 1024, bias=False, device="meta")
+    # 4 MiB each of parameters, gradients, gathered ones and every state; degree 2 has half of all but the gathered.
+    config = SmpConfig(memory_headroom=0.0, device_memory_gib=12 / 1024, **knobs)
+    return AutoDegree(model, Topology.uniform(4, 4), config, torch.device("cpu"), [], optimizers)
+
+
+def test_the_degree_is_chosen_for_the_optimizer_that_is_known() -> None:
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    settled = auto([torch.optim.SGD(parameters, lr=0.1)]).settle()
+    assert (settled.shard_degree, settled.planned_optimizer) == (1, "SGD")
+    settled = auto([]).settle()
+    assert (settled.shard_degree, settled.planned_optimizer) == (2, "adamw")
+    assert auto([], planned_optimizer="sgd").settle().shard_degree == 1
+
+
+def test_a_plan_that_an_optimizer_of_later_does_not_fit_says_so() -> None:
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    sgd, adamw = torch.optim.SGD(parameters, lr=0.1), torch.optim.AdamW(parameters)
+    said = auto([]).missed([sgd])
+    assert said is not None and "planned for adamw and gave 2" in said and "found SGD" in said and "1 would be" in said
+    assert auto([]).missed([adamw]) is None
+    assert auto([sgd]).missed([adamw]) is None, "it was planned for the first one"
+    assert auto([], planned_optimizer="adamw").missed([sgd]) is None, "who asked for a plan knows it"
+    without_memory = AutoDegree(nn.Linear(2, 2), Topology.uniform(4, 4), SmpConfig(), torch.device("cpu"), [])
+    assert without_memory.missed([sgd]) is None
+    assert without_memory.settle().planned_optimizer == "auto"
+
+
 def test_states_over_the_world_are_divided_by_it() -> None:
     """Degree 2 of 8 ranks, bfloat16: shards of 40, 32 and 4 elements (10x8, 7x8 and 7, padded); a quarter of each, 10 +
     8 + 1, has a master, its gradient and two states of 4 bytes; the 0-d one has two states of 2 bytes."""
@@ -108,6 +206,10 @@ def test_states_over_the_world_are_divided_by_it() -> None:
     alone = model_state_bytes(model, config, shard_degree=8, world_size=8, units=UNITS)
     plain = model_state_bytes(model, SmpConfig(), shard_degree=8, world_size=8, units=UNITS)
     assert alone == plain, "one replica has nothing to divide by"
+    # Masters and states on the host: what remains is the gradient of the part.
+    config = SmpConfig(optimizer_shard="world", state_offload="optimizer")
+    offloaded = model_state_bytes(model, config, shard_degree=2, world_size=8, units=UNITS)
+    assert offloaded.optimizer_states == (10 + 8 + 1) * 4
 
 
 def test_unknown_optimizer_and_parameter_are_refused() -> None:

@@ -301,7 +301,7 @@ def test_knobs_that_can_save_nothing_are_taken_back_in_the_table() -> None:
         ({"quantize_after_steps": 3}, "quantize_after_steps"),
         ({"quantize_exclude": ["*"]}, "quantize_exclude"),
         ({"quantize_inside_nodes": True}, "quantize_inside_nodes"),
-        ({"optimizer_shard": "world", "state_offload": "optimizer"}, "state_offload"),
+        ({"optimizer_shard": "world", "state_offload": "all"}, "state_offload='optimizer'"),
         ({"fp8": {}, "reshard_after_forward": "node"}, "fp8_all_gather"),
     ],
 )

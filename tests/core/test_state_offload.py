@@ -13,10 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import load_checkpoint, save_checkpoint
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
-from smp_core.parallelize import ParallelModel
+from smp_core.config import SmpConfig
+from smp_core.memory_report import MemoryReport
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import ParallelModel, parallelize_model
 from smp_core.sharding import host_optimizer
-from smp_core.sharding.host_optimizer import MASTER, offloaded_methods
-from tests.core.activations.models import assert_equal_bits, build, tokens, whole
+from smp_core.sharding.host_optimizer import offloaded_methods
+from smp_core.sharding.optimizer import MASTER
+from smp_core.topology import Topology
+from tests.core.activations.models import DroppingGpt, assert_equal_bits, build, tokens, whole
 from tests.core.test_equivalence import train_together
 from tests.harness import run_ranks
 
@@ -81,6 +86,97 @@ def test_the_same_weights_in_two_stages_and_with_replicas() -> None:
         ("all", "AdamW", {"shard_degree": 2, "activation_checkpointing": "full"}),
     ]
     run_ranks(compare, 4, cases, 5, ranks_per_node=2)
+
+
+def test_states_of_world_slices_on_the_host_give_the_same_weights() -> None:
+    world = {"optimizer_shard": "world"}
+    cases = [
+        ("optimizer", "AdamW", {"shard_degree": 2, **world}),
+        ("optimizer", "SGD with momentum", {"shard_degree": 1, **world}),
+        ("optimizer", "SGD with momentum", {"shard_degree": 2, "hierarchical": False, **world}),
+    ]
+    run_ranks(compare, 4, cases, 20, ranks_per_node=2)
+
+
+WORLD_IN_BFLOAT16: dict[str, Any] = {"shard_degree": 2, "optimizer_shard": "world"}
+
+
+def in_bfloat16(**knobs: Any) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
+    parallel = parallelize_model(DroppingGpt(2).bfloat16(), mesh, config)
+    optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3, fused=True)
+    parallel.prepare_optimizer(optimizer)
+    return parallel, optimizer
+
+
+def half_precision_slices() -> dict[str, Any]:
+    """Weights after six steps with and without offload, and what the offloaded optimizer has on the device."""
+    found: dict[str, Any] = {}
+    for offload in (None, "optimizer"):
+        parallel, optimizer = in_bfloat16(**WORLD_IN_BFLOAT16, state_offload=offload)
+        report = MemoryReport(parallel, [optimizer])
+        train(parallel, optimizer, range(5))
+        with report.step():
+            train(parallel, optimizer, range(5, 6))
+        found[str(offload)] = (weights_of(parallel), report.steps[0])
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shards = {each.to_local().untyped_storage().data_ptr() for each in parallel.module.parameters()}
+    found["share memory with parameters"] = all(each.untyped_storage().data_ptr() in shards for each in stepped)
+    found["elements"] = sum(each.numel() for each in stepped)
+    found["all"] = sum(parameter.numel() for parameter in parallel.module.parameters())
+    return found
+
+
+def test_half_precision_world_slices_have_their_masters_on_the_host() -> None:
+    ranks = run_ranks(half_precision_slices, 4, ranks_per_node=2)
+    for found in ranks:
+        (plain, before), (offloaded, after) = found["None"], found["optimizer"]
+        assert all(torch.equal(offloaded[name], value) for name, value in plain.items())
+        assert found["share memory with parameters"]
+        # Two states and a master in float32; the host has the gradient, the rounded weight and the same three.
+        elements = found["elements"]
+        assert before.device["optimizer"] == 3 * 4 * elements and before.host == {}
+        assert after.device["optimizer"] == 0 and after.host["optimizer"] == (4 * 4 + 2) * elements
+        assert after.device["gradients"] == before.device["gradients"] > 0
+    assert sum(found["elements"] for found in ranks) == ranks[0]["all"]
+
+
+def masters_cross_over(folder: str) -> list[str]:
+    """Masters saved by one kind of run and loaded by another; what does not come out equal."""
+    offloaded = {**WORLD_IN_BFLOAT16, "state_offload": "optimizer"}
+    plain, not_world = {**WORLD_IN_BFLOAT16}, {"shard_degree": 2, "state_offload": "optimizer"}
+    wrong = []
+    for number, (before, after) in enumerate(
+        [(offloaded, plain), (plain, offloaded), (offloaded, not_world), (not_world, offloaded), (offloaded, {})]
+    ):
+        path = f"{folder}/{number}"
+        parallel, optimizer = in_bfloat16(**before)
+        train(parallel, optimizer, range(3))
+        state = named_optimizer_state(parallel.module, optimizer)
+        masters = {name: whole(entry[MASTER]) for name, entry in state["state"].items()}
+        save_checkpoint(path, {"model": dict(parallel.module.state_dict()), "optimizer": state})
+        again, its_optimizer = in_bfloat16(**(after or {"shard_degree": 4}))
+        load_checkpoint(path, {"model": dict(again.module.state_dict())}, strict=False)
+        load_named_optimizer_state(path, ("optimizer",), again.module, its_optimizer)
+        if not after:
+            if any(MASTER in entry for entry in its_optimizer.state.values()):
+                wrong.append("masters stay in the states of an optimizer that steps none")
+            continue
+        loaded = named_optimizer_state(again.module, its_optimizer)["state"]
+        if any(not torch.equal(whole(loaded[name][MASTER]), value) for name, value in masters.items()):
+            wrong.append(f"masters: {before} to {after}")
+        if {"optimizer_shard", "shard_degree"} <= before.keys() & after.keys():  # elsewhere sums have another precision
+            for run, steps in ((parallel, optimizer), (again, its_optimizer)):
+                train(run, steps, range(3, 6))
+            expected = weights_of(parallel)
+            if any(not torch.equal(value, expected[name]) for name, value in weights_of(again).items()):
+                wrong.append(f"weights: {before} to {after}")
+    return wrong
+
+
+def test_masters_cross_over_between_host_and_device(tmp_path: Any) -> None:
+    assert run_ranks(masters_cross_over, 4, str(tmp_path), ranks_per_node=2) == [[]] * 4
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "all"])

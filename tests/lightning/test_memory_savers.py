@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
+from typer.testing import CliRunner
 
+from lightning_smp import SmpMonitor
+from smp_core.cli import app
+from smp_core.memory_log import KINDS, read_log
 from tests.core.activations.models import DroppingGpt, tokens
 from tests.harness import run_ranks
 from tests.lightning.running import make_trainer, whole
@@ -58,10 +65,110 @@ def test_every_saver_trains_the_same() -> None:
         },
         "optimizer offloaded": {"state_offload": "optimizer"},
         "all offloaded": {"state_offload": "all", "activation_checkpointing": "selective"},
+        "slices over the world": {"shard_degree": 1, "optimizer_shard": "world"},
+        "slices over the world, offloaded": {
+            "shard_degree": 1,
+            "optimizer_shard": "world",
+            "state_offload": "optimizer",
+        },
     }
     for found in run_ranks(fit_all, 2, settings):
-        losses, weights = found.pop("none")
-        assert len(losses) == 8
+        assert len(found["none"][0]) == 8
         for name, (its_losses, its_weights) in found.items():
+            # The norm that clips is a sum over other parts where slices are stepped.
+            losses, weights = found["slices over the world" if "slices" in name else "none"]
             assert all(map(torch.equal, its_losses, losses)), name
             assert all(torch.equal(its_weights[key], value) for key, value in weights.items()), name
+
+
+def watched(folder: str) -> dict[str, Any]:
+    """Every second of eight steps (of two micro-batches) is taken apart."""
+    torch.manual_seed(0)
+    monitor = SmpMonitor(every_n_steps=4, memory_every_n_steps=2)
+    module, loader = Module(), DataLoader(tokens(3, samples=32), batch_size=2)
+    trainer = make_trainer(
+        {"shard_degree": 2, "activation_checkpointing": "full"},
+        callbacks=[monitor],
+        default_root_dir=folder,
+        accumulate_grad_batches=2,
+        max_epochs=2,
+    )
+    trainer.fit(module, loader, loader)
+    if trainer.is_global_zero:
+        monitor.save_memory_plot(f"{folder}/seen.png")
+    shards = sum(parameter.to_local().numel() for parameter in module.parameters()) * 4
+    assert monitor._watch is not None
+    saved = torch.ones(1000, requires_grad=True).exp()
+    return {
+        "latest": monitor.latest,
+        "shards": shards,
+        "still watched": saved.requires_grad and monitor._watch._report.activations(),
+        "summary": monitor.summary(),
+    }
+
+
+def test_the_monitor_takes_peaks_apart_on_request(tmp_path: Path) -> None:
+    ranks = run_ranks(watched, 2, str(tmp_path))
+    steps = read_log(tmp_path / "memory.jsonl")
+    assert list(steps) == [2, 4, 6, 8]
+    shards = max(found["shards"] for found in ranks)
+    last = steps[8].device
+    assert (last["parameters"], last["optimizer"]) == (shards, 2 * shards)
+    assert last["activations"] > 0 and last["gathered"] > 0 and 0 <= last["gradients"] <= shards
+    for found in ranks:
+        figures = {kind: found["latest"][f"peak_{kind}_gib"] for kind in KINDS if kind != "other"}
+        assert figures == {kind: last[kind] / 2**30 for kind in figures}
+        assert "peak_other_gib" not in found["latest"] and "peak_host_rss_gib" in found["latest"]
+        assert found["still watched"] == 0, "hooks of saved tensors are left over"
+        assert "activations 0.000 GiB" in found["summary"]
+    assert (tmp_path / "seen.png").read_bytes().startswith(b"\x89PNG")
+    shown = CliRunner().invoke(app, ["memory-report", str(tmp_path / "memory.jsonl")])
+    assert shown.exit_code == 0 and "4 watched steps, 2 to 8" in shown.output
+    assert f"{last['optimizer'] / 2**20:.2f}" in shown.output
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "broken.jsonl").write_text('{"step": 1}\n{}\n')
+    refused = CliRunner().invoke(app, ["memory-report", str(tmp_path / "broken.jsonl")])
+    assert refused.exit_code == 1 and "line 1: not a line of SmpMonitor's memory log" in refused.output
+
+
+def test_what_is_asked_of_the_monitor_wrongly() -> None:
+    with pytest.raises(ValueError, match="memory_every_n_steps=0"):
+        SmpMonitor(memory_every_n_steps=0)
+    with pytest.raises(ValueError, match=r"no step was watched; write SmpMonitor\(memory_every_n_steps=100\)"):
+        SmpMonitor().save_memory_plot("nothing.png")
+    trainer = make_trainer(callbacks=[SmpMonitor(memory_every_n_steps=1)])
+    with pytest.raises(ValueError, match="SingleDeviceStrategy; leave it out"):
+        trainer.fit(Module(), DataLoader(tokens(3, samples=2)))
+
+
+class Plain(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def plan_with_sgd(gib: float) -> dict[str, Any]:
+    """Degrees and warnings when configure_optimizers makes SGD, by planned_optimizer."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
+    found = {}
+    for planned in ("auto", "sgd"):
+        said.clear()
+        knobs = {"device_memory_gib": gib, "memory_headroom": 0.0, "planned_optimizer": planned}
+        trainer = make_trainer(knobs, max_steps=1)
+        trainer.fit(Plain(), DataLoader(tokens(3, samples=4)))
+        found[planned] = (trainer.strategy.mesh.shard_degree, [line for line in said if "planned for" in line])
+    logging.getLogger("smp").removeHandler(handler)
+    return found
+
+
+def test_a_plan_for_another_optimizer_is_said_and_can_be_asked_for() -> None:
+    """Room for four copies of the parameters: SGD has parameters, gradients and (gathered at once) at most a third;
+    AdamW has two states more."""
+    model_bytes = sum(parameter.numel() for parameter in Module().parameters()) * 4
+    degrees = run_ranks(plan_with_sgd, 2, 3.9 * model_bytes / 2**30)
+    for rank, found in enumerate(degrees):
+        assert found["auto"][0] == 2 and found["sgd"] == (1, [])
+        assert len(found["auto"][1]) == (1 if rank == 0 else 0)
+    assert "planned for adamw and gave 2; found SGD, 0 states" in degrees[0]["auto"][1][0]

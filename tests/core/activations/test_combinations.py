@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from smp_core.config import SmpConfig
@@ -32,10 +31,9 @@ SAVERS: list[dict[str, Any]] = [
 
 def fp8_runs() -> list[str]:
     """What differs from the plain FP8 run: losses, weights, scales and amax histories."""
-    savers = [saver for saver in SAVERS if saver.get("state_offload") != "all"]
-    plain, *others = runs_of([{"shard_degree": 2}, *({"shard_degree": 2, **saver} for saver in savers)], steps=3)
+    plain, *others = runs_of([{"shard_degree": 2}, *({"shard_degree": 2, **saver} for saver in SAVERS)], steps=3)
     different = []
-    for saver, run in zip(savers, others, strict=True):
+    for saver, run in zip(SAVERS, others, strict=True):
         same = run.losses == plain.losses and torch.equal(run.scales, plain.scales)
         same = same and all(map(torch.equal, run.histories, plain.histories))
         if not same or any(not torch.equal(run.weights[name], value) for name, value in plain.weights.items()):
@@ -45,8 +43,36 @@ def fp8_runs() -> list[str]:
 
 def test_with_fp8() -> None:
     assert run_ranks(fp8_runs, 2, timeout=120) == [[], []]
-    with pytest.raises(ValueError, match="state_offload='optimizer'"):
-        SmpConfig(fp8=Fp8Recipe(), state_offload="all").require_built()
+
+
+# Each beside the same without offload: with and without an FP8 gather, whole (FSDP2 is there for offloading alone), and
+# bfloat16 with masters over the world.
+FP8_OFFLOADS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"shard_degree": 4}, {"state_offload": "all"}),
+    ({"shard_degree": 2, "hierarchical": False, "dtype": torch.bfloat16}, {"state_offload": "all"}),
+    ({"shard_degree": 2, "fp8": Fp8Recipe(amax_history_len=4, fp8_all_gather=False)}, {"state_offload": "all"}),
+    ({"shard_degree": 1}, {"state_offload": "all"}),
+    (
+        {"shard_degree": 2, "dtype": torch.bfloat16, "optimizer_shard": "world", "micro_batches": 1},
+        {"state_offload": "optimizer"},
+    ),
+]
+
+
+def fp8_offloads() -> list[str]:
+    different = []
+    for layout, offload in FP8_OFFLOADS:
+        plain, offloaded = runs_of([layout, {**layout, **offload}], steps=3)
+        same = plain.losses == offloaded.losses and torch.equal(plain.scales, offloaded.scales)
+        if not same or any(not torch.equal(offloaded.weights[name], value) for name, value in plain.weights.items()):
+            different.append(str(layout))
+        if offloaded.gathered != plain.gathered:
+            different.append(f"{layout}: {plain.gathered} and {offloaded.gathered} bytes were gathered")
+    return different
+
+
+def test_fp8_weights_in_host_memory_travel_in_fp8() -> None:
+    assert run_ranks(fp8_offloads, 4, ranks_per_node=2, timeout=120) == [[]] * 4
 
 
 def context_gradients(**knobs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], ParallelModel]:

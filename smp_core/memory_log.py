@@ -1,0 +1,129 @@
+"""Peaks of memory by kind: what is recorded of a step, its log of JSON lines, the picture, and `smp memory-report`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+MIB = 2**20
+KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "other")
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """One step's peak on the device, and what it has in host memory; bytes by kind."""
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """The peak on the device in bytes."""
+        return sum(self.device.values())
+
+
+def append_to_log(path: Path, step: int, memory: StepMemory) -> None:
+    """One JSON line for a step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "device": dict(memory.device), "host": dict(memory.host)}) + "\n")
+
+
+def read_log(path: Path) -> dict[int, StepMemory]:
+    """Steps in order; of one that was logged twice (a run that was resumed) the later counts.
+
+    Raises:
+        ValueError: no such file, no log, or an empty one.
+    """
+    found = {step: memory for step, memory in _records(path)}
+    if not found:
+        raise ValueError(f"{path} is empty: no step was watched yet")
+    return dict(sorted(found.items()))
+
+
+def _records(path: Path) -> Iterator[tuple[int, StepMemory]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {path}: {error.strerror}; SmpMonitor(memory_every_n_steps=...) writes such a log"
+        ) from None
+    for number, line in enumerate(lines, 1):
+        try:
+            record: dict[str, Any] = json.loads(line)
+            step, memory = int(record["step"]), StepMemory(record["device"], record["host"])
+            memory.total  # noqa: B018  # numbers?
+        except (ValueError, KeyError, TypeError, AttributeError):
+            if number == len(lines):  # the end of a run that was killed
+                return
+            raise ValueError(f"{path}, line {number}: not a line of SmpMonitor's memory log") from None
+        yield step, memory
+
+
+def draw(steps: Mapping[int, StepMemory], path: str | os.PathLike[str]) -> None:
+    """A stacked bar for each step, as a PNG (or what else the ending of ``path`` says).
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("matplotlib draws the picture: pip install 'torch-smp[plot]'") from None
+    figure = Figure(figsize=(min(max(4.0, 0.5 * len(steps) + 3), 24.0), 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    places, bottoms = range(len(steps)), [0.0] * len(steps)
+    for kind in KINDS:
+        heights = [memory.device.get(kind, 0) / MIB for memory in steps.values()]
+        axes.bar(places, heights, bottom=bottoms, label=kind)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    shown = list(places)[:: max(1, len(steps) // 20)]
+    axes.set_xticks(shown, [str(list(steps)[place]) for place in shown])
+    axes.set_xlabel("step")
+    axes.set_ylabel("MiB at the peak")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.savefig(path)
+
+
+def memory_report(
+    log: Annotated[Path, typer.Argument(help="the file SmpMonitor(memory_every_n_steps=...) writes: memory.jsonl")],
+    out: Annotated[Path | None, typer.Option(help="the picture; default: the log's name with .png")] = None,
+) -> None:
+    """What the peak of a step's memory is made of: a table of the highest one, and a stacked bar for each step."""
+    picture = out or log.with_suffix(".png")
+    try:
+        steps = read_log(log)
+        Console().print(_table(steps))
+        draw(steps, picture)
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    Console().print(f"{picture}", soft_wrap=True)
+
+
+def _table(steps: Mapping[int, StepMemory]) -> Table:
+    highest = max(steps, key=lambda step: steps[step].total)
+    numbers = list(steps)
+    table = Table(title=f"{len(steps)} watched steps, {numbers[0]} to {numbers[-1]}; MiB, the highest of all ranks")
+    for heading in ("kind", f"at the highest peak (step {highest})", "most in any step", "in host memory"):
+        table.add_column(heading, justify="left" if heading == "kind" else "right")
+
+    def mib(n_bytes: int) -> str:
+        return f"{n_bytes / MIB:.2f}"
+
+    for kind in KINDS:
+        most, on_host = (
+            max(getattr(memory, where).get(kind, 0) for memory in steps.values()) for where in ("device", "host")
+        )
+        table.add_row(kind, mib(steps[highest].device.get(kind, 0)), mib(most), mib(on_host) if on_host else "")
+    table.add_section()
+    table.add_row("together", mib(steps[highest].total), "", "")
+    return table

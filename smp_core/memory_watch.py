@@ -1,0 +1,101 @@
+"""MemoryWatch: every so many optimizer steps what a step's peak is made of, over all ranks, into a log.
+
+What the monitors of both faces use. A watched step is slower (docs/memory.md has figures), the others are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from smp_core.memory_log import KINDS, StepMemory, append_to_log, draw
+from smp_core.memory_report import MemoryReport
+from smp_core.parallelize import ParallelModel
+
+GIB = 2**30
+
+
+class MemoryWatch:
+    """Peaks by kind, the highest of all ranks.
+
+    Args:
+        parallel: the parallelized model.
+        optimizers: whose states to count.
+        every_n_steps: >= 1; each step whose number it divides is watched.
+        log: rank 0 adds a line for each watched step to this file (:mod:`smp_core.memory_log`).
+        step: optimizer steps that were taken before.
+
+    Attributes:
+        latest: figures of the last watched step in GiB: ``peak_parameters_gib``, ``peak_activations_gib``, ...; on CPU
+            without ``peak_other_gib``, of which nobody knows there.
+        steps: what was seen, by number of the step.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        optimizers: Sequence[torch.optim.Optimizer],
+        every_n_steps: int,
+        log: Path,
+        step: int = 0,
+    ) -> None:
+        self._report = MemoryReport(parallel, optimizers)
+        self._mesh, self._every, self._log = parallel.mesh, every_n_steps, log
+        self._due = self._after(step)
+        self._began: int | None = None
+        self.latest: dict[str, float] = {}
+        self.steps: dict[int, StepMemory] = {}
+
+    def _after(self, step: int) -> int:
+        return (step // self._every + 1) * self._every
+
+    def is_due(self, step: int) -> bool:
+        """Whether :meth:`begin` is to be called now, ``step`` optimizer steps having been taken."""
+        return self._began is None and step + 1 >= self._due
+
+    def begin(self, step: int) -> None:
+        """Before the first forward of the step after number ``step``."""
+        self._began = step
+        self._report.begin()
+
+    def end(self, step: int) -> None:
+        """After a batch. Once the optimizer has stepped, the watch ends. Collective then: every rank watches the same
+        steps."""
+        if self._began is None or step == self._began:
+            return
+        self._began, self._due = None, self._after(step)
+        own = self._report.end()
+        device, host = sorted(own.device), sorted(own.host)
+        values = [own.device[kind] for kind in device] + [own.host[kind] for kind in host]
+        most = torch.tensor(values, dtype=torch.float64, device=self._mesh.device)
+        if self._mesh.topology.world_size > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
+        most_bytes = [int(value) for value in most.tolist()]
+        seen = StepMemory(
+            dict(zip(device, most_bytes[: len(device)], strict=True)),
+            dict(zip(host, most_bytes[len(device) :], strict=True)),
+        )
+        self.steps[step] = seen
+        known = [kind for kind in KINDS if kind != "other" or self._mesh.device.type == "cuda"]
+        self.latest = {f"peak_{kind}_gib": seen.device[kind] / GIB for kind in known}
+        if self._mesh.rank == 0:
+            append_to_log(self._log, step, seen)
+
+    def abandon(self) -> None:
+        """Stop watching a step that did not come to its end."""
+        if self._began is not None:
+            self._began = None
+            self._report.abandon()
+
+    def save_plot(self, path: str | Path) -> None:
+        """A stacked bar for each watched step, as a PNG (or what else the ending of ``path`` says).
+
+        Raises:
+            ValueError: no step has been watched, or matplotlib is not installed.
+        """
+        if not self.steps:
+            raise ValueError(f"no step was watched yet; the next one is number {self._due}")
+        draw(self.steps, path)
