@@ -1,13 +1,19 @@
 """Memory and step time of the activation savers on one CUDA device.
 
     python benchmarks/gpu_memory.py [--parameters 1b] [--tokens 8192 32768] [--out benchmarks/results/gpu_memory.json]
+    python benchmarks/gpu_memory.py --device cpu --tiny --out /tmp/tiny.json   # does the program run? no GPU needed
 
 A Llama of 1 to 3 billion parameters in bfloat16 (random weights, fused AdamW, one sequence), at each length: nothing
 saved, full, selective, full with offloaded inputs at horizons 1, 2 and 4, and, to compare with, full with torch's own
-`save_on_cpu`, which copies on the compute stream. For each: peak of the allocator, median step time, and from a
-profiler trace of one step how much of the time of copies (out, in) a kernel was running beside. Whether a copy can hide
-at all is in the figures "copy_ms" (a block's input at the measured rate) and "block_ms" (its forward). Runs on
-torch >= 2.11 and needs nothing but torch and this project.
+`save_on_cpu`, which copies on the compute stream. For each:
+
+- the allocator's peak, and what it is made of (smp_core.memory_report, in a step of its own);
+- the median step time, and how much longer than "full" that is;
+- from a profiler trace of one more step: the time of copies (out, in), and the share of it beside which a kernel ran.
+
+Whether a copy can hide at all is in "copy_ms" (a block's input at the measured rate) and "block_ms" (its forward); the
+goal, in "goal": where the copy is shorter, horizon 2 costs at most 5 % of "full"'s step. Runs on torch >= 2.11 and
+needs nothing but torch and this project.
 """
 
 from __future__ import annotations
@@ -19,18 +25,21 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from smp_core.config import SmpConfig
+from smp_core.memory_report import MemoryReport
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import parallelize_model
 from smp_core.topology import Topology
@@ -42,6 +51,8 @@ SIZES = {
     "tiny": {"width": 64, "layers": 6, "heads": 4, "groups": 2, "inner": 128},
 }
 VOCABULARY = 32000
+GOAL = 0.05
+SMALLEST_COPY = 2**16
 OFFLOAD: dict[str, Any] = {"activation_checkpointing": "full", "activation_offloading": True}
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -52,6 +63,68 @@ MODES: dict[str, dict[str, Any]] = {
     "full + offload, horizon 4": {**OFFLOAD, "activation_loading_horizon": 4},
     "full + torch's save_on_cpu": {"activation_checkpointing": "full"},
 }
+
+
+class Cuda:
+    """The device that is measured, and all that is asked of it and of no other."""
+
+    name, backend, pinned = "cuda", "nccl", True
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        torch.cuda.set_device(self.device)
+        self.described = torch.cuda.get_device_name(self.device)
+        self.activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def start_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
+
+    def milliseconds(self, work: Callable[[], object], times: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(times):
+            work()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return begin.elapsed_time(end) / times
+
+
+class Cpu:
+    """Stands in for it, so that the rest of the program runs anywhere; its figures mean nothing."""
+
+    name, backend, pinned = "cpu", "gloo", False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.described = "CPU (dry run)"
+        self.activities = [ProfilerActivity.CPU]
+
+    def synchronize(self) -> None:
+        pass
+
+    def start_peak(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def give_back(self) -> None:
+        pass
+
+    def milliseconds(self, work: Callable[[], object], times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        return 1000 * (time.perf_counter() - start) / times
 
 
 class Block(nn.Module):
@@ -112,67 +185,88 @@ class Llama(nn.Module):
 
 
 @contextlib.contextmanager
-def built(name: str, sizes: dict[str, int], length: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
+def built(name: str, sizes: Mapping[str, int], length: int, on: Cuda | Cpu) -> Iterator[tuple[Any, Any]]:
     torch.manual_seed(0)
-    with device:
+    with on.device:
         model = Llama(**sizes, length=length).to(torch.bfloat16)
-    mesh, config = SmpMesh.build(SmpConfig(shard_degree=1, **MODES[name]), Topology.discover(), device)
+    mesh, config = SmpMesh.build(SmpConfig(shard_degree=1, **MODES[name]), Topology.discover(), on.device)
     parallel = parallelize_model(model, mesh, config)
     if "save_on_cpu" in name:
-        pinned = device.type == "cuda"
-        model.around = lambda: torch.autograd.graph.save_on_cpu(pin_memory=pinned)
+        model.around = lambda: torch.autograd.graph.save_on_cpu(pin_memory=on.pinned)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     parallel.prepare_optimizer(optimizer)
     yield parallel, optimizer
-    del model, parallel, optimizer
-    gc.collect()
 
 
-def measure(name: str, sizes: dict[str, int], length: int, device: torch.device, steps: int) -> dict[str, Any]:
-    on_cuda = device.type == "cuda"
-    tokens = torch.randint(VOCABULARY, (1, length + 1), generator=torch.Generator().manual_seed(1)).to(device)
-    with built(name, sizes, length, device) as (parallel, optimizer):
+def measure(name: str, sizes: Mapping[str, int], length: int, on: Cuda | Cpu, steps: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (1, length + 1), generator=generator).to(on.device)
+    losses: list[float] = []
+    with built(name, sizes, length, on) as (parallel, optimizer):
 
         def step() -> float:
-            if on_cuda:
-                torch.cuda.synchronize()
+            on.synchronize()
             start = time.perf_counter()
             loss = parallel.module(tokens)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if on_cuda:
-                torch.cuda.synchronize()
-            step.loss = loss.item()
-            return time.perf_counter() - start
+            on.synchronize()
+            seconds = time.perf_counter() - start
+            losses.append(loss.item())
+            return seconds
 
         for _ in range(2):
             step()
-        if on_cuda:
-            torch.cuda.reset_peak_memory_stats(device)
+        on.start_peak()
         seconds = statistics.median(step() for _ in range(steps))
-        found: dict[str, Any] = {"step_seconds": seconds, "loss": step.loss}
-        if on_cuda:
-            found["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
-            with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-                step()
-            found |= beside_compute(trace)
+        found: dict[str, Any] = {"step_seconds": seconds, "peak_gib": on.peak_bytes() / GIB, "loss": losses[-1]}
+        found |= beside_compute(traced(step, on))
+        report = MemoryReport(parallel, [optimizer])
+        with report.step():
+            step()
+        found["peak_by_kind_gib"] = {kind: size / GIB for kind, size in report.steps[0].device.items()}
         offloader = parallel.activations.offloader
         if offloader is not None:
             found["host_pool_gib"] = offloader.pool.n_bytes / GIB
         return found
 
 
-def beside_compute(trace: Any) -> dict[str, float]:
-    """Milliseconds of copies to and from the host in a trace, and the share of each beside which a kernel ran."""
-    on_device = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    spans = [(e.name, e.time_range.start, e.time_range.end) for e in on_device]
-    kernels = merged([(a, b) for name, a, b in spans if not name.lower().startswith(("memcpy", "memset"))])
-    found: dict[str, float] = {}
-    for direction, mark in (("out", "dtoh"), ("in", "htod")):
-        copies = [(a, b) for name, a, b in spans if mark in name.lower()]
-        total = sum(b - a for a, b in copies)
-        hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in copies for c, d in kernels)
+def traced(work: Callable[[], object], on: Cuda | Cpu) -> list[dict[str, Any]]:
+    """The events of a profiler trace, as they are exported for trace viewers."""
+    with profile(activities=on.activities) as trace:
+        work()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+
+
+def beside_compute(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds of copies to and from the host in a trace, and the share of each beside which a kernel ran.
+
+    Args:
+        events: of the trace viewers' format: "cat" is "kernel" or "gpu_memcpy" for what ran on the device (annotations
+            there are no work), "ts" and "dur" are microseconds. Kernels of communication are no compute, and copies of
+            less than 64 KiB (a loss) no offloading.
+    """
+    kernels, copies = [], {"out": [], "in": []}  # type: ignore[var-annotated]
+    for event in events:
+        if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy"):
+            continue
+        name, start = str(event["name"]).lower(), float(event["ts"])
+        span = (start, start + float(event["dur"]))
+        if event["cat"] == "kernel":
+            if "nccl" not in name:
+                kernels.append(span)
+        elif event.get("args", {}).get("bytes", SMALLEST_COPY) >= SMALLEST_COPY:
+            for direction, mark in (("out", "dtoh"), ("in", "htod")):
+                if mark in name:
+                    copies[direction].append(span)
+    busy, found = merged(kernels), {}
+    for direction, spans in copies.items():
+        total = sum(end - start for start, end in spans)
+        hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans for c, d in busy)
         found[f"copies_{direction}_ms"] = total / 1000
         found[f"copies_{direction}_beside_compute"] = hidden / total if total else 1.0
     return found
@@ -188,66 +282,86 @@ def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return joined
 
 
-def copy_and_block(sizes: dict[str, int], length: int, device: torch.device) -> dict[str, float]:
-    """Milliseconds to copy a block's input to pinned memory, and of a block's forward."""
-    if device.type != "cuda":
-        return {}
-    there = torch.randn(1, length, sizes["width"], dtype=torch.bfloat16, device=device)
-    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
-    with device:
+def copy_and_block(sizes: Mapping[str, int], length: int, on: Cuda | Cpu) -> dict[str, float]:
+    """Milliseconds to copy a block's input to host memory, and of a block's forward."""
+    there = torch.randn(1, length, sizes["width"], dtype=torch.bfloat16, device=on.device)
+    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=on.pinned)
+    half = sizes["width"] // sizes["heads"] // 2
+    with on.device:
         block = Block(*(sizes[key] for key in ("width", "heads", "groups", "inner"))).to(torch.bfloat16)
-        rotation = torch.ones(2, length, sizes["width"] // sizes["heads"] // 2, dtype=torch.bfloat16)
-
-    def milliseconds(work: Any) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(3):
-            work()
-        begin.record()
-        for _ in range(10):
-            work()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 10
-
+        rotation = torch.ones(2, length, half, dtype=torch.bfloat16)
+    works = {"copy_ms": lambda: here.copy_(there, non_blocking=True), "block_ms": lambda: block(there, rotation)}
+    found = {}
     with torch.no_grad():
-        copy, forward = (
-            milliseconds(lambda: here.copy_(there, non_blocking=True)),
-            milliseconds(lambda: block(there, rotation)),
-        )
-    return {"copy_ms": copy, "block_ms": forward}
+        for name, work in works.items():
+            on.milliseconds(work, 3)
+            found[name] = on.milliseconds(work, 10)
+    return found
 
 
-def main() -> None:
+def compared(found: dict[str, Any]) -> dict[str, Any]:
+    """How much longer each mode's step is than "full"'s, and what that says about the goal."""
+    full = found["modes"]["full"].get("step_seconds")
+    for mode in found["modes"].values():
+        if full and "step_seconds" in mode:
+            mode["longer_than_full"] = mode["step_seconds"] / full - 1
+    second = found["modes"]["full + offload, horizon 2"]
+    applies = found["copy_ms"] < found["block_ms"]
+    return {
+        "applies": applies,
+        "met": second.get("longer_than_full", 1.0) <= GOAL if applies else None,
+        "copies_beside_compute": min(second.get(f"copies_{way}_beside_compute", 0.0) for way in ("out", "in")),
+    }
+
+
+def table(length: int, found: Mapping[str, Any]) -> Table:
+    title = f"{length:,} tokens; a block's input is copied in {found['copy_ms']:.2f} ms and computed with in "
+    shown = Table(title=f"{title}{found['block_ms']:.2f} ms; goal: {found['goal']}")
+    columns = ("peak_gib", "step_seconds", "longer_than_full", "copies_out_beside_compute", "copies_in_beside_compute")
+    for heading in ("mode", *columns):
+        shown.add_column(heading.replace("_", " "), justify="left" if heading == "mode" else "right")
+    for name, mode in found["modes"].items():
+        shown.add_row(name, *(f"{mode[column]:.3f}" if column in mode else "out of memory" for column in columns))
+    return shown
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", choices=SIZES, default="1b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
-    parser.add_argument("--cpu", action="store_true", help="only to see that it runs; use with --parameters tiny")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, use with --tiny")
+    parser.add_argument("--tiny", action="store_true", help="a model of six small blocks, 64 and 96 tokens, one step")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu_memory.json"))
-    arguments = parser.parse_args()
-    if not arguments.cpu and not torch.cuda.is_available():
-        parser.error("there is no CUDA device; --cpu --parameters tiny --tokens 64 shows that the program runs")
-    device = torch.device("cpu") if arguments.cpu else torch.device("cuda", 0)
-    name = "CPU" if arguments.cpu else torch.cuda.get_device_name(device)
-    results: dict[str, Any] = {"device": name, "torch": torch.__version__, "parameters": arguments.parameters}
-    sizes = SIZES[arguments.parameters]
-    with tempfile.NamedTemporaryFile() as store:
-        dist.init_process_group(
-            "gloo" if arguments.cpu else "nccl", init_method=f"file://{store.name}", rank=0, world_size=1
-        )
-        for length in arguments.tokens:
-            found: dict[str, Any] = {**copy_and_block(sizes, length, device), "modes": {}}
-            for mode in MODES:
-                try:
-                    found["modes"][mode] = measure(mode, sizes, length, device, arguments.steps)
-                except torch.OutOfMemoryError:
-                    found["modes"][mode] = {"out_of_memory": True}
-                if not arguments.cpu:
-                    torch.cuda.empty_cache()
-                print(length, mode, found["modes"][mode], flush=True)
-            results[f"{length} tokens"] = found
-            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-        dist.destroy_process_group()
+    flags = parser.parse_args(arguments)
+    if flags.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device; --device cpu --tiny --out FILE shows that the program runs")
+    if flags.tiny:
+        flags.parameters, flags.tokens, flags.steps = "tiny", [64, 96], 1
+    on = Cuda() if flags.device == "cuda" else Cpu()
+    results: dict[str, Any] = {"device": on.described, "torch": torch.__version__, "parameters": flags.parameters}
+    sizes = SIZES[flags.parameters]
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        dist.init_process_group(on.backend, init_method=store, rank=0, world_size=1)
+        try:
+            for length in flags.tokens:
+                found: dict[str, Any] = {**copy_and_block(sizes, length, on), "modes": {}}
+                for mode in MODES:
+                    try:
+                        found["modes"][mode] = measure(mode, sizes, length, on, flags.steps)
+                    except torch.OutOfMemoryError:
+                        found["modes"][mode] = {"out_of_memory": True}
+                    gc.collect()  # a model's hooks point back at it
+                    on.give_back()
+                    print(length, mode, found["modes"][mode], flush=True)
+                found["goal"] = compared(found)
+                results[f"{length} tokens"] = found
+                flags.out.parent.mkdir(parents=True, exist_ok=True)
+                flags.out.write_text(json.dumps(results, indent=1) + "\n")
+                Console().print(table(length, found))
+        finally:
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":
