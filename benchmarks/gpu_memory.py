@@ -68,7 +68,7 @@ MODES: dict[str, dict[str, Any]] = {
 class Cuda:
     """The device that is measured, and all that is asked of it and of no other."""
 
-    name, backend, pinned = "cuda", "nccl", True
+    backend, pinned = "nccl", True
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
@@ -101,7 +101,7 @@ class Cuda:
 class Cpu:
     """Stands in for it, so that the rest of the program runs anywhere; its figures mean nothing."""
 
-    name, backend, pinned = "cpu", "gloo", False
+    backend, pinned = "gloo", False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -242,15 +242,17 @@ def traced(work: Callable[[], object], on: Cuda | Cpu) -> list[dict[str, Any]]:
         return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
 
 
-def beside_compute(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Milliseconds of copies to and from the host in a trace, and the share of each beside which a kernel ran.
+def beside_compute(events: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Milliseconds of copies to and from the host in a trace, and the share of each beside which a kernel ran (None:
+    there was no copy).
 
     Args:
         events: of the trace viewers' format: "cat" is "kernel" or "gpu_memcpy" for what ran on the device (annotations
             there are no work), "ts" and "dur" are microseconds. Kernels of communication are no compute, and copies of
             less than 64 KiB (a loss) no offloading.
     """
-    kernels, copies = [], {"out": [], "in": []}  # type: ignore[var-annotated]
+    kernels: list[tuple[float, float]] = []
+    copies: dict[str, list[tuple[float, float]]] = {"out": [], "in": []}
     for event in events:
         if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy"):
             continue
@@ -263,12 +265,13 @@ def beside_compute(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             for direction, mark in (("out", "dtoh"), ("in", "htod")):
                 if mark in name:
                     copies[direction].append(span)
-    busy, found = merged(kernels), {}
+    busy = merged(kernels)
+    found: dict[str, float | None] = {}
     for direction, spans in copies.items():
         total = sum(end - start for start, end in spans)
         hidden = sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans for c, d in busy)
         found[f"copies_{direction}_ms"] = total / 1000
-        found[f"copies_{direction}_beside_compute"] = hidden / total if total else 1.0
+        found[f"copies_{direction}_beside_compute"] = hidden / total if total else None
     return found
 
 
@@ -307,10 +310,12 @@ def compared(found: dict[str, Any]) -> dict[str, Any]:
             mode["longer_than_full"] = mode["step_seconds"] / full - 1
     second = found["modes"]["full + offload, horizon 2"]
     applies = found["copy_ms"] < found["block_ms"]
+    # None of either would say that the profiler saw no copies, which on a device means that it was not let to look.
+    shares = [second.get(f"copies_{way}_beside_compute") for way in ("out", "in")]
     return {
         "applies": applies,
         "met": second.get("longer_than_full", 1.0) <= GOAL if applies else None,
-        "copies_beside_compute": min(second.get(f"copies_{way}_beside_compute", 0.0) for way in ("out", "in")),
+        "copies_beside_compute": None if None in shares else min(shares),
     }
 
 
@@ -321,7 +326,9 @@ def table(length: int, found: Mapping[str, Any]) -> Table:
     for heading in ("mode", *columns):
         shown.add_column(heading.replace("_", " "), justify="left" if heading == "mode" else "right")
     for name, mode in found["modes"].items():
-        shown.add_row(name, *(f"{mode[column]:.3f}" if column in mode else "out of memory" for column in columns))
+        figures = [mode.get(column) for column in columns]
+        lacking = "out of memory" if "out_of_memory" in mode else "-"
+        shown.add_row(name, *(lacking if figure is None else f"{figure:.3f}" for figure in figures))
     return shown
 
 

@@ -1,15 +1,18 @@
-"""What each memory saver holds: bytes between forward and backward, peaks by kind, host memory, step time.
+"""What each memory saver holds: bytes between forward and backward, peaks by kind, host memory, step time, and what it
+costs to look.
 
     python benchmarks/memory.py [--steps 5] [--out benchmarks/results/memory.json]
 
 One rank, a GPT-2 of twelve blocks on a CPU. Bytes are exact (counted by smp_core.memory_report.MemoryReport), so they
 say the same on any machine; step times are those of the machine named, which was doing other things too, and say little
 about a GPU: there, recomputation costs about a third of a step, and benchmarks/gpu_memory.py measures what copies cost.
+Every second step is watched by MemoryReport, as SmpMonitor(memory_every_n_steps=...) watches some.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -59,25 +62,28 @@ def measure(knobs: dict[str, Any], steps: int) -> dict[str, Any]:
     parallel.prepare_optimizer(optimizer)
     report = MemoryReport(parallel, [optimizer])
     tokens = torch.randint(1024, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
-    seconds, losses, between = [], [], 0
-    for step in range(steps + 1):
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    losses, between = [], 0
+    for step in range(2 * steps + 2):
+        watched = step % 2 == 1
         start = time.perf_counter()
-        with report.step():
+        with report.step() if watched else contextlib.nullcontext():
             loss = model(input_ids=tokens, labels=tokens).loss
-            between = report.activations()
+            between = report.activations() if watched else between
             loss.backward()
             optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if step:
-            seconds.append(time.perf_counter() - start)
+        if step > 1:
+            seconds[watched].append(time.perf_counter() - start)
     offloader = parallel.activations.offloader
     return {
         "held_between_forward_and_backward": between,
         "inputs_on_host": 0 if offloader is None else offloader.pool.n_bytes,
         "peak": dict(report.steps[-1].device),
         "host": dict(report.steps[-1].host),
-        "step_seconds": statistics.median(seconds),
+        "step_seconds": statistics.median(seconds[False]),
+        "watched_step_seconds": statistics.median(seconds[True]),
         "last_loss": losses[-1],
     }
 
@@ -96,7 +102,7 @@ def main() -> None:
     model = {"blocks": BLOCKS, "width": WIDTH, "samples": SAMPLES, "tokens": LENGTH, "block_input_bytes": block_input}
     arguments.out.write_text(json.dumps({"machine": machine, "model": model, "modes": results}, indent=1) + "\n")
     table = Table(title=f"GPT-2, {BLOCKS} blocks, a block's input is {block_input / MIB:.2f} MiB; MiB")
-    for heading in ("mode", "between", "peak", "optimizer", "host", "ms/step", "loss"):
+    for heading in ("mode", "between", "peak", "optimizer", "host", "ms/step", "watched", "loss"):
         table.add_column(heading, justify="left" if heading == "mode" else "right")
     for name, found in results.items():
         table.add_row(
@@ -106,6 +112,7 @@ def main() -> None:
             f"{found['peak']['optimizer'] / MIB:.1f}",
             f"{sum(found['host'].values()) / MIB:.1f}",
             f"{1000 * found['step_seconds']:.0f}",
+            f"{1000 * found['watched_step_seconds']:.0f}",
             f"{found['last_loss']:.6f}",
         )
     Console().print(table)

@@ -9,7 +9,9 @@ from typing import Any
 
 def add_memory_flags(parser: argparse.ArgumentParser) -> None:
     memory = parser.add_argument_group("memory")
-    memory.add_argument("--activation-checkpointing", default="none", help="none, full, every:N or selective")
+    memory.add_argument(
+        "--activation-checkpointing", default="none", help="none, full, every:N, selective, or JSON {glob: mode}"
+    )
     memory.add_argument(
         "--activation-offloading", action="store_true", help="inputs of checkpointed blocks on the host"
     )

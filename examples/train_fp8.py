@@ -2,9 +2,10 @@
 
     python examples/train_fp8.py                        # on a CPU in a few minutes; FP8 products are emulated there
     python examples/train_fp8.py --steps 600 --width 128
+    python examples/train_fp8.py --activation-checkpointing full            # the same losses
 
-Writes ``fp8.png`` and ``fp8.json`` into ``--out``. What is shown here in one process is ``plugins=[Fp8Precision()]``
-under Lightning and ``smp_config: {fp8: hybrid}`` under Accelerate; see docs/fp8.md.
+Writes ``fp8.png`` and ``fp8.json`` into ``--out``. What is shown here in one process, without a trainer, is
+``plugins=[Fp8Precision()]`` under Lightning and ``smp_config: {fp8: hybrid}`` under Accelerate; see docs/fp8.md.
 """
 
 from __future__ import annotations
@@ -13,17 +14,24 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
 from rich.progress import track
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from examples.corpus import Corpus, build_corpus
-from smp_core.fp8 import Fp8Recipe, convert_to_fp8
+from examples.memory_flags import add_memory_flags, memory_knobs
+from smp_core.config import SmpConfig
+from smp_core.fp8 import Fp8Recipe
+from smp_core.mesh import SmpMesh
+from smp_core.parallelize import parallelize_model
+from smp_core.topology import Topology
 
 
 def train(corpus: Corpus, flags: argparse.Namespace, recipe: Fp8Recipe | None) -> list[float]:
@@ -42,12 +50,13 @@ def train(corpus: Corpus, flags: argparse.Namespace, recipe: Fp8Recipe | None) -
             eos_token_id=corpus.end_of_text,
         )
     ).to(device)
+    config = SmpConfig(shard_degree=1, fp8=recipe, **memory_knobs(flags))
+    mesh, config = SmpMesh.build(config, Topology.discover(), device)
+    parallel = parallelize_model(model, mesh, config, cast_forward_inputs=False)  # autocast casts
     optimizer = torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0.1)
+    parallel.prepare_optimizer(optimizer)  # new scales after every step
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
-    if recipe is not None:
-        fp8 = convert_to_fp8(model, recipe)
-        fp8.follow(optimizer)  # new scales after every step
-        print(fp8.describe())
+    print(parallel.describe())
     tokens = torch.from_numpy(corpus.tokens("train").astype("int64"))
     generator = torch.Generator().manual_seed(flags.seed)
     losses = []
@@ -57,7 +66,7 @@ def train(corpus: Corpus, flags: argparse.Namespace, recipe: Fp8Recipe | None) -
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        parallel.clip_grad_norm_(1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -99,6 +108,7 @@ def read_flags(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--vocab-size", type=int, default=512)
     parser.add_argument("--lr", type=float, default=2e-3)
+    add_memory_flags(parser)
     return parser.parse_args(arguments)
 
 
@@ -111,7 +121,11 @@ def main(arguments: list[str] | None = None) -> int:
         flags.data, vocab_size=flags.vocab_size, max_bytes=int(flags.max_mb * 1e6), cache_dir=flags.cache_dir
     )
     print(corpus.describe())
-    curves = {"bfloat16": train(corpus, flags, None), "FP8": train(corpus, flags, recipe)}
+    with tempfile.TemporaryDirectory() as folder:  # a process group of one
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        curves = {"bfloat16": train(corpus, flags, None), "FP8": train(corpus, flags, recipe)}
+        dist.destroy_process_group()
     flags.out.mkdir(parents=True, exist_ok=True)
     draw(curves, flags.out / "fp8.png")
     last = {name: statistics.fmean(losses[-20:]) for name, losses in curves.items()}

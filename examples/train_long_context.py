@@ -4,6 +4,8 @@
     python examples/train_long_context.py --length 2048 --steps 10      # the same, quicker
     python examples/train_long_context.py --context-parallel-degree 4 --ranks 4 --steps 100   # one degree
     python examples/train_long_context.py --data my_texts/ --tokenizer path/to/tokenizer
+    python examples/train_long_context.py --activation-checkpointing full --activation-offloading \\
+        --activation-loading-horizon 1                                  # less memory at every degree
     python examples/train_long_context.py --plan                        # Llama 3.1 8B at 16,384 tokens on eight GPUs
 
 Texts are joined to records of --length tokens; the documents in a record do not see one another (`position_ids` start
@@ -18,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -32,6 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from corpus import build_corpus, own_text, standard_library
+from memory_flags import add_memory_flags, memory_knobs
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
@@ -114,16 +118,16 @@ class LongContext(L.LightningModule):
 
 
 def main() -> None:
-    flags = parse()
+    flags = read_flags()
     if flags.plan:
-        plan()
+        plan(flags)
     elif flags.context_parallel_degree is None and "LOCAL_RANK" not in os.environ:
         compare(flags)
     else:
         train(flags)
 
 
-def parse() -> argparse.Namespace:
+def read_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=16384, help="tokens of a record")
     parser.add_argument("--steps", type=int, default=4)
@@ -135,6 +139,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cache-dir", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=None, help="write what was seen as JSON")
     parser.add_argument("--plan", action="store_true", help="Llama 3.1 8B on eight GPUs: degrees and memory, on meta")
+    add_memory_flags(parser)
     return parser.parse_args()
 
 
@@ -177,7 +182,10 @@ def train(flags: argparse.Namespace) -> None:
     micro_batches = degree
     trainer = L.Trainer(
         strategy=SmpShardedStrategy(
-            shard_degree=flags.ranks, context_parallel_degree=degree, chunked_cross_entropy=1024
+            shard_degree=flags.ranks,
+            context_parallel_degree=degree,
+            chunked_cross_entropy=1024,
+            **memory_knobs(flags),
         ),
         devices=flags.ranks,
         accelerator="auto",
@@ -231,9 +239,10 @@ def compare(flags: argparse.Namespace) -> None:
         flags.out.write_text(json.dumps(results, indent=2))
 
 
-def plan() -> None:
+def plan(flags: argparse.Namespace) -> None:
     """The setting of SageMaker SMP's walk-through: context_parallel_degree 8, hybrid_shard_degree 8, 16,384 tokens."""
     config = SmpConfig.from_smp_parameters({"hybrid_shard_degree": 8, "context_parallel_degree": 8})
+    config = dataclasses.replace(config, **memory_knobs(flags)) if memory_knobs(flags) else config
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**LLAMA_3_1_8B)).to(torch.bfloat16)
     console = Console()

@@ -163,6 +163,8 @@ def _offload_activations(option: str, value: Any, options: Mapping[str, Any], to
     offload = read.boolean()(option, value)
     if offload:
         note = "SMP offloads what the script checkpoints; here that is every wrapped block"
+        if option == "offload_activations" and "activation_loading_horizon" not in options:
+            note += "; activation_loading_horizon is 2 here where it is left out, SMP v1 has 4"
         to.set(option, value, "activation_checkpointing", "full", note)
     to.set(option, value, "activation_offloading", offload)
 

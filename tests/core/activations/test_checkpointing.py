@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,29 +196,80 @@ def test_tensors_given_by_name() -> None:
     assert torch.equal(gradient("full"), gradient("none"))
 
 
+def compiled_gradients(mode: str, backend: str | None, whole_model: bool) -> list[torch.Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = DroppingGpt(2)
+    if backend is not None and not whole_model:
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = torch.compile(block, backend=backend, fullgraph=True)
+    for chosen in plan_checkpointing(model, ["blocks.0", "blocks.1"], mode):
+        apply_checkpointing(chosen)
+    run = model if backend is None or not whole_model else torch.compile(model, backend=backend, fullgraph=True)
+    run(tokens(0)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
 @pytest.mark.parametrize("whole_model", [False, True], ids=["blocks", "model"])
 def test_compiled(whole_model: bool) -> None:
     """``aot_eager`` traces and partitions forward and backward as inductor has them, with eager kernels."""
-
-    def gradients(mode: str, compiled: bool, selective_blocks: bool = False) -> list[torch.Tensor]:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = DroppingGpt(2)
-        if compiled and not whole_model:
-            for number, block in enumerate(model.blocks):
-                model.blocks[number] = torch.compile(block, backend="aot_eager", fullgraph=True)
-        for chosen in plan_checkpointing(model, ["blocks.0", "blocks.1"], mode):
-            apply_checkpointing(chosen)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled and whole_model else model
-        run(tokens(0)).backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    expected = gradients("none", compiled=False)
+    expected = compiled_gradients("none", None, whole_model)
     for mode in ("none", "full", "selective"):
-        found = gradients(mode, compiled=True)
+        found = compiled_gradients(mode, "aot_eager", whole_model)
         # What the compiler decomposes is added up in another order: a few float32 roundings of gradients of order 0.1.
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-7, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole_model", [False, True], ids=["blocks", "model"])
+def test_compiled_by_inductor(whole_model: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With generated kernels, and nothing taken from an earlier run's cache."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("inductor needs a C++ compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    expected = compiled_gradients("none", None, whole_model)
+    for mode in ("none", "full", "selective"):
+        found = compiled_gradients(mode, "inductor", whole_model)
+        # Fused kernels keep intermediate values in registers and add up in vectors: another few roundings.
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_inductor_recomputes_what_checkpointing_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Matrix products of a compiled block: twice its forward's in backward without checkpointing; once more with
+    "full"; not with "selective". Counted in the graphs that inductor is given."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("inductor needs a C++ compiler")
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
+    counts: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+        counts.append(sum(node.target in products for node in graph.graph.nodes))
+        return compile_fx_inner(graph, inputs, **options)
+
+    def products(mode: str) -> int:
+        torch._dynamo.reset()
+        counts.clear()
+        torch.manual_seed(0)
+        model = DroppingGpt(1)
+        for chosen in plan_checkpointing(model, ["blocks.0"], mode):
+            apply_checkpointing(chosen)
+        block = torch.compile(
+            model.blocks[0], backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=counting)
+        )
+        block(torch.randn(2, 6, 20, requires_grad=True)).sum().backward()
+        return sum(counts)
+
+    plain = products("none")
+    assert plain > 0
+    assert products("selective") == plain
+    assert products("full") > plain
 
 
 class Tower(nn.Module):

@@ -3,6 +3,7 @@ same run without them."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import ParallelModel, parallelize_model
 from smp_core.topology import Topology
-from tests.core.activations.models import DroppingGpt, whole
+from tests.core.activations.models import DroppingGpt, assert_equal_bits, build, observe, whole
 from tests.core.activations.test_offloading import OFFLOADED
 from tests.core.context_parallel import model_cases
 from tests.core.test_fp8_training import runs_of
@@ -104,6 +105,25 @@ def context_runs() -> list[str]:
 
 def test_with_context_parallelism() -> None:
     assert run_ranks(context_runs, 2, timeout=120) == [[], []]
+
+
+def as_smp_says() -> list[int]:
+    """A block of SMP's parameters, as a job has it: the horizon that took effect, and inputs that came back."""
+    expected = observe(build(layers=6, dropout=0.1, shard_degree=2))
+    block = {"sharded_data_parallel_degree": 2, "offload_activations": True, "activation_loading_horizon": 4}
+    torch.manual_seed(0)
+    config = dataclasses.replace(SmpConfig.from_smp_parameters(block), activation_offloading_min_bytes=0)
+    mesh, config = SmpMesh.build(config, Topology.discover(), "cpu")
+    parallel = parallelize_model(DroppingGpt(6, 0.1), mesh, config)
+    assert_equal_bits(observe(parallel), expected, str(block))
+    offloader = parallel.activations.offloader
+    assert offloader is not None
+    return [offloader.horizon, offloader.bytes_in]
+
+
+def test_a_block_of_smp_s_parameters_offloads() -> None:
+    for horizon, moved in run_ranks(as_smp_says, 2):
+        assert horizon == 4 and moved > 0
 
 
 def delayed_weights() -> list[dict[str, torch.Tensor]]:
