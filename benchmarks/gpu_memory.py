@@ -53,7 +53,11 @@ SIZES = {
 VOCABULARY = 32000
 GOAL = 0.05
 SMALLEST_COPY = 2**16
-OFFLOAD: dict[str, Any] = {"activation_checkpointing": "full", "activation_offloading": True}
+OFFLOAD: dict[str, Any] = {
+    "activation_checkpointing": "full",
+    "activation_offloading": True,
+    "activation_offloading_min_bytes": 0,
+}
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"activation_checkpointing": "selective"},
