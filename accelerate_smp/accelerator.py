@@ -163,8 +163,10 @@ class SmpAccelerator(SharedSequencesAccelerator):
         """As Accelerate's. Models are sharded first, so that optimizers may stand before them."""
         if self.sharding:
             self._prepared_together = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
-            args = tuple(self.prepare_model(obj) if isinstance(obj, nn.Module) else obj for obj in args)
-            self._prepared_together = []
+            try:
+                args = tuple(self.prepare_model(obj) if isinstance(obj, nn.Module) else obj for obj in args)
+            finally:
+                self._prepared_together = []
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
