@@ -304,7 +304,8 @@ def _gathered_bytes(model: nn.Module, config: SmpConfig, shard_degree: int, unit
 def _stored_dtype(parameter: torch.Tensor, config: SmpConfig) -> torch.dtype:
     """With ``optimizer_shard="world"`` float32 weights are masters and what is stored is what is computed with."""
     gathered = _gather_dtype(parameter, config)
-    masters = config.optimizer_shard == "world" and config.fp8 is None and parameter.requires_grad and parameter.ndim
+    masters = config.optimizer_shard == "world" and config.fp8 is None and config.state_offload is None
+    masters = masters and parameter.requires_grad and parameter.ndim > 0
     return gathered if masters and parameter.dtype == torch.float32 and gathered.itemsize < 4 else parameter.dtype
 
 

@@ -141,6 +141,32 @@ def test_half_precision_world_slices_have_their_masters_on_the_host() -> None:
     assert sum(found["elements"] for found in ranks) == ranks[0]["all"]
 
 
+def computed_in_bfloat16() -> list[str]:
+    """Float32 weights over the world that are computed with in bfloat16: what differs from the run without offload,
+    which stores parameters in bfloat16."""
+    seen = []
+    for offload in (None, "optimizer"):
+        parallel = build(
+            layers=2, shard_degree=2, optimizer_shard="world", param_dtype="bfloat16", state_offload=offload
+        )
+        optimizer = OPTIMIZERS["AdamW"](parallel.module.parameters())
+        parallel.prepare_optimizer(optimizer)
+        losses = train(parallel, optimizer, range(5))
+        stored = {parameter.dtype for parameter in parallel.module.parameters()}
+        seen.append((losses, stored, optimizer))
+    (plain, in_half, _), (offloaded, in_full, optimizer) = seen
+    wrong = [] if all(map(torch.equal, plain, offloaded)) else ["losses"]
+    if in_half != {torch.bfloat16} or in_full != {torch.float32}:
+        wrong.append(f"stored in {in_half} and {in_full}")
+    if any(MASTER in entry for entry in optimizer.state.values()):
+        wrong.append("the weights are their own masters")
+    return wrong
+
+
+def test_float32_weights_computed_with_in_bfloat16() -> None:
+    assert run_ranks(computed_in_bfloat16, 4, ranks_per_node=2) == [[]] * 4
+
+
 def masters_cross_over(folder: str) -> list[str]:
     """Masters saved by one kind of run and loaded by another; what does not come out equal."""
     offloaded = {**WORLD_IN_BFLOAT16, "state_offload": "optimizer"}

@@ -20,9 +20,11 @@ FLAGS = ["--activation-checkpointing", "full", "--activation-offloading", "--act
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
 def test_every_example_takes_the_flags(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    name = f"example_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # dataclasses look themselves up there
     spec.loader.exec_module(module)
     arguments = [*FLAGS, "--state-offload", "optimizer"]
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
