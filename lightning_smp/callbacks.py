@@ -17,13 +17,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-<<<<<<< HEAD
 from smp_core.comm.meter import LINK_CLASSES, LinkClass
-=======
-from smp_core.comm.meter import LINK_CLASSES, CommMeter, LinkClass
 from smp_core.memory_log import KINDS
 from smp_core.memory_watch import MemoryWatch
->>>>>>> 20ce01e (Memory: world slices' states on the host, FP8 with state_offload=all, peaks by kind in the monitors, plans for other optimizers)
 from smp_core.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops, peak_memory_gib
 from smp_core.parallelize import ParallelModel
 
@@ -153,12 +149,7 @@ class SmpMonitor(Callback):
         self._tokens_known = True
         self._flops_per_sample = None if self.flops_per_sample is None else self.flops_per_sample / self._sharing
         self._booked_step = self._reported_step = trainer.global_step
-<<<<<<< HEAD
         self._sent_before = self._closed_bytes()
-=======
-        self._sent_before = _closed_bytes(self._comm)
-        self._evaluated = dict.fromkeys(LINK_CLASSES, 0.0)
-        self._evaluated_in_open_step = dict.fromkeys(LINK_CLASSES, 0.0)
         self._highest = {}
         self._watch = None
         if self.memory_every_n_steps is not None:
@@ -170,7 +161,6 @@ class SmpMonitor(Callback):
             log = Path(self._memory_log or Path(trainer.default_root_dir) / "memory.jsonl")
             step = trainer.global_step
             self._watch = MemoryWatch(parallel, trainer.optimizers, self.memory_every_n_steps, log, step)
->>>>>>> 20ce01e (Memory: world slices' states on the host, FP8 with state_offload=all, peaks by kind in the monitors, plans for other optimizers)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._watch is not None and self._watch.is_due(trainer.global_step):
@@ -288,10 +278,9 @@ class SmpMonitor(Callback):
         for each in trainer.loggers:
             each.log_metrics({f"{self.prefix}{name}": value for name, value in self.latest.items()}, step=step)
 
-<<<<<<< HEAD
     def _closed_bytes(self) -> dict[LinkClass, float]:
         return dict.fromkeys(LINK_CLASSES, 0.0) if self._comm is None else self._comm.totals_by_link()
-=======
+
     def _note_peak(self, trainer: Trainer) -> None:
         for name, value in peak_memory_gib(trainer.strategy.root_device).items():
             self._highest[name] = max(value, self._highest.get(name, 0.0))
@@ -305,7 +294,6 @@ class SmpMonitor(Callback):
         if self._watch is None:
             raise ValueError("no step was watched; write SmpMonitor(memory_every_n_steps=100)")
         self._watch.save_plot(path)
->>>>>>> 20ce01e (Memory: world slices' states on the host, FP8 with state_offload=all, peaks by kind in the monitors, plans for other optimizers)
 
     def _over_ranks(self, trainer: Trainer, values: list[float], operation: str) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)

@@ -122,9 +122,9 @@ class ReplicatedGradients:
     def finish(self, seen: Mapping[str, bool] | None) -> None:
         """Set ``.grad`` of the parameters that some rank reached (``seen``; None: all of them)."""
         for shard in self._shards.values():
-            shard.set_gradients(
-                self._mesh.topology.world_size, None if seen is None else [seen[name] for name in shard.names]
-            )
+            # What was frozen since the shard was made is in its sum, as zeros.
+            reached = [self._takes_part(name) if seen is None else seen[name] for name in shard.names]
+            shard.set_gradients(self._mesh.topology.world_size, reached)
             for name in shard.names:
                 self._sums.pop(name, None)
         for names, flat, work in self._in_flight:
