@@ -63,10 +63,9 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
 
     Args:
         entry: what a step calls. ``"forward"``: the model itself, which is the root. ``"steps"``: methods of it
-            (``training_step``, run through :func:`smp_core.sharding.fsdp.run_as_forward`): each callable child is a
-            root, unless the model owns parameters itself; then it is the root above them. ``"children"``: the same,
-            but the model's own parameters are replicated, because backward runs in the middle of a step (manual
-            optimization).
+            (``training_step``, run through ``run_as_forward`` of its unit): each callable child is a root, unless the
+            model owns parameters itself; then it is the root above them. ``"children"``: the same, but the model's own
+            parameters are replicated, because backward runs in the middle of a step (manual optimization).
 
     Raises:
         ValueError: ``wrap`` names a class or glob that matches nothing; the model has no parameters.

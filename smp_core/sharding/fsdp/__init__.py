@@ -1,0 +1,37 @@
+"""FSDP2 units on the 1-D shard mesh: the only room that touches FSDP2's internals.
+
+FSDP2 shards, gathers and reduces inside the partition group; the hop across replicas is ours
+(:mod:`smp_core.sharding.accumulation`). Each file says what it reads beyond the public API, and why no public one will
+do.
+"""
+
+from __future__ import annotations
+
+from smp_core.sharding.fsdp.adopted import (
+    GivenPolicy,
+    adopt_units,
+    forget_partial_sums,
+    given_policy,
+    holds_partial_sums,
+    settle_given_parameters,
+)
+from smp_core.sharding.fsdp.passes import FAILED_PASS, at_end_of_backward, backward_pass, forget_passes, reshard
+from smp_core.sharding.fsdp.units import ShardedUnit, Slot
+from smp_core.sharding.fsdp.wrapping import shard_units
+
+__all__ = [
+    "FAILED_PASS",
+    "GivenPolicy",
+    "ShardedUnit",
+    "Slot",
+    "adopt_units",
+    "at_end_of_backward",
+    "backward_pass",
+    "forget_partial_sums",
+    "forget_passes",
+    "given_policy",
+    "holds_partial_sums",
+    "reshard",
+    "settle_given_parameters",
+    "shard_units",
+]

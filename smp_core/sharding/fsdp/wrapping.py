@@ -1,0 +1,129 @@
+"""``fully_shard`` of the planned units, with our communication objects.
+
+FSDP2 is told to add up and never to divide (``set_force_sum_reduction_for_comms`` with a divide factor of 1), so that
+every gradient is divided exactly once, by us, whatever the dtype.
+
+What is read here beyond the public API, and why no public one will do:
+
+- ``_pre_forward_hook_handle`` and ``_post_forward_hook_handle`` of ``module._get_fsdp_state()``, what they call
+  (``_pre_forward``, ``_post_forward``), and ``_disable_current_modes`` (of ``_python_dispatch``): inside a selectively
+  checkpointed module what a unit's hooks do must not be taken for operations of the model;
+- ``post_forward_mesh_info`` of ``_fsdp_param_group`` and of its parameters, with ``HSDPMeshInfo`` (of
+  ``_fully_shard._fsdp_common``) and ``_init_sharded_post_forward_param_metadata``, which is given the parameter's
+  ``_orig_size``: ``reshard_after_forward=<int>`` would make two process groups for every unit; here all units share
+  two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.utils._python_dispatch import _disable_current_modes
+
+from smp_core.comm.flat import CommObject
+from smp_core.fp8.gathered import WeightGather
+from smp_core.sharding.fsdp.travelling import travel
+from smp_core.sharding.fsdp.units import ShardedUnit
+from smp_core.sharding.wrap import WrapPlan
+
+
+def shard_units(
+    model: nn.Module,
+    plan: WrapPlan,
+    mesh: DeviceMesh,
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool,
+    secondary_mesh: DeviceMesh | None = None,
+    all_gather: Callable[[ShardedUnit], CommObject],
+    reduce_scatter: Callable[[ShardedUnit], CommObject],
+    before_shard: Callable[[nn.Module, Iterable[nn.Parameter]], None] | None = None,
+    recomputed: Container[str] = (),
+    offload: bool = False,
+    gather_of: Callable[[nn.Module, str], WeightGather | None] | None = None,
+    symmetric_memory: bool = False,
+) -> list[ShardedUnit]:
+    """``fully_shard`` every planned unit, innermost first, with our communication objects.
+
+    Args:
+        mesh: the 1-D mesh over the partition group.
+        secondary_mesh: (across, secondary), the ranks that keep a copy, sharded among them, after forward.
+        all_gather, reduce_scatter: make a unit's communication objects.
+        before_shard: called with each unit's module and its parameters just before they are sharded, while they are
+            whole (equal initial weights are made there, one unit at a time).
+        recomputed: names of units that lie inside checkpointed modules.
+        offload: shards of parameters, gradients and so optimizer states live in host memory.
+        gather_of: (module, parameter's name in it) -> how the parameter travels, if not as it is.
+        symmetric_memory: torch's own communication objects on symmetric memory instead of ours.
+
+    Returns:
+        the units in the plan's order; roots keep their parameters gathered after forward, as FSDP2 does.
+    """
+    by_name = dict(model.named_parameters())
+    replicated = {by_name[name] for name in plan.replicated}
+    units = []
+    for planned in plan.units:
+        if before_shard is not None:
+            before_shard(planned.module, [by_name[name] for name in planned.parameters])
+        fully_shard(
+            planned.module,
+            mesh=mesh,
+            reshard_after_forward=None if planned.is_root and reshard_after_forward else reshard_after_forward,
+            mp_policy=mp_policy,
+            # Without pages of a GPU's driver there is nothing to pin.
+            offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
+            ignored_params=replicated,
+        )
+        unit_module = planned.module
+        assert isinstance(unit_module, FSDPModule)
+        if secondary_mesh is not None and not planned.is_root:
+            _keep_secondary_shard(unit_module, secondary_mesh)
+        unit = ShardedUnit(planned.name, planned.module, planned.parameters, planned.is_root)
+        unit_module.set_force_sum_reduction_for_comms(True)
+        unit_module.set_gradient_divide_factor(1.0)
+        if symmetric_memory:
+            unit_module.set_symm_mem_for_comm()  # its reductions only add up, which is why that is set before
+        else:
+            unit_module.set_custom_all_gather(all_gather(unit))  # type: ignore[arg-type]
+            unit_module.set_custom_reduce_scatter(reduce_scatter(unit))  # type: ignore[arg-type]
+        if planned.name in recomputed:
+            _hide_hooks_from_modes(unit_module)
+        if gather_of is not None:
+            travel(unit.fsdp_parameters, gather_of)
+        units.append(unit)
+    return units
+
+
+def _hide_hooks_from_modes(module: nn.Module) -> None:
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+
+    def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+        @torch.compiler.disable
+        def outside_of_modes(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return hook(*args, **kwargs)
+
+        return outside_of_modes
+
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = module.register_forward_pre_hook(
+        hidden(state._pre_forward), prepend=True, with_kwargs=True
+    )
+    state._post_forward_hook_handle = module.register_forward_hook(hidden(state._post_forward))
+
+
+def _keep_secondary_shard(module: FSDPModule, mesh: DeviceMesh) -> None:
+    group: Any = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    group.post_forward_mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for parameter in group.fsdp_params:
+        parameter.post_forward_mesh_info = group.post_forward_mesh_info
+        parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
