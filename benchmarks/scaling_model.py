@@ -11,8 +11,8 @@ collectives per optimizer step:
 
 Communication that can hide behind compute is taken to do so up to the compute time (``--overlap``, 0 to 1). Without
 --links the cluster is 8 devices per node, 450 GB/s inside and 50 GB/s (400 Gbit/s) per node between, 5 and 20 us.
---check predicts the lab's rows from its link rate and what its steps take without communication, and compares with what
-was measured there.
+--check predicts the lab's rows from its link rate, the bandwidth measured inside its nodes and what its steps take
+without communication, and compares with what was measured there.
 """
 
 from __future__ import annotations
@@ -82,9 +82,18 @@ def across(cluster: Cluster, world: int, p: int, n_bytes: float, code: float = 1
     return latency + 2 * (nodes - 1) / nodes * n_bytes * min(k, p) / p * code / cluster.between
 
 
-def step_seconds(scheme: str, cluster: Cluster, world: int, degree: int, work: Work, overlap: float = 0.0) -> float:
+def step_seconds(
+    scheme: str,
+    cluster: Cluster,
+    world: int,
+    degree: int,
+    work: Work,
+    overlap: float = 0.0,
+    reduce_scatter_times: float = 1.0,
+) -> float:
     """Seconds of one optimizer step. ``degree``: the partition group's ranks for MiCS and ours-node; FSDP2 and
-    ours-world shard over the world."""
+    ours-world shard over the world. ``reduce_scatter_times``: what the backend's own reduce-scatter sends, by that of a
+    ring (gloo's is a whole all-reduce: 2); ours does not use it."""
     blocks, units, s = work.gathered - work.root, work.units, work.micro_batches
     gathers = [work.root] + [blocks / (units - 1)] * (2 * (units - 1))
     sums = [work.gradients / units] * units
@@ -107,7 +116,8 @@ def step_seconds(scheme: str, cluster: Cluster, world: int, degree: int, work: W
             if scheme.startswith("ours")
             else (lambda n: ring(cluster, degree, n))
         )
-        exposed = s * all_units(move, gathers + sums)
+        times = 1.0 if scheme.startswith("ours") else reduce_scatter_times
+        exposed = s * (all_units(move, gathers) + times * all_units(move, sums))
         code = 0.5 if "bf16" in scheme else 1.0
         once = all_units(lambda n: across(cluster, world, degree, n, code), sums)
         hop = once * (s if scheme == "hsdp" else 1)
@@ -116,12 +126,14 @@ def step_seconds(scheme: str, cluster: Cluster, world: int, degree: int, work: W
     return compute + exposed + hop - hidden
 
 
-def lab_prediction(row: dict[str, Any], compute: float, inside: float = 1.2e9) -> dict[str, float]:
+def lab_prediction(row: dict[str, Any]) -> dict[str, float]:
     """Predicted seconds of a lab row's schemes that the model has."""
     nodes, k = map(int, row["layout"].split("x"))
     rate = {"200mbit": 25e6, "1gbit": 125e6}[row["rate"]]
     m, root = 92_438_528.0, 92_438_528.0 - 6 * 4 * 3_152_384.0
-    cluster = Cluster(k, 50e-6, inside, 1.2e-3, rate)
+    alone = row["schemes"]["alone"]
+    compute = statistics.median(alone["seconds"]) / row["micro"]
+    cluster = Cluster(k, 50e-6, alone["inside"], 1.2e-3, rate)
     half = 0.5 if row["dtype"] == "bfloat16" else 1.0
     work = Work(m * half, root * half, m, 7, row["micro"], compute)
     named = {
@@ -134,7 +146,9 @@ def lab_prediction(row: dict[str, Any], compute: float, inside: float = 1.2e9) -
         "ours-node-bf16": "ours-node-bf16",
     }
     return {
-        name: step_seconds(model, cluster, nodes * k, k, work)
+        name: step_seconds(
+            model, cluster, nodes * k, k, work, reduce_scatter_times=2.0 if model in ("hsdp", "mics") else 1.0
+        )
         for name, model in named.items()
         if name in row["schemes"]
     }
@@ -144,7 +158,7 @@ def check(path: Path) -> list[tuple[str, str, float, float]]:
     """(row, scheme, measured, predicted) of a lab's results."""
     found = []
     for row in json.loads(path.read_text())["rows"]:
-        predicted = lab_prediction(row, statistics.median(row["schemes"]["alone"]["seconds"]) / row["micro"])
+        predicted = lab_prediction(row)
         where = f"{row['layout']}, {row['rate']}, {row['micro']}, {row['dtype']}"
         for name, seconds in predicted.items():
             found.append((where, name, statistics.median(row["schemes"][name]["seconds"]), seconds))

@@ -303,6 +303,27 @@ def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool,
     return 2 * across * m * (0.5 if "bf16" in scheme else code if "int8" in scheme else 1.0)
 
 
+def bandwidth_inside(k: int) -> float:
+    """Bytes/s that a rank sends to the others of its node while all ranks do so: shards of a block's size. The links
+    inside a node are loopback here, and share the cores with everything else."""
+    from smp_core.comm.exchange import exchange
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(range(first, first + k)) for first in range(0, world, k)]
+    group, first = groups[rank // k], rank // k * k
+    mine = torch.zeros(sum(p.numel() for p in Block(0.0, WIDTH).parameters()) // k)
+    others = [other for other in range(first, first + k) if other != rank]
+    theirs = [torch.empty_like(mine) for _ in others]
+    seconds = []
+    for _ in range(7):
+        dist.barrier()
+        began = time.perf_counter()
+        exchange([(mine, other) for other in others], list(zip(theirs, others, strict=True)), group)
+        dist.barrier()
+        seconds.append(time.perf_counter() - began)
+    return len(others) * mine.nbytes / statistics.median(seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemes", required=True, help="separated by commas")
@@ -330,6 +351,7 @@ def main() -> None:
             else Run(name, "bfloat16" if half else None, asked.compute_ms / 1e3, asked.width)
         )
     rank, world = dist.get_rank(), dist.get_world_size()
+    inside = bandwidth_inside(k) if ALONE in names and k > 1 else 0.0
     found: dict[str, dict[str, Any]] = {
         n: {"seconds": [], "node_bytes": [], "metered": [], "losses": []} for n in names
     }
@@ -358,6 +380,8 @@ def main() -> None:
         for name in names:
             bound = lower_bound(name, world // k, k, asked.micro, half, asked.width) if world > k else 0.0
             found[name]["lower_bound"] = bound
+            if name == ALONE:
+                found[name]["inside"] = inside
         print(json.dumps(found), flush=True)
     dist.barrier(group=watch)
     sys.stdout.flush()
