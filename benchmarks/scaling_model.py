@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--degree", type=int, default=16, help="ranks of a partition group of MiCS and ours-node")
     parser.add_argument("--overlap", type=float, default=0.8)
     parser.add_argument("--check", type=Path, help="a result of benchmarks/cluster/bench.py")
-    parser.add_argument("--png", type=Path)
+    parser.add_argument("--out", type=Path, help="write the table as JSON here, and a picture beside it")
     asked = parser.parse_args()
     if asked.check:
         for where, name, measured, predicted in check(asked.check):
@@ -214,8 +214,10 @@ def main() -> None:
     print("devices   " + "".join(f"{name:>18}" for name in SCHEMES))
     for place, world in enumerate(worlds):
         print(f"{world:<10}" + "".join(f"{seconds[name][place]:18.2f}" for name in SCHEMES))
-    if asked.png:
-        draw(worlds, seconds, asked.png)
+    if asked.out:
+        assumed = {"cluster": asdict(cluster), "work": asdict(work), "degree": asked.degree, "overlap": asked.overlap}
+        asked.out.write_text(json.dumps({"model": assumed, "devices": worlds, "seconds": seconds}, indent=1) + "\n")
+        draw(worlds, seconds, asked.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":
