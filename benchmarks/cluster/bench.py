@@ -312,8 +312,8 @@ def write_page(machine: dict[str, Any], rows: list[dict[str, Any]], scaling: lis
             "",
             "With emulated compute, 1 Gbit/s, four micro-batches:",
             "",
-            "| nodes | scheme | s per step | efficiency |",
-            "|---|---|---|---|",
+            "| ms of a block's forward | nodes | scheme | s per step | efficiency |",
+            "|---|---|---|---|---|",
             *grown,
         ]
     text = "\n".join(
