@@ -1,7 +1,7 @@
 """Memory and step time of the activation savers on one CUDA device.
 
     python benchmarks/gpu_memory.py [--parameters 1b] [--tokens 8192 32768] [--out benchmarks/results/gpu_memory.json]
-    python benchmarks/gpu_memory.py --device cpu --tiny --out /tmp/tiny.json   # does the program run? no GPU needed
+    python benchmarks/gpu_memory.py --device cpu --tiny --out tiny.json   # does the program run? no GPU needed
 
 A Llama of 1 to 3 billion parameters in bfloat16 (random weights, fused AdamW, one sequence), at each length: nothing
 saved, full, selective, full with offloaded inputs at horizons 1, 2 and 4, and, to compare with, full with torch's own
