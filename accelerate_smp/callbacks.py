@@ -18,14 +18,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from accelerate_smp.attachment import parallel_of
 from smp_core.comm.meter import LINK_CLASSES, LinkClass
-from smp_core.memory_watch import MemoryWatch
-from smp_core.monitoring import FlopMeasurement, device_peak_flops, peak_memory_gib
+from smp_core.memory_watch import MemoryWatch, WatchesMemory
+from smp_core.monitoring import FlopMeasurement, device_peak_flops
 
 # What holds one number per token, in the order of preference.
 TOKEN_INPUTS = ("input_ids", "decoder_input_ids")
 
 
-class SmpMonitorCallback(TrainerCallback):
+class SmpMonitorCallback(WatchesMemory, TrainerCallback):
     """Samples/s, tokens/s, model TFLOPS per device, MFU, peak memory, and bytes between nodes and inside them.
 
     Args:
@@ -60,17 +60,12 @@ class SmpMonitorCallback(TrainerCallback):
         memory_every_n_steps: int | None = None,
         memory_log: str | Path | None = None,
     ) -> None:
-        if memory_every_n_steps is not None and memory_every_n_steps < 1:
-            raise ValueError(
-                f"memory_every_n_steps={memory_every_n_steps} is not a number of steps; allowed: 1 and more, None"
-            )
+        self._will_watch(memory_every_n_steps)
         if peak_tflops is not None and peak_tflops <= 0:
             raise ValueError(f"peak_tflops={peak_tflops} is no peak; give TFLOPS of one device, or leave it out")
         self.peak_tflops, self.flops_per_sample = peak_tflops, flops_per_sample
-        self.memory_every_n_steps, self._memory_log = memory_every_n_steps, memory_log
+        self._memory_log = memory_log
         self.latest: dict[str, float] = {}
-        self._watch: MemoryWatch | None = None
-        self._highest: dict[str, float] = {}
         self._hooks: list[Any] = []
         # Seconds at which the present stretch of training began; None before the first step, inf in a pause.
         self._clock: float | None = None
@@ -98,7 +93,7 @@ class SmpMonitorCallback(TrainerCallback):
             log = Path(self._memory_log or Path(str(args.output_dir)) / "memory.jsonl")
             stepping = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has the real one
             self._watch = MemoryWatch(handle, [stepping], self.memory_every_n_steps, log, state.global_step)
-        self._device = args.device
+        self._device = torch.device(args.device)
         self._meter = handle.meter if handle is not None and handle.meter.enabled else None
         self._nodes = 1 if handle is None else handle.mesh.topology.num_nodes
         self._sharing = 1 if handle is None else handle.mesh.context_degree
@@ -142,9 +137,7 @@ class SmpMonitorCallback(TrainerCallback):
             self._measurement = None
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self._watch is not None and self._watch.is_due(state.global_step):
-            self._note_peak()  # watching starts the allocator's own peak anew
-            self._watch.begin(state.global_step)
+        self._watch_if_due(state.global_step, self._device)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._watch is not None:
@@ -194,7 +187,7 @@ class SmpMonitorCallback(TrainerCallback):
                 self.latest["tflops_per_device"] = achieved / 1e12
                 if self._peak is not None:
                     self.latest["mfu"] = achieved / self._peak
-        self._note_peak()
+        self._note_peak(self._device)
         highest = _over_ranks(list(self._highest.values()), self._device, "max")
         self.latest |= dict(zip(self._highest, highest, strict=True))
         if self._watch is not None:
@@ -207,20 +200,6 @@ class SmpMonitorCallback(TrainerCallback):
 
     def _closed_bytes(self) -> dict[LinkClass, float]:
         return dict.fromkeys(LINK_CLASSES, 0.0) if self._meter is None else self._meter.totals_by_link()
-
-    def _note_peak(self) -> None:
-        for name, value in peak_memory_gib(torch.device(self._device)).items():
-            self._highest[name] = max(value, self._highest.get(name, 0.0))
-
-    def save_memory_plot(self, path: str | Path) -> None:
-        """What the peaks of the watched steps were made of, as stacked bars: a PNG, or what ``path`` ends in.
-
-        Raises:
-            ValueError: no step has been watched, or matplotlib is not installed.
-        """
-        if self._watch is None:
-            raise ValueError("no step was watched; write SmpMonitorCallback(memory_every_n_steps=100)")
-        self._watch.save_plot(path)
 
 
 def _over_ranks(values: list[float], device: Any, operation: str) -> list[float]:

@@ -19,8 +19,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from smp_core.comm.meter import LINK_CLASSES, LinkClass
 from smp_core.memory_log import KINDS
-from smp_core.memory_watch import MemoryWatch
-from smp_core.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops, peak_memory_gib
+from smp_core.memory_watch import MemoryWatch, WatchesMemory
+from smp_core.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops
 from smp_core.parallelize import ParallelModel
 
 logger = logging.getLogger("smp")
@@ -62,7 +62,7 @@ class _Counts:
     flops: float = 0.0
 
 
-class SmpMonitor(Callback):
+class SmpMonitor(WatchesMemory, Callback):
     """Samples/s, tokens/s, model TFLOPS per device, MFU, peak memory, and bytes between nodes and inside them.
 
     Args:
@@ -111,10 +111,7 @@ class SmpMonitor(Callback):
     ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps} is not a number of steps; allowed: 1 and more")
-        if memory_every_n_steps is not None and memory_every_n_steps < 1:
-            raise ValueError(
-                f"memory_every_n_steps={memory_every_n_steps} is not a number of steps; allowed: 1 and more, None"
-            )
+        self._will_watch(memory_every_n_steps)
         if peak_tflops is not None and peak_tflops <= 0:
             raise ValueError(f"peak_tflops={peak_tflops} is no peak; give TFLOPS of one device, or leave it out")
         self.every_n_steps = every_n_steps
@@ -125,10 +122,7 @@ class SmpMonitor(Callback):
         self._samples_of = samples or count_samples
         self._tokens_of = tokens or count_tokens
         self._measurement: FlopMeasurement | None = None
-        self.memory_every_n_steps = memory_every_n_steps
         self._memory_log = memory_log
-        self._watch: MemoryWatch | None = None
-        self._highest: dict[str, float] = {}
 
     # The job
 
@@ -163,9 +157,7 @@ class SmpMonitor(Callback):
             self._watch = MemoryWatch(parallel, trainer.optimizers, self.memory_every_n_steps, log, step)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._watch is not None and self._watch.is_due(trainer.global_step):
-            self._note_peak(trainer)  # watching starts the allocator's own peak anew
-            self._watch.begin(trainer.global_step)
+        self._watch_if_due(trainer.global_step, trainer.strategy.root_device)
         if self._flops_per_sample is None:
             self._forward_flops = 0
             self._begin_counting()
@@ -263,7 +255,7 @@ class SmpMonitor(Callback):
             self._rates.step(round(since_samples), tokens, total[3] or None)
             throughput = self._rates.throughput()
             self.latest |= {} if throughput is None else throughput.as_dict()
-        self._note_peak(trainer)
+        self._note_peak(trainer.strategy.root_device)
         highest = self._over_ranks(trainer, list(self._highest.values()), "max")
         self.latest |= dict(zip(self._highest, highest, strict=True))
         if self._watch is not None:
@@ -280,20 +272,6 @@ class SmpMonitor(Callback):
 
     def _closed_bytes(self) -> dict[LinkClass, float]:
         return dict.fromkeys(LINK_CLASSES, 0.0) if self._comm is None else self._comm.totals_by_link()
-
-    def _note_peak(self, trainer: Trainer) -> None:
-        for name, value in peak_memory_gib(trainer.strategy.root_device).items():
-            self._highest[name] = max(value, self._highest.get(name, 0.0))
-
-    def save_memory_plot(self, path: str | Path) -> None:
-        """What the peaks of the watched steps were made of, as stacked bars: a PNG, or what ``path`` ends in.
-
-        Raises:
-            ValueError: no step has been watched, or matplotlib is not installed.
-        """
-        if self._watch is None:
-            raise ValueError("no step was watched; write SmpMonitor(memory_every_n_steps=100)")
-        self._watch.save_plot(path)
 
     def _over_ranks(self, trainer: Trainer, values: list[float], operation: str) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from smp_core.memory_log import KINDS, StepMemory, append_to_log, draw
 from smp_core.memory_report import MemoryReport
+from smp_core.monitoring import GIB, peak_memory_gib
 from smp_core.parallelize import ParallelModel
-
-GIB = 2**30
 
 
 class MemoryWatch:
@@ -99,3 +98,37 @@ class MemoryWatch:
         if not self.steps:
             raise ValueError(f"no step was watched yet; the next one is number {self._due}")
         draw(self.steps, path)
+
+
+class WatchesMemory:
+    """A base of the monitors of both faces: the peak memory of a training run, and on request what it is made of."""
+
+    def _will_watch(self, every_n_steps: int | None) -> None:
+        """Take the option of the same name, before anything runs."""
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(
+                f"memory_every_n_steps={every_n_steps} is not a number of steps; allowed: 1 and more, None"
+            )
+        self.memory_every_n_steps = every_n_steps
+        self._watch: MemoryWatch | None = None
+        self._highest: dict[str, float] = {}
+
+    def _note_peak(self, device: torch.device) -> None:
+        for name, value in peak_memory_gib(device).items():
+            self._highest[name] = max(value, self._highest.get(name, 0.0))
+
+    def _watch_if_due(self, step: int, device: torch.device) -> None:
+        """Before the first forward of the step after number ``step``."""
+        if self._watch is not None and self._watch.is_due(step):
+            self._note_peak(device)  # watching starts the allocator's own peak anew
+            self._watch.begin(step)
+
+    def save_memory_plot(self, path: str | Path) -> None:
+        """What the peaks of the watched steps were made of, as stacked bars: a PNG, or what ``path`` ends in.
+
+        Raises:
+            ValueError: no step has been watched, or matplotlib is not installed.
+        """
+        if self._watch is None:
+            raise ValueError(f"no step was watched; write {type(self).__name__}(memory_every_n_steps=100)")
+        self._watch.save_plot(path)
