@@ -174,6 +174,10 @@ def _start_group(case: Case) -> None:
     timeout = timedelta(seconds=case.collective_timeout)
     store = dist.TCPStore(STORE_HOST, case.store_port, None, False, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # A rank that raises or dies at once must not take its peers down while they still connect: what they say then is
+    # about the harness and not about the case. Over the store, which no rank's death touches.
+    store.set(f"harness/connected/{rank}", "")
+    store.wait([f"harness/connected/{peer}" for peer in range(world_size)])
 
 
 def _run_case(conn: Connection, case: Case, state: ProcessState) -> None:
