@@ -157,6 +157,7 @@ class Run:
             self.before = lambda last: parallel.window.accumulate(not last)
             self.metered, self.after = parallel.meter, parallel.meter.close_step
         elif scheme == ALONE:
+            model.to(getattr(torch, param_dtype or "float32"))
             self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         elif scheme == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
@@ -227,7 +228,7 @@ def start_deepspeed() -> None:
 class DeepSpeedRun:
     """ZeRO-3 and MiCS."""
 
-    def __init__(self, scheme: str, micro_batches: int) -> None:
+    def __init__(self, scheme: str, micro_batches: int, half: bool) -> None:
         import deepspeed
 
         zero: dict[str, Any] = {
@@ -251,6 +252,7 @@ class DeepSpeedRun:
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
+            "bf16": {"enabled": half},  # gathers and, by its default, sums in bfloat16
         }
         torch.manual_seed(0)
         with init(config_dict_or_path=config):
@@ -275,8 +277,9 @@ class DeepSpeedRun:
 
 
 def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool, width: int) -> float:
-    """Bytes that have to leave a node per optimizer step in the scheme, with float32 sums: every unit's gathers and
-    reductions, each byte once over the link; peers by the ring over ranks in order."""
+    """Bytes that have to leave a node per optimizer step in the scheme, with float32 sums (DeepSpeed: in the dtype of
+    the parameters): every unit's gathers and reductions, each byte once over the link; peers by the ring over ranks in
+    order."""
     model = Model(width=width)
     m = sum(p.numel() for p in model.parameters()) * 4.0
     root = m - sum(p.numel() for p in model.blocks.parameters()) * 4.0
@@ -290,6 +293,8 @@ def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool,
         if scheme == "ddp":
             return 2 * ring * m
         return micro_batches * ring * (gathered + m * (2 if scheme == "fsdp" else 1))
+    if scheme in DEEPSPEED and half:
+        m /= 2
     if scheme == "ds3":
         return micro_batches * (world - 1) / world * 4 * m
     if scheme in ("hsdp", "hsdp-two-hop", "mics"):
@@ -346,7 +351,7 @@ def main() -> None:
     runs: dict[str, Any] = {}
     for name in names:
         runs[name] = (
-            DeepSpeedRun(name, asked.micro)
+            DeepSpeedRun(name, asked.micro, half)
             if name in DEEPSPEED
             else Run(name, "bfloat16" if half else None, asked.compute_ms / 1e3, asked.width)
         )
