@@ -133,33 +133,33 @@ def check_losses(found: dict[str, Any]) -> None:
         )
 
 
-def compute_alone(row: dict[str, Any]) -> float:
-    """Seconds of the row's step without communication; nan if it was not measured."""
-    return statistics.median(row["schemes"].get(ALONE, {"seconds": [float("nan")]})["seconds"])
+def seconds_of(row: dict[str, Any], scheme: str) -> float:
+    """Median of a scheme's step in the row; nan if it was not measured."""
+    return statistics.median(row["schemes"].get(scheme, {"seconds": [float("nan")]})["seconds"])
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| nodes x ranks, link, micro-batches, dtype | scheme | s per step (min-max) | x floor | MB out of a node "
-        "| lower bound MB | counters / meter | losses agree |",
-        "|---|---|---|---|---|---|---|---|",
+        "| nodes x ranks, link, micro-batches, dtype | scheme | s per step (min-max) | x HSDP two-hop | x floor "
+        "| MB out of a node | lower bound MB | counters / meter | losses agree |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         where = f"{row['layout']}, {row['rate']}, {row['micro']}, {row['dtype']}"
-        alone = compute_alone(row)
-        lines.append(f"| {where} | {ALONE} | {alone:.2f} | | | | | |")
+        alone, hsdp = seconds_of(row, ALONE), seconds_of(row, "hsdp-two-hop")
+        lines.append(f"| {where} | {ALONE} | {alone:.2f} | | | | | | |")
         for name, result in row["schemes"].items():
             if name == ALONE:
                 continue
-            seconds = statistics.median(result["seconds"])
+            seconds = seconds_of(row, name)
             out, bound = statistics.fmean(result["node_bytes"]), result["lower_bound"]
-            metered = statistics.fmean(result["metered"])
+            metered, floor = statistics.fmean(result["metered"]), bound / rates(row["rate"]) + alone
             lines.append(
                 f"| {where} | {name} | {seconds:.2f} ({min(result['seconds']):.2f}-{max(result['seconds']):.2f}) "
-                f"| {seconds / (bound / rates(row['rate']) + alone):.2f} | {out / 1e6:.1f} | {bound / 1e6:.1f} "
+                f"| {seconds / hsdp:.2f} | {seconds / floor:.2f} | {out / 1e6:.1f} | {bound / 1e6:.1f} "
                 f"| {f'{out / metered:.3f}' if metered else '-'} | {'yes' if result['losses_agree'] else 'NO'} |"
             )
-        lines += [f"| {where} | {name} | {why} | | | | | |" for name, why in row["missing"].items()]
+        lines += [f"| {where} | {name} | {why} | | | | | | |" for name, why in row["missing"].items()]
     return "\n".join(lines)
 
 
@@ -182,15 +182,12 @@ def summary(rows: list[dict[str, Any]]) -> str:
         ],
     }
 
-    def seconds(row: dict[str, Any], name: str) -> str:
-        return f"{statistics.median(row['schemes'][name]['seconds']):.2f}" if name in row["schemes"] else "-"
-
     lines = ["| nodes x ranks, link, micro-batches, dtype | " + " | ".join(columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
     for row in rows:
         cells = []
         for title, names in columns.items():
-            found = [seconds(row, name) for name in names]
+            found = [f"{seconds_of(row, name):.2f}" if name in row["schemes"] else "-" for name in names]
             cells.append(f"{found[0]} ({found[1]})" if "true ring" in title else " / ".join(found))
         where = f"{row['layout']}, {row['rate']}, {row['micro']}, {row['dtype']}"
         lines.append(f"| {where} | " + " | ".join(cells) + " |")
@@ -246,7 +243,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         names = list(row["schemes"])[::-1]
         axis.barh(
             names,
-            [statistics.median(row["schemes"][name]["seconds"]) for name in names],
+            [seconds_of(row, name) for name in names],
             color=["#2a6f97" if name in OURS else "#b0b0b0" for name in names],
         )
         axis.set_title(f"{row['layout']}, {row['rate']}, micro-batches: {row['micro']}, {row['dtype']}", fontsize=9)
