@@ -30,7 +30,7 @@ from smp_core.sharding.wrap import PlannedUnit, WrapPlan
 logger = logging.getLogger("smp")
 
 # What is settled when a model comes sharded, and what then says it in the table.
-_GIVEN = ("wrap", "wrap_min_parameters", "reshard_after_forward", "delayed_init")
+_GIVEN = ("wrap", "wrap_min_parameters", "reshard_after_forward", "reshard_after_backward", "delayed_init")
 _TORCHS: dict[str, Any] = {
     "hierarchical": False,
     "comm_meter": False,

@@ -59,6 +59,10 @@ class SmpConfig:
             backward. True (default; least memory), False (kept until backward: one gather less), "node" (each node
             keeps a copy sharded over its ranks, so that backward gathers stay inside) or an integer >= 2 that divides
             shard_degree (a copy sharded over that many neighbours).
+        reshard_after_backward: Whether a unit frees its gathered parameters after each backward pass. True (default),
+            or False, together with reshard_after_forward=false: what a window's first micro-batch gathered stays until
+            its last backward pass, one gather per optimizer step instead of two per micro-batch, for the memory of the
+            whole model as it is gathered. Without gradient accumulation nothing is kept.
         forward_prefetch: How many units ahead of the one that runs gathers are started in forward, in the order in
             which units are registered. Integer >= 0, or "auto" (default; by the links that SMP_LINKS names, otherwise
             0: on CPU none, elsewhere as far as streams overlap).
@@ -170,6 +174,7 @@ class SmpConfig:
     pipeline_parallel_degree: int = 1
     hierarchical: bool | Literal["auto"] = "auto"
     reshard_after_forward: bool | int | Literal["node"] = True
+    reshard_after_backward: bool = True
     forward_prefetch: int | Literal["auto"] = "auto"
     backward_prefetch: int | Literal["auto"] = "auto"
     reduce_scatter_buffers: int | Literal["auto"] = "auto"

@@ -48,6 +48,7 @@ READERS: dict[str, read.Reader] = {
         read.word("node"),
         allowed="true, false, an integer of at least 2, 'node'",
     ),
+    "reshard_after_backward": _BOOLEAN,
     "forward_prefetch": read.either(
         read.integer(minimum=0), read.word("auto"), allowed="an integer of at least 0, 'auto'"
     ),
@@ -143,6 +144,12 @@ CONTRADICTIONS: list[tuple[Callable[[Any], bool], str]] = [
         ),
         "fp8's backend='transformer_engine' has other scales when it recomputes activations; write "
         "activation_checkpointing='none', or backend='native'",
+    ),
+    (
+        lambda config: not config.reshard_after_backward and config.reshard_after_forward is not False,
+        "reshard_after_backward=false keeps parameters gathered from one micro-batch to the next, and "
+        "reshard_after_forward frees them before that; write reshard_after_forward=false too, or "
+        "reshard_after_backward=true",
     ),
     (
         lambda config: config.quantized_reduce is not None and config.replica_reduce_dtype is not None,

@@ -82,7 +82,7 @@ class ParallelModel:
 
     def reshard(self) -> None:
         """Free gathered parameters, e.g. after an evaluation or before weights are loaded."""
-        reshard(self.module)
+        reshard(self.module.modules())
         self.traffic.weights_changed()
 
     def clip_grad_norm_(
@@ -260,6 +260,8 @@ def parallelize_model(
     if whole:
         why = "shard_degree=1: parameters are whole, nothing is gathered"
         config = config.with_resolved("param_dtype", None, why).with_resolved("reshard_after_forward", False, why)
+        if not config.reshard_after_backward:
+            config = config.with_resolved("reshard_after_backward", True, why)
     names = () if whole else tuple(unit.name for unit in plan.units)
     config, savers = save_activations(model, plan.blocks, names, mesh.device, mesh.topology.ranks_per_node, config)
     replicated = [*plan.replicated, *(name for unit in plan.units for name in unit.parameters if whole)]
@@ -316,6 +318,7 @@ def parallelize_model(
         on_close=traffic.step_done,
         over_world=config.optimizer_shard == "world",
         stored_in=stored_in,
+        keep_gathered=not config.reshard_after_backward,
     )
     if fp8 is not None:
         fp8.device = mesh.device

@@ -175,8 +175,9 @@ def summary(rows: list[dict[str, Any]]) -> str:
             "ours-world-int8",
             "ours-world-int8-both",
         ],
-        "ours, sharded in the node: exact / bf16 replicas / int8 replicas": [
+        "ours, sharded in the node: exact / kept gathered / bf16 replicas / int8 replicas": [
             "ours-node",
+            "ours-node-kept",
             "ours-node-bf16",
             "ours-node-int8",
         ],

@@ -46,6 +46,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours-world-int8-both": {"shard_degree": "world", "quantized_all_gather": "int8", "quantized_reduce": "int8"},
     "ours-world-secondary": {"shard_degree": "world", "reshard_after_forward": "node"},
     "ours-node": {"shard_degree": "node"},
+    "ours-node-kept": {"shard_degree": "node", "reshard_after_forward": False, "reshard_after_backward": False},
     "ours-node-bf16": {"shard_degree": "node", "replica_reduce_dtype": "bf16"},
     "ours-node-int8": {"shard_degree": "node", "quantized_reduce": "int8"},
     "ours-node-optimizer": {"shard_degree": "node", "optimizer_shard": "world"},

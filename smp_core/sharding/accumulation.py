@@ -14,6 +14,10 @@ group all ranks have to use the same units: FSDP2 gathers when a unit runs.)
 
 Between micro-batches ``.grad`` is what it was before the window: nothing half-summed can be clipped, logged or saved.
 
+Where parameters stay gathered between micro-batches (``keep_gathered``) they are freed in the window's last backward
+pass, unit by unit, and whenever a window ends in another way: what the optimizer steps is sharded, and nothing may
+compute with weights from before a step.
+
 A parameter that no rank reached keeps its ``.grad`` (None, as in one process, so that weight decay leaves it alone);
 one that only other ranks reached gets their gradient. Ranks tell each other which they reached once per window.
 """
@@ -21,6 +25,7 @@ one that only other ranks reached gets their gradient. Ranks tell each other whi
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,9 +37,19 @@ from torch.distributed.tensor import DTensor
 from smp_core.comm.background import Pending
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.mesh import SmpMesh
-from smp_core.sharding.fsdp import FAILED_PASS, ShardedUnit, Slot, at_end_of_backward, backward_pass, forget_passes
+from smp_core.sharding.fsdp import (
+    FAILED_PASS,
+    ShardedUnit,
+    Slot,
+    at_end_of_backward,
+    backward_pass,
+    forget_passes,
+    reshard,
+)
 from smp_core.sharding.optimizer import FlatShard, WorldSharding, model_parameter
 from smp_core.sharding.replicated import ReplicatedGradients
+
+logger = logging.getLogger("smp")
 
 # Other ranks of the partition group can have taken a way through the unit on which its parameters are used later.
 TOO_LATE = (
@@ -103,6 +118,7 @@ class AccumulationWindow:
         on_close: called when a window's gradients are complete.
         over_world: whether :meth:`shard_over_world` has to be called before the first window closes.
         stored_in: what it then stores float32 parameters of units in (what they are computed with); None: as they are.
+        keep_gathered: whether units stay gathered from the window's first micro-batch to its last.
     """
 
     def __init__(
@@ -117,8 +133,11 @@ class AccumulationWindow:
         on_close: Callable[[], None] = lambda: None,
         over_world: bool = False,
         stored_in: torch.dtype | None = None,
+        keep_gathered: bool = False,
     ) -> None:
         self._on_close = on_close
+        self._keep_gathered = keep_gathered
+        self._first_window = True
         self._stored_in = stored_in
         self._over_world = over_world
         self._units = list(units)
@@ -176,17 +195,26 @@ class AccumulationWindow:
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:
         """Backward passes inside are not the window's last: no replica hop, no ``.grad``."""
-        before, self._last = self._last, self._last and not enabled
+        before = self._last
+        self._announce(before and not enabled)
         try:
             yield
         finally:
-            self._last = before
+            self._announce(before)
+
+    def _announce(self, last: bool) -> None:
+        """Whether the backward passes from here on are their window's last."""
+        self._last = last
+        if self._keep_gathered:
+            for unit in self._units:
+                unit.module.set_reshard_after_backward(last, recurse=False)  # type: ignore[operator]
 
     @torch.no_grad()
     def close(self) -> None:
         """Reduce across replicas, divide, and set ``.grad``; a closed window is left as it is. Collective."""
         if not self.is_open:
             return
+        self._say_if_nothing_is_kept()
         if self._over_world and self.world is None:
             raise ValueError(
                 "optimizer_shard='world': there is no optimizer yet whose states could be sharded; call "
@@ -275,7 +303,19 @@ class AccumulationWindow:
             shard.forget()
         self._forget()
 
+    def _say_if_nothing_is_kept(self) -> None:
+        """Once: how many micro-batches there are shows only when a window has come to its end."""
+        if self._keep_gathered and self._first_window and self.micro_batches == 1 and self._mesh.rank == 0:
+            logger.warning(
+                "reshard_after_backward=false had no effect on the first optimizer step, which had one micro-batch; it "
+                "saves gathers with accumulate_grad_batches (Lightning), gradient_accumulation_steps (Accelerate) or "
+                "window.accumulate()"
+            )
+        self._first_window = False
+
     def _forget(self) -> None:
+        if self._keep_gathered:
+            reshard(unit.module for unit in self._units)
         self._sums = [_UnitSum() for _ in self._units]
         self._next = 0
         self._kept.clear()

@@ -46,10 +46,10 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(lambda: engine.queue_callback(callback))
 
 
-def reshard(model: nn.Module) -> None:
-    """Free what roots keep gathered after a forward without backward, so that ``model.parameters()`` are shards again
-    and nothing reads weights from before a checkpoint was loaded."""
-    for module in model.modules():
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Free what units among ``modules`` keep gathered, after a forward without backward or inside a window, so that
+    their parameters are shards again and nothing reads weights from before a step or before a checkpoint was loaded."""
+    for module in modules:
         if isinstance(module, FSDPModule):
             group: Any = module._get_fsdp_state()._fsdp_param_group
             if group is not None and group._all_gather_result is not None:
