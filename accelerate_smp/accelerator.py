@@ -334,8 +334,8 @@ class SmpAccelerator(SharedSequencesAccelerator):
 
     def _gradients_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Close the windows and undo loss scaling; a list made before ``prepare`` means the sharded parameters."""
-        self._close_windows()  # first: a module's own list has gathered parameters while a window keeps them
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._close_windows()
         self.unscale_gradients()
         current = [self._current(parameter) for parameter in given]
         for handle in map(parallel_of, self._models):

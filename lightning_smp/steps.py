@@ -137,8 +137,6 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        if self.window.is_open:
-            self.parallel.reshard()  # callbacks that exchange weights for evaluation want the shards
         self.parallel.broadcast_buffers()
 
     @override

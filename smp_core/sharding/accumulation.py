@@ -370,6 +370,9 @@ class AccumulationWindow:
         self._replicated.end_of_pass()
         if self._last:
             self.close()
+        elif self._keep_gathered:
+            for unit in self._units:
+                unit.show_shards()
 
     def _send_complete(self) -> None:
         while self._next < len(self._units):

@@ -35,6 +35,7 @@ EXACT_SCHEMES: list[dict[str, Any]] = [
     {"shard_degree": 4, "reshard_after_forward": "node", "backward_prefetch": 2},
     {"shard_degree": 4, "quantized_all_gather": "fp8", "quantize_after_steps": STEPS},
     {"shard_degree": 2, "optimizer_shard": "world"},
+    {"shard_degree": 2, "reshard_after_forward": False, "reshard_after_backward": False},
 ]
 
 
@@ -87,10 +88,10 @@ def test_two_hops_one_window() -> None:
         assert seen["kinds"] == {True}
 
 
-def metered(evaluate: bool) -> tuple[list[dict[str, float]], dict[str, float]]:
+def metered(evaluate: bool, **knobs: Any) -> tuple[list[dict[str, float]], dict[str, float]]:
     """What is sent in each optimizer step, with an evaluation in the middle of its window or without, and what is sent
     outside of steps."""
-    accelerator, optimizer, model, loader, _ = prepared(torch.float32, 2, shard_degree=4)
+    accelerator, optimizer, model, loader, _ = prepared(torch.float32, 2, shard_degree=4, **knobs)
     meter = accelerator.parallel.meter
     steps = []
     for batch in loader:
@@ -113,6 +114,17 @@ def test_an_evaluation_is_no_part_of_a_steps_bytes() -> None:
     for (steps, nothing), (same_steps, outside) in zip(alone, between, strict=True):
         assert steps == same_steps
         assert sum(nothing.values()) == 0 < outside["all_gather/calls"]
+
+
+def test_a_unit_that_stays_gathered_is_gathered_once_per_optimizer_step() -> None:
+    calls = {}
+    for kept in (False, True):
+        knobs = {"reshard_after_forward": False, "reshard_after_backward": not kept}
+        for steps, _ in run_ranks(metered, 4, False, ranks_per_node=2, **knobs):
+            calls[kept] = [(step["all_gather/calls"], step["reduce_scatter/calls"]) for step in steps]
+    assert len(calls[True]) == STEPS
+    for (gathers, reductions), (fewer, as_many) in zip(calls[False], calls[True], strict=True):
+        assert gathers == 2 * fewer > 0 and reductions == as_many > 0
 
 
 def schedule(**arguments: Any) -> list[float]:

@@ -216,6 +216,14 @@ def test_reshard_degree_has_to_divide_the_partition_group() -> None:
         SmpConfig(shard_degree=6, reshard_after_forward=4)
 
 
+def test_kept_parameters_are_not_freed_after_forward() -> None:
+    for forward in (True, 2, "node"):
+        config = SmpConfig(reshard_after_forward=forward, reshard_after_backward=False, shard_degree=4)
+        with pytest.raises(ValueError, match=r"reshard_after_backward=false .*write reshard_after_forward=false too"):
+            config.require_built()
+    SmpConfig(reshard_after_forward=False, reshard_after_backward=False).require_built()
+
+
 def test_a_misspelt_knob_is_answered_with_the_nearest_one() -> None:
     with pytest.raises(ValueError, match="unknown knob 'shard_degre'; did you mean 'shard_degree'"):
         SmpConfig.from_dict({"shard_degre": 2})

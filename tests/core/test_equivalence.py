@@ -23,6 +23,7 @@ from tests.core.models import Trajectory, TroubledModel, global_batches, loss_of
 from tests.harness import run_ranks
 
 STEPS, SAMPLES = 5, 8
+KEPT = {"reshard_after_forward": False, "reshard_after_backward": False}
 
 
 def build(dtype: torch.dtype, **knobs) -> ParallelModel:
@@ -39,23 +40,32 @@ def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def train_together(dtype: torch.dtype, micro_batches: int, mutation: str | None = None, **knobs) -> Trajectory:
+def train_together(
+    dtype: torch.dtype, micro_batches: int, mutation: str | None = None, *, disturbed: bool = False, **knobs
+) -> Trajectory:
+    """``disturbed``: evaluations and a reading of the state dict between micro-batches; in every second step no
+    micro-batch is announced as the last, so that clipping closes the window."""
     parallel = build(dtype, **knobs)
     model, mesh = parallel.module, parallel.mesh
     if mutation == "no replica hop":
         parallel.window._send = lambda flat: None
     elif mutation == "one parameter left out":
         parallel.window._replicated.send = lambda: None
+    elif mutation == "gathered for ever":
+        model.set_reshard_after_backward(False)
+        parallel.window._keep_gathered = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     seen = Trajectory()
-    for micro in global_batches(STEPS, micro_batches, SAMPLES):
+    for step, micro in enumerate(global_batches(STEPS, micro_batches, SAMPLES)):
         total = torch.zeros((), dtype=dtype)
         for number, tokens in enumerate(micro):
             mine = tokens.chunk(mesh.data_size)[mesh.data_rank]
-            with parallel.window.accumulate(number < micro_batches - 1):
+            with parallel.window.accumulate(number < micro_batches - 1 or (disturbed and step % 2 == 1)):
                 loss = loss_of(model, mine) / micro_batches
                 loss.backward()
             total += loss.detach()
+            if disturbed and number < micro_batches - 1:
+                evaluate_inside(model, mine, loss * micro_batches, with_state=step == 2)
         norm = parallel.clip_grad_norm_(0.1)
         assert not isinstance(norm, DTensor) and norm.ndim == 0
         optimizer.step()
@@ -65,6 +75,15 @@ def train_together(dtype: torch.dtype, micro_batches: int, mutation: str | None 
         seen.norms.append(norm.item())
     seen.weights = full_weights(model)
     return seen
+
+
+def evaluate_inside(model: torch.nn.Module, tokens: torch.Tensor, trained: torch.Tensor, with_state: bool) -> None:
+    """The loss is that of training, before and after weights are read."""
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(model, tokens), trained, rtol=0, atol=1e-15)
+        if with_state:
+            full_weights(model)
 
 
 def assert_close(seen: Trajectory, expected: Trajectory, loss_tolerance, weight_tolerance: float) -> None:
@@ -100,6 +119,19 @@ def train_several(cases: list[dict]) -> list[Trajectory]:
 def test_secondary_shards_and_prefetch_train_like_one_process() -> None:
     for trajectories in run_ranks(train_several, 4, GATHERING, ranks_per_node=2, timeout=180):
         for case, seen in zip(GATHERING, trajectories, strict=True):
+            expected = train_alone(torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES))
+            assert_close(seen, expected, lambda step: 1e-12, 1e-12)
+
+
+KEPT_CASES = [
+    {"shard_degree": degree, "micro_batches": micro, "disturbed": disturbed, **KEPT}
+    for degree, micro, disturbed in ((4, 1, False), (2, 3, True), (4, 3, True))
+]
+
+
+def test_parameters_that_stay_gathered_through_a_window_train_like_one_process() -> None:
+    for trajectories in run_ranks(train_several, 4, KEPT_CASES, ranks_per_node=2, timeout=180):
+        for case, seen in zip(KEPT_CASES, trajectories, strict=True):
             expected = train_alone(torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES))
             assert_close(seen, expected, lambda step: 1e-12, 1e-12)
 
@@ -146,10 +178,10 @@ def test_float32_training_stays_within_summation_order(degree: int) -> None:
         assert_close(seen, expected, lambda step: 1e-6 + 2e-7 * step, 5 * noise)
 
 
-@pytest.mark.parametrize("mutation", ["no replica hop", "one parameter left out"])
+@pytest.mark.parametrize("mutation", ["no replica hop", "one parameter left out", "gathered for ever"])
 def test_the_proof_fails_for_a_broken_engine(mutation: str) -> None:
     expected = train_alone(torch.float64, global_batches(STEPS, 2, SAMPLES))
-    results = run_ranks(train_together, 4, torch.float64, 2, mutation, ranks_per_node=2, shard_degree=2)
+    results = run_ranks(train_together, 4, torch.float64, 2, mutation, ranks_per_node=2, shard_degree=2, **KEPT)
     with pytest.raises(AssertionError):
         for seen in results:
             assert_close(seen, expected, lambda step: 1e-12, 1e-12)

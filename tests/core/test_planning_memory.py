@@ -78,7 +78,9 @@ def test_a_smaller_degree_does_when_the_optimizer_is_offloaded() -> None:
 
 
 def test_parameters_that_stay_gathered_are_counted_once_each() -> None:
-    assert estimate(3, reshard_after_forward=False).gathered == 4 * (96 + 81 + 144)
+    until_backward = estimate(3, reshard_after_forward=False)
+    assert until_backward.gathered == 4 * (96 + 81 + 144)
+    assert estimate(3, reshard_after_forward=False, reshard_after_backward=False) == until_backward
 
 
 def test_gather_dtype_halves_the_gathered_units_and_float32_sums_stay_float32() -> None:

@@ -34,7 +34,7 @@ from tests.core.scenarios import (
     samples,
     together,
 )
-from tests.core.test_equivalence import full_weights
+from tests.core.test_equivalence import KEPT, full_weights
 from tests.harness import run_ranks
 
 PLAIN = SCENARIOS["everything is used"]
@@ -55,6 +55,17 @@ def check_scenarios(names: list[str], degree: int, **options: bool) -> None:
 def test_conditional_frozen_and_repeated_parameters_train_like_one_process(degree: int, old_torch: bool) -> None:
     """Also None where one process has None: weight decay must leave those alone."""
     check_scenarios(allowed(degree), degree, old_torch=old_torch)
+
+
+def test_frozen_and_repeated_parameters_that_stay_gathered_train_like_one_process() -> None:
+    names = [name for name in allowed(2) if any(word in name for word in ("frozen", "thawed", "twice", "two forwards"))]
+    check_scenarios(names, 2, **KEPT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("degree", "old_torch"), [(2, False), (4, False), (4, True)])
+def test_all_of_them_do_when_they_stay_gathered(degree: int, old_torch: bool) -> None:
+    check_scenarios(allowed(degree), degree, old_torch=old_torch, **KEPT)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +165,7 @@ class Window:
 
     calls: list[Call]
     before_last: int
+    gathered: list[int] = field(default_factory=list)
     seen_between: list[str] = field(default_factory=list)
 
 
@@ -170,8 +182,10 @@ def record_window(micro_batches: int, **knobs) -> Window:
             window.before_last = len(recorder.calls)
             with parallel.window.accumulate(number < micro_batches - 1):
                 parallel.module(torch.randint(101, (2, 9))).backward()
+            window.gathered.append(sum(unit.gathered_bytes() for unit in parallel.units))
             if number < micro_batches - 1:
-                named = parallel.module.named_parameters()
+                named = list(parallel.module.named_parameters())
+                assert all(isinstance(parameter, DTensor) for _, parameter in named) or not parallel.units
                 window.seen_between += [name for name, parameter in named if parameter.grad is not None]
     assert all(parameter.grad is not None for parameter in parallel.module.parameters())
     window.calls = recorder.calls
@@ -207,6 +221,25 @@ def test_every_micro_batch_is_reduced_in_its_partition_and_once_across_replicas(
         others = [call for call in window.calls if call.kind not in ("send", "all_gather") and call not in reductions]
         assert [(call.kind, call.dtype) for call in others] == [("all_reduce", "int32")]
         assert window.seen_between == []
+
+
+def record_gathers(micro_batches: int, cases: list[dict[str, Any]]) -> list[Window]:
+    return [record_window(micro_batches, **knobs) for knobs in cases]
+
+
+def test_parameters_that_stay_gathered_are_gathered_once_in_a_window() -> None:
+    """M = 3 micro-batches, U = 4 units: M(2U - 1) gathers (the root once in each), MU when they stay until backward, U
+    when they stay until the window's end; MU reductions always."""
+    cases = [{"shard_degree": 2, **case} for case in ({}, {"reshard_after_forward": False}, KEPT)]
+    whole = sum(parameter.numel() * 4 for parameter in SmallGpt(layers=LAYERS).parameters())
+    for windows in run_ranks(record_gathers, 4, 3, cases, ranks_per_node=2):
+        kinds = [Counter(call.kind for call in window.calls) for window in windows]
+        assert [kind["all_gather"] for kind in kinds] == [3 * (2 * UNITS - 1), 3 * UNITS, UNITS]
+        assert [kind["send"] for kind in kinds] == [3 * UNITS] * 3
+        assert [len(replica_reductions(window)) for window in windows] == [UNITS] * 3
+        between = windows[2].gathered
+        assert [window.gathered for window in windows[:2]] == [[0, 0, 0]] * 2
+        assert between[0] == between[1] >= whole and between[2] == 0
 
 
 def test_replicas_without_partitions_are_reduced_once_per_unit() -> None:

@@ -11,6 +11,8 @@ What is read here beyond the public API, and why no public one will do:
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
 - ``state._state_ctx``: whether an earlier backward pass failed;
+- ``unshard`` and ``is_unsharded`` of the group, ``to_unsharded`` and ``_setattr_on_modules`` of its parameters: which of
+  the two a module's parameters are, while a unit stays gathered between backward passes;
 - ``reset_sharded_param`` of parameters and ``_init_mp_dtypes`` of the group: shards that are stored in another dtype
   from the first optimizer on.
 """
@@ -59,6 +61,7 @@ class ShardedUnit:
         self._reached_in_pass: set[int] = set()
         self._uses_left = 0  # forwards that no backward pass has come through yet, recomputed ones not counted
         self.was_trainable: set[int] = set()
+        self._shows_shards = False  # though it is gathered
         group: Any = module._get_fsdp_state()._fsdp_param_group
         if in_order:
             self.names = list(parameter_names)
@@ -68,6 +71,7 @@ class ShardedUnit:
         if group is not None:
             group.pre_forward = self._using(group.pre_forward)
             group.post_backward = self._noting(group.post_backward)
+            group.unshard = self._showing_whole(group, group.unshard)
         if is_root:
             module.register_forward_pre_hook(self._refuse_after_failure, prepend=True)
 
@@ -123,6 +127,13 @@ class ShardedUnit:
     def end_of_pass(self) -> None:
         self._reached_in_pass.clear()
         self.was_trainable |= {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
+
+    def show_shards(self) -> None:
+        """Between passes the module's parameters are shards, also if the unit stays gathered: who freezes, averages or
+        lists parameters there means those. The next use finds the whole ones."""
+        self._shows_shards = True
+        for parameter in self.fsdp_parameters:
+            parameter._setattr_on_modules(parameter.sharded_param)
 
     def end_of_window(self) -> None:
         self._uses_left = 0
@@ -198,6 +209,16 @@ class ShardedUnit:
         state = self.module._get_fsdp_state()
         args, kwargs = state._pre_forward(self.module, args, kwargs)
         return state._post_forward(self.module, args, method(*args, **kwargs))
+
+    def _showing_whole(self, group: Any, unshard: Callable[..., None]) -> Callable[..., None]:
+        def unsharded(*args: Any, **kwargs: Any) -> None:
+            unshard(*args, **kwargs)
+            if self._shows_shards and group.is_unsharded:
+                for parameter in self.fsdp_parameters:
+                    parameter.to_unsharded()
+            self._shows_shards = False
+
+        return unsharded
 
     def _using(self, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
         """Count uses; and what was gathered by an earlier forward and kept learns now that its parameters were frozen
