@@ -98,20 +98,21 @@ def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None =
     return run
 
 
+KEPT = {"reshard_after_forward": False, "reshard_after_backward": False}
 CASES = [
-    pytest.param(*case, marks=() if case == (2, 2, 2) else pytest.mark.slow)
-    for case in ((2, 2, 2), (4, 2, 1), (4, 4, 1), (2, 2, 1))
+    pytest.param(*case, marks=() if case == (2, 2, 2, {}) else pytest.mark.slow)
+    for case in ((2, 2, 2, {}), (4, 2, 1, {}), (4, 4, 1, {}), (2, 2, 1, {}), (4, 2, 2, KEPT))
 ]
 
 
-@pytest.mark.parametrize(("shard", "context", "micro_batches"), CASES)
+@pytest.mark.parametrize(("shard", "context", "micro_batches", "more"), CASES)
 def test_twenty_steps_of_trainer_equal_one_process(
-    tmp_path: Path, shard: int, context: int, micro_batches: int
+    tmp_path: Path, shard: int, context: int, micro_batches: int, more: dict[str, Any]
 ) -> None:
     """float32: losses and norms to 1e-6 + 2e-7 per step (summation order), evaluation likewise; logits, which grow with
     weights that Adam moves by its own noise, to 2e-4. Every prediction is there, in order, of whole sequences."""
     expected = run_trainer(tmp_path / "alone", micro_batches)
-    knobs = {"shard_degree": shard, "context_parallel_degree": context}
+    knobs = {"shard_degree": shard, "context_parallel_degree": context, **more}
     for seen in run_ranks(run_trainer, 4, tmp_path / "ranks", micro_batches, knobs, ranks_per_node=2, timeout=150):
         assert len(seen.losses) == len(expected.losses) == STEPS
         for what, ours, theirs in (("loss", seen.losses, expected.losses), ("norm", seen.norms, expected.norms)):

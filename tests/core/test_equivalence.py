@@ -19,6 +19,7 @@ from smp_core.config import SmpConfig
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import ParallelModel, parallelize_model
 from smp_core.topology import Topology
+from tests.core.gpt import SmallGpt
 from tests.core.models import Trajectory, TroubledModel, global_batches, loss_of, train_alone
 from tests.harness import run_ranks
 
@@ -134,6 +135,53 @@ def test_parameters_that_stay_gathered_through_a_window_train_like_one_process()
         for case, seen in zip(KEPT_CASES, trajectories, strict=True):
             expected = train_alone(torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES))
             assert_close(seen, expected, lambda step: 1e-12, 1e-12)
+
+
+COMPOSED = [
+    {"shard_degree": 4, "quantized_all_gather": "int8", "quantized_reduce": "int8"},
+    {"shard_degree": 4, "forward_prefetch": 2, "backward_prefetch": 2, "activation_checkpointing": "full"},
+    {"shard_degree": 2, "optimizer_shard": "world", "param_dtype": "bfloat16"},
+    {"shard_degree": 2, "state_offload": "all"},
+    {"shard_degree": 2, "state_offload": "optimizer", "delayed_init": True},
+    {"shard_degree": 1, "param_dtype": "bfloat16"},
+]
+
+
+def train_prepared(cases: list[dict]) -> list[Trajectory]:
+    """Steps of 3 micro-batches with an optimizer that is prepared; initial values of ``delayed_init`` by name."""
+    found = []
+    for knobs in cases:
+        torch.manual_seed(0)
+        with torch.device("meta" if knobs.get("delayed_init") else "cpu"):
+            model = SmallGpt(layers=2)
+        mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
+        parallel = parallelize_model(model, mesh, config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        parallel.prepare_optimizer(optimizer)
+        seen = Trajectory()
+        generator = torch.Generator().manual_seed(mesh.data_rank)
+        for _ in range(3):
+            for number in range(3):
+                with parallel.window.accumulate(number < 2):
+                    loss = model(torch.randint(101, (2, 9), generator=generator))
+                    loss.backward()
+                seen.losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.weights = full_weights(model)
+        found.append(seen)
+    return found
+
+
+@pytest.mark.slow
+def test_parameters_that_stay_gathered_change_no_bit_whatever_else_is_asked() -> None:
+    cases = [{"reshard_after_forward": False, **case, **kept} for case in COMPOSED for kept in ({}, KEPT)]
+    for found in run_ranks(train_prepared, 4, cases, ranks_per_node=2, timeout=180):
+        for case, freed, kept in zip(COMPOSED, found[::2], found[1::2], strict=True):
+            assert freed.losses == kept.losses, case
+            assert len(set(freed.losses)) == 9, case
+            for name, value in freed.weights.items():
+                assert torch.equal(kept.weights[name], value), (case, name)
 
 
 def check_float64(case: dict) -> None:

@@ -131,6 +131,14 @@ def test_two_ranks_sharded_replicated_and_recomputing_are_bitwise_equal() -> Non
         assert sharded.kinds == {"DTensor"}
 
 
+def test_weights_that_stay_gathered_in_fp8_are_bitwise_those_gathered_anew() -> None:
+    kept = {"reshard_after_forward": False, "reshard_after_backward": False}
+    variants = [{"shard_degree": 2, "micro_batches": 2}, {"shard_degree": 2, "micro_batches": 2, **kept}]
+    for anew, once in run_ranks(runs_of, 2, variants):
+        assert same(once, anew) == []
+        assert once.gathered[1] < anew.gathered[1] / 3
+
+
 def test_bfloat16_parameters_gathered_in_fp8_are_bitwise_those_that_were_cast_after_gathering() -> None:
     variants = [
         {"shard_degree": 2, "dtype": torch.bfloat16},

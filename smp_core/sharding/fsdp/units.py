@@ -11,8 +11,8 @@ What is read here beyond the public API, and why no public one will do:
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
 - ``state._state_ctx``: whether an earlier backward pass failed;
-- ``unshard`` and ``is_unsharded`` of the group, ``to_unsharded`` and ``_setattr_on_modules`` of its parameters: which of
-  the two a module's parameters are, while a unit stays gathered between backward passes;
+- ``unshard`` and ``is_unsharded`` of the group, ``to_unsharded`` and ``_setattr_on_modules`` of its parameters: whether
+  a module's parameters are shards or whole ones, while a unit stays gathered between backward passes;
 - ``reset_sharded_param`` of parameters and ``_init_mp_dtypes`` of the group: shards that are stored in another dtype
   from the first optimizer on.
 """
