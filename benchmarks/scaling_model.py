@@ -202,7 +202,7 @@ def main() -> None:
     cluster = Cluster(8, 5e-6, 450e9, 20e-6, 50e9)
     if asked.links:
         found = json.loads(asked.links.read_text())
-        intra, inter, k = found["intra"], found["inter"], found["ranks_per_node"]
+        intra, inter, k = found["intra"]["all_gather"], found["inter"]["all_gather"], found["ranks_per_node"]
         cluster = Cluster(k, intra["latency"], intra["bandwidth"], inter["latency"], inter["bandwidth"] * k)
     half, n = 2 * asked.parameters, asked.parameters
     work = Work(half, half / asked.layers, 4 * n, asked.layers + 1, asked.micro_batches, asked.compute)

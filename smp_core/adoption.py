@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp_core.comm.meter import CommMeter
@@ -25,6 +26,7 @@ from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.fsdp import adopt_units, given_policy, settle_given_parameters
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import GivenSharding, NativeWindow
+from smp_core.sharding.stages import settle_stages
 from smp_core.sharding.wrap import PlannedUnit, WrapPlan
 
 logger = logging.getLogger("smp")
@@ -106,6 +108,12 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
     broadcast_from_rank_0(model.buffers(), mesh.device)
     move_plain_tensors(model, mesh.device)
     settle_given_parameters(model)
+    own_dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    if not given.two_dimensional:
+        # Predicted times are linear: units of the average size take what these take together.
+        count = sum(isinstance(module, FSDPModule) for module in model.modules())
+        average = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor)) // count
+        mesh, config = settle_stages(mesh, config, [average] * count, own_dtype)
     traffic = Traffic(mesh, meter, config)
     config = traffic.config
     if given.two_dimensional:
@@ -114,8 +122,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
     _first_replicas_weights(model, mesh)
     units = adopt_units(model, traffic.all_gather, traffic.reduce_scatter)
     elements = [sum(p.numel() for p in unit.parameters()) for unit in units]
-    gathered_in = policy.param_dtype or next((p.dtype for p in model.parameters()), torch.float32)
-    config = settle_fsdp_options(config, mesh, [n for n in elements if n], gathered_in)
+    config = settle_fsdp_options(config, mesh, [n for n in elements if n], policy.param_dtype or own_dtype)
     apply_fsdp_options(model, config)
     planned = tuple(PlannedUnit(unit.name, unit.module, unit.parameter_names, unit.module is model) for unit in units)
     plan = WrapPlan(planned, tuple(plain), "as it came")

@@ -7,9 +7,9 @@ import logging
 import typer
 
 from smp_core.checkpoint.commands import app as checkpoint_app
+from smp_core.comm.commands import topology
 from smp_core.fp8.commands import fp8_report
 from smp_core.memory_log import memory_report
-from smp_core.planning.commands import topology
 
 app = typer.Typer(name="smp", help="torch-smp on the command line.", no_args_is_help=True, add_completion=False)
 app.add_typer(checkpoint_app, name="checkpoint")

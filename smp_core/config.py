@@ -54,7 +54,8 @@ class SmpConfig:
             not built yet.
         hierarchical: Whether a partition or replication group that spans nodes gathers and reduces in two stages,
             between nodes and inside them, which sends fewer bytes over the slow link. True, False or "auto" (default;
-            on when the group spans more than one node and has more than one rank on each).
+            on when the group spans more than one node and has more than one rank on each, unless the links that
+            SMP_LINKS names make one stage faster for the model's units).
         reshard_after_forward: Whether a unit frees its gathered parameters after forward and gathers them again in
             backward. True (default; least memory), False (kept until backward: one gather less), "node" (each node
             keeps a copy sharded over its ranks, so that backward gathers stay inside) or an integer >= 2 that divides

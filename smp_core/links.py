@@ -1,70 +1,160 @@
-"""How fast the links are: measured, fitted to latency and bandwidth, stored, and asked by ``hierarchical="auto"``.
+"""How fast the links are: fits of measured collectives, stored, and what gathers and sums take by them.
 
-A message of n bytes takes ``latency + n / bandwidth`` seconds (the alpha-beta model). Two fits are made, inside a node
-and between nodes: neighbours exchange messages of growing sizes, all pairs at once, as collectives do. The slowest rank
-counts, the median of some repetitions, and a least-squares line through the sizes.
+A collective of g ranks in which each of them sends n bytes in r rounds takes r x latency + n / bandwidth seconds: the
+alpha-beta model, with rounds and bytes of the ring algorithms (Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005,
+section 4). S is the whole tensor, the gathered one or the one to be reduced:
+
+    all_gather, reduce_scatter    r = g - 1        n = (g - 1) / g x S
+    all_reduce                    r = 2 (g - 1)    n = 2 (g - 1) / g x S
+
+Measured in three places (:mod:`smp_core.comm.measuring` does it): inside nodes, between nodes, and over all ranks as
+one group. Stages of two-stage collectives run in the first two, collectives in one stage in the third, so that one can
+be compared with the other whatever the backend's algorithm is.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, Literal
 
 from smp_core.topology import Topology
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 LINKS_VARIABLE = "SMP_LINKS"
 """Names the file of a stored measurement."""
 
-SIZES = tuple(1 << exponent for exponent in range(10, 23, 3))
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+Place = Literal["intra", "inter", "flat"]
+PLACES: dict[Place, str] = {"intra": "inside a node", "inter": "between nodes", "flat": "over all ranks"}
+
+LARGEST_ERROR = 0.5
+"""A fit that is further than this off one of its points, relative to the point, is pointed out."""
+
+_VERSION = 2  # 1 had times of messages between neighbours
+
+
+def rounds(kind: Kind, ranks: int) -> int:
+    """Messages that each of ``ranks`` sends one after the other in a ring."""
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1)
+
+
+def ring_bytes(kind: Kind, ranks: int, n_bytes: float) -> float:
+    """Bytes that each of ``ranks`` sends in a ring for a tensor of ``n_bytes``."""
+    return rounds(kind, ranks) * n_bytes / ranks
 
 
 @dataclass(frozen=True)
 class LinkFit:
-    """One class of links.
+    """One kind of collective in one place.
 
     Attributes:
-        latency: seconds of an empty message.
-        bandwidth: bytes per second of one rank's messages while its neighbours send too.
+        latency: seconds of one round without bytes.
+        bandwidth: bytes per second that one rank sends while all others of its kind do.
+        error: largest difference between the line and a point, relative to the point.
+        points: (bytes that a rank sends, seconds), as measured.
+        by: what ran: "library" (the backend's own collective) or "messages" between all pairs of ranks.
     """
 
     latency: float
     bandwidth: float
+    error: float = 0.0
+    points: tuple[tuple[float, float], ...] = ()
+    by: str = ""
 
     def seconds(self, messages: int, n_bytes: float) -> float:
         """Of ``messages`` one after the other, ``n_bytes`` in all."""
         return messages * self.latency + n_bytes / self.bandwidth
 
+    @classmethod
+    def through(cls, points: Sequence[tuple[float, float]], messages: int, by: str = "") -> LinkFit:
+        """Least squares weighted by 1 / seconds, as for noise whose variance grows with the time: unweighted the
+        largest size alone would count and the latency be anything; with relative errors the large sizes, which models
+        have, would be off by what small ones gain from buffers on the way. Neither latency nor bandwidth is negative.
+
+        Args:
+            points: (bytes that a rank sends, seconds), two sizes or more.
+            messages: rounds of each of them.
+        """
+        weights = [1 / seconds for _, seconds in points]
+        sums = [sum(w * term for w, term in zip(weights, terms, strict=True)) for terms in _terms(points)]
+        one, n, nn, s, ns = sums
+        slope = (one * ns - n * s) / (one * nn - n * n)
+        alpha = (s - slope * n) / one
+        if alpha < 0:  # the best line through the origin
+            alpha, slope = 0.0, ns / nn
+        # A noisy machine may time a large tensor no longer than a small one.
+        slope = max(slope, 1e-12)
+        error = max(abs((alpha + slope * n_bytes) / seconds - 1) for n_bytes, seconds in points)
+        return cls(alpha / messages, 1 / slope, error, tuple((float(n), float(s)) for n, s in points), by)
+
+
+def _terms(points: Sequence[tuple[float, float]]) -> list[list[float]]:
+    return [
+        [1.0] * len(points),
+        [n for n, _ in points],
+        [n * n for n, _ in points],
+        [s for _, s in points],
+        [n * s for n, s in points],
+    ]
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """What was measured in one place, in groups of ``ranks``."""
+
+    ranks: int
+    all_gather: LinkFit
+    reduce_scatter: LinkFit
+    all_reduce: LinkFit
+
+    def seconds(self, kind: Kind, ranks: int, n_bytes: float) -> float:
+        """Predicted, for a group of ``ranks`` and a tensor of ``n_bytes``."""
+        fit: LinkFit = getattr(self, kind)
+        return fit.seconds(rounds(kind, ranks), ring_bytes(kind, ranks, n_bytes))
+
 
 @dataclass(frozen=True)
 class Links:
-    """A cluster's links. ``inter`` is None with one node, ``intra`` with one rank per node."""
+    """A cluster's links.
+
+    Attributes:
+        intra: the ranks of a node, on all nodes at once; None with one rank per node.
+        inter: ranks with the same place on their nodes, all places at once; None with one node.
+        flat: all ranks as one group; None where it would be one of the two others.
+        measured_with: backend, versions and machine, for people.
+    """
 
     nodes: int
     ranks_per_node: int
-    intra: LinkFit | None
-    inter: LinkFit | None
+    intra: Collectives | None
+    inter: Collectives | None
+    flat: Collectives | None
+    measured_with: str = ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Links:
         """
         Raises:
-            ValueError: no such file, or not one that :meth:`save` wrote; the file is named.
+            ValueError: no such file, or not one that :meth:`save` of this version wrote; the file is named.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
-            fits = {name: None if values[name] is None else LinkFit(**values[name]) for name in ("intra", "inter")}
-            return cls(int(values["nodes"]), int(values["ranks_per_node"]), fits["intra"], fits["inter"])
+            if "nodes" in values and values.get("version") != _VERSION:
+                raise ValueError("of another version of torch-smp, without times of gathers and reductions")
+            places = {place: _collectives(values[place]) for place in PLACES}
+            layout = int(values["nodes"]), int(values["ranks_per_node"])
+            return cls(*layout, **places, measured_with=str(values["measured_with"]))
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{LINKS_VARIABLE}={os.fspath(path)}: no measurement of links ({error}); make one on the cluster with "
@@ -81,66 +171,104 @@ class Links:
         fits = (links.nodes, links.ranks_per_node) == (topology.num_nodes, topology.ranks_per_node)
         return links if fits else None
 
+    def poor_fits(self) -> str | None:
+        """A sentence that names the fits whose points are far from them; None if there are none."""
+        poor = [
+            f"{kind} {PLACES[place]} ({fit.error:.0%})"
+            for place, kind, fit in self._fits()
+            if fit.error > LARGEST_ERROR
+        ]
+        if not poor:
+            return None
+        return (
+            f"times are up to that far off the line of latency and bandwidth: {', '.join(poor)}; so may be what is "
+            "predicted from it. Measure again when nothing else uses the machines"
+        )
 
-def gather_seconds(links: Links, degree: int, n_bytes: float) -> tuple[float, float]:
+    def table(self) -> Table:
+        """All fits, for the terminal."""
+        from rich import box
+        from rich.table import Table
+
+        title = f"{self.nodes} nodes x {self.ranks_per_node} ranks: {self.measured_with}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in ("where", "by", "latency", "per rank", "per node", "off", "up to"):
+            left = column in ("where", "by")
+            table.add_column(column, justify="left" if left else "right", no_wrap=True)
+        place = None
+        for where, kind, fit in self._fits():
+            if where != place:
+                table.add_row(f"[bold]{PLACES[where]}")
+                place = where
+            per_node = _rate(fit.bandwidth * self.ranks_per_node) if where == "inter" else ""
+            largest = f"{max((n for n, _ in fit.points), default=0) / 2**20:.3g} MiB"
+            latency = f"{fit.latency * 1e6:,.0f} us"
+            table.add_row(f"  {kind}", fit.by, latency, _rate(fit.bandwidth), per_node, f"{fit.error:.0%}", largest)
+        return table
+
+    def _fits(self) -> list[tuple[Place, Kind, LinkFit]]:
+        return [
+            (place, kind, getattr(getattr(self, place), kind))
+            for place in PLACES
+            for kind in KINDS
+            if getattr(self, place) is not None
+        ]
+
+
+def _collectives(values: dict[str, Any] | None) -> Collectives | None:
+    if values is None:
+        return None
+    fits = {}
+    for kind in KINDS:
+        fit = dict(values[kind])
+        points = tuple((float(n), float(s)) for n, s in fit.pop("points"))
+        fits[kind] = LinkFit(points=points, **fit)
+    return Collectives(int(values["ranks"]), **fits)
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.3g} GB/s" if bytes_per_second >= 1e9 else f"{bytes_per_second / 1e6:.3g} MB/s"
+
+
+# What partition and replication groups would take, in one stage and in two (MiCS, arXiv 2205.00119, 3.2). ``encoded``:
+# bytes of a payload by those of what it encodes; only what crosses nodes is encoded, in one stage all of it.
+
+
+def gather_seconds(links: Links, degree: int, n_bytes: float, encoded: float = 1.0) -> tuple[float, float]:
     """Predicted time of an all-gather of ``n_bytes`` over a partition group of ``degree`` ranks that spans nodes.
 
     Returns:
-        (in one stage: a ring over all ranks, in two stages: between nodes, then inside).
+        (in one stage, in two: between nodes, then inside).
     """
-    assert links.inter is not None and links.intra is not None
+    return _in_one_and_two_stages(links, "all_gather", degree, n_bytes, encoded)
+
+
+def reduce_seconds(links: Links, degree: int, n_bytes: float, encoded: float = 1.0) -> tuple[float, float]:
+    """The same for a reduce-scatter of ``n_bytes``: (in one stage, in two: inside nodes, then between them)."""
+    return _in_one_and_two_stages(links, "reduce_scatter", degree, n_bytes, encoded)
+
+
+def _in_one_and_two_stages(
+    links: Links, kind: Kind, degree: int, n_bytes: float, encoded: float
+) -> tuple[float, float]:
+    assert links.intra is not None and links.inter is not None and links.flat is not None
     k = links.ranks_per_node
-    m, shard = degree // k, n_bytes / degree
-    # The fit between nodes was made with all k ranks of a node sending; a ring has one sender per node: k times as
-    # fast.
-    alone = LinkFit(links.inter.latency, links.inter.bandwidth * k)
-    flat = alone.seconds(degree - 1, (degree - 1) * shard)
-    staged = links.inter.seconds(m - 1, (m - 1) * shard) + links.intra.seconds(k - 1, (k - 1) * m * shard)
-    return flat, staged
+    between = links.inter.seconds(kind, degree // k, n_bytes / k * encoded)
+    return links.flat.seconds(kind, degree, n_bytes * encoded), between + links.intra.seconds(kind, k, n_bytes)
 
 
-def measure(topology: Topology, device: torch.device, *, repeats: int = 5, sizes: Sequence[int] = SIZES) -> Links:
-    """Time the links. Collective over the world; takes a few seconds on slow ones."""
-    rank, k = dist.get_rank(), topology.ranks_per_node
-    node, local = topology.node_of(rank), topology.local_rank_of(rank)
-    intra = inter = None
-    if k > 1:
-        peers = (topology.nodes[node][(local + 1) % k], topology.nodes[node][(local - 1) % k])
-        intra = _fit(sizes, [_time(size, *peers, device, repeats) for size in sizes])
-    if topology.num_nodes > 1:
-        m = topology.num_nodes
-        peers = (topology.nodes[(node + 1) % m][local], topology.nodes[(node - 1) % m][local])
-        inter = _fit(sizes, [_time(size, *peers, device, repeats) for size in sizes])
-    return Links(topology.num_nodes, k, intra, inter)
+def replica_sum_seconds(links: Links, degree: int, n_bytes: float, encoded: float = 1.0) -> tuple[float, float]:
+    """Predicted time of the sum of ``n_bytes`` across replicas with several of their ranks on each node: ``degree`` is
+    less than the ranks of a node, which are in ``degree`` replication groups side by side.
 
-
-def _time(n_bytes: int, right: int, left: int, device: torch.device, repeats: int) -> float:
-    """Seconds of sending to the right and receiving from the left; of the slowest rank."""
-    sent, got = (torch.zeros(n_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    seconds = []
-    for turn in range(repeats + 1):
-        dist.barrier()
-        began = time.perf_counter()
-        batch = [dist.P2POp(dist.irecv, got, left), dist.P2POp(dist.isend, sent, right)]
-        for work in dist.batch_isend_irecv(batch):
-            work.wait()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        if turn:  # the first one makes connections
-            seconds.append(time.perf_counter() - began)
-    slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
-
-
-def _fit(sizes: Sequence[int], seconds: Sequence[float]) -> LinkFit:
-    """Least squares of relative errors, so that small messages count as much as large ones; latency is not negative."""
-    weights = [1 / s**2 for s in seconds]
-    total = sum(weights)
-    mean_n = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total
-    mean_s = sum(w * s for w, s in zip(weights, seconds, strict=True)) / total
-    spread = sum(w * (n - mean_n) ** 2 for w, n in zip(weights, sizes, strict=True))
-    slope = sum(w * (n - mean_n) * (s - mean_s) for w, n, s in zip(weights, sizes, seconds, strict=True)) / spread
-    # A noisy machine may time a large message no longer than a small one.
-    slope = max(slope, 1e-12)
-    return LinkFit(max(mean_s - slope * mean_n, 0.0), 1 / slope)
+    Returns:
+        (one all-reduce, whose ``degree`` rings share the node's link; in stages: inside, between nodes, inside).
+    """
+    assert links.intra is not None and links.inter is not None and links.flat is not None
+    inside, m = links.ranks_per_node // degree, links.nodes
+    held = n_bytes / degree
+    one = links.flat.seconds("all_reduce", inside * m, held * degree * encoded)
+    stages = 0.0
+    for kind in ("reduce_scatter", "all_gather"):
+        stages += links.intra.seconds(kind, inside, held) + links.inter.seconds(kind, m, held / inside * encoded)
+    return one, stages

@@ -19,11 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smp_core.config import SmpConfig
-from smp_core.links import LINKS_VARIABLE, Links, gather_seconds
 from smp_core.topology import Topology
-
-# A large transformer block in bfloat16 is a few times this.
-_GATHER_BYTES = 1 << 24
 
 Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
@@ -71,7 +67,8 @@ class SmpMesh:
             device: this rank's device.
 
         Returns:
-            the mesh, and the config with the degrees and ``hierarchical`` in effect.
+            the mesh, and the config with the degrees and ``hierarchical`` in effect; measured links may take "auto"
+            back to one stage once a model is known (:mod:`smp_core.sharding.stages`).
 
         Raises:
             ValueError: a degree that does not divide the world or straddles nodes, a context degree that does not
@@ -203,11 +200,6 @@ def _resolve_hierarchical(asked: bool | str, degree: int, topology: Topology) ->
     k, nodes = topology.ranks_per_node, topology.num_nodes
     replicas_meet = degree < k and nodes > 1
     if asked == "auto":
-        links = Links.stored(topology) if two_stages(degree, topology) else None
-        if links is not None and links.intra is not None and links.inter is not None:
-            flat, staged = (1e3 * seconds for seconds in gather_seconds(links, degree, _GATHER_BYTES))
-            why = f"by {LINKS_VARIABLE}, a gather of 16 MiB takes {flat:.1f} ms in one stage and {staged:.1f} ms in two"
-            return staged <= flat, why
         if two_stages(degree, topology):
             return True, f"the partition group spans {degree // k} nodes with {k} ranks each"
         if degree > k:

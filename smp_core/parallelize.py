@@ -46,6 +46,7 @@ from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
 from smp_core.sharding.host_optimizer import host_kernels, offloaded_methods
 from smp_core.sharding.optimizer import MASTER, WorldSharding
+from smp_core.sharding.stages import settle_stages
 from smp_core.sharding.wrap import Entry, WrapPlan, plan_units
 
 logger = logging.getLogger("smp")
@@ -240,6 +241,10 @@ def parallelize_model(
     """
     config.require_built()
     plan = plan_units(model, config, entry=entry)
+    by_name = dict(model.named_parameters())
+    elements = [sum(by_name[name].numel() for name in unit.parameters) for unit in plan.units if unit.parameters]
+    own_dtype = next((p.dtype for p in by_name.values()), torch.float32)
+    mesh, config = settle_stages(mesh, config, elements, own_dtype)
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=config.comm_meter)
     traffic = Traffic(mesh, meter, config)
     config, context = build_context_parallel(model, mesh, traffic.config, meter)
@@ -267,9 +272,8 @@ def parallelize_model(
     replicated = [*plan.replicated, *(name for unit in plan.units for name in unit.parameters if whole)]
     broadcast_from_rank_0((by_name[name] for name in replicated), mesh.device)
     broadcast_from_rank_0(model.buffers(), mesh.device)
-    sharded = [] if whole else [sum(by_name[name].numel() for name in unit.parameters) for unit in plan.units]
     gathered_in = _dtype(config.param_dtype) or next((p.dtype for p in by_name.values()), torch.float32)
-    config = settle_fsdp_options(config, mesh, [elements for elements in sharded if elements], gathered_in)
+    config = settle_fsdp_options(config, mesh, [] if whole else elements, gathered_in)
     units: list[ShardedUnit] = []
     if not whole:
         units = shard_units(

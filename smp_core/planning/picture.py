@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-from smp_core.links import LinkFit, Links
+from smp_core.links import Collectives, Links
 from smp_core.topology import Topology
 
 _COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#f2cc8f", "#6d597a", "#3d405b", "#b56576", "#8ab17d")
@@ -18,8 +18,8 @@ def groups_of(topology: Topology, shard_degree: int) -> tuple[list[range], list[
     return partitions, [range(i, world, shard_degree) for i in range(shard_degree)]
 
 
-def text_picture(topology: Topology, shard_degree: int, links: Links | None = None) -> str:
-    """One line per node, its ranks marked with their partition group; then the groups and, if known, the links."""
+def text_picture(topology: Topology, shard_degree: int) -> str:
+    """One line per node, its ranks marked with their partition group; then the groups."""
     partitions, replications = groups_of(topology, shard_degree)
     width = len(str(topology.world_size - 1))
     lines = [
@@ -36,8 +36,6 @@ def text_picture(topology: Topology, shard_degree: int, links: Links | None = No
     example = list(replications[0])
     shown = ", ".join(map(str, example[:8])) + (", ..." if len(example) > 8 else "")
     lines.append(f"replication groups take one rank of each: {shown}")
-    if links is not None:
-        lines += [_link_line("inside a node", links.intra), _link_line("between nodes", links.inter)]
     return "\n".join(lines)
 
 
@@ -82,7 +80,8 @@ def _letter(number: int) -> str:
     return letters[number % 26] if number < 26 else letters[number // 26 % 26 - 1] + letters[number % 26]
 
 
-def _link_line(where: str, fit: LinkFit | None) -> str:
-    if fit is None:
+def _link_line(where: str, found: Collectives | None) -> str:
+    if found is None:
         return f"{where}: no link"
+    fit = found.all_gather
     return f"{where}: {fit.latency * 1e6:,.0f} us, {fit.bandwidth / 1e9:.3g} GB/s per rank"

@@ -4,8 +4,9 @@ how many gradients wait for their reduction, a communicator of its own for reduc
 ``"auto"`` follows measured links (``SMP_LINKS``, :mod:`smp_core.links`): while a message of n bytes is on its way, the
 link of latency L and bandwidth B has room for L x B bytes, so that ``ceil(L x B / n)`` units in flight keep it busy,
 at least one and at most ``MOST_IN_FLIGHT``, since each takes memory. n is the message of the median unit: the shard of
-one rank, as it travels. The link is the one between nodes where the partition group spans them. Without a measurement
-the depth is FSDP2's own.
+one rank, as it travels. The link is what was measured for gathers (prefetching) or reductions (buffers): between nodes
+where the partition group spans them in two stages, over all ranks where it does so in one, inside a node otherwise.
+Without a measurement the depth is FSDP2's own.
 
 Newer torch versions have more of these than others (:func:`smp_core.compat.fsdp_has`); what this torch, this device or
 the group's communication objects cannot do is refused by name.
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from smp_core.compat import fsdp_has
 from smp_core.config import SmpConfig
-from smp_core.links import LINKS_VARIABLE, LinkFit, Links
+from smp_core.links import LINKS_VARIABLE, Collectives, LinkFit, Links
 from smp_core.mesh import SmpMesh
 
 MOST_IN_FLIGHT = 4
@@ -79,15 +80,18 @@ def _by_links(
     knob: str, config: SmpConfig, mesh: SmpMesh, links: Links | None, unit_elements: Sequence[int], dtype: torch.dtype
 ) -> tuple[int, str]:
     between = mesh.topology.spans_nodes(mesh.shard_ranks)
-    link = None if links is None else links.inter if between else links.intra
     if mesh.shard_degree == 1:
         return _OWN[knob], "shard_degree=1: nothing is gathered"
-    if link is None:
-        return _OWN[knob], f"no measured links ({LINKS_VARIABLE})"
+    measured = None if links is None else _measured(links, mesh, between)
+    if measured is None:
+        nodes, k = mesh.topology.num_nodes, mesh.topology.ranks_per_node
+        return _OWN[knob], f"no measured links of {nodes} x {k} ranks ({LINKS_VARIABLE})"
+    link = measured.all_gather
     if knob == "reduce_scatter_buffers":
         missing = _missing(config, knob, _METHODS[knob], mesh)
         if missing:
             return _OWN[knob], missing
+        link = measured.reduce_scatter
         quantized: str | None = config.quantized_reduce
         dtype = getattr(torch, config.reduce_dtype) if config.reduce_dtype not in (None, "auto") else dtype
     else:
@@ -101,6 +105,13 @@ def _by_links(
         f"by {LINKS_VARIABLE}, {room / 1024:.0f} KiB are on their way {where}, a unit's message has "
         f"{message / 1024:.0f} KiB" + (f"; at most {MOST_IN_FLIGHT}" if count == MOST_IN_FLIGHT else "")
     )
+
+
+def _measured(links: Links, mesh: SmpMesh, between: bool) -> Collectives | None:
+    """What was measured where the collectives of the partition group run."""
+    if not between:
+        return links.intra
+    return links.inter if mesh.hierarchical or links.flat is None else links.flat
 
 
 def _require(config: SmpConfig, knob: str, method: str, mesh: SmpMesh) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from smp_core.config import SmpConfig
-from smp_core.links import LinkFit, Links
+from smp_core.links import Collectives, LinkFit, Links
 from smp_core.mesh import SmpMesh
 from smp_core.sharding import fsdp_options
 from smp_core.sharding.fsdp_options import MOST_IN_FLIGHT, settle_fsdp_options, units_in_flight
@@ -51,7 +51,8 @@ def test_depths_follow_the_link_that_the_partition_group_uses(tmp_path: Path) ->
     """40,000 float32 elements of the median unit: 40 KB from each of four ranks, 80 KB from each of two."""
     path = tmp_path / "links.json"
     between, inside = LinkFit(1e-3, 100e6), LinkFit(1e-6, 1e9)  # 100 KB and 1 KB on their way
-    Links(2, 2, inside, between).save(path)
+    inside_node, between_nodes = (Collectives(2, *[fit] * 3) for fit in (inside, between))
+    Links(2, 2, inside_node, between_nodes, Collectives(4, *[LinkFit(1e-3, 50e6)] * 3)).save(path)
     env = {"SMP_LINKS": str(path)}
     for forward, backward, buffers in run_ranks(settled, 4, 4, {}, ranks_per_node=2, env=env):
         assert forward[0] == backward[0] == 3
@@ -59,13 +60,15 @@ def test_depths_follow_the_link_that_the_partition_group_uses(tmp_path: Path) ->
         assert buffers[0] == 1 and "cpu" in buffers[1]
     for forward, _, _ in run_ranks(settled, 4, 4, {"quantized_all_gather": "int8"}, ranks_per_node=2, env=env):
         assert forward[0] == MOST_IN_FLIGHT, "a quarter of the bytes, four times as many"
+    for forward, _, _ in run_ranks(settled, 4, 4, {"hierarchical": False}, ranks_per_node=2, env=env):
+        assert forward[0] == 2, "in one stage over all ranks: 50 KB on their way"
     for forward, _, _ in run_ranks(settled, 4, 2, {"forward_prefetch": 2}, ranks_per_node=2, env=env):
         assert forward == (2, "as asked")
     for forward, backward, _ in run_ranks(settled, 4, 2, {}, ranks_per_node=2, env=env):
         assert (forward[0], backward[0]) == (1, 1) and "inside a node" in forward[1]
     for forward, backward, buffers in run_ranks(settled, 4, 4, {}, ranks_per_node=2):
         assert (forward[0], backward[0], buffers[0]) == (0, 1, 1)
-        assert all("no measured links (SMP_LINKS)" in why for _, why in (forward, backward, buffers))
+        assert all("no measured links of 2 x 2 ranks (SMP_LINKS)" in why for _, why in (forward, backward, buffers))
 
 
 CUDA_ONLY = [
