@@ -152,9 +152,9 @@ class Links:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             if "nodes" in values and values.get("version") != _VERSION:
                 raise ValueError("of another version of torch-smp, without times of gathers and reductions")
-            places = {place: _collectives(values[place]) for place in PLACES}
-            layout = int(values["nodes"]), int(values["ranks_per_node"])
-            return cls(*layout, **places, measured_with=str(values["measured_with"]))
+            intra, inter, flat = (_collectives(values[place]) for place in PLACES)
+            nodes, ranks_per_node = int(values["nodes"]), int(values["ranks_per_node"])
+            return cls(nodes, ranks_per_node, intra, inter, flat, str(values["measured_with"]))
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{LINKS_VARIABLE}={os.fspath(path)}: no measurement of links ({error}); make one on the cluster with "

@@ -8,7 +8,7 @@ between nodes all ranks of each node, as in training: what they share, they shar
 
 A sample is the time of a few calls one after the other, so that it matters little when each rank began, on an
 accelerator until the device is done. The slowest rank counts, and the median of the samples. Sizes grow until a call is
-expected to take longer than ``LONGEST_CALL``: a place takes seconds, whatever the links are.
+expected to take longer than ``LONGEST_CALL``, so that a place takes seconds on fast links and half a minute at worst.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LONGEST_CALL = 1.0
 # A line through fewer says nothing about how good it is.
 _FEWEST_SIZES = 3
 # Long enough that what buffers on the way take up at once does not count.
-_SAMPLE_SECONDS, _MOST_CALLS = 0.1, 50
+_SAMPLE_SECONDS, _MOST_CALLS = 0.05, 50
 _FEWEST_SAMPLES, _MOST_SAMPLES = 3, 5
 
 T = TypeVar("T")
@@ -131,7 +131,8 @@ def _together(prepare: Callable[[], T]) -> T:
 
 def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
     """Of one call. Every rank gets the same answer."""
-    (warm,) = _slowest([_sample(call, device, 1)], device)  # makes connections; too long rather than too short
+    for _ in range(2):  # the first one makes connections
+        (warm,) = _slowest([_sample(call, device, 1)], device)
     calls = min(max(int(_SAMPLE_SECONDS / warm), 1), _MOST_CALLS)
     samples = min(max(int(LONGEST_CALL / (warm * calls)), _FEWEST_SAMPLES), _MOST_SAMPLES)
     return statistics.median(_slowest([_sample(call, device, calls) for _ in range(samples)], device))
