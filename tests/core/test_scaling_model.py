@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from smp_core.links import Collectives, LinkFit, Links
 from tests.harness import ROOT
 
 
@@ -54,3 +56,20 @@ def test_overlap_hides_no_more_than_there_is_compute() -> None:
     busy = model.Work(100.0, 20.0, 200.0, 5, 3, compute=10.0)
     plain, hidden = (model.step_seconds("fsdp2", FREE, 16, 8, busy, overlap) for overlap in (0.0, 1.0))
     assert plain - hidden == pytest.approx(30.0)
+
+
+def test_the_cluster_may_be_a_measured_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `smp topology --measure --store` writes: of one rank while the four of its node send; a node's is theirs."""
+    inside, between = (Collectives(n, *[fit] * 3) for n, fit in ((4, LinkFit(1e-6, 1e9)), (2, LinkFit(1e-3, 6e6))))
+    Links(2, 4, inside, between, between).save(tmp_path / "links.json")
+    out = tmp_path / "model.json"
+    monkeypatch.setattr(sys, "argv", ["scaling_model.py", "--links", str(tmp_path / "links.json"), "--out", str(out)])
+    monkeypatch.setattr(model, "draw", lambda *_: None)
+    model.main()
+    assert json.loads(out.read_text())["model"]["cluster"] == {
+        "ranks_per_node": 4,
+        "latency_inside": 1e-6,
+        "inside": 1e9,
+        "latency_between": 1e-3,
+        "between": 24e6,
+    }
