@@ -179,7 +179,7 @@ def test_parameters_that_stay_gathered_change_no_bit_whatever_else_is_asked() ->
     for found in run_ranks(train_prepared, 4, cases, ranks_per_node=2, timeout=180):
         for case, freed, kept in zip(COMPOSED, found[::2], found[1::2], strict=True):
             assert freed.losses == kept.losses, case
-            assert len(set(freed.losses)) == 9, case
+            assert len(set(freed.losses)) > 5, case  # bfloat16 losses may meet
             for name, value in freed.weights.items():
                 assert torch.equal(kept.weights[name], value), (case, name)
 
