@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from smp_core.links import Collectives, LinkFit, Links
 from tests.accelerate.running import fresh_accelerator, full_weights
 from tests.accelerate.trainers import Run, assert_close, make_dataset, make_trainer, whole_weights
 from tests.harness import run_ranks
@@ -94,6 +95,7 @@ def train_given(folder: Path, sizes: dict[str, int], **knobs: Any) -> dict[str, 
     handle = accelerator.parallel
     seen["bytes"] = sum(v for name, v in handle.meter.totals().items() if name.endswith("_bytes"))
     seen["stages"] = accelerator.mesh.hierarchical and handle.config.hierarchical
+    seen["in effect"] = (handle.mesh.hierarchical, handle.config.hierarchical)
     seen["layout"] = (accelerator.mesh.replicate_degree, accelerator.mesh.shard_degree)
     seen["state"] = accelerator.get_state_dict(model)
     return seen
@@ -125,6 +127,19 @@ def test_a_model_that_came_sharded_trains_like_one_process(tmp_path: Path, case:
         one = "dp_replicate_size" not in sizes
         assert (seen["bytes"] > 0) == one and seen["stages"] == one
         assert set(seen["state"]) == (set(expected["weights"]) if rank == 0 else set())
+
+
+def test_measured_links_decide_about_its_stages_too(tmp_path: Path) -> None:
+    """Slow inside the node: one stage, with the same losses."""
+    save_tiny(tmp_path / "model", False)
+    slow, fast = (Collectives(2, *[LinkFit(1e-6, bandwidth)] * 3) for bandwidth in (1e6, 1e10))
+    Links(2, 2, slow, fast, fast).save(tmp_path / "links.json")
+    env = {"SMP_LINKS": str(tmp_path / "links.json")}
+    expected = alone(tmp_path / "model")
+    for seen in run_ranks(train_given, 4, tmp_path / "model", {"fsdp_size": 4}, ranks_per_node=2, timeout=100, env=env):
+        assert seen["in effect"] == (False, False)
+        for step, (a, b) in enumerate(zip(seen["losses"], expected["losses"], strict=True)):
+            assert abs(a - b) <= 1e-6 + 2e-7 * step
 
 
 def trainer_given(folder: Path, source: Path, sizes: dict[str, int] | None, resume: str | None) -> Run:

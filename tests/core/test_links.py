@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -36,7 +38,8 @@ from smp_core.planning.picture import svg_picture, text_picture
 from smp_core.topology import Topology
 from tests.core.gpt import SmallGpt
 from tests.core.scenarios import parallel_model
-from tests.harness import run_ranks, run_script
+from tests.harness import ROOT, free_port, run_ranks, run_script
+from tests.rank_pool import base_environ
 
 
 def alike(ranks: int, latency: float, bandwidth: float) -> Collectives:
@@ -322,12 +325,61 @@ def sizes_measured(seconds_per_byte: float) -> list[int]:
     return [len(getattr(links.inter, kind).points) for kind in KINDS]
 
 
+def sizes_measured_at(speeds: list[float]) -> list[list[int]]:
+    return [sizes_measured(seconds_per_byte) for seconds_per_byte in speeds]
+
+
 def test_sizes_stop_growing_before_a_call_takes_longer_than_a_second() -> None:
     """At 1 s per MiB: 4, 16, 64, 256 KiB and 1 MiB. However slow, a line has three points."""
-    for found in run_ranks(sizes_measured, 2, 1 / 2**20, ranks_per_node=1):
-        assert found == [5, 5, 5]
-    for found in run_ranks(sizes_measured, 2, 1e-3, ranks_per_node=1):
-        assert found == [3, 3, 3]
+    for found in run_ranks(sizes_measured_at, 4, [1 / 2**20, 1e-3], ranks_per_node=1):
+        assert found == [[5, 5, 5], [3, 3, 3]]
+
+
+LOST_IN_THE_MIDDLE = """
+import sys
+from smp_core.cli import app
+from smp_core.comm import measuring
+
+prepared, calls = measuring._prepared, 0
+
+def failing(*arguments):
+    call, n_bytes = prepared(*arguments)
+    def counted():
+        global calls
+        calls += 1
+        if calls == 20:
+            raise RuntimeError("this rank fails")
+        call()
+    return counted, n_bytes
+
+if sys.argv.pop(1) == "1":
+    measuring._prepared = failing
+app(["topology", "--measure"])
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_in_the_middle_leaves_nobody_hanging() -> None:
+    """Without a launcher that would end the others: their connections to it close."""
+    port, environ = str(free_port()), {**base_environ(), "SMP_RANKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOST_IN_THE_MIDDLE, str(rank)],
+            env={**environ, "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "4"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for rank in range(4)
+    ]
+    try:
+        said = [rank.communicate(timeout=150)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode != 0 for rank in ranks)
+    assert "this rank fails" in said[1]
 
 
 def test_the_picture_shows_every_rank_once_with_its_group() -> None:
