@@ -77,7 +77,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     ranks_per_node: int | None = None,
-    timeout: float = 60.0,
+    timeout: float = 240.0,
     env: Mapping[str, str | None] | None = None,
     **kwargs: Any,
 ) -> list[T]:
@@ -93,7 +93,9 @@ def run_ranks(
         world_size: number of ranks.
         *args: positional arguments of `fn`.
         ranks_per_node: pose as nodes of this many ranks: sets SMP_RANKS_PER_NODE.
-        timeout: seconds the case may take, importing its module excluded. Collectives give up after three quarters.
+        timeout: seconds the case may take once its module is imported and all ranks are connected. Collectives give
+            up after three quarters. No estimate of its work, which a busy machine makes many times longer, but the
+            end of a hang.
         env: environment variables of the case; None removes one.
         **kwargs: keyword arguments of `fn`.
 

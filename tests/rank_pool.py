@@ -24,18 +24,22 @@ from typing import Any, NoReturn
 import psutil
 import torch.distributed as dist
 
-from tests.rank_worker import STACK_SIGNAL, STORE_HOST, Case
+from tests.rank_worker import CONNECT_LIMIT, STACK_SIGNAL, STORE_HOST, Case
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # Seconds. Importing torch on a loaded machine is slow, and is no fault of the case that happens to come first.
 START_LIMIT = 180.0
 LOAD_LIMIT = 180.0
-CLEAN_LIMIT = 20.0
+CLEAN_LIMIT = 120.0
 # After the first failure: how long the others may still report by themselves, and how long failed ranks keep their
 # connections open so that the others' own errors come before "connection closed by peer".
-GRACE = 5.0
+GRACE = 30.0
 HOLD = 1.0
+# How long a hung rank may take to write its stack.
+STACK_LIMIT = 20.0
+# How a complete stack ends: with the main thread's outermost frame, or where faulthandler cuts a deep one.
+_STACK_ENDS = (" in <module>\n", "  ...\n")
 
 OUTPUT_TAIL = 4000
 MAX_THREADS = 200
@@ -75,12 +79,9 @@ class _Rank:
     def stack(self) -> str:
         """Every thread's Python stack, asked for by signal."""
         self.process.send_signal(STACK_SIGNAL)
-        text = ""
-        for _ in range(20):
-            time.sleep(0.1)
-            before, text = text, self.stack_file.read_text()
-            if text and text == before:
-                return text
+        deadline = time.monotonic() + STACK_LIMIT
+        while not (text := self.stack_file.read_text()).endswith(_STACK_ENDS) and time.monotonic() < deadline:
+            time.sleep(0.05)
         return text or "(no answer to the request for its stack)\n"
 
     def kill(self) -> None:
@@ -144,7 +145,7 @@ class RankPool:
         Args:
             call: pickled ``(fn, args, kwargs)``.
             name: what to call the case in messages.
-            timeout: seconds for the function, its process group included.
+            timeout: seconds for the function, once all ranks are connected.
             environs: the whole environment of each rank.
 
         Returns:
@@ -163,6 +164,8 @@ class RankPool:
                     rank.conn.send(("case", Case(call, environ, os.getcwd(), store.port, collective_timeout)))
             self._await("loaded", LOAD_LIMIT, f"importing {name}")
             self._tell("go")
+            self._await("connected", CONNECT_LIMIT, f"connecting the ranks for {name}")
+            self._tell("run")
             results = self._await("returned", timeout, name)
             self._tell("clean")
             self._await("ready", CLEAN_LIMIT, f"cleaning up after {name}")

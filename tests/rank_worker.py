@@ -4,8 +4,9 @@ Owns the worker's side of `tests.harness`: the messages over the pipe, the proce
 process-wide state that is put back after it. A case goes through three stages, each started by the parent once *all*
 ranks have reported the one before:
 
-    case -> loaded     the function's module is imported (not counted in the case's time limit)
-    go -> returned     process group, function
+    case -> loaded     the function's module is imported
+    go -> connected    process group
+    run -> returned    the function; only this counts in the case's time limit
     clean -> ready     process group destroyed, global state put back
 
 A rank that raises says so and waits for the parent's word to leave; a failed pool is never used again.
@@ -39,6 +40,8 @@ import torch.nn.modules.module as module_hooks
 STACK_SIGNAL = signal.SIGUSR2
 
 STORE_HOST = "127.0.0.1"
+# Seconds for the connections of a case, which no case can be blamed for.
+CONNECT_LIMIT = 180.0
 
 
 @dataclass(frozen=True)
@@ -171,13 +174,11 @@ def _explain_asserts() -> None:
 
 def _start_group(case: Case) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(seconds=case.collective_timeout)
+    timeout = timedelta(seconds=CONNECT_LIMIT)
     store = dist.TCPStore(STORE_HOST, case.store_port, None, False, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    # A rank that raises or dies at once must not take its peers down while they still connect: what they say then is
-    # about the harness and not about the case. Over the store, which no rank's death touches.
-    store.set(f"harness/connected/{rank}", "")
-    store.wait([f"harness/connected/{peer}" for peer in range(world_size)])
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(timedelta(seconds=case.collective_timeout))
 
 
 def _run_case(conn: Connection, case: Case, state: ProcessState) -> None:
@@ -190,6 +191,10 @@ def _run_case(conn: Connection, case: Case, state: ProcessState) -> None:
     os.environ.update(case.environ)
     os.chdir(case.cwd)
     _start_group(case)
+    # A rank that raises or dies at once must not take its peers down while they still connect: what they say then is
+    # about the harness and not about the case.
+    conn.send(("connected", None))
+    _expect(conn, "run")
     # Plain pickle puts tensors into the message; the pickler of multiprocessing would pass file descriptors.
     result = pickle.dumps(fn(*args, **kwargs))
     _flush()

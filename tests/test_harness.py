@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.harness import RanksFailed, ScriptTimedOut, run_ranks, run_script
 
-# Seconds: long enough for a collective on a busy machine, short enough to wait for in a test.
-LIMIT = 5.0
+# Seconds that a test waits for a deliberate hang to be given up: collectives end after three quarters of them, and what
+# is left has to do for telling it on a busy machine.
+HANG_LIMIT = 12.0
 
 
 def who_am_i(greeting: str, *, punctuation: str) -> tuple[str, int]:
@@ -45,6 +46,8 @@ def raise_each_its_own() -> None:
 def hang_on_rank_1() -> None:
     if dist.get_rank() == 1:
         print("going to bed")
+    dist.barrier()
+    if dist.get_rank() == 1:
         time.sleep(600)
     dist.barrier()
 
@@ -132,7 +135,7 @@ def test_ranks_stay_alive_between_cases() -> None:
 
 def test_exception_on_one_rank_shows_every_ranks_traceback() -> None:
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(raise_on_rank_1, 2, timeout=LIMIT)
+        run_ranks(raise_on_rank_1, 2)
     message = str(failure.value)
     assert "assert 3 == 4" in message
     rank_0, rank_1 = message.split("--- rank 1")
@@ -143,14 +146,14 @@ def test_exception_on_one_rank_shows_every_ranks_traceback() -> None:
 
 def test_no_ranks_own_error_is_lost_to_a_closed_connection() -> None:
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(raise_each_its_own, 2, timeout=LIMIT)
+        run_ranks(raise_each_its_own, 2)
     assert "ValueError: rank 0 is unhappy" in str(failure.value)
     assert "ValueError: rank 1 is unhappy" in str(failure.value)
 
 
 def test_hung_rank_shows_where_it_hung() -> None:
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(hang_on_rank_1, 2, timeout=LIMIT)
+        run_ranks(hang_on_rank_1, 2, timeout=HANG_LIMIT)
     rank_0, rank_1 = str(failure.value).split("--- rank 1", 1)
     assert "dist.barrier()" in rank_0
     assert "still running" in rank_1 and "in hang_on_rank_1" in rank_1 and "going to bed" in rank_1
@@ -158,25 +161,26 @@ def test_hung_rank_shows_where_it_hung() -> None:
 
 
 def test_hang_that_no_peer_waits_for_ends_at_the_limit() -> None:
-    with pytest.raises(RanksFailed, match=r"ranks \[1\] did not finish within 1 s") as failure:
-        run_ranks(hang_without_peers, 2, timeout=1)
+    with pytest.raises(RanksFailed, match=r"ranks \[1\] did not finish within 5 s") as failure:
+        run_ranks(hang_without_peers, 2, timeout=5)
     assert "--- rank 0: returned" in str(failure.value)
     assert "in hang_without_peers" in str(failure.value)
 
 
 def test_dead_rank_is_named_and_its_pool_reaped() -> None:
-    pids = run_ranks(my_pid, 2)
+    # Not by their ids alone, which the next processes may get.
+    processes = [psutil.Process(pid) for pid in run_ranks(my_pid, 2)]
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(exit_on_rank_1, 2, timeout=LIMIT)
+        run_ranks(exit_on_rank_1, 2)
     assert "rank 1: exited with status 3" in str(failure.value)
     assert "in exit_on_rank_1" in str(failure.value).split("--- rank 1")[0]
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(process.is_running() for process in processes)
     assert run_ranks(who_am_i, 2, "", punctuation="") == [("0", 3), ("1", 3)]
 
 
 def test_result_that_does_not_pickle_is_a_failure_of_the_case() -> None:
     with pytest.raises(RanksFailed, match="pickle"):
-        run_ranks(return_something_that_does_not_pickle, 1, timeout=LIMIT)
+        run_ranks(return_something_that_does_not_pickle, 1)
 
 
 def test_function_that_does_not_pickle_is_refused() -> None:
@@ -214,13 +218,13 @@ def test_a_case_leaves_nothing_to_the_next() -> None:
 def test_dtensor_does_not_remember_the_groups_of_an_earlier_case() -> None:
     for more_groups in (False, True, False):
         # 2 * (0 + 1 + 2 + 3), exact in float32
-        assert run_ranks(sum_over_shards, 4, more_groups, timeout=20) == [12.0] * 4
+        assert run_ranks(sum_over_shards, 4, more_groups) == [12.0] * 4
 
 
 def test_script_output_and_status_come_back(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys; print(os.environ['COLOUR']); print('oh', file=sys.stderr); sys.exit(4)")
-    done = run_script([script], env={"COLOUR": "blue"}, timeout=60)
+    done = run_script([script], env={"COLOUR": "blue"}, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (4, "blue\n", "oh\n")
 
 
@@ -235,7 +239,7 @@ def test_script_past_its_limit_is_killed_with_its_children_and_shows_stacks(tmp_
         "snore()\n"
     )
     with pytest.raises(ScriptTimedOut, match="in snore"):
-        run_script([script], timeout=5)
+        run_script([script], timeout=10)  # the script needs a tenth of a second to get there
     assert _all_end([int(pid_file.read_text())])
 
 
@@ -250,15 +254,15 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     )
     # TMPDIR: a process that is killed leaves its files behind.
     environ = {"PYTHONPATH": os.pathsep.join([".", *sys.path]), "TMPDIR": str(tmp_path)}
-    done = run_script([script], env=environ, timeout=120)
+    done = run_script([script], env=environ, timeout=280)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     assert _all_end(pids)
 
 
 def _all_end(pids: list[int]) -> bool:
-    """Whether the processes end within ten seconds: a signal is sent at once but not obeyed at once."""
-    deadline = time.monotonic() + 10
+    """Whether the processes end within a minute: a signal is sent at once but not obeyed at once."""
+    deadline = time.monotonic() + 60
     while any(_running(pid) for pid in pids):
         if time.monotonic() > deadline:
             return False

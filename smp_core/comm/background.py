@@ -85,7 +85,10 @@ class Background:
                     task.run()
                 except BaseException as error:  # raised where somebody waits
                     task.error = error
-                task.done.set()
+                # Before anybody hears of it: who waited must find nothing of the work alive in this thread.
+                done = task.done
+                del task
+                done.set()
 
     def _on_stream(self, run: Callable[[], None]) -> Pending:
         module = torch.get_device_module(self._device.type)

@@ -192,7 +192,7 @@ def loaded_after(*statements: str) -> list[set[str]]:
     show = "print('LOADED', *sorted({name.partition('.')[0] for name in sys.modules}))"
     script = "\n".join(["import sys", *(line for statement in statements for line in (statement, show))])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-W", "ignore", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return [set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("LOADED")]

@@ -19,7 +19,7 @@ GATHERS, REDUCTIONS = MICRO_BATCHES * (1 + 2 * LAYERS), MICRO_BATCHES * UNITS
 
 def one_rank(world: int, rank: int, **knobs: Any) -> dict[str, Any]:
     arguments = [str(world), str(K), str(rank), json.dumps(knobs)]
-    done = run_script(["-m", "tests.core.fake_world", *arguments], timeout=120)
+    done = run_script(["-m", "tests.core.fake_world", *arguments], timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -118,7 +118,7 @@ def train_several(cases: list[dict]) -> list[Trajectory]:
 
 
 def test_secondary_shards_and_prefetch_train_like_one_process() -> None:
-    for trajectories in run_ranks(train_several, 4, GATHERING, ranks_per_node=2, timeout=180):
+    for trajectories in run_ranks(train_several, 4, GATHERING, ranks_per_node=2, timeout=600):
         for case, seen in zip(GATHERING, trajectories, strict=True):
             expected = train_alone(torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES))
             assert_close(seen, expected, lambda step: 1e-12, 1e-12)

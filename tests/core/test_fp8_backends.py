@@ -104,7 +104,7 @@ def test_torchao_trains_sharded_as_it_does_replicated_and_in_one_process() -> No
     """Bitwise on two ranks. One process casts whole batches by one scale, which is no power of two as ours are, so that
     already the first loss differs by FP8 noise."""
     alone = run_ranks(runs_of, 1, [{"shard_degree": 1, "fp8": TORCHAO}, {"shard_degree": 1, "fp8": None}], steps=6)[0]
-    for sharded, replicated in run_ranks(in_torchao, 2, timeout=120):
+    for sharded, replicated in run_ranks(in_torchao, 2):
         assert sharded.losses == replicated.losses and sharded.losses[-1] < sharded.losses[0]
         assert all(torch.equal(sharded.weights[name], value) for name, value in replicated.weights.items())
         assert sharded.kinds == {"DTensor"} and sharded.amax_calls == [0.0] * 6

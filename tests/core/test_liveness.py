@@ -1,7 +1,9 @@
 """Who was lost, from the signs of life that every rank leaves beside the collectives.
 
 A lost rank is played by one whose signs stop (or, for rank 0, whose store closes) while its process lives on, so that
-it can report to the test. Real deaths are in the tests of the Lightning face.
+it can report to the test. A look, which takes four intervals of the clock elsewhere, ends here when every rank that
+lives has given new signs: however busy the machine is, none of them is taken for lost. Real deaths, by the clock, are
+in the tests of the faces.
 """
 
 from __future__ import annotations
@@ -9,16 +11,21 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 
 import torch.distributed as dist
 
+import smp_core.liveness as liveness
 from smp_core.liveness import RankWatch
 from tests.harness import run_ranks
 
-# A look takes four intervals, in which a rank that lives has to get its turn on a busy machine.
-INTERVAL = 0.4
+INTERVAL = 0.1
+# Seconds for what surely comes.
+LONG = timedelta(seconds=150)
 PEER_LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
 
 Report = tuple[str | None, str]
@@ -30,10 +37,26 @@ def watch() -> RankWatch:
     return started
 
 
-def report(watching: RankWatch, error: BaseException = PEER_LOST) -> Report:
-    """What was found, and what was written to stderr."""
-    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+def report(watching: RankWatch, alive: list[int], error: BaseException = PEER_LOST) -> Report:
+    """What was found, and what was written to stderr. The look ends when the ranks that are ``alive`` have given
+    signs, two of them: the first may have been on its way when it began."""
+    asked = []
+
+    def beats() -> list[int]:
+        seen = watching._look()
+        return [] if seen is None else [seen[rank]["beats"] for rank in alive]
+
+    def look(seconds: float) -> None:
+        asked.append(seconds)
+        before, deadline = beats(), time.monotonic() + LONG.total_seconds()
+        while any(now < then + 2 for then, now in zip(before, beats(), strict=False)):
+            assert time.monotonic() < deadline, f"no signs of life from ranks {alive}"
+            time.sleep(INTERVAL / 4)
+
+    clock = SimpleNamespace(sleep=look)
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, mock.patch.object(liveness, "time", clock):
         found = watching.report(error)
+    assert asked in ([], [4 * INTERVAL])
     return found, stderr.getvalue()
 
 
@@ -42,13 +65,13 @@ def fall_silent(watching: RankWatch) -> None:
     watching._thread.join()
 
 
-def after(prepare: Callable[[RankWatch, int], None], reporting: list[int]) -> Report:
+def after(prepare: Callable[[RankWatch, int], None], reporting: list[int], alive: list[int]) -> Report:
     """Every rank prepares, then the reporting ones report; the others wait until those are done."""
     watching, rank = watch(), dist.get_rank()
     prepare(watching, rank)
-    dist.monitored_barrier(timeout=timedelta(seconds=40))
-    result = report(watching) if rank in reporting else (None, "")
-    dist.monitored_barrier(timeout=timedelta(seconds=40))
+    dist.monitored_barrier(timeout=LONG)
+    result = report(watching, alive) if rank in reporting else (None, "")
+    dist.monitored_barrier(timeout=LONG)
     fall_silent(watching)
     return result
 
@@ -72,7 +95,7 @@ def silence_rank_2(watching: RankWatch, rank: int) -> None:
 
 
 def rank_2_is_silent() -> Report:
-    return after(silence_rank_2, [0, 1])
+    return after(silence_rank_2, reporting=[0, 1], alive=[0, 1, 3])
 
 
 def test_a_rank_that_gives_no_sign_of_life_is_named_with_its_step() -> None:
@@ -84,11 +107,11 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_with_its_step() -> None:
 
 def fail_on_rank_1(watching: RankWatch, rank: int) -> None:
     if rank == 1:
-        assert report(watching, ValueError("the sample is broken")) == (None, "")
+        assert report(watching, [], ValueError("the sample is broken")) == (None, "")
 
 
 def rank_1_fails() -> Report:
-    return after(fail_on_rank_1, [0, 2])
+    return after(fail_on_rank_1, reporting=[0, 2], alive=[0, 1, 2, 3])
 
 
 def test_a_rank_that_fails_with_an_error_of_its_own_is_named_with_it() -> None:
@@ -104,7 +127,7 @@ def fail_and_silence(watching: RankWatch, rank: int) -> None:
 
 
 def rank_1_fails_and_rank_2_is_silent() -> Report:
-    return after(fail_and_silence, [0])
+    return after(fail_and_silence, reporting=[0], alive=[0, 1, 3])
 
 
 def test_several_lost_ranks_are_all_named() -> None:
@@ -121,7 +144,7 @@ def end_rank_1(watching: RankWatch, rank: int) -> None:
 
 
 def rank_1_ends_and_rank_2_is_silent() -> Report:
-    return after(end_rank_1, [0])
+    return after(end_rank_1, reporting=[0], alive=[0, 3])
 
 
 def test_a_rank_that_ended_in_good_order_is_not_lost() -> None:
@@ -137,7 +160,7 @@ def fall_behind(watching: RankWatch, rank: int) -> None:
 
 
 def rank_1_is_behind() -> Report:
-    return after(fall_behind, [0, 2])
+    return after(fall_behind, reporting=[0, 2], alive=[0, 1, 2, 3])
 
 
 def test_when_all_live_the_ranks_that_are_behind_are_named() -> None:
@@ -148,7 +171,7 @@ def test_when_all_live_the_ranks_that_are_behind_are_named() -> None:
 
 
 def all_are_well() -> Report:
-    return after(lambda watching, rank: None, [0, 2])
+    return after(lambda watching, rank: None, reporting=[0, 2], alive=[0, 1, 2, 3])
 
 
 def test_nothing_is_said_when_nothing_is_wrong_elsewhere() -> None:
@@ -163,7 +186,7 @@ def close_store_of_rank_0(watching: RankWatch, rank: int) -> None:
 
 
 def rank_0_is_gone() -> Report:
-    return after(close_store_of_rank_0, [1, 2])
+    return after(close_store_of_rank_0, reporting=[1, 2], alive=[])
 
 
 def test_the_loss_of_rank_0_takes_the_store_away_and_is_told() -> None:
@@ -179,7 +202,8 @@ def test_one_process_watches_nobody() -> None:
 
 
 def stop_twice() -> None:
-    watching = watch()
+    watching = RankWatch.start(interval=60.0)  # stop waits for its thread for two intervals at most
+    assert watching is not None
     watching.stop()
     assert not watching._thread.is_alive()
     watching.stop()

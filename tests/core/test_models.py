@@ -87,7 +87,7 @@ def train_one(name: str, **knobs) -> Trained:
 
 def compare(names: list[str], world: int, **knobs) -> None:
     expected = {name: train_alone(name, world) for name in names}
-    for seen in run_ranks(train_together, world, names, timeout=200, **knobs):
+    for seen in run_ranks(train_together, world, names, timeout=600, **knobs):
         for name in names:
             tolerance = SPECIMENS[name].tolerance
             (losses, weights), (their_losses, their_weights) = seen[name], expected[name]

@@ -89,7 +89,7 @@ def train_cases(cases: list[dict[str, Any]]) -> list[Trajectory]:
 
 
 def test_float64_training_equals_one_process() -> None:
-    for trajectories in run_ranks(train_cases, 4, CASES, ranks_per_node=2, timeout=180):
+    for trajectories in run_ranks(train_cases, 4, CASES, ranks_per_node=2, timeout=600):
         for case, seen in zip(CASES, trajectories, strict=True):
             expected = train_alone(torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES))
             assert_close(seen, expected, lambda step: 1e-12, 1e-12)
@@ -117,7 +117,7 @@ def test_conditional_and_repeated_parameters_have_the_gradients_of_one_process(d
     """Also None where one process has None. Thawing is another test's."""
     names = [name for name in allowed(degree) if "frozen" not in name and "thawed" not in name]
     expected = {name: alone(SCENARIOS[name], 4) for name in names}
-    ranks = run_ranks(gradients_of_scenarios, 4, names, ranks_per_node=2, timeout=200, shard_degree=degree)
+    ranks = run_ranks(gradients_of_scenarios, 4, names, ranks_per_node=2, timeout=600, shard_degree=degree)
     for seen in ranks:
         wrong = {name: found for name in names if (found := differences(seen[name], expected[name]))}
         assert not wrong

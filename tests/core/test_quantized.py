@@ -131,7 +131,7 @@ def test_first_steps_and_excluded_parameters_are_exact() -> None:
         {"shard_degree": 4, "quantized_all_gather": "fp8", "quantize_exclude": ["*"], "hierarchical": False},
     ]
     expected = train_alone(torch.float64, global_batches(STEPS, 2, SAMPLES))
-    for trajectories in run_ranks(train_exactly, 4, cases, ranks_per_node=2, timeout=120):
+    for trajectories in run_ranks(train_exactly, 4, cases, ranks_per_node=2):
         for seen in trajectories:
             assert_close(seen, expected, lambda step: 1e-12, 1e-12)
 

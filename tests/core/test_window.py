@@ -43,7 +43,7 @@ PLAIN = SCENARIOS["everything is used"]
 def check_scenarios(names: list[str], degree: int, **options: bool) -> None:
     expected = {name: alone(SCENARIOS[name], 4) for name in names}
     knobs = {"shard_degree": degree, **options}
-    for rank, seen in enumerate(run_ranks(together, 4, names, ranks_per_node=2, timeout=200, **knobs)):
+    for rank, seen in enumerate(run_ranks(together, 4, names, ranks_per_node=2, timeout=600, **knobs)):
         wrong = {name: found for name in names if (found := differences(seen[name], expected[name]))}
         assert not wrong, f"rank {rank}"
 
@@ -80,7 +80,7 @@ def test_half_precision_replicas_train_like_one_process_within_bfloat16() -> Non
     middle. Two roundings of 2**-9 each, relative to the largest gradient on the way: 2**-7 leaves room for the sum."""
     names = [name for name in allowed(2) if SCENARIOS[name].per_replica or "input" in name]
     expected = {name: alone(SCENARIOS[name], 4) for name in names}
-    ranks = run_ranks(together, 4, names, ranks_per_node=2, timeout=200, shard_degree=2, replica_reduce_dtype="bf16")
+    ranks = run_ranks(together, 4, names, ranks_per_node=2, timeout=600, shard_degree=2, replica_reduce_dtype="bf16")
     for seen in ranks:
         for name in names:
             for parameter, value in expected[name].items():
@@ -149,7 +149,7 @@ def test_a_second_use_after_another_pass_is_sent_once() -> None:
     made before, lies in between; replicas that use it once wait for nobody's second message."""
     cases = [(retained, knobs) for retained in (True, False) for knobs, _ in TWO_PASSES]
     bounds = {str(knobs): bound for knobs, bound in TWO_PASSES}
-    ranks = run_ranks(two_passes_together, 4, cases, ranks_per_node=2, timeout=60)
+    ranks = run_ranks(two_passes_together, 4, cases, ranks_per_node=2)
     for number, (retained, knobs) in enumerate(cases):
         expected, bound = two_passes_alone(retained), bounds[str(knobs)]
         for seen in ranks:

@@ -133,7 +133,7 @@ def steps_after(old_torch: bool, **knobs) -> None:
 )
 def test_nothing_of_an_abandoned_window_reaches_the_next_step(degree: int, old_torch: bool, kept: bool) -> None:
     knobs = KEPT if kept else {}
-    run_ranks(steps_after, 4, old_torch, shard_degree=degree, ranks_per_node=2, timeout=200, **knobs)
+    run_ranks(steps_after, 4, old_torch, shard_degree=degree, ranks_per_node=2, timeout=600, **knobs)
 
 
 def go_on_after_failure(**knobs) -> list[str]:

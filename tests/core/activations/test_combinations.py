@@ -43,7 +43,7 @@ def fp8_runs() -> list[str]:
 
 
 def test_with_fp8() -> None:
-    assert run_ranks(fp8_runs, 2, timeout=120) == [[], []]
+    assert run_ranks(fp8_runs, 2) == [[], []]
 
 
 # Each beside the same without offload: with and without an FP8 gather, whole (FSDP2 is there for offloading alone), and
@@ -73,7 +73,7 @@ def fp8_offloads() -> list[str]:
 
 
 def test_fp8_weights_in_host_memory_travel_in_fp8() -> None:
-    assert run_ranks(fp8_offloads, 4, ranks_per_node=2, timeout=120) == [[]] * 4
+    assert run_ranks(fp8_offloads, 4, ranks_per_node=2) == [[]] * 4
 
 
 def context_gradients(**knobs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], ParallelModel]:
@@ -104,7 +104,7 @@ def context_runs() -> list[str]:
 
 
 def test_with_context_parallelism() -> None:
-    assert run_ranks(context_runs, 2, timeout=120) == [[], []]
+    assert run_ranks(context_runs, 2) == [[], []]
 
 
 def as_smp_says() -> list[int]:

@@ -170,7 +170,7 @@ def long_run(steps: int) -> tuple[list[tuple[int, int, int]], bool]:
 @pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_nothing_grows(steps: int) -> None:
     """Neither the pool nor what Python holds; the first ten steps see every length."""
-    for held, short_list in run_ranks(long_run, 2, steps, timeout=200):
+    for held, short_list in run_ranks(long_run, 2, steps, timeout=600):
         assert short_list
         assert held[10][0] > 0
         assert len({each[:2] for each in held[10:]}) == 1, "the pool still grows"

@@ -17,6 +17,9 @@ from smp_core.checkpoint import AsyncCheckpointer, CheckpointError, is_checkpoin
 from tests.core.checkpoint.states import differences, gathered, sharded_state
 from tests.harness import ROOT, run_ranks, run_script
 
+# Seconds for what surely comes.
+LONG = 240.0
+
 
 def zero(state: Any) -> None:
     if isinstance(state, torch.Tensor):
@@ -54,7 +57,7 @@ class Gate:
         original: Callable[..., Any] = storage.Sink.write
 
         def write(sink: storage.Sink, data: Any) -> None:
-            assert self.open.wait(20)
+            assert self.open.wait(LONG)
             original(sink, data)
 
         monkeypatch.setattr(storage.Sink, "write", write)
@@ -90,7 +93,7 @@ def test_a_failed_save_raises_at_the_next_call_and_keeps_what_was_to_be_removed(
         patch.setattr(storage.Sink, "write", fail)
         saver.save(tmp_path / "new", {"w": torch.ones(3)})
         saver.remove(tmp_path / "old")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + LONG
         while saver.in_flight and time.monotonic() < deadline:
             time.sleep(0.01)
     with pytest.raises(CheckpointError, match="the disk is gone"):

@@ -19,7 +19,7 @@ MATRIX = [
 ]
 
 
-def check(runs: list[Run], timeout: float = 60.0, tolerance: float = 1e-10) -> None:
+def check(runs: list[Run], timeout: float = 240.0, tolerance: float = 1e-10) -> None:
     """1e-10, for losses of about 4 and gradients of up to 1."""
     for seen in run_ranks(errors, 4, runs, ranks_per_node=2, timeout=timeout):
         for run, of_loss, of_gradients, largest in seen:
@@ -37,15 +37,15 @@ def test_loss_and_gradients_equal_one_process() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_loss_and_gradients_equal_one_process_everywhere(model: str) -> None:
-    check([run for run in MATRIX if run.model == model], timeout=280)
+    check([run for run in MATRIX if run.model == model], timeout=600)
 
 
 def test_layers_compile_as_one_graph_each() -> None:
-    check([Run("llama", 4, 2, "packed", compiled="aot_eager")], timeout=120)
+    check([Run("llama", 4, 2, "packed", compiled="aot_eager")])
 
 
 @pytest.mark.slow
 def test_layers_compile_with_inductor() -> None:
     """1e-7: Llama's norms add up in float32 whatever the dtype, and Inductor in another order. Checkpointed or not."""
     runs = [Run("llama", 4, 2, "packed", checkpointing, compiled="inductor") for checkpointing in (False, True)]
-    check(runs, timeout=280, tolerance=1e-7)
+    check(runs, timeout=600, tolerance=1e-7)
