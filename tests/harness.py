@@ -84,8 +84,8 @@ def run_ranks(
     """Call ``fn(*args, **kwargs)`` on every rank of a gloo process group and return the results in rank order.
 
     The default process group is initialised; RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT are set as torchrun sets them on one machine. Nothing is seeded. The environment is this process's own
-    at the time of the call, without what a launcher would set (RANK, SLURM_*, SMP_*, ...).
+    MASTER_PORT are set as torchrun sets them on one machine. All ranks begin with seed 0. The environment is this
+    process's own at the time of the call, without what a launcher would set (RANK, SLURM_*, SMP_*, ...).
 
     Args:
         fn: a module-level function; it, its arguments and its results travel by pickle (no DTensors, no modules with

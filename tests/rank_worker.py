@@ -21,6 +21,7 @@ import gc
 import logging
 import os
 import pickle
+import random
 import signal
 import sys
 import traceback
@@ -32,6 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.modules.module as module_hooks
@@ -84,7 +86,9 @@ class ProcessState:
         self._mesh_caches: list[Any] = []
 
     def before_case(self) -> None:
-        """Set aside what is alive now, so that collecting a case's garbage does not walk over all of torch."""
+        """Numbers drawn without a seed are the same whatever ran before. And what is alive now is set aside, so that
+        collecting a case's garbage does not walk over all of torch."""
+        seed_all()
         self._mesh_caches += [
             obj
             for obj in gc.get_objects()
@@ -148,6 +152,13 @@ class ProcessState:
         torch.clear_autocast_cache()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
+
+
+def seed_all() -> None:
+    """Give every generator that tests draw from a seed: 0 on all ranks."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
 
 
 def _die_with_parent() -> None:

@@ -85,7 +85,7 @@ class HostOptimizer:
         optimizer: over device parameters, sharded or plain.
         kind: the class whose ``step`` is to run.
         device: where the parameters are.
-        chunk_bytes: parameters and gradients that travel together.
+        chunk_bytes: parameters and gradients that travel together; None: `CHUNK_BYTES`.
     """
 
     def __init__(
@@ -93,9 +93,10 @@ class HostOptimizer:
         optimizer: torch.optim.Optimizer,
         kind: type[torch.optim.Optimizer],
         device: torch.device,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
     ) -> None:
-        self._optimizer, self._device, self._chunk_bytes = optimizer, device, chunk_bytes
+        self._optimizer, self._device = optimizer, device
+        self._chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
         on_cuda = device.type == "cuda"
         self._pinned = on_cuda
         self._out = torch.cuda.Stream(device) if on_cuda else None

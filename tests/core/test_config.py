@@ -116,7 +116,7 @@ def as_text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, (tuple, dict)) else str(value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=st.fixed_dictionaries({}, optional=VALUES).filter(lambda it: not contradictory(it)))
 def test_every_way_to_build_gives_the_same_config(values: dict[str, Any], tmp_path_factory: Any) -> None:
     config = SmpConfig(**values)

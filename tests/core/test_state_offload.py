@@ -4,6 +4,7 @@ same fused optimizer, because the same CPU kernel steps the same numbers."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -55,13 +56,14 @@ def weights_of(parallel: ParallelModel) -> dict[str, torch.Tensor]:
 
 
 def compare(cases: list[tuple[str, str, dict[str, Any]]], steps: int) -> int:
-    host_optimizer.CHUNK_BYTES = 5000  # a handful of parameters, so that there are many chunks
     for offload, name, layout in cases:
         seen = []
         for knobs in ({}, {"state_offload": offload}):
             parallel = build(layers=2, **layout, **knobs)
             optimizer = OPTIMIZERS[name](parallel.module.parameters())
-            parallel.prepare_optimizer(optimizer)
+            # A handful of parameters, so that there are many chunks.
+            with mock.patch.object(host_optimizer, "CHUNK_BYTES", 5000):
+                parallel.prepare_optimizer(optimizer)
             losses = train(parallel, optimizer, range(steps))
             seen.append((losses, weights_of(parallel)))
         assert_equal_bits(seen[1], seen[0], f"{offload}, {name}, {layout}")
@@ -367,9 +369,9 @@ class Counting(torch.optim.SGD):
 
 
 def test_what_an_optimizer_keeps_in_its_groups_is_kept() -> None:
-    host_optimizer.CHUNK_BYTES = 1
     parameters = bfloat16_parameters()
-    optimizer = offloaded(parameters, lambda given: Counting(given, lr=0.1))
+    with mock.patch.object(host_optimizer, "CHUNK_BYTES", 1):
+        optimizer = offloaded(parameters, lambda given: Counting(given, lr=0.1))
     for step in range(3):
         gradients(step, parameters)
         optimizer.step()

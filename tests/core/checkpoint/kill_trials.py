@@ -14,8 +14,8 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -29,6 +29,8 @@ from smp_core.checkpoint import AsyncCheckpointer, CheckpointError, load_checkpo
 
 WORLD = 4
 ROWS = 1 << 20  # 4 MB of float32 per tensor
+# Seconds after a kill. An undisturbed world may take as long as it takes: who started this script has a limit.
+SURVIVORS_LIMIT = 20.0
 
 
 def state(seed: int) -> dict[str, Any]:
@@ -55,10 +57,9 @@ def fork(work: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def rank_work(rank: int, port: int, path: str, started: int, async_save: bool) -> None:
+def rank_work(rank: int, store: str, path: str, started: int, async_save: bool) -> None:
     """One rank: join the group, say that it starts, save step 2."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     saver = AsyncCheckpointer() if async_save else None
     mine = state(2)
     dist.barrier()
@@ -75,11 +76,16 @@ def rank_work(rank: int, port: int, path: str, started: int, async_save: bool) -
 
 def run_world(path: str, async_save: bool, kill_after: float | None, victims: list[int]) -> float:
     """Fork a world, kill the victims ``kill_after`` seconds into the save; seconds that the world lived on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # A file, not a port: one that is free now may be taken when rank 0 listens.
+    with tempfile.TemporaryDirectory(prefix="smp-kill-") as meeting:
+        return run_world_that_meets(f"{meeting}/store", path, async_save, kill_after, victims)
+
+
+def run_world_that_meets(
+    store: str, path: str, async_save: bool, kill_after: float | None, victims: list[int]
+) -> float:
     read_end, write_end = os.pipe()
-    pids = [fork(lambda r=rank: rank_work(r, port, path, write_end, async_save)) for rank in range(WORLD)]  # type: ignore[misc]
+    pids = [fork(lambda r=rank: rank_work(r, store, path, write_end, async_save)) for rank in range(WORLD)]  # type: ignore[misc]
     os.close(write_end)
     heard = 0
     while heard < WORLD and (piece := os.read(read_end, WORLD)):
@@ -90,9 +96,9 @@ def run_world(path: str, async_save: bool, kill_after: float | None, victims: li
         time.sleep(kill_after)
         for rank in victims:
             os.kill(pids[rank], signal.SIGKILL)
-    deadline = time.monotonic() + 20
+    end = time.monotonic() + SURVIVORS_LIMIT
     waiting = set(pids)
-    while waiting and time.monotonic() < deadline:
+    while waiting and (kill_after is None or time.monotonic() < end):
         for pid in list(waiting):
             if os.waitpid(pid, os.WNOHANG)[0]:
                 waiting.discard(pid)

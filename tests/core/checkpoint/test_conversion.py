@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -169,7 +170,11 @@ def accelerate_round_trip(folder: str) -> Any:
     accelerator: Any = SimpleNamespace(
         process_index=torch.distributed.get_rank(), is_fsdp2=True, wait_for_everyone=torch.distributed.barrier
     )
-    fsdp_utils.logger = SimpleNamespace(info=lambda *a: None)  # type: ignore[assignment]
+    with mock.patch.object(fsdp_utils, "logger", SimpleNamespace(info=lambda *a: None)):
+        return accelerate_saves_and_loads(folder, fsdp_utils, plugin, accelerator)
+
+
+def accelerate_saves_and_loads(folder: str, fsdp_utils: Any, plugin: Any, accelerator: Any) -> Any:
     model, optimizer = sharded_model(1)
     fsdp_utils.save_fsdp_model(plugin, accelerator, model, f"{folder}/accelerate")
     fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, f"{folder}/accelerate")

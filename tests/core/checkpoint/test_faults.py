@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -342,9 +343,9 @@ def test_a_link_is_replaced_and_removed_as_a_link(tmp_path: Path) -> None:
 
 def save_where_one_rank_sees_nothing(path: str) -> str:
     if dist.get_rank() == 1:
-        local_folder._SEEN_SECONDS = 0.2
         path = path.replace("shared", "private")
-    return attempt(lambda: save_checkpoint(path, small(1)))
+    with mock.patch.object(local_folder, "_SEEN_SECONDS", 0.2):
+        return attempt(lambda: save_checkpoint(path, small(1)))
 
 
 def test_a_path_that_nodes_do_not_share_is_an_error_that_says_so(tmp_path: Path) -> None:
