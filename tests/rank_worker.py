@@ -43,7 +43,7 @@ STACK_SIGNAL = signal.SIGUSR2
 
 STORE_HOST = "127.0.0.1"
 # Seconds for the connections of a case, which no case can be blamed for.
-CONNECT_LIMIT = 180.0
+CONNECT_LIMIT = 300.0
 
 
 @dataclass(frozen=True)
