@@ -449,11 +449,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        # First, for what is made now may have got the address of what is gone.
+        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
         for tensor in out if isinstance(out, (list, tuple)) else [out]:
             if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 self.live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
         return out
 
