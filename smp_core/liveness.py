@@ -82,8 +82,8 @@ class RankWatch:
     def report(self, error: BaseException) -> str | None:
         """Find out what happened to the other ranks and write it to stderr (one of the ranks does).
 
-        Takes about four intervals. A rank whose ``error`` did not come from losing others reports itself, so that the
-        others can name it.
+        Takes about four intervals, longer on a machine too busy for signs of life. A rank whose ``error`` did not come
+        from losing others reports itself, so that the others can name it.
 
         Returns:
             what was found; None if this rank is the first to fail or nothing is wrong elsewhere.
@@ -96,7 +96,7 @@ class RankWatch:
 
     def _find_out(self) -> str | None:
         before = self._look()
-        time.sleep(4 * self.interval)
+        self._await_signs()
         after = self._look()
         if before is None or after is None:
             found = (
@@ -111,6 +111,13 @@ class RankWatch:
             sys.stderr.write(f"torch-smp, rank {self.rank}: {found}\n")
             sys.stderr.flush()
         return found or None
+
+    def _await_signs(self) -> None:
+        """Give every rank that lives the time for a sign: four intervals, and three signs of this rank's own, which has
+        no other way to know that the machine is busy, or stood still, for all of them."""
+        end, enough = time.monotonic() + 4 * self.interval, self._beats + 3
+        while time.monotonic() < end or (self._beats < enough and self._thread.is_alive()):
+            time.sleep(self.interval / 4)
 
     def _describe(self, before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> str:
         failed = {r: state["failed"] for r, state in after.items() if "failed" in state}

@@ -17,6 +17,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 import smp_core.liveness as liveness
@@ -40,23 +41,20 @@ def watch() -> RankWatch:
 def report(watching: RankWatch, alive: list[int], error: BaseException = PEER_LOST) -> Report:
     """What was found, and what was written to stderr. The look ends when the ranks that are ``alive`` have given
     signs, two of them: the first may have been on its way when it began."""
-    asked = []
 
     def beats() -> list[int]:
         seen = watching._look()
         return [] if seen is None else [seen[rank]["beats"] for rank in alive]
 
-    def look(seconds: float) -> None:
-        asked.append(seconds)
+    def await_signs() -> None:
         before, deadline = beats(), time.monotonic() + LONG.total_seconds()
         while any(now < then + 2 for then, now in zip(before, beats(), strict=False)):
             assert time.monotonic() < deadline, f"no signs of life from ranks {alive}"
             time.sleep(INTERVAL / 4)
 
-    clock = SimpleNamespace(sleep=look)
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, mock.patch.object(liveness, "time", clock):
+    patched = mock.patch.object(watching, "_await_signs", await_signs)
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, patched:
         found = watching.report(error)
-    assert asked in ([], [4 * INTERVAL])
     return found, stderr.getvalue()
 
 
@@ -195,6 +193,33 @@ def test_the_loss_of_rank_0_takes_the_store_away_and_is_told() -> None:
         assert found is not None
         assert found.startswith("rank 0 was lost")
         assert "rank 0 was lost" in text
+
+
+class Clock:
+    """Time that passes when somebody sleeps; from ``busy_until`` on a rank gives a sign in every interval."""
+
+    def __init__(self, watching: RankWatch, busy_until: float) -> None:
+        self.watching, self.busy_until, self.now = watching, busy_until, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.watching._beats = max(0, int((self.now - self.busy_until) / self.watching.interval))
+
+
+@pytest.mark.parametrize(("busy_until", "signs", "takes"), [(0.0, True, 4.0), (60.0, True, 63.0), (60.0, False, 4.0)])
+def test_a_look_takes_four_intervals_and_longer_while_the_looking_rank_has_no_turn_itself(
+    busy_until: float, signs: bool, takes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching = RankWatch.__new__(RankWatch)
+    watching.interval, watching._beats = 1.0, 0
+    watching._thread = SimpleNamespace(is_alive=lambda: signs)  # type: ignore[assignment]  # it ends with the store
+    clock = Clock(watching, busy_until)
+    monkeypatch.setattr(liveness, "time", clock)
+    watching._await_signs()
+    assert clock.now == takes
 
 
 def test_one_process_watches_nobody() -> None:
