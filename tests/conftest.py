@@ -16,9 +16,12 @@ settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True)
-def same_numbers_in_any_order() -> None:
-    """Which files a worker has run before decides over no test: what it draws without a seed is always the same."""
+def same_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the files that a worker has run before nor the terminal decide over a test: what it draws without a seed
+    is always the same, and what it prints has the width and the colours that it asks for."""
     seed_all()
+    for variable in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
