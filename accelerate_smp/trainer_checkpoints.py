@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer, TrainerState
 from transformers import trainer as trainer_module
-from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
+from transformers.trainer_utils import sort_checkpoints
 
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
@@ -48,12 +50,17 @@ class CheckpointingTrainerMixin(_Base):
             super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
-        run_dir, best = self._get_output_dir(trial=trial), self.state.best_model_checkpoint
-        checkpoints.after_commit(
-            self.accelerator,
-            f"rotation of the checkpoints in {run_dir}",
-            lambda: rotate_checkpoints(run_dir, limit, best, use_mtime=True),
-        )
+        if limit is None or limit <= 0 or not self.accelerator.is_main_process:
+            return
+        run_dir = self._get_output_dir(trial=trial)
+        # Chosen now: by the time this one has committed the next may have its folder, with nothing whole in it.
+        surplus = _surplus(run_dir, limit, self.state.best_model_checkpoint)
+
+        def rotate() -> None:
+            for path in surplus:
+                shutil.rmtree(path, ignore_errors=True)
+
+        checkpoints.after_commit(self.accelerator, f"rotation of the checkpoints in {run_dir}", rotate)
 
     def _finalize_training(self, *arguments: Any) -> Any:
         self.accelerator.wait_for_save()
@@ -239,6 +246,14 @@ class CheckpointingTrainerMixin(_Base):
         )
         skipped = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
         return saved["epoch"], skipped
+
+
+def _surplus(run_dir: str, limit: int, best: str | None) -> list[str]:
+    """The oldest checkpoints, so that ``limit`` stay; the newest and the best are among those, as in Trainer."""
+    found = sort_checkpoints(run_dir, use_mtime=True)
+    kept = {*found[-1:], *([] if best is None else [str(Path(best))])}
+    older = [path for path in found if path not in kept]
+    return older[: max(0, len(found) - max(limit, len(kept)))]
 
 
 def _has_state(checkpoint: str) -> bool:

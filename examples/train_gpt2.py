@@ -337,6 +337,8 @@ def end_ranks() -> None:
     for trainer in TRAINERS:
         if trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signal.SIGKILL)
+            # Or Lightning's watch over them takes their end for a failure, and kills this process before its own.
+            trainer.strategy.launcher.procs.clear()
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ class RankWatch:
     def report(self, error: BaseException) -> str | None:
         """Find out what happened to the other ranks and write it to stderr (one of the ranks does).
 
-        Takes about four intervals, longer on a machine too busy for signs of life. A rank whose ``error`` did not come
-        from losing others reports itself, so that the others can name it.
+        Takes about four intervals, or eight when nobody seems to be lost; longer on a machine too busy for signs of
+        life. A rank whose ``error`` did not come from losing others reports itself, so that the others can name it.
 
         Returns:
             what was found; None if this rank is the first to fail or nothing is wrong elsewhere.
@@ -95,22 +95,40 @@ class RankWatch:
             return self._find_out()
 
     def _find_out(self) -> str | None:
-        before = self._look()
-        self._await_signs()
-        after = self._look()
-        if before is None or after is None:
+        found = self._compare()
+        if found is None:
             found = (
                 "rank 0 was lost, or ended before this rank looked (it kept the signs of life of the others; if "
                 "another rank wrote such a line before, that one has the cause)"
             )
             first = True
         else:
-            found = self._describe(before, after)
-            first = bool(self._try(lambda: self._store.add("claimed", 1) == 1))
-        if found and first:
+            # Only a rank that found something may speak for all.
+            first = bool(found) and bool(self._try(lambda: self._store.add("claimed", 1) == 1))
+        if first:
             sys.stderr.write(f"torch-smp, rank {self.rank}: {found}\n")
             sys.stderr.flush()
         return found or None
+
+    def _compare(self) -> str | None:
+        """What two looks, some signs apart, say about the others; None when the store is gone.
+
+        When nobody seems to be lost there is a third: the last sign of life of a lost rank may come in after the first
+        look.
+        """
+        before = self._look()
+        for _ in range(2):
+            self._await_signs()
+            after = self._look()
+            if before is None or after is None:
+                return None
+            if found := self._describe(before, after):
+                return found
+            before = after
+        assert before is not None
+        steps = {rank: state.get("step", 0) for rank, state in before.items()}
+        behind = [f"rank {rank}" for rank, step in steps.items() if step < max(steps.values())]
+        return f"all ranks are alive, but behind are: {', '.join(behind)}" if behind else ""
 
     def _await_signs(self) -> None:
         """Give every rank that lives the time for a sign: four intervals, and three signs of this rank's own, which has
@@ -131,11 +149,6 @@ class RankWatch:
         for r in silent:
             step = after.get(r, {}).get("step", 0)
             parts.append(f"rank {r} was lost: no sign of life any more; it was in optimizer step {step}")
-        if not parts:
-            steps = {r: state.get("step", 0) for r, state in after.items()}
-            behind = [r for r, step in steps.items() if step < max(steps.values())]
-            if behind:
-                parts.append(f"all ranks are alive, but behind are: {', '.join(f'rank {r}' for r in behind)}")
         return "; ".join(parts)
 
     def _run(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -14,13 +16,18 @@ settings.register_profile(
 )
 settings.load_profile("steady")
 
+# Typer asks them for colours when it is imported.
+for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):
+    os.environ.pop(name, None)
+
 
 @pytest.fixture(autouse=True)
 def same_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the files that a worker has run before nor the terminal decide over a test: what it draws without a seed
     is always the same, and what it prints has the width and the colours that it asks for."""
     seed_all()
-    for variable in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+    monkeypatch.setenv("COLUMNS", "80")  # as where there is no terminal; unset, a terminal of 40 would have its say
+    for variable in ("LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
         monkeypatch.delenv(variable, raising=False)
 
 

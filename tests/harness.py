@@ -11,13 +11,14 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ import psutil
 from tests.rank_pool import ROOT, RankPool, RanksFailed, base_environ
 from tests.rank_worker import STORE_HOST
 
-__all__ = ["ROOT", "RanksFailed", "ScriptTimedOut", "close_pools", "free_port", "run_ranks", "run_script"]
+__all__ = ["ROOT", "RanksFailed", "ScriptTimedOut", "close_pools", "free_port", "going_on", "run_ranks", "run_script"]
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ MAX_IDLE_RANKS = 8
 
 SCRIPT_OUTPUT_TAIL = 20000
 # Seconds that the processes of a script past its limit have, together, to write their stacks.
-STACK_LIMIT = 5.0
+STACK_LIMIT = 30.0
 
 
 class ScriptTimedOut(AssertionError):
@@ -66,10 +67,19 @@ def close_pools() -> None:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as sock:
-        sock.bind((STORE_HOST, 0))
-        return int(sock.getsockname()[1])
+    """A TCP port that is free, and that no program is given which asks the system for any port.
+
+    One of those could be another program's by the time it is used: every group of gloo takes some.
+    """
+    lowest, highest = 10_000, 32_768
+    with suppress(OSError, ValueError):
+        highest = min(highest, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    for _ in range(100):
+        port = lowest + secrets.randbelow(highest - lowest) if highest > lowest else 0
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind((STORE_HOST, port))
+            return int(sock.getsockname()[1])
+    raise OSError(f"no free TCP port on {STORE_HOST}")
 
 
 def run_ranks(
@@ -136,7 +146,7 @@ def run_script(
     args: Sequence[str | os.PathLike[str]],
     nproc: int | None = None,
     env: Mapping[str, str | None] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 600.0,
     cwd: str | os.PathLike[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python script (``["script.py", "--flag"]``) or module (``["-m", "module"]``) to its end.
@@ -145,7 +155,8 @@ def run_script(
         args: what follows ``python`` on the command line.
         nproc: run it under torchrun with this many processes; None runs it directly.
         env: environment variables on top of this process's own (without what a launcher would set); None removes one.
-        timeout: seconds, after which the program and everything it started are killed.
+        timeout: seconds, after which the program and everything it started are killed. The end of a hang, and no
+            estimate of the work: that takes many times longer on a busy machine.
         cwd: working directory; the repository's root if None.
 
     Returns:
@@ -189,6 +200,27 @@ def run_script(
             f"--- stdout:\n{stdout[-SCRIPT_OUTPUT_TAIL:]}\n--- stderr:\n{stderr[-SCRIPT_OUTPUT_TAIL:]}"
         )
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def going_on(pids: Iterable[int], argument: str, limit: float = 60.0) -> list[int]:
+    """Which of these processes still run when they have had ``limit`` seconds to end.
+
+    Args:
+        pids: process ids, some of which may be another process's by now.
+        argument: stands in the command line of those that are meant, and in no other one.
+        limit: seconds; the wait is over as soon as all have ended.
+    """
+    deadline = time.monotonic() + limit
+    while (left := [pid for pid in pids if _has_argument(pid, argument)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _has_argument(pid: int, argument: str) -> bool:
+    try:
+        return argument in psutil.Process(pid).cmdline()  # empty for one that has ended and was not reaped
+    except psutil.Error:
+        return False
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:

@@ -230,9 +230,9 @@ def test_checkpoints_cross_over_between_the_faces(tmp_path: Path, way: str) -> N
     first, second, prefix = train_in_lightning, train_in_accelerate, "model."
     if way == "Accelerate to Lightning":
         first, second, prefix = second, first, ""
-    run_ranks(first, 4, folder, None, 2, ranks_per_node=2, timeout=120)
+    run_ranks(first, 4, folder, None, 2, ranks_per_node=2)
     assert read_manifest(folder).metadata["module_prefix"] == prefix
-    results = run_ranks(second, 4, None, folder, 2, ranks_per_node=2, timeout=120)
+    results = run_ranks(second, 4, None, folder, 2, ranks_per_node=2)
     expected = expected_weights(4)
     for seen in results:
         for name, value in expected.items():

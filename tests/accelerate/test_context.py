@@ -113,7 +113,7 @@ def test_twenty_steps_of_trainer_equal_one_process(
     weights that Adam moves by its own noise, to 2e-4. Every prediction is there, in order, of whole sequences."""
     expected = run_trainer(tmp_path / "alone", micro_batches)
     knobs = {"shard_degree": shard, "context_parallel_degree": context, **more}
-    for seen in run_ranks(run_trainer, 4, tmp_path / "ranks", micro_batches, knobs, ranks_per_node=2, timeout=150):
+    for seen in run_ranks(run_trainer, 4, tmp_path / "ranks", micro_batches, knobs, ranks_per_node=2):
         assert len(seen.losses) == len(expected.losses) == STEPS
         for what, ours, theirs in (("loss", seen.losses, expected.losses), ("norm", seen.norms, expected.norms)):
             for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
@@ -156,7 +156,7 @@ def test_losses_of_the_trainers_own_and_of_ones_own_equal_one_process(tmp_path: 
     """float32, as above. Logits are there for predictions, in chunks or not."""
     expected = short_runs(tmp_path / "alone", False)
     assert len({run.losses[0] for run in expected}) == 3, "smoothing and the function make a difference"
-    for runs in run_ranks(short_runs, 4, tmp_path / "ranks", True, ranks_per_node=2, timeout=200):
+    for runs in run_ranks(short_runs, 4, tmp_path / "ranks", True, ranks_per_node=2):
         for name, seen, wanted in zip(LOSSES, runs, expected, strict=True):
             for step, (ours, theirs) in enumerate(zip(seen.losses, wanted.losses, strict=True)):
                 assert abs(ours - theirs) <= 1e-6 + 2e-7 * step, f"{name}, step {step}: {ours} against {theirs}"
@@ -224,7 +224,7 @@ def test_a_bare_loop_equals_one_process(stream: bool) -> None:
     """float64, but for the loss, which Transformers computes in float32. Under Accelerate's own name for the degree."""
     expected = bare_loop(None, stream)
     parallelism = ParallelismConfig(dp_shard_size=2, cp_size=2)
-    for seen in run_ranks(bare_loop, 4, {"parallelism_config": parallelism}, stream, ranks_per_node=2, timeout=100):
+    for seen in run_ranks(bare_loop, 4, {"parallelism_config": parallelism}, stream, ranks_per_node=2):
         assert seen["losses"] == pytest.approx(expected["losses"], abs=1e-6)
         assert seen["logits"].shape == expected["logits"].shape == (6, LENGTH, VOCABULARY)
         torch.testing.assert_close(seen["logits"], expected["logits"], atol=1e-5, rtol=0)

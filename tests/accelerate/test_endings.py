@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.harness import ROOT, run_script
+from tests.harness import ROOT, going_on, run_script
 
-# Seconds, half of it importing on a busy machine; the script's collectives give up after 60.
-LIMIT = 150.0
 SCRIPT = ROOT / "tests" / "accelerate" / "scripts" / "ending.py"
 
 
@@ -24,14 +20,10 @@ def end(kind: str, ranks: int, event: str, rank: int, folder: Path) -> str:
         [SCRIPT, kind, event, str(rank), pids],
         nproc=ranks,
         env={"SMP_SHARD_DEGREE": "2", "SMP_RANKS_PER_NODE": "2", "PYTHONPATH": str(ROOT)},
-        timeout=LIMIT,
     )
     assert done.returncode != 0 and "the run came to its end" not in done.stdout
     assert sorted(path.name for path in pids.iterdir()) == [str(number) for number in range(ranks)], done.stderr
-    left = [int(path.read_text()) for path in pids.iterdir()]
-    deadline = time.monotonic() + 60.0
-    while (alive := [pid for pid in left if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    alive = going_on([int(path.read_text()) for path in pids.iterdir()], str(pids))
     assert not alive, f"ranks with process ids {alive} go on; stderr:\n{done.stderr}"
     return done.stderr
 

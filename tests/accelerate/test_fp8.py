@@ -140,7 +140,7 @@ def trainer_runs(folder: str) -> tuple[list[float], list[float], bool, str]:
 
 
 def test_the_trainer_computes_in_fp8_under_bf16_and_resumes_exactly(tmp_path: Path) -> None:
-    for fp8, plain, same, precision in run_ranks(trainer_runs, 2, str(tmp_path), timeout=120):
+    for fp8, plain, same, precision in run_ranks(trainer_runs, 2, str(tmp_path)):
         assert precision == "bf16" and same
         assert fp8 != plain and fp8 == pytest.approx(plain, rel=2e-2)
 
@@ -170,7 +170,7 @@ def monitored(folder: str) -> tuple[list[dict[str, Any]], torch.Tensor, str]:
 
 
 def test_the_monitor_logs_rates_and_scales_under_trainer(tmp_path: Path) -> None:
-    ranks = run_ranks(monitored, 2, str(tmp_path), timeout=100)
+    ranks = run_ranks(monitored, 2, str(tmp_path))
     for log, _, refused in ranks:
         seen = {entry["step"]: [name for name in entry if name.startswith("fp8/")] for entry in log if "loss" in entry}
         site = "fp8/transformer.h.0.mlp.c_fc/"

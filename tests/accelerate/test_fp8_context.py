@@ -104,7 +104,7 @@ def assert_like(shared: Run, whole: Run) -> None:
 def test_shared_sequences_train_in_fp8_as_whole_ones_do_also_recomputing(tmp_path: Path) -> None:
     """Recomputing changes nothing, not even a bit."""
     trainer, loop = run_trainer(tmp_path / "alone", 20, None), bare_loop(4, None)
-    ranks = run_ranks(variants, 2, tmp_path, ranks_per_node=2, timeout=150)
+    ranks = run_ranks(variants, 2, tmp_path, ranks_per_node=2)
     for found in ranks:
         shared = found["shared"]
         assert shared.extra["sites"] == trainer.extra["sites"] == 14

@@ -114,7 +114,7 @@ def test_a_model_that_came_sharded_trains_like_one_process(tmp_path: Path, case:
     tied, sizes = CASES[case]
     save_tiny(tmp_path / "model", tied)
     expected = alone(tmp_path / "model")
-    results = run_ranks(train_given, 4, tmp_path / "model", sizes, ranks_per_node=2, timeout=100)
+    results = run_ranks(train_given, 4, tmp_path / "model", sizes, ranks_per_node=2)
     for rank, seen in enumerate(results):
         for what in ("losses", "norms"):
             for step, (a, b) in enumerate(zip(seen[what], expected[what], strict=True)):
@@ -136,7 +136,7 @@ def test_measured_links_decide_about_its_stages_too(tmp_path: Path) -> None:
     Links(2, 2, slow, fast, fast).save(tmp_path / "links.json")
     env = {"SMP_LINKS": str(tmp_path / "links.json")}
     expected = alone(tmp_path / "model")
-    for seen in run_ranks(train_given, 4, tmp_path / "model", {"fsdp_size": 4}, ranks_per_node=2, timeout=100, env=env):
+    for seen in run_ranks(train_given, 4, tmp_path / "model", {"fsdp_size": 4}, ranks_per_node=2, env=env):
         assert seen["in effect"] == (False, False)
         for step, (a, b) in enumerate(zip(seen["losses"], expected["losses"], strict=True)):
             assert abs(a - b) <= 1e-6 + 2e-7 * step
@@ -163,13 +163,9 @@ def test_trainer_trains_saves_and_resumes_a_model_that_came_sharded(tmp_path: Pa
     """Stock Trainer refuses to save the training state of such a model."""
     save_tiny(tmp_path / "model", True)
     expected = trainer_given(tmp_path / "alone", tmp_path / "model", None, None)
-    first = run_ranks(
-        trainer_given, 4, tmp_path / "ranks", tmp_path / "model", sizes, None, ranks_per_node=2, timeout=120
-    )
+    first = run_ranks(trainer_given, 4, tmp_path / "ranks", tmp_path / "model", sizes, None, ranks_per_node=2)
     checkpoint = str(tmp_path / "ranks" / "checkpoint-2")
-    again = run_ranks(
-        trainer_given, 4, tmp_path / "again", tmp_path / "model", sizes, checkpoint, ranks_per_node=2, timeout=120
-    )
+    again = run_ranks(trainer_given, 4, tmp_path / "again", tmp_path / "model", sizes, checkpoint, ranks_per_node=2)
     for seen, skipped in [(first[0], 0), (again[0], 2)]:
         assert_close(seen, expected, 4e-6, first_step=skipped)
         assert seen.extra["before"] == pytest.approx(expected.extra["before"], abs=1e-6)

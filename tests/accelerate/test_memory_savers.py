@@ -53,7 +53,7 @@ def train_all() -> dict[str, Any]:
 
 
 def test_every_saver_trains_the_same() -> None:
-    for found in run_ranks(train_all, 2, timeout=120):
+    for found in run_ranks(train_all, 2):
         for name, (its_losses, its_weights, _) in found.items():
             # The norm that clips is a sum over other parts where slices are stepped.
             losses, weights, _ = found["slices over the world" if "slices" in name else "none"]
@@ -101,7 +101,7 @@ def trained(folder: str) -> tuple[dict[str, float], int]:
 
 
 def test_trainers_log_takes_peaks_apart_on_request(tmp_path: Path) -> None:
-    ranks = run_ranks(trained, 2, str(tmp_path), timeout=120)
+    ranks = run_ranks(trained, 2, str(tmp_path))
     steps = read_log(tmp_path / "memory.jsonl")
     assert list(steps) == [2, 4]
     shards = max(of_rank for _, of_rank in ranks)

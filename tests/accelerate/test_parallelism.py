@@ -127,5 +127,5 @@ def trainer_settings(folder: str) -> tuple[Any, ...]:
 
 def test_trainer_takes_the_settings_of_training_arguments(tmp_path: Any) -> None:
     """``parallelism_config=`` is the layout; ``fsdp=True`` shards over the world, block by block."""
-    for sizes, wrapped, batch in run_ranks(trainer_settings, 4, str(tmp_path), ranks_per_node=2, timeout=120):
+    for sizes, wrapped, batch in run_ranks(trainer_settings, 4, str(tmp_path), ranks_per_node=2):
         assert sizes == [(2, 2), (1, 4)] and wrapped == 2 and batch == 8

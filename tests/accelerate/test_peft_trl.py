@@ -67,7 +67,7 @@ def test_lora_trains_like_one_process_and_its_adapter_is_saved_whole(tmp_path: P
     from safetensors.torch import load_file
 
     expected = lora(str(tmp_path / "alone"), None)
-    results = run_ranks(lora, 4, str(tmp_path / "ranks"), {"shard_degree": 2}, ranks_per_node=2, timeout=200)
+    results = run_ranks(lora, 4, str(tmp_path / "ranks"), {"shard_degree": 2}, ranks_per_node=2)
     for seen in results:
         assert len(seen.losses) == len(expected.losses) == 6
         for step, (ours, theirs) in enumerate(zip(seen.losses, expected.losses, strict=True)):
@@ -124,7 +124,7 @@ def tokenizer() -> Any:
 def test_trls_sft_trainer_through_the_mixin(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     expected = supervised(str(tmp_path / "alone"), None)
-    for seen in run_ranks(supervised, 4, str(tmp_path / "ranks"), {"shard_degree": 4}, ranks_per_node=2, timeout=250):
+    for seen in run_ranks(supervised, 4, str(tmp_path / "ranks"), {"shard_degree": 4}, ranks_per_node=2):
         assert len(seen.losses) == len(expected.losses) == 6
         for step, (ours, theirs) in enumerate(zip(seen.losses, expected.losses, strict=True)):
             assert abs(ours - theirs) <= 1e-6 + 2e-7 * step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
+from transformers import TrainerCallback
 
 import smp_core.checkpoint.storage as storage
 from accelerate_smp import SmpCheckpointCallback
@@ -57,7 +59,7 @@ def full_disk(folder: str) -> tuple[str, int]:
     storage.Sink.close = close  # type: ignore[method-assign]
     try:
         accelerator.save_state(f"{folder}/second")
-        for step in range(200):
+        for step in itertools.count():  # for as long as it takes that thread to get there
             accelerator.backward(loss_of(model, batch))
             try:
                 optimizer.step()
@@ -65,7 +67,6 @@ def full_disk(folder: str) -> tuple[str, int]:
                 return str(error), step
             optimizer.zero_grad()
             time.sleep(0.01)
-        raise AssertionError("the error never came")
     finally:
         storage.Sink.close = original  # type: ignore[method-assign]
 
@@ -112,12 +113,54 @@ def test_rotation_and_a_broken_newest_under_trainer(
     alone: tuple[Run, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     expected, noise = alone
-    for kept, seen in run_ranks(rotate_and_break, 4, str(tmp_path), ranks_per_node=2, timeout=120):
+    for kept, seen in run_ranks(rotate_and_break, 4, str(tmp_path), ranks_per_node=2):
         assert kept == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
         assert_close(seen, expected, noise, first_step=4)
     said = "".join(capfd.readouterr())
     assert "BROKEN CHECKPOINT SKIPPED" in said and "checkpoint-6/smp_state" in said
     assert f"{tmp_path}/checkpoint-5 has no (readable) trainer_state.json" in said
+
+
+class Watch(TrainerCallback):
+    """At the end of each step: which checkpoints are whole."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:
+        folders = sorted(Path(args.output_dir).glob("checkpoint-*"))
+        self.seen.append([path.name for path in folders if is_checkpoint(path / "smp_state")])
+
+
+def keep_one(folder: str) -> list[list[str]]:
+    """Saved behind training after each of 6 steps, one kept; none commits before the folder of the next is there."""
+    flags = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer, _ = make_trainer(folder, BATCH, 1, {"shard_degree": 2, "async_save": True}, **flags)
+    watch = Watch()
+    trainer.add_callback(watch)
+    original = storage.Sink.close
+
+    def held(sink: storage.Sink) -> Any:
+        own = next(path for path in Path(sink.raw.name).parents if path.name.startswith("checkpoint-"))
+        step = int(own.name.removeprefix("checkpoint-"))
+        while step < 6 and not own.with_name(f"checkpoint-{step + 1}").exists():
+            time.sleep(0.01)
+        return original(sink)
+
+    storage.Sink.close = held  # type: ignore[method-assign]
+    try:
+        trainer.train()
+    finally:
+        storage.Sink.close = original  # type: ignore[method-assign]
+    dist.barrier()
+    return [*watch.seen, sorted(os.listdir(folder))]
+
+
+def test_the_only_checkpoint_stays_until_the_next_one_is_whole(tmp_path: Path) -> None:
+    first, second, *later, end = run_ranks(keep_one, 2, str(tmp_path))[0]
+    assert first == second == []
+    assert later == [[f"checkpoint-{step}"] for step in range(1, 5)]
+    assert end == ["checkpoint-6"]
 
 
 def save_on_four(folder: str) -> None:
@@ -136,8 +179,8 @@ def go_on_with_two(folder: str, checkpoint: str) -> tuple[Run, int, str]:
 
 def test_on_fewer_ranks_accumulation_keeps_the_global_batch(alone: tuple[Run, float], tmp_path: Path) -> None:
     expected, noise = alone
-    run_ranks(save_on_four, 4, str(tmp_path), ranks_per_node=2, timeout=120)
-    results = run_ranks(go_on_with_two, 2, str(tmp_path / "two"), str(tmp_path / "checkpoint-2"), timeout=120)
+    run_ranks(save_on_four, 4, str(tmp_path), ranks_per_node=2)
+    results = run_ranks(go_on_with_two, 2, str(tmp_path / "two"), str(tmp_path / "checkpoint-2"))
     for seen, accumulation, refused in results:
         assert accumulation == 2
         tolerance = noise + 1e-6
@@ -160,5 +203,5 @@ def at_its_own_interval(folder: str) -> list[list[str]]:
 def test_the_interval_follows_the_time_between_failures(tmp_path: Path) -> None:
     """12 steps: the first save, after 10, is the measurement; then after every step, or only at the end."""
     often, seldom = [f"checkpoint-{step}" for step in (10, 11, 12)], ["checkpoint-10", "checkpoint-12"]
-    results = run_ranks(at_its_own_interval, 4, str(tmp_path), ranks_per_node=2, timeout=120)
+    results = run_ranks(at_its_own_interval, 4, str(tmp_path), ranks_per_node=2)
     assert results == [[often, seldom]] * 4

@@ -43,7 +43,6 @@ def test_accelerates_bundled_script_passes_when_nothing_is_sharded(name: str, sh
         [script, name, sharding],
         nproc=2,
         env={"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)},
-        timeout=280,
         cwd=tmp_path,
     )
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-5000:]
@@ -177,10 +176,10 @@ def everything(degree: int, cases: list[tuple[bool, bool, bool]]) -> None:
 def test_port_of_test_sync(degree: int) -> None:
     """split_batches, dispatch_batches and sync_each_batch, each on its own."""
     cases = [(False, False, False), (True, False, False), (False, True, False), (False, False, True)]
-    run_ranks(everything, 4, degree, cases, ranks_per_node=2, timeout=100)
+    run_ranks(everything, 4, degree, cases, ranks_per_node=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_port_of_test_sync_in_all_combinations(degree: int) -> None:
-    run_ranks(everything, 4, degree, list(itertools.product((False, True), repeat=3)), ranks_per_node=2, timeout=200)
+    run_ranks(everything, 4, degree, list(itertools.product((False, True), repeat=3)), ranks_per_node=2)

@@ -49,7 +49,7 @@ def test_training_equals_the_stock_trainer_in_one_process(
 ) -> None:
     expected, noise = alone[micro_batches]
     knobs = {"shard_degree": degree}
-    for seen in run_ranks(fit, 4, tmp_path, BATCH, micro_batches, knobs, ranks_per_node=2, timeout=120):
+    for seen in run_ranks(fit, 4, tmp_path, BATCH, micro_batches, knobs, ranks_per_node=2):
         assert_close(seen, expected, noise)
 
 
@@ -65,9 +65,7 @@ def test_evaluation_prediction_best_model_and_saving(tmp_path: Path) -> None:
     # A learning rate at which the best checkpoint is not the last one.
     flags = {"num_train_epochs": 2, "learning_rate": 2e-2, "max_grad_norm": 1.0}
     expected = life(tmp_path / "alone", BATCH, 3, **flags)
-    results = run_ranks(
-        life, 4, tmp_path / "ranks", BATCH, 3, {"shard_degree": 2}, ranks_per_node=2, timeout=200, **flags
-    )
+    results = run_ranks(life, 4, tmp_path / "ranks", BATCH, 3, {"shard_degree": 2}, ranks_per_node=2, **flags)
     for seen in results:
         assert seen.extra["before"] == pytest.approx(expected.extra["before"], abs=1e-6)
         assert seen.extra["after"] == pytest.approx(expected.extra["after"], abs=5e-6)
@@ -87,9 +85,9 @@ def test_resume_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     flags = {"save_strategy": "steps", "save_steps": 2}
     expected = fit(tmp_path / "alone", BATCH, 1)
     noise = noise_between(expected, fit(tmp_path / "other", BATCH // 2, 2))
-    run_ranks(fit, 4, tmp_path / "ranks", BATCH, 1, {"shard_degree": 4}, ranks_per_node=2, timeout=120, **flags)
+    run_ranks(fit, 4, tmp_path / "ranks", BATCH, 1, {"shard_degree": 4}, ranks_per_node=2, **flags)
     checkpoint = str(tmp_path / "ranks" / "checkpoint-2")
-    resumed = run_ranks(fit, 2, tmp_path / "two", BATCH, 1, {"shard_degree": 2}, timeout=120, resume=checkpoint)
+    resumed = run_ranks(fit, 2, tmp_path / "two", BATCH, 1, {"shard_degree": 2}, resume=checkpoint)
     resumed.append(fit(tmp_path / "one", BATCH, 1, {}, resume=checkpoint))
     for seen in resumed:
         assert_close(seen, expected, noise, first_step=2)
@@ -99,8 +97,8 @@ def test_resume_on_other_numbers_of_ranks(tmp_path: Path) -> None:
 def test_resume_with_another_global_batch_goes_on_at_the_same_sample(tmp_path: Path) -> None:
     """16 samples were seen in 2 steps of 8; with 4 samples a step the run goes on with the 17th, as its fifth step."""
     flags = {"save_strategy": "steps", "save_steps": 2}
-    run_ranks(fit, 4, tmp_path / "ranks", BATCH, 1, {"shard_degree": 2}, ranks_per_node=2, timeout=120, **flags)
+    run_ranks(fit, 4, tmp_path / "ranks", BATCH, 1, {"shard_degree": 2}, ranks_per_node=2, **flags)
     checkpoint = str(tmp_path / "ranks" / "checkpoint-2")
-    for batches in run_ranks(seen_samples, 2, tmp_path / "two", 4, checkpoint, timeout=120):
+    for batches in run_ranks(seen_samples, 2, tmp_path / "two", 4, checkpoint):
         assert len(batches) == (48 - 16) // 4
         assert batches == seen_samples(tmp_path / "alone", 4, None)[4:]

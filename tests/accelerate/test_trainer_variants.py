@@ -73,9 +73,7 @@ VARIANTS = ["bf16", "gradient checkpointing", "label smoothing", "own loss", "bu
 )
 def test_settings_of_trainer_mean_what_they_mean_in_one_process(tmp_path: Path, degree: int) -> None:
     expected = all_variants(tmp_path / "alone", None, VARIANTS)
-    results = run_ranks(
-        all_variants, 4, tmp_path / "ranks", {"shard_degree": degree}, VARIANTS, ranks_per_node=2, timeout=200
-    )
+    results = run_ranks(all_variants, 4, tmp_path / "ranks", {"shard_degree": degree}, VARIANTS, ranks_per_node=2)
     for seen in results:
         for name in VARIANTS:
             if name == "bf16":
@@ -118,6 +116,6 @@ def stream(folder: Path) -> tuple[list[list[int]], int]:
 
 
 def test_iterable_data_sets_are_shared_out_once(tmp_path: Path) -> None:
-    for seen, steps in run_ranks(stream, 4, tmp_path, ranks_per_node=2, timeout=100):
+    for seen, steps in run_ranks(stream, 4, tmp_path, ranks_per_node=2):
         assert steps == 3
         assert [sorted(batch) for batch in seen] == [list(range(8 * n, 8 * n + 8)) for n in range(3)]

@@ -43,11 +43,11 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 def test_a_trainer_script_runs_unmodified(tmp_path: Path) -> None:
     """run_clm as Transformers' examples write it: losses and norms of one process with the stock Trainer, to 1e-6 +
     2e-7 per step, and a model that from_pretrained loads."""
-    alone = run_script([SCRIPT, *flags(tmp_path / "alone", 4), "--use_cpu"], timeout=200)
+    alone = run_script([SCRIPT, *flags(tmp_path / "alone", 4), "--use_cpu"])
     assert alone.returncode == 0 and "TRAINER Trainer 1" in alone.stdout, alone.stderr[-3000:]
     command = ["-m", "accelerate_smp.run", SCRIPT, *flags(tmp_path / "ranks", 1)]
     env = {"SMP_SHARD_DEGREE": "2", "SMP_RANKS_PER_NODE": "2"}
-    together = run_script(command, nproc=4, env=env, timeout=280)
+    together = run_script(command, nproc=4, env=env)
     assert together.returncode == 0 and "TRAINER SmpTrainer 4" in together.stdout, together.stderr[-5000:]
     expected, seen = logged(tmp_path / "alone"), logged(tmp_path / "ranks")
     assert len(seen) == len(expected) == 8
@@ -77,7 +77,7 @@ def monitored(folder: str, evaluate: bool) -> tuple[list[dict[str, float]], dict
 
 def test_monitor_reports_the_jobs_figures(tmp_path: Path) -> None:
     """Bytes do not depend on evaluations in between, rates are of the whole job, all ranks log the same."""
-    runs = [run_ranks(monitored, 4, str(tmp_path), each, ranks_per_node=2, timeout=100) for each in (False, True)]
+    runs = [run_ranks(monitored, 4, str(tmp_path), each, ranks_per_node=2) for each in (False, True)]
     for (_, alone, nothing), (_, between, outside) in zip(*runs, strict=True):
         assert alone == between
         assert sum(nothing.values()) == 0 < outside["all_gather/calls"]

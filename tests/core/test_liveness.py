@@ -11,10 +11,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -39,8 +42,8 @@ def watch() -> RankWatch:
 
 
 def report(watching: RankWatch, alive: list[int], error: BaseException = PEER_LOST) -> Report:
-    """What was found, and what was written to stderr. The look ends when the ranks that are ``alive`` have given
-    signs, two of them: the first may have been on its way when it began."""
+    """What was found, and what was written to stderr. A look ends when the ranks that are ``alive`` have given signs,
+    two of them: the first may have been on its way when it began."""
 
     def beats() -> list[int]:
         seen = watching._look()
@@ -220,6 +223,35 @@ def test_a_look_takes_four_intervals_and_longer_while_the_looking_rank_has_no_tu
     monkeypatch.setattr(liveness, "time", clock)
     watching._await_signs()
     assert clock.now == takes
+
+
+def told_to_end_while_it_looks() -> tuple[Report, list[int], bool]:
+    """What rank 0 reports when each of its looks is met by SIGTERM; the signals that were handled, and whether the
+    handler is there again."""
+    handled: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        handled.append(number)
+
+    def prepare(watching: RankWatch, rank: int) -> None:
+        look = watching._look
+
+        def look_under_fire() -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return look()
+
+        watching._look = look_under_fire  # type: ignore[method-assign]
+        signal.signal(signal.SIGTERM, handler)
+        silence_rank_2(watching, rank)
+
+    reported = after(prepare, reporting=[0], alive=[0, 1, 3])
+    return reported, handled, signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_launcher_that_wants_the_survivors_to_end_does_not_keep_them_from_telling() -> None:
+    (found, text), handled, restored = run_ranks(told_to_end_while_it_looks, 4)[0]
+    assert found is not None and "rank 2 was lost" in found and found in text
+    assert handled == [] and restored
 
 
 def test_one_process_watches_nobody() -> None:

@@ -24,7 +24,7 @@ def test_example_learns_and_saves(tmp_path: Path, name: str, state: str, model: 
     out = tmp_path / "out"
     options = ["--steps", "16", "--out", out, "--cache-dir", tmp_path / "cache"]
     script = ROOT / "examples" / f"{name}.py"
-    finished = run_script([*LAUNCH, script, *options], env={"SMP_RANKS_PER_NODE": "2"}, timeout=290)
+    finished = run_script([*LAUNCH, script, *options], env={"SMP_RANKS_PER_NODE": "2"})
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
     perplexity = [float(x) for x in re.findall(r"validation perplexity [^;]*?([\d.]+)(?: after)?;", finished.stdout)]
     loaded = GPT2LMHeadModel.from_pretrained(out / model)

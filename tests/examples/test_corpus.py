@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -111,7 +112,8 @@ def _build_in_a_process(folder: Path, cache: Path) -> tuple[Corpus, int]:
 
 def test_ranks_that_start_together_share_one_build(folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    with ProcessPoolExecutor(3) as pool:
+    # Not forked: this process may have threads, whose locks a fork would leave locked.
+    with ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("spawn")) as pool:
         results = list(pool.map(_build_in_a_process, [folder] * 3, [cache] * 3))
     assert results == [results[0]] * 3
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [results[0][0].folder.name]

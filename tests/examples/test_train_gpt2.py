@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from examples.corpus import Corpus, TextData
-from tests.harness import ROOT, run_script
+from tests.harness import ROOT, free_port, going_on, run_script
 
 SMALL = ["--vocab-size", "300", "--seq-len", "64", "--max-mb", "0.6", "--validation-blocks", "64"]
 STEPS = 60
@@ -67,7 +69,8 @@ def test_four_ranks_train_a_model_that_plain_transformers_loads(tmp_path: Path) 
     out, cache = tmp_path / "out", tmp_path / "cache"
     run = f"{SCRIPT} --ranks 4 --nodes 2 --accelerator cpu --shard-degree 2 --accumulate 2 --batch-size 4".split()
     done = run_script(
-        [*run, *SMALL, "--steps", str(STEPS), "--cache-dir", cache, "--out", out, "--delayed-init"], timeout=280
+        [*run, *SMALL, "--steps", str(STEPS), "--cache-dir", cache, "--out", out, "--delayed-init"],
+        env={"MASTER_PORT": str(free_port())},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = check(out, cache, batch_size=4)
@@ -104,29 +107,27 @@ def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:
             stdout=stream,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
+            env={**os.environ, "MASTER_PORT": str(free_port())},
             start_new_session=True,
         )
     family: list[psutil.Process] = []
     try:
-        deadline = time.monotonic() + 150
-        while "Epoch 0:" not in log.read_text(errors="replace") and time.monotonic() < deadline:
+        while "Epoch 0:" not in log.read_text(errors="replace"):
             assert process.poll() is None, log.read_text(errors="replace")
             time.sleep(0.2)
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 3
-        # A terminal sends it to every process of the foreground group.
-        for member in [psutil.Process(process.pid), *family]:
-            member.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130, log.read_text(errors="replace")
-        _, alive = psutil.wait_procs(family, timeout=10)
-        assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the foreground group
+        assert process.wait(240) == 130, log.read_text(errors="replace")
+        assert not going_on([member.pid for member in family], str(tmp_path))
         text = log.read_text(errors="replace")
         assert "Interrupted." in text
         assert "Traceback" not in text
     finally:
         for member in [*family, process]:
-            if member.is_running() if isinstance(member, psutil.Process) else member.poll() is None:
+            with suppress(psutil.NoSuchProcess):
                 member.kill()
+        process.wait()
 
 
 @pytest.fixture

@@ -88,9 +88,9 @@ def fit(
     return report(trainer, module)
 
 
-def together(case: Callable[..., Run], *args: Any, ranks: int = 4, timeout: float = 60.0, **kwargs: Any) -> list[Run]:
+def together(case: Callable[..., Run], *args: Any, ranks: int = 4, **kwargs: Any) -> list[Run]:
     """``case`` on the ranks of the pool, two to a node."""
-    return run_ranks(case, ranks, *args, ranks_per_node=2, timeout=timeout, **kwargs)
+    return run_ranks(case, ranks, *args, ranks_per_node=2, **kwargs)
 
 
 def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,27 @@ class Watch(Callback):
 
     def __init__(self, folder: str) -> None:
         self.folder, self.seen, self.in_flight = Path(folder), [], 0
+        self.ahead = threading.Event()  # a batch has ended while a save was being written
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        whole = [path.name for path in self.folder.glob("*.ckpt") if not path.is_symlink() and is_checkpoint(path)]
-        self.seen.append(sorted(whole))
+        # From old to new: an old one that is gone by now went after the new one had come.
+        paths = sorted((path for path in self.folder.glob("*.ckpt") if not path.is_symlink()), key=age)
+        self.seen.append([path.name for path in paths if is_checkpoint(path)])
         saves = trainer.strategy.background_saves
-        self.in_flight += saves is not None and saves.checkpointer.in_flight
+        if saves is not None and saves.checkpointer.in_flight:
+            self.in_flight += 1
+            self.ahead.set()
 
 
-def fit_saving(folder: str, async_save: bool, load: str | None = None, **policy: Any) -> Run:
+def age(path: Path) -> float:
+    """Its optimizer step; the one that is always the newest comes last."""
+    return float("inf") if path.name == "last.ckpt" else int(path.stem.removeprefix("step="))
+
+
+def fit_saving(folder: str, async_save: bool, load: str | None = None, held: str | None = None, **policy: Any) -> Run:
+    """``held``: the checkpoint whose writing waits until training is ahead of it."""
     module = ScheduledModule(batches=BATCHES)
     saver, watch = ModelCheckpoint(dirpath=folder, filename="{step}", **policy), Watch(folder)
     knobs = {"shard_degree": 2, "async_save": async_save}
@@ -46,7 +57,9 @@ def fit_saving(folder: str, async_save: bool, load: str | None = None, **policy:
     original = storage.Sink.close
 
     def slowly(sink: storage.Sink) -> Any:
-        time.sleep(0.05)  # long enough that training is ahead of the writing
+        if async_save and belongs_to(sink, held):
+            watch.ahead.wait()
+        time.sleep(0.05)  # other saves, too, are seen at work
         return original(sink)
 
     storage.Sink.close = slowly  # type: ignore[method-assign]
@@ -58,21 +71,27 @@ def fit_saving(folder: str, async_save: bool, load: str | None = None, **policy:
     return report(trainer, module, **extra)
 
 
+def belongs_to(sink: storage.Sink, checkpoint: str | None) -> bool:
+    """Whether a file of the save of this checkpoint is being written."""
+    return checkpoint is not None and f"-{checkpoint}-" in Path(sink.raw.name).parts[-2]
+
+
 def content(folder: Path) -> dict[str, str]:
     return {entry: os.readlink(folder / entry) if (folder / entry).is_symlink() else "" for entry in os.listdir(folder)}
 
 
 @pytest.mark.parametrize(
-    "policy",
+    "policy, held",
     [
-        {"every_n_train_steps": 1, "save_top_k": 1, "save_last": "link"},
-        {"monitor": "val_loss", "save_top_k": 2, "save_last": True, "save_on_train_epoch_end": False},
+        ({"every_n_train_steps": 1, "save_top_k": 1, "save_last": "link"}, "step=1.ckpt"),
+        # The second save of a validation: it waits for the first, and nothing waits for it until the next validation.
+        ({"monitor": "val_loss", "save_top_k": 2, "save_last": True, "save_on_train_epoch_end": False}, "last.ckpt"),
     ],
     ids=["rotation, linked", "top-k, last copied"],
 )
-def test_the_same_checkpoints_as_without_and_never_none(policy: dict[str, Any], tmp_path: Path) -> None:
+def test_the_same_checkpoints_as_without_and_never_none(policy: dict[str, Any], held: str, tmp_path: Path) -> None:
     expected = together(fit_saving, str(tmp_path / "sync"), False, **policy)[0]
-    runs = together(fit_saving, str(tmp_path / "async"), True, **policy)
+    runs = together(fit_saving, str(tmp_path / "async"), True, held=held, **policy)
     assert_same(runs, Run(expected.losses, expected.weights, expected.metrics))
     assert content(tmp_path / "async") == content(tmp_path / "sync")
     for name in content(tmp_path / "sync"):
@@ -94,7 +113,7 @@ def test_a_run_goes_on_from_what_was_saved_behind_it(tmp_path: Path) -> None:
 
 
 def fit_on_a_full_disk(folder: str) -> dict[str, Any]:
-    """Rank 3's disk is full from the second save on."""
+    """Rank 3's disk is full for every save but the first."""
     module = ScheduledModule(batches=BATCHES)
     saver = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
     knobs = {"shard_degree": 2, "async_save": True}
@@ -102,7 +121,7 @@ def fit_on_a_full_disk(folder: str) -> dict[str, Any]:
     original = storage.Sink.close
 
     def close(sink: storage.Sink) -> Any:
-        if trainer.global_step >= 4 and dist.get_rank() == 3:
+        if dist.get_rank() == 3 and not belongs_to(sink, "step=2.ckpt"):
             raise OSError(28, "No space left on device")
         return original(sink)
 

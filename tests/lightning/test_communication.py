@@ -26,7 +26,7 @@ def fit_several(cases: list[dict[str, Any]]) -> list[Run]:
 
 def test_exact_schemes_train_like_one_process() -> None:
     expected = fit_from(None, 1)
-    for runs in together(fit_several, EXACT_SCHEMES, timeout=120):
+    for runs in together(fit_several, EXACT_SCHEMES):
         assert_same(runs, expected)
 
 

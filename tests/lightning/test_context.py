@@ -216,7 +216,7 @@ def test_twenty_steps_of_a_transformers_model_equal_one_process(shard: int, cont
     """float32: losses to 1e-6 + 2e-7 per step, which is summation order; then validation, accuracy and predictions."""
     expected = life(HfModule, {})
     knobs = {"shard_degree": shard, "context_parallel_degree": context}
-    check(together(life, HfModule, {}, knobs, timeout=120), expected, context, 1e-6, 2e-7)
+    check(together(life, HfModule, {}, knobs), expected, context, 1e-6, 2e-7)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -226,7 +226,7 @@ def test_pairs_and_torchs_own_attention_equal_one_process(weighted: bool) -> Non
     options, knobs = {"batches": 6, "weighted": weighted}, {"shard_degree": 4, "context_parallel_degree": 2}
     flags = {**EXACT, "accumulate_grad_batches": 2}
     expected = life(PairModule, options, **flags)
-    runs = together(life, PairModule, options, knobs, timeout=120, **flags)
+    runs = together(life, PairModule, options, knobs, **flags)
     check(runs, expected, 2, 1e-6, 0.0)
     for name, value in expected.weights.items():
         assert (runs[0].weights[name] - value).abs().max() <= 1e-11, name
@@ -235,7 +235,7 @@ def test_pairs_and_torchs_own_attention_equal_one_process(weighted: bool) -> Non
 def test_context_peers_train_on_the_first_ones_stream() -> None:
     options, knobs = {"batches": 3}, {"shard_degree": 2, "context_parallel_degree": 2}
     expected = life(StreamModule, options, **EXACT)
-    check(together(life, StreamModule, options, knobs, timeout=120, **EXACT), expected, 2, 1e-6, 0.0)
+    check(together(life, StreamModule, options, knobs, **EXACT), expected, 2, 1e-6, 0.0)
 
 
 def test_losses_in_chunks_are_those_of_all_tokens_at_once() -> None:
@@ -243,4 +243,4 @@ def test_losses_in_chunks_are_those_of_all_tokens_at_once() -> None:
     options = {"batches": 3}
     knobs = {"shard_degree": 4, "context_parallel_degree": 2, "chunked_cross_entropy": 5}
     expected = life(HfModule, options)
-    check(together(life, HfModule, options, knobs, timeout=120), expected, 2, 1e-6, 2e-7)
+    check(together(life, HfModule, options, knobs), expected, 2, 1e-6, 2e-7)

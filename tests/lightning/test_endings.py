@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.harness import run_script
+from tests.harness import free_port, going_on, run_script
 
-# Seconds: half of it is importing on a busy machine. The script's collectives give up after 60.
-LIMIT = 150.0
 # Lightning's launcher looks every 5 s for dead ranks and kills the others then, perhaps before they have had the 2 s
 # that the watch takes; its own line names the rank too.
 BY_LIGHTNING = r"|\[rank: {rank}\] Child process with PID \d+ terminated with code -9"
@@ -24,15 +20,13 @@ def end(launcher: str, ranks: int, event: str, rank: int, folder: Path) -> subpr
     done = run_script(
         ["-m", "tests.lightning.ending_script", str(ranks), event, str(rank), str(folder)],
         nproc=ranks if launcher == "torchrun" else None,
-        timeout=LIMIT,
+        env={"MASTER_PORT": str(free_port())} if launcher == "lightning" else None,
     )
     assert done.returncode != 0, done.stderr
     assert "the run came to its end" not in done.stdout
     assert sorted(path.name for path in folder.iterdir()) == [str(number) for number in range(ranks)], done.stderr
     pids = [int(path.read_text()) for path in folder.iterdir()]
-    deadline = time.monotonic() + 60.0
-    while (alive := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    alive = going_on(pids, str(folder))
     assert not alive, f"ranks with process ids {alive} go on; stderr:\n{done.stderr}"
     return done
 
@@ -45,7 +39,7 @@ def assert_lost(launcher: str, rank: int, stderr: str) -> None:
 
 
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    """Under torchrun, whose SIGTERM reaches the survivors while they find out."""
+    """Under torchrun, which ends the survivors if they take too long to find out."""
     assert_lost("torchrun", 1, end("torchrun", 2, "kill", 1, tmp_path).stderr)
 
 

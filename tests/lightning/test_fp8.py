@@ -80,7 +80,7 @@ def variants() -> dict[str, Run]:
 
 
 def test_the_plugin_trains_the_same_however_it_is_sharded_and_recomputed() -> None:
-    for runs in together(variants, ranks=2, timeout=120):
+    for runs in together(variants, ranks=2):
         sharded = runs["sharded"]
         assert sharded.extra["asked"] == str(RECIPE) and sharded.extra["fp8"][2] == BATCHES // 2
         # Replicas add up micro-batches before ranks, and norms in another order: rounding of gradients, which Adam does
@@ -130,7 +130,7 @@ def going_on(folder: str) -> Run:
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
-    straight, _, sharded, _, whole = together(saving, str(tmp_path), ranks=2, timeout=120)[0]
+    straight, _, sharded, _, whole = together(saving, str(tmp_path), ranks=2)[0]
     for resumed in (sharded, whole):
         assert resumed.losses == straight.losses[BATCHES:]
         assert all(torch.equal(resumed.weights[name], value) for name, value in straight.weights.items())
@@ -143,7 +143,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
         assert {name: tuple(value.shape) for name, value in site.items()} == {"amax_history": (4, 3), "scale": (3,)}
         assert all(type(value) is torch.Tensor for value in site.values())
 
-    more = together(going_on, str(tmp_path), ranks=4, timeout=120)[0]
+    more = together(going_on, str(tmp_path), ranks=4)[0]
     assert more.extra["fp8"][2] == 2 * BATCHES and more.extra["said"] == []
     for ours, theirs in zip(more.losses, straight.losses[BATCHES:], strict=True):
         assert abs(ours - theirs) <= 5e-3 * theirs  # FP8 noise: other ranks add up in another order
@@ -155,7 +155,7 @@ def from_bfloat16(folder: str) -> list[Run]:
 
 
 def test_a_checkpoint_without_scales_recalibrates_with_a_warning(tmp_path: Path) -> None:
-    for fp8, plain in together(from_bfloat16, str(tmp_path / "saved"), ranks=2, timeout=120):
+    for fp8, plain in together(from_bfloat16, str(tmp_path / "saved"), ranks=2):
         assert fp8.extra["said"] == ["the checkpoint has no FP8 scales of any module: calibrated anew in the next step"]
         assert abs(fp8.losses[0] - plain.losses[0]) <= 5e-3 * plain.losses[0]
 

@@ -70,7 +70,7 @@ def assert_like(shared: Run, whole: Run) -> None:
 def test_shared_sequences_train_in_fp8_as_whole_ones_do_also_recomputing() -> None:
     """Recomputing changes nothing, not even a bit."""
     whole = run_ranks(alone, 1)[0]
-    ranks = together(variants, ranks=2, timeout=120)
+    ranks = together(variants, ranks=2)
     for found in ranks:
         shared, again, recomputed = found["shared"], found["again"], found["recomputed"]
         assert_like(shared, whole)
@@ -93,7 +93,7 @@ def more_variants() -> dict[str, Run]:
 @pytest.mark.slow
 def test_shared_sequences_train_in_fp8_as_whole_ones_do_on_four_ranks() -> None:
     whole = run_ranks(alone, 1)[0]
-    for found in together(more_variants, timeout=200):
+    for found in together(more_variants):
         for shared in found.values():
             assert_like(shared, whole)
 

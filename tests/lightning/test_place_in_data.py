@@ -112,7 +112,7 @@ PLACES: list[tuple[int, int | None]] = [(1, 2), (0, None), (2, 0)]
 def test_the_next_batch_and_the_next_random_number(options: dict[str, Any], tmp_path: Path) -> None:
     """On the same ranks: exact, on every rank."""
     places = PLACES if not options else PLACES[:2]
-    for results in run_ranks(resume_everywhere, 4, str(tmp_path), options, places, ranks_per_node=2, timeout=120):
+    for results in run_ranks(resume_everywhere, 4, str(tmp_path), options, places, ranks_per_node=2):
         for (epoch, batch), (off, batches) in zip(places, results, strict=True):
             length = BATCHES if options.get("distributed", True) else 4 * BATCHES
             seen = epoch * length + (length if batch is None else batch + 1)

@@ -33,4 +33,4 @@ if __name__ == "__main__":
         accelerate.utils.is_fp16_available = lambda: False
     sys.argv = sys.argv[1:2]
     runpy.run_module(f"accelerate.test_utils.scripts.{name}", run_name="__main__")
-    print("ALL OF", name, "PASSED")
+    sys.stdout.write(f"ALL OF {name} PASSED\n")  # in one piece: all ranks say it at once, on one stream

@@ -28,6 +28,11 @@ from accelerate_smp import SmpAccelerator
 kind, event, rank, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
 
 
+# Seconds, of collectives: a rank may start this much later than the others on a busy machine. A lost one is noticed at
+# once.
+TIMEOUT = 200
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +50,7 @@ class Model(nn.Module):
 
 
 def loop() -> None:
-    accelerator = SmpAccelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=60))])
+    accelerator = SmpAccelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=TIMEOUT))])
     model = Model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     write_process_id(accelerator)
@@ -61,7 +66,11 @@ def trainer() -> None:
     from accelerate_smp import SmpTrainer
 
     arguments = TrainingArguments(
-        output_dir=str(folder.parent / "out"), max_steps=100_000, save_strategy="no", report_to="none", ddp_timeout=60
+        output_dir=str(folder.parent / "out"),
+        max_steps=100_000,
+        save_strategy="no",
+        report_to="none",
+        ddp_timeout=TIMEOUT,
     )
     samples = [{"x": torch.randn(4)} for _ in range(64)]
     made = SmpTrainer(model=Model(), args=arguments, train_dataset=samples)

@@ -73,7 +73,7 @@ def main() -> None:
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
     if trainer.is_world_process_zero():
-        print("TRAINER", type(trainer).__name__, training_args.world_size)
+        print(f"TRAINER {type(trainer).__name__} {training_args.world_size}")
 
 
 if __name__ == "__main__":
