@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from smp_core.agreement import require_agreement
 from smp_core.config import SmpConfig
 from smp_core.topology import Topology
 
@@ -72,12 +73,14 @@ class SmpMesh:
 
         Raises:
             ValueError: a degree that does not divide the world or straddles nodes, a context degree that does not
-                divide the shard degree, ``hierarchical=True`` for a group that has only one stage.
+                divide the shard degree, ``hierarchical=True`` for a group that has only one stage, a configuration that
+                is not the same on all ranks.
         """
         device = torch.device(device)
         world, rank = topology.world_size, dist.get_rank()
         if dist.get_world_size() != world:
             raise ValueError(f"the topology has {world} ranks but the process group has {dist.get_world_size()}")
+        require_agreement(config)
         degree = topology.resolve_shard_degree(config.shard_degree)
         if degree != config.shard_degree:
             config = config.with_resolved(

@@ -254,12 +254,8 @@ def _found_nodes(reports: Sequence[RankReport]) -> list[list[int]]:
 def _posed_ranks_per_node(reports: Sequence[RankReport]) -> int | None:
     values = [report.ranks_per_node for report in reports]
     if len(set(values)) > 1:
-        told = "; ".join(
-            f"{'not set' if value is None else repr(value)} on {_span([r for r, v in enumerate(values) if v == value])}"
-            for value in sorted(set(values), key=values.index)
-        )
         raise ValueError(
-            f"{RANKS_PER_NODE_VARIABLE} differs between ranks ({told}); export the same value to all of them"
+            f"{RANKS_PER_NODE_VARIABLE} differs between ranks ({by_rank(values)}); export the same value to all of them"
         )
     text = values[0]
     if text is None:
@@ -271,6 +267,15 @@ def _posed_ranks_per_node(reports: Sequence[RankReport]) -> int | None:
             f"allowed: {_listed(_divisors(world))}; or unset it to have the nodes found"
         )
     return int(text)
+
+
+def by_rank(values: Sequence[object]) -> str:
+    """What each rank said, for people: ``4 on ranks 0-2; 2 on rank 3``. None is "not set"."""
+    distinct = [value for rank, value in enumerate(values) if value not in values[:rank]]
+    return "; ".join(
+        f"{'not set' if value is None else repr(value)} on {_span([r for r, v in enumerate(values) if v == value])}"
+        for value in distinct
+    )
 
 
 def _distinct_names(reports: Sequence[RankReport]) -> tuple[str, ...]:

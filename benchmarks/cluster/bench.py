@@ -13,7 +13,8 @@ parameters. Schemes take turns inside one run (schemes.py), the median of the ro
 where losses agree. ``--deepspeed PYTHON`` is the interpreter of an environment with DeepSpeed (<= 0.19.6); without it
 the table says so. A second part emulates compute by sleeping and grows from one node to four.
 
-Writes benchmarks/results/cluster.json and .png and the tables in docs/performance.md. Needs Linux, root, iproute2, gcc.
+Writes benchmarks/results/cluster.json and .png and the tables in docs/performance.md and README.md. Needs Linux, root,
+iproute2, gcc.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from schemes import ALONE, DEEPSPEED, EXACT, OURS, PEERS, WIDTH
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "cluster.json"
-PAGE = HERE.parents[1] / "docs" / "performance.md"
+ROOT = HERE.parents[1]
+PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 BEGIN, END = "<!-- from benchmarks/results/cluster.json -->\n", "<!-- end -->\n"
 SCALING_WIDTH, SCALING = 256, ("hsdp-two-hop", "ours-node")
 
@@ -195,6 +197,25 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def ratios(rows: list[dict[str, Any]]) -> str:
+    """Step time of the other / step time of ours, a line for each cluster of float32 parameters."""
+    columns = {
+        "DeepSpeed ZeRO-3 : ours over all nodes": ("ds3", "ours-world"),
+        "FSDP2 with a true ring : ours over all nodes": ("fsdp-ring", "ours-world"),
+        "the same, ours with int8 both ways": ("fsdp-ring", "ours-world-int8-both"),
+        "DeepSpeed MiCS : ours in the node": ("mics", "ours-node"),
+        "FSDP2 HSDP, replicas reduced once : ours in the node": ("hsdp-two-hop", "ours-node"),
+        "the same, ours with bf16 replicas": ("hsdp-two-hop", "ours-node-bf16"),
+    }
+    lines = ["| link, nodes x ranks, micro-batches | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        if row["dtype"] == "float32":
+            found = [seconds_of(row, other) / seconds_of(row, ours) for other, ours in columns.values()]
+            where = f"{row['rate']}, {row['layout']}, {row['micro']}"
+            lines.append(f"| {where} | " + " | ".join(f"{ratio:.2f}" for ratio in found) + " |")
+    return "\n".join(lines)
+
+
 def scale(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Emulated compute, 1 -> 2 -> 4 nodes of two ranks, four micro-batches, sharded in the node.
 
@@ -298,17 +319,22 @@ def in_order(row: dict[str, Any]) -> tuple[bool, float, int, str]:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """The result, its chart and, for the committed one, the page."""
+    """The result, its chart and, for the committed one, the page and README's table."""
     machine = result["machine"] = {"cpus": os.cpu_count(), "torch": torch.__version__, "system": platform.platform()}
     result["rows"].sort(key=in_order)
     path.write_text(json.dumps(result, indent=1) + "\n")
     draw(result["rows"], path.with_suffix(".png"))
     if path == RESULTS:
-        write_page(machine, result["rows"], result["scaling"])
+        between_marks(PAGE, page(machine, result["rows"], result["scaling"]))
+        between_marks(README, ratios(result["rows"]))
 
 
-def write_page(machine: dict[str, Any], rows: list[dict[str, Any]], scaling: list[dict[str, Any]]) -> None:
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN, 1)
+def between_marks(path: Path, text: str) -> None:
+    before, rest = path.read_text(encoding="utf-8").split(BEGIN, 1)
+    path.write_text(f"{before}{BEGIN}\n{text}\n\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+
+
+def page(machine: dict[str, Any], rows: list[dict[str, Any]], scaling: list[dict[str, Any]]) -> str:
     busy = max((row["busy_before"] for row in rows), default=0.0)
     said = (
         f"Measured on {machine['cpus']} CPU cores, torch {machine['torch']}; "
@@ -327,13 +353,12 @@ def write_page(machine: dict[str, Any], rows: list[dict[str, Any]], scaling: lis
             "|---|---|---|---|---|",
             *grown,
         ]
-    text = "\n".join(
+    return "\n".join(
         [
-            *("", said, "", "Seconds per step:", "", summary(rows), *grown, ""),
-            *("<details><summary>All of it</summary>", "", table(rows), "", "</details>", "", ""),
+            *(said, "", "Seconds per step:", "", summary(rows), *grown, ""),
+            *("<details><summary>All of it</summary>", "", table(rows), "", "</details>"),
         ]
     )
-    PAGE.write_text(before + BEGIN + text + END + rest.split(END, 1)[1], encoding="utf-8")
 
 
 if __name__ == "__main__":

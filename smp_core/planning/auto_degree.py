@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
 
+from smp_core.agreement import of_all_ranks
 from smp_core.config import SmpConfig
 from smp_core.planning.memory import GIB, MemoryEstimate, device_memory_bytes, smallest_shard_degree
 from smp_core.planning.optimizers import OPTIMIZERS, OptimizerStates, planned_states
@@ -41,6 +43,7 @@ class AutoDegree:
 
     def settle(self) -> SmpConfig:
         """The configuration with a number for `shard_degree`, and what it was planned for as `planned_optimizer`.
+        Collective over the world.
 
         Raises:
             ValueError: the model fits no number of ranks that there are.
@@ -70,9 +73,11 @@ class AutoDegree:
             f"shard_degree={degree}, or planned_optimizer=... with one of {', '.join(OPTIMIZERS)}"
         )
 
-    @property
+    @cached_property
     def _memory(self) -> int | None:
-        return device_memory_bytes(self.device, self.config)
+        """Of the smallest device, so that all ranks choose alike. Collective at its first use, in :meth:`settle`."""
+        everyone = of_all_ranks(device_memory_bytes(self.device, self.config))
+        return min((memory for memory in everyone if memory is not None), default=None)
 
     def _planned_for(self) -> OptimizerStates:
         return planned_states(self.config.planned_optimizer, self.optimizers)

@@ -27,14 +27,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.comm.background import Pending
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.fsdp import (
@@ -48,6 +46,7 @@ from smp_core.sharding.fsdp import (
 )
 from smp_core.sharding.optimizer import FlatShard, WorldSharding, model_parameter
 from smp_core.sharding.replicated import ReplicatedGradients
+from smp_core.sharding.unit_sum import UnitSum
 
 logger = logging.getLogger("smp")
 
@@ -57,47 +56,6 @@ TOO_LATE = (
     "took different ways through it; let all of them use the same parameters, or run this backward pass inside "
     "window.accumulate() and call window.close() after it"
 )
-
-
-@dataclass
-class _UnitSum:
-    """A unit's partial sum inside the present window."""
-
-    slots: list[Slot] = field(default_factory=list)
-    flat: torch.Tensor | None = None
-    in_flight: Pending | None = None
-    complete: bool = False
-
-    def add(self, slots: list[Slot], flat: torch.Tensor) -> None:
-        if self.flat is None:
-            # FSDP2 makes ``.grad`` views of this very tensor; they are dropped when the pass ends: no copy is needed.
-            self.slots, self.flat = slots, flat
-        elif slots == self.slots:
-            self.flat += flat
-        else:
-            self.widen(slots)
-            _add_by_slot(self.flat, self.slots, flat, slots)
-
-    def widen(self, more: list[Slot]) -> None:
-        """Make room for parameters that were frozen or unused in earlier micro-batches."""
-        sizes = {slot.index: slot.padded for slot in [*self.slots, *more]}
-        wide, offset = [], 0
-        for index in sorted(sizes):
-            wide.append(Slot(index, offset, sizes[index]))
-            offset += sizes[index]
-        if wide == self.slots:
-            return
-        assert self.flat is not None
-        widened = self.flat.new_zeros(offset)
-        _add_by_slot(widened, wide, self.flat, self.slots)
-        self.slots, self.flat = wide, widened
-
-
-def _add_by_slot(target: torch.Tensor, target_slots: list[Slot], source: torch.Tensor, slots: list[Slot]) -> None:
-    where = {slot.index: slot.offset for slot in target_slots}
-    for slot in slots:
-        start = where[slot.index]
-        target[start : start + slot.padded] += source[slot.offset : slot.offset + slot.padded]
 
 
 class AccumulationWindow:
@@ -144,7 +102,7 @@ class AccumulationWindow:
         self._veto = veto
         self._mesh = mesh
         self._hop = hop
-        self._sums = [_UnitSum() for _ in self._units]
+        self._sums = [UnitSum() for _ in self._units]
         self._next = 0  # the unit whose sum is sent next
         self._replicated = ReplicatedGradients(replicated, mesh, world_hop, reduce_dtype, self._queue_end)
         # ``.grad`` from before this backward pass; FSDP2 must not add to it. One dict for all units: two of them may
@@ -316,7 +274,7 @@ class AccumulationWindow:
     def _forget(self) -> None:
         if self._keep_gathered:
             reshard(unit.module for unit in self._units)
-        self._sums = [_UnitSum() for _ in self._units]
+        self._sums = [UnitSum() for _ in self._units]
         self._next = 0
         self._kept.clear()
         self._replicated.forget()
@@ -401,7 +359,7 @@ class AccumulationWindow:
             return
         unit_sum.in_flight = self._hop(unit_sum.flat, self._units[number].name)
 
-    def _scatter(self, number: int, unit_sum: _UnitSum) -> None:
+    def _scatter(self, number: int, unit_sum: UnitSum) -> None:
         assert self.world is not None
         unit = self._units[number]
         shard = self.world.units.get(number)

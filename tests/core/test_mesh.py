@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.config import SmpConfig
+from smp_core.links import LINKS_VARIABLE
 from smp_core.mesh import SmpMesh
 from smp_core.topology import Topology
 from tests.harness import run_ranks
@@ -186,6 +190,55 @@ def test_impossible_degrees_are_refused_on_all_ranks_with_what_is_allowed() -> N
     assert "hierarchical=True" in inside and "shard_degree=2" in inside and "hierarchical='auto'" in inside
     assert "context_parallel_degree=3 does not divide shard_degree=4" in context and "allowed: 1, 2, 4" in context
     assert "8 ranks" in foreign and "process group has 4" in foreign
+
+
+def build_with_ones_own(knobs: list[dict[str, Any]], links: list[str]) -> str:
+    rank = dist.get_rank()
+    if links[rank]:
+        os.environ[LINKS_VARIABLE] = links[rank]
+    try:
+        SmpMesh.build(SmpConfig(**{"shard_degree": 2, **knobs[rank]}), Topology.discover(), "cpu")
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        (
+            [{"shard_degree": 2}] * 3 + [{"shard_degree": 4}],
+            "shard_degree differs between ranks (2 on ranks 0-2; 4 on rank 3); start every rank with the same",
+        ),
+        (
+            [{"fp8": {"amax_history_len": n}} for n in (16, 32, 16, 32)],
+            "fp8 differs between ranks (",
+        ),
+        (
+            [{"wrap": "auto"}, {"wrap": partial(print, 1)}, {"wrap": partial(print, 2)}, {"wrap": partial(print, 3)}],
+            "wrap differs between ranks ('auto' on rank 0; 'partial' on ranks 1-3)",
+        ),
+        ([{"wrap": partial(print, n)} for n in range(4)], "accepted"),
+        ([{"activation_offloading_host_gib": n} for n in (1, 1, 2, 2)], "accepted"),
+    ],
+)
+def test_a_configuration_that_differs_between_ranks_is_an_error_on_all_of_them(
+    knobs: list[dict[str, Any]], said: str
+) -> None:
+    found = run_ranks(build_with_ones_own, 4, knobs, [""] * 4, ranks_per_node=2)
+    assert found == [found[0]] * 4
+    assert said in found[0]
+
+
+def test_measured_links_are_those_of_all_ranks(tmp_path: Path) -> None:
+    path, other = tmp_path / "links.json", tmp_path / "other.json"
+    path.write_text("{}")
+    other.write_text("{}")
+    assert run_ranks(build_with_ones_own, 2, [{}] * 2, [str(path), str(other)]) == ["accepted"] * 2
+    other.write_text("{ }")
+    for second, said in ((str(other), "a file with the digest"), ("", "not set on rank 1"), ("gone", "No such file")):
+        found = run_ranks(build_with_ones_own, 2, [{}] * 2, [str(path), second])
+        assert found[0] == found[1] and "SMP_LINKS differs between ranks" in found[0] and said in found[0]
 
 
 def test_a_context_degree_above_the_shard_degree_is_refused_before_any_mesh() -> None:
