@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from smp_core.compat import fsdp_has
 from smp_core.config import SmpConfig
-from smp_core.links import LINKS_VARIABLE, Collectives, LinkFit, Links
+from smp_core.links import LINKS_VARIABLE, PLACES, Collectives, LinkFit, Links, Place
 from smp_core.mesh import SmpMesh
 
 MOST_IN_FLIGHT = 4
@@ -82,7 +82,9 @@ def _by_links(
     between = mesh.topology.spans_nodes(mesh.shard_ranks)
     if mesh.shard_degree == 1:
         return _OWN[knob], "shard_degree=1: nothing is gathered"
-    measured = None if links is None else _measured(links, mesh, between)
+    in_one_stage = between and not mesh.hierarchical and links is not None and links.flat is not None
+    place: Place = "flat" if in_one_stage else "inter" if between else "intra"
+    measured: Collectives | None = None if links is None else getattr(links, place)
     if measured is None:
         nodes, k = mesh.topology.num_nodes, mesh.topology.ranks_per_node
         return _OWN[knob], f"no measured links of {nodes} x {k} ranks ({LINKS_VARIABLE})"
@@ -99,19 +101,11 @@ def _by_links(
     itemsize = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}[quantized] if quantized and between else dtype.itemsize
     message = statistics.median_low(unit_elements) * itemsize / mesh.shard_degree
     count = units_in_flight(link, message)
-    where = "between nodes" if between else "inside a node"
     room = link.latency * link.bandwidth
     return count, (
-        f"by {LINKS_VARIABLE}, {room / 1024:.0f} KiB are on their way {where}, a unit's message has "
+        f"by {LINKS_VARIABLE}, {room / 1024:.0f} KiB are on their way {PLACES[place]}, a unit's message has "
         f"{message / 1024:.0f} KiB" + (f"; at most {MOST_IN_FLIGHT}" if count == MOST_IN_FLIGHT else "")
     )
-
-
-def _measured(links: Links, mesh: SmpMesh, between: bool) -> Collectives | None:
-    """What was measured where the collectives of the partition group run."""
-    if not between:
-        return links.intra
-    return links.inter if mesh.hierarchical or links.flat is None else links.flat
 
 
 def _require(config: SmpConfig, knob: str, method: str, mesh: SmpMesh) -> None:
