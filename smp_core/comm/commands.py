@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -13,15 +12,12 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from smp_core.comm.measuring import SIZES, measure
+from smp_core.comm.measuring import SIZES, TIMEOUT, measure
 from smp_core.links import LINKS_VARIABLE, Links
 from smp_core.planning.picture import svg_picture, text_picture
 from smp_core.topology import Topology
 
 logger = logging.getLogger("smp")
-
-# A call of a measurement takes a second or so; a rank that is gone is not waited for any longer than this.
-_TIMEOUT = timedelta(minutes=2)
 
 
 def topology(
@@ -47,7 +43,7 @@ def topology(
         cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=_TIMEOUT)
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
         began = True
     try:
         found = Topology.uniform(nodes * ranks, ranks) if nodes else Topology.discover()
@@ -59,8 +55,9 @@ def topology(
         if not dist.is_initialized():
             raise typer.BadParameter("--measure needs several processes: torchrun ... -m smp_core.cli topology")
         # NCCL is asked about devices, the way it was initialised.
-        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
-        links = measure(found, torch.device(device), sizes=[size for size in SIZES if size <= largest_mib << 20])
+        on_cuda = "nccl" in dist.get_backend()
+        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        links = measure(found, device, sizes=[size for size in SIZES if size <= largest_mib << 20])
     if not dist.is_initialized() or dist.get_rank() == 0:
         _show(found, degree, links, svg)
         if store is not None and links is not None:

@@ -18,6 +18,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
@@ -35,6 +36,9 @@ SIZES = tuple(1 << exponent for exponent in range(12, 27, 2))
 
 LONGEST_CALL = 1.0
 """Seconds."""
+
+TIMEOUT = timedelta(minutes=2)
+"""A rank that is gone in the middle of a call is not waited for any longer."""
 
 # A line through fewer says nothing about how good it is.
 _FEWEST_SIZES = 3
@@ -91,7 +95,7 @@ def _in_groups(
 
 def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
     """The one this rank is in. All are made, on every rank in the same order as torch.distributed wants it."""
-    made = [dist.new_group(list(ranks)) for ranks in groups]
+    made = [dist.new_group(list(ranks), timeout=TIMEOUT) for ranks in groups]
     return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
 
 
