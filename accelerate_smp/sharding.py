@@ -67,7 +67,7 @@ def shard(
     else:
         handle = parallelize_model(model, mesh, config, cast_forward_inputs=not accelerator.native_amp)
         handle = dataclasses.replace(handle, auto_degree=auto)
-    _free_after_evaluation(model, handle)
+    _gather_anew_for_evaluation(model, handle)
     _count_evaluations_apart(model, handle)
     return handle
 
@@ -78,15 +78,17 @@ def steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _free_after_evaluation(model: nn.Module, handle: ParallelModel) -> None:
+def _gather_anew_for_evaluation(model: nn.Module, handle: ParallelModel) -> None:
     """FSDP2 keeps the root gathered after a forward, for backward; without one ``model.parameters()`` would stay the
-    gathered ones, and an optimizer made after an evaluation would step those."""
+    gathered ones, and an optimizer made after an evaluation would step those. Before it, units that stay gathered in a
+    window may hold other weights than somebody has put in their place to evaluate, averages for example."""
 
-    def after(*_: Any) -> None:
+    def around(*_: Any) -> None:
         if not torch.is_grad_enabled():
             handle.reshard()
 
-    model.register_forward_hook(after)
+    model.register_forward_pre_hook(around, prepend=True)
+    model.register_forward_hook(around)
 
 
 def _count_evaluations_apart(model: nn.Module, handle: ParallelModel) -> None:

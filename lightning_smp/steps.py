@@ -133,19 +133,24 @@ class SteppingStrategy(ProcessGroupStrategy):
             self._watch.step += 1
         return result
 
-    # Evaluation sees rank 0's BatchNorm statistics on every rank, and leaves no stale gathered parameters behind.
+    # Evaluation sees rank 0's BatchNorm statistics on every rank, and the weights as they are when it begins (averaged
+    # ones may have been put in their place, also in the middle of a window), and leaves no stale gathered ones behind.
+
+    def _begin_evaluation(self) -> None:
+        self.parallel.reshard()
+        self.parallel.broadcast_buffers()
 
     @override
     def on_validation_start(self) -> None:
-        self.parallel.broadcast_buffers()
+        self._begin_evaluation()
 
     @override
     def on_test_start(self) -> None:
-        self.parallel.broadcast_buffers()
+        self._begin_evaluation()
 
     @override
     def on_predict_start(self) -> None:
-        self.parallel.broadcast_buffers()
+        self._begin_evaluation()
 
     @override
     def on_validation_end(self) -> None:

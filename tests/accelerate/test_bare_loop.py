@@ -127,6 +127,31 @@ def test_a_unit_that_stays_gathered_is_gathered_once_per_optimizer_step() -> Non
         assert gathers == 2 * fewer > 0 and reductions == as_many > 0
 
 
+def evaluated_halved(**knobs: Any) -> list[float]:
+    """Losses of other weights than those that are trained, after each micro-batch: as who averages weights has them."""
+    accelerator, optimizer, model, loader, _ = prepared(torch.float64, 2, shard_degree=4, **knobs)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch["tokens"]))
+            optimizer.step()
+            optimizer.zero_grad()
+        trained = list(model.parameters())
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.mul_(0.5)
+            losses.append(loss_of(model, batch["tokens"]).item())
+            for parameter in trained:
+                parameter.mul_(2.0)
+    return losses
+
+
+def test_weights_that_are_put_in_place_for_an_evaluation_are_evaluated() -> None:
+    kept = {"reshard_after_forward": False, "reshard_after_backward": False}
+    freed, gathered = (run_ranks(evaluated_halved, 4, ranks_per_node=2, **knobs) for knobs in ({}, kept))
+    assert gathered == freed and len(set(freed[0])) == 2 * STEPS
+
+
 def schedule(**arguments: Any) -> list[float]:
     accelerator, optimizer, model, loader, scheduler = prepared(torch.float32, 2, **arguments)
     rates = []

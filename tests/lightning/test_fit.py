@@ -112,6 +112,35 @@ def test_a_unit_that_stays_gathered_is_gathered_once_per_optimizer_step() -> Non
         assert [step["reduce_scatter/calls"] for step in run.extra["steps"]] == [4 * units] * 2
 
 
+class Halved(Callback):
+    """Evaluates other weights than those that are trained, as who averages weights does."""
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.trained = list(pl_module.parameters())
+        self._scale(0.5)
+
+    def on_validation_end(self, *_: Any) -> None:
+        self._scale(2.0)
+
+    @torch.no_grad()
+    def _scale(self, factor: float) -> None:
+        for parameter in self.trained:
+            parameter.mul_(factor)
+
+
+def fit_halved(knobs: dict[str, Any], **flags: Any) -> Run:
+    module = LanguageModule(batches=5)
+    trainer = make_trainer(knobs, callbacks=[Halved()], **flags)
+    trainer.fit(module)
+    return report(trainer, module)
+
+
+def test_weights_that_are_put_in_place_for_an_evaluation_are_evaluated() -> None:
+    """Inside a window through which units stay gathered, too. Half and twice are exact."""
+    flags = {**EXACT, **WINDOWS[3]}
+    assert_same(together(fit_halved, KNOBS[5], **flags), fit_halved({}, **flags))
+
+
 class Scheduled(LanguageModule):
     """options["schedule"]: one stepped per batch, per epoch, or by the validation loss."""
 
