@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from smp_core.agreement import of_all_ranks
+from smp_core.agreement import of_all_ranks, require_agreement
 from smp_core.config import SmpConfig
 from smp_core.planning.memory import GIB, MemoryEstimate, device_memory_bytes, smallest_shard_degree
 from smp_core.planning.optimizers import OPTIMIZERS, OptimizerStates, planned_states
@@ -46,8 +46,9 @@ class AutoDegree:
         Collective over the world.
 
         Raises:
-            ValueError: the model fits no number of ranks that there are.
+            ValueError: the model fits no number of ranks that there are, or ranks were given different configurations.
         """
+        require_agreement(self.config)  # or some ranks would plan, and others go on without
         kept = self._planned_for()
         degree, why, _ = self._chosen(kept)
         config = self.config.with_resolved("shard_degree", degree, why)

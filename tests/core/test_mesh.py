@@ -15,6 +15,7 @@ import torch.distributed as dist
 from smp_core.config import SmpConfig
 from smp_core.links import LINKS_VARIABLE
 from smp_core.mesh import SmpMesh
+from smp_core.planning.auto_degree import AutoDegree
 from smp_core.topology import Topology
 from tests.harness import run_ranks
 
@@ -228,6 +229,22 @@ def test_a_configuration_that_differs_between_ranks_is_an_error_on_all_of_them(
     found = run_ranks(build_with_ones_own, 4, knobs, [""] * 4, ranks_per_node=2)
     assert found == [found[0]] * 4
     assert said in found[0]
+
+
+def build_with_or_without_planning(knobs: list[dict[str, Any]]) -> str:
+    config, topology, device = SmpConfig(**knobs[dist.get_rank()]), Topology.discover(), torch.device("cpu")
+    try:
+        if config.shard_degree == "auto":
+            config = AutoDegree(torch.nn.Linear(2, 2), topology, config, device, []).settle()
+        SmpMesh.build(config, topology, device)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_ranks_that_plan_their_degree_and_ranks_that_were_given_one_are_an_error_on_all_of_them() -> None:
+    found = run_ranks(build_with_or_without_planning, 2, [{"shard_degree": 2}, {"shard_degree": "auto"}])
+    assert found[0] == found[1] and "shard_degree differs between ranks (2 on rank 0; 'auto' on rank 1)" in found[0]
 
 
 def test_measured_links_are_those_of_all_ranks(tmp_path: Path) -> None:
