@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import re
@@ -205,6 +206,7 @@ def ratios(rows: list[dict[str, Any]]) -> str:
         "the same, ours with int8 both ways": ("fsdp-ring", "ours-world-int8-both"),
         "DeepSpeed MiCS : ours in the node": ("mics", "ours-node"),
         "FSDP2 HSDP, replicas reduced once : ours in the node": ("hsdp-two-hop", "ours-node"),
+        "the same, ours kept gathered": ("hsdp-two-hop", "ours-node-kept"),
         "the same, ours with bf16 replicas": ("hsdp-two-hop", "ours-node-bf16"),
     }
     lines = ["| link, nodes x ranks, micro-batches | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
@@ -212,7 +214,9 @@ def ratios(rows: list[dict[str, Any]]) -> str:
         if row["dtype"] == "float32":
             found = [seconds_of(row, other) / seconds_of(row, ours) for other, ours in columns.values()]
             where = f"{row['rate']}, {row['layout']}, {row['micro']}"
-            lines.append(f"| {where} | " + " | ".join(f"{ratio:.2f}" for ratio in found) + " |")
+            lines.append(
+                f"| {where} | " + " | ".join("-" if math.isnan(ratio) else f"{ratio:.2f}" for ratio in found) + " |"
+            )
     return "\n".join(lines)
 
 
