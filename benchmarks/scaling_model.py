@@ -11,14 +11,15 @@ collectives per optimizer step:
 
 Communication that can hide behind compute is taken to do so up to the compute time (``--overlap``, 0 to 1). Without
 --links the cluster is 8 devices per node, 450 GB/s inside and 50 GB/s (400 Gbit/s) per node between, 5 and 20 us.
---check predicts the lab's rows from its link rate, the bandwidth measured inside its nodes and what its steps take
-without communication, and compares with what was measured there.
+--check predicts the lab's rows from its link rate, what was measured inside its nodes (bandwidth, copies, codes) and
+what its steps take without communication, and compares with what was measured there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,13 +31,16 @@ CODE = (1 + 4 / 256) / 4
 
 @dataclass(frozen=True)
 class Cluster:
-    """Latencies in seconds; ``inside``: bytes/s of one rank's messages in a node; ``between``: of a node's link."""
+    """Latencies in seconds; ``inside``: bytes/s of one rank's messages in a node; ``between``: of a node's link;
+    ``copying``, ``coding``: bytes/s of tensors that a rank copies, or gathers in int8."""
 
     ranks_per_node: int
     latency_inside: float
     inside: float
     latency_between: float
     between: float
+    copying: float = math.inf
+    coding: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,13 @@ def step_seconds(
 ) -> float:
     """Seconds of one optimizer step. ``degree``: the partition group's ranks for MiCS and ours-node; FSDP2 and
     ours-world shard over the world. ``reduce_scatter_times``: what the backend's own reduce-scatter sends, by that of a
-    ring (gloo's is a whole all-reduce: 2); ours does not use it."""
+    ring (gloo's is a whole all-reduce: 2); ours does not use it.
+
+    Beside what travels, a gathered tensor is copied once, into parameters, and a reduced one twice: into a buffer, and
+    by its additions (so often as the backend's reduce-scatter sends it).
+    """
     blocks, units, s = work.gathered - work.root, work.units, work.micro_batches
+    times = reduce_scatter_times if scheme in ("hsdp", "mics") else 1.0
     gathers = [work.root] + [blocks / (units - 1)] * (2 * (units - 1))
     sums = [work.gradients / units] * units
 
@@ -116,11 +125,13 @@ def step_seconds(
             if scheme.startswith("ours")
             else (lambda n: ring(cluster, degree, n))
         )
-        times = 1.0 if scheme.startswith("ours") else reduce_scatter_times
         exposed = s * (all_units(move, gathers) + times * all_units(move, sums))
         code = 0.5 if "bf16" in scheme else 1.0
         once = all_units(lambda n: across(cluster, world, degree, n, code), sums)
         hop = once * (s if scheme == "hsdp" else 1)
+    exposed += s * (sum(gathers) + 2 * times * sum(sums)) / cluster.copying
+    if "int8" in scheme:
+        exposed += s * sum(gathers) / cluster.coding
     compute = s * work.compute
     hidden = min(overlap * compute, exposed + hop)
     return compute + exposed + hop - hidden
@@ -133,7 +144,7 @@ def lab_prediction(row: dict[str, Any]) -> dict[str, float]:
     m, root = 92_438_528.0, 92_438_528.0 - 6 * 4 * 3_152_384.0
     alone = row["schemes"]["alone"]
     compute = statistics.median(alone["seconds"]) / row["micro"]
-    cluster = Cluster(k, 50e-6, alone["inside"], 1.2e-3, rate)
+    cluster = Cluster(k, 50e-6, alone["inside"], 1.2e-3, rate, alone["copying"], alone["coding"])
     half = 0.5 if row["dtype"] == "bfloat16" else 1.0
     work = Work(m * half, root * half, m, 7, row["micro"], compute)
     named = {

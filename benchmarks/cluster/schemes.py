@@ -309,25 +309,52 @@ def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool,
     return 2 * across * m * (0.5 if "bf16" in scheme else code if "int8" in scheme else 1.0)
 
 
-def bandwidth_inside(k: int) -> float:
-    """Bytes/s that a rank sends to the others of its node while all ranks do so: shards of a block's size. The links
-    inside a node are loopback here, and share the cores with everything else."""
+def calibrate(k: int) -> dict[str, float]:
+    """What the machine does inside a node, for a block's parameters in float32 and with all ranks at work, as bytes of
+    the block per second. The links inside a node are loopback here, and share the cores with everything else.
+
+    Returns:
+        inside: what a rank sends to the others of its node (shards); copying: into memory just allocated;
+        coding: of the world's int8 gathers, a rank's shard encoded and its part of the block decoded.
+    """
+    from smp_core.comm.codec import codec
     from smp_core.comm.exchange import exchange
 
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(range(first, first + k)) for first in range(0, world, k)]
     group, first = groups[rank // k], rank // k * k
-    mine = torch.zeros(sum(p.numel() for p in Block(0.0, WIDTH).parameters()) // k)
+    n = sum(p.numel() for p in Block(0.0, WIDTH).parameters())
+    block, mine = torch.zeros(n), torch.zeros(n // k)
     others = [other for other in range(first, first + k) if other != rank]
     theirs = [torch.empty_like(mine) for _ in others]
-    seconds = []
-    for _ in range(7):
-        dist.barrier()
-        began = time.perf_counter()
+    int8, shard = codec("int8"), torch.zeros(n // world)
+    payload = torch.empty(int8.size(len(shard)), dtype=torch.uint8)
+    payloads = payload.expand(world // k, -1).contiguous()
+    part = torch.empty(world // k, len(shard))
+
+    def code() -> None:
+        int8.encode(shard, payload)
+        int8.decode(payloads, part)
+
+    def seconds(work: Callable[[], Any], times: int = 5) -> float:
+        taken = []
+        for _ in range(7):
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(times):
+                work()
+            dist.barrier()
+            taken.append((time.perf_counter() - began) / times)
+        return statistics.median(taken)
+
+    def send() -> None:
         exchange([(mine, other) for other in others], list(zip(theirs, others, strict=True)), group)
-        dist.barrier()
-        seconds.append(time.perf_counter() - began)
-    return len(others) * mine.nbytes / statistics.median(seconds)
+
+    return {
+        "inside": len(others) * mine.nbytes / seconds(send, 1) if others else 0.0,
+        "copying": block.nbytes / seconds(block.clone),
+        "coding": block.nbytes / seconds(code),
+    }
 
 
 def main() -> None:
@@ -357,7 +384,7 @@ def main() -> None:
             else Run(name, "bfloat16" if half else None, asked.compute_ms / 1e3, asked.width)
         )
     rank, world = dist.get_rank(), dist.get_world_size()
-    inside = bandwidth_inside(k) if ALONE in names and k > 1 else 0.0
+    machine = calibrate(k) if ALONE in names else {}
     found: dict[str, dict[str, Any]] = {
         n: {"seconds": [], "node_bytes": [], "metered": [], "losses": []} for n in names
     }
@@ -387,7 +414,7 @@ def main() -> None:
             bound = lower_bound(name, world // k, k, asked.micro, half, asked.width) if world > k else 0.0
             found[name]["lower_bound"] = bound
             if name == ALONE:
-                found[name]["inside"] = inside
+                found[name].update(machine)
         print(json.dumps(found), flush=True)
     dist.barrier(group=watch)
     sys.stdout.flush()
