@@ -116,15 +116,14 @@ class Halved(Callback):
     """Evaluates other weights than those that are trained, as who averages weights does."""
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.trained = list(pl_module.parameters())
-        self._scale(0.5)
+        self._scale(pl_module, 0.5)
 
-    def on_validation_end(self, *_: Any) -> None:
-        self._scale(2.0)
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._scale(pl_module, 2.0)
 
     @torch.no_grad()
-    def _scale(self, factor: float) -> None:
-        for parameter in self.trained:
+    def _scale(self, module: LightningModule, factor: float) -> None:
+        for parameter in module.parameters():
             parameter.mul_(factor)
 
 
@@ -135,10 +134,12 @@ def fit_halved(knobs: dict[str, Any], **flags: Any) -> Run:
     return report(trainer, module)
 
 
-def test_weights_that_are_put_in_place_for_an_evaluation_are_evaluated() -> None:
-    """Inside a window through which units stay gathered, too. Half and twice are exact."""
+@pytest.mark.parametrize("knobs", [1, 5])
+def test_weights_that_are_put_in_place_for_an_evaluation_are_evaluated(knobs: int) -> None:
+    """And those that are put back are trained on; also inside a window through which units stay gathered. Half and
+    twice are exact."""
     flags = {**EXACT, **WINDOWS[3]}
-    assert_same(together(fit_halved, KNOBS[5], **flags), fit_halved({}, **flags))
+    assert_same(together(fit_halved, KNOBS[knobs], **flags), fit_halved({}, **flags))
 
 
 class Scheduled(LanguageModule):
