@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,15 +31,15 @@ CODE = (1 + 4 / 256) / 4
 @dataclass(frozen=True)
 class Cluster:
     """Latencies in seconds; ``inside``: bytes/s of one rank's messages in a node; ``between``: of a node's link;
-    ``copying``, ``coding``: bytes/s of tensors that a rank copies, or gathers in int8."""
+    ``copying``, ``coding``: bytes/s of tensors that a rank copies, or gathers in int8; None: not counted."""
 
     ranks_per_node: int
     latency_inside: float
     inside: float
     latency_between: float
     between: float
-    copying: float = math.inf
-    coding: float = math.inf
+    copying: float | None = None
+    coding: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,9 @@ def step_seconds(
         code = 0.5 if "bf16" in scheme else 1.0
         once = all_units(lambda n: across(cluster, world, degree, n, code), sums)
         hop = once * (s if scheme == "hsdp" else 1)
-    exposed += s * (sum(gathers) + 2 * times * sum(sums)) / cluster.copying
-    if "int8" in scheme:
+    if cluster.copying is not None:
+        exposed += s * (sum(gathers) + 2 * times * sum(sums)) / cluster.copying
+    if cluster.coding is not None and "int8" in scheme:
         exposed += s * sum(gathers) / cluster.coding
     compute = s * work.compute
     hidden = min(overlap * compute, exposed + hop)

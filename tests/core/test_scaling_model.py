@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,6 +53,19 @@ def test_a_group_inside_a_node_needs_no_link() -> None:
         assert model.step_seconds(scheme, FREE, 8, 8, WORK) == pytest.approx(0.0, abs=1e-20)
 
 
+def test_copies_and_codes_count_what_is_gathered_and_reduced() -> None:
+    """Per micro-batch 20 + 2 x 80 gathered; 200 reduced, twice, and as often as the backend sends them."""
+    slow = replace(FREE, copying=2.0, coding=0.5)
+    added = {"fsdp2": 3 * (180 + 400) / 2, "mics": 3 * (180 + 2 * 400) / 2}
+    added["ours-node"] = added["fsdp2"]
+    added["ours-world-int8"] = added["fsdp2"] + 3 * 180 / 0.5
+    for scheme, seconds in added.items():
+        plain, more = (
+            model.step_seconds(scheme, cluster, 16, 8, WORK, reduce_scatter_times=2.0) for cluster in (FREE, slow)
+        )
+        assert more - plain == pytest.approx(seconds), scheme
+
+
 def test_overlap_hides_no_more_than_there_is_compute() -> None:
     busy = model.Work(100.0, 20.0, 200.0, 5, 3, compute=10.0)
     plain, hidden = (model.step_seconds("fsdp2", FREE, 16, 8, busy, overlap) for overlap in (0.0, 1.0))
@@ -72,4 +86,6 @@ def test_the_cluster_may_be_a_measured_one(tmp_path: Path, monkeypatch: pytest.M
         "inside": 1e9,
         "latency_between": 1e-3,
         "between": 24e6,
+        "copying": None,
+        "coding": None,
     }
