@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMES = ("fsdp2", "hsdp", "mics", "ours-world", "ours-world-int8", "ours-node", "ours-node-bf16")
-CODE = (1 + 4 / 256) / 4
+CODE = 1 + 4 / 256  # bytes of an element in int8, with its block's scale
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def step_seconds(
         each = all_units(lambda n: ring(cluster, world, n), gathers + sums)
         exposed, hop = s * each, 0.0
     elif scheme.startswith("ours-world"):
-        code = CODE if "int8" in scheme else 1.0
+        code = CODE * work.gradients / 4 / work.gathered if "int8" in scheme else 1.0
         each = all_units(lambda n: staged(cluster, world, n, code), gathers) + all_units(
             lambda n: staged(cluster, world, n), sums
         )
