@@ -34,6 +34,7 @@ logger = logging.getLogger("smp")
 # What is settled when a model comes sharded, and what then says it in the table.
 _GIVEN = ("wrap", "wrap_min_parameters", "reshard_after_forward", "reshard_after_backward", "delayed_init")
 _TORCHS: dict[str, Any] = {
+    "reduce_every_micro_batch": True,
     "hierarchical": False,
     "comm_meter": False,
     "replica_reduce_dtype": None,
@@ -136,6 +137,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
         policy.reduce_dtype,
         on_close=traffic.step_done,
         over_world=config.optimizer_shard == "world",
+        hold_gradients=not config.reduce_every_micro_batch,
     )
     return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic)
 

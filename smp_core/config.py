@@ -64,6 +64,10 @@ class SmpConfig:
             or False, together with reshard_after_forward=false: what a window's first micro-batch gathered stays until
             its last backward pass, one gather per optimizer step instead of two per micro-batch, for the memory of the
             whole model as it is gathered. Without gradient accumulation nothing is kept.
+        reduce_every_micro_batch: Whether each micro-batch's gradients are reduced inside the partition group at once.
+            True (default), or False: each rank adds up whole gradients, which the window's last backward pass reduces,
+            once per optimizer step instead of once per micro-batch, for the memory of the whole model in the dtype that
+            gradients are reduced in. Without gradient accumulation nothing is held.
         forward_prefetch: How many units ahead of the one that runs gathers are started in forward, in the order in
             which units are registered. Integer >= 0, or "auto" (default; by the links that SMP_LINKS names, otherwise
             0: on CPU none, elsewhere as far as streams overlap).
@@ -176,6 +180,7 @@ class SmpConfig:
     hierarchical: bool | Literal["auto"] = "auto"
     reshard_after_forward: bool | int | Literal["node"] = True
     reshard_after_backward: bool = True
+    reduce_every_micro_batch: bool = True
     forward_prefetch: int | Literal["auto"] = "auto"
     backward_prefetch: int | Literal["auto"] = "auto"
     reduce_scatter_buffers: int | Literal["auto"] = "auto"

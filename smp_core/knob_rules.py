@@ -49,6 +49,7 @@ READERS: dict[str, read.Reader] = {
         allowed="true, false, an integer of at least 2, 'node'",
     ),
     "reshard_after_backward": _BOOLEAN,
+    "reduce_every_micro_batch": _BOOLEAN,
     "forward_prefetch": read.either(
         read.integer(minimum=0), read.word("auto"), allowed="an integer of at least 0, 'auto'"
     ),

@@ -40,13 +40,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+KEPT = {"reshard_after_forward": False, "reshard_after_backward": False}
+ONCE = {**KEPT, "reduce_every_micro_batch": False}
 OURS: dict[str, dict[str, Any]] = {
     "ours-world": {"shard_degree": "world"},
     "ours-world-int8": {"shard_degree": "world", "quantized_all_gather": "int8"},
     "ours-world-int8-both": {"shard_degree": "world", "quantized_all_gather": "int8", "quantized_reduce": "int8"},
     "ours-world-secondary": {"shard_degree": "world", "reshard_after_forward": "node"},
+    "ours-world-once": {"shard_degree": "world", **ONCE},
     "ours-node": {"shard_degree": "node"},
-    "ours-node-kept": {"shard_degree": "node", "reshard_after_forward": False, "reshard_after_backward": False},
+    "ours-node-kept": {"shard_degree": "node", **KEPT},
+    "ours-node-once": {"shard_degree": "node", **ONCE},
     "ours-node-bf16": {"shard_degree": "node", "replica_reduce_dtype": "bf16"},
     "ours-node-int8": {"shard_degree": "node", "quantized_reduce": "int8"},
     "ours-node-optimizer": {"shard_degree": "node", "optimizer_shard": "world"},
@@ -303,8 +307,10 @@ def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool,
         return 2 * across * m * times
     if scheme.startswith("ours-world"):
         gather = code * (2 if half else 1) if "int8" in scheme else 1.0
-        if "secondary" in scheme:
+        if "secondary" in scheme or "once" in scheme:
             gathered = m * (0.5 if half else 1.0)
+        if "once" in scheme:
+            micro_batches = 1
         return micro_batches * across * (gathered * gather + m * (code if "both" in scheme else 1.0))
     return 2 * across * m * (0.5 if "bf16" in scheme else code if "int8" in scheme else 1.0)
 

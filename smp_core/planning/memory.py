@@ -36,7 +36,8 @@ class MemoryEstimate:
         shard_degree: ranks that hold one copy of the model states together.
         parameters: parameter shards, in the model's own dtypes.
         gradients: gradient shards of trainable parameters, in the same dtypes.
-        partial_sums: sums of the accumulation window, where gradients are reduced in another dtype than they have.
+        partial_sums: sums of the accumulation window, where gradients are reduced in another dtype than they have, or
+            held whole (`reduce_every_micro_batch=False`).
         optimizer_states: of trainable parameters, in their dtypes; with `optimizer_shard="world"` float32 masters and
             their gradients too (with `state_offload="optimizer"` only these).
         buffers: whole on every device.
@@ -81,7 +82,8 @@ def model_state_bytes(
 
     Args:
         model: real, sharded or on the meta device.
-        config: `param_dtype`, `reduce_dtype`, `reshard_after_forward`, `optimizer_shard` and `state_offload` count.
+        config: `param_dtype`, `reduce_dtype`, `reshard_after_forward`, `reduce_every_micro_batch`, `optimizer_shard`
+            and `state_offload` count.
         optimizer: one of `smp_core.planning.optimizers.OPTIMIZERS`, or what an optimizer keeps.
         shard_degree: ranks of a partition group.
         world_size: all ranks; `optimizer_shard="world"` divides optimizer states and float32 masters by them.
@@ -109,7 +111,9 @@ def model_state_bytes(
             elif config.state_offload is None:
                 states += kept.elements(parameter, elements) * parameter.itemsize
             reduced_in = _reduce_dtype(parameter, config)
-            if offloaded or reduced_in != _stored_dtype(parameter, config):
+            if not config.reduce_every_micro_batch and shard_degree > 1 and parameter.ndim:
+                partial_sums += parameter.numel() * reduced_in.itemsize
+            elif offloaded or reduced_in != _stored_dtype(parameter, config):
                 partial_sums += elements * reduced_in.itemsize
     return MemoryEstimate(
         shard_degree=shard_degree,

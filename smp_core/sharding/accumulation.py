@@ -18,6 +18,9 @@ Where parameters stay gathered between micro-batches (``keep_gathered``) they ar
 pass, unit by unit, and whenever a window ends in another way: what the optimizer steps is sharded, and nothing may
 compute with weights from before a step.
 
+Where units hold whole gradients (``hold_gradients``) hop one, too, is taken once, in the window's last backward pass,
+or when the window is closed by hand.
+
 A parameter that no rank reached keeps its ``.grad`` (None, as in one process, so that weight decay leaves it alone);
 one that only other ranks reached gets their gradient. Ranks tell each other which they reached once per window.
 """
@@ -77,6 +80,7 @@ class AccumulationWindow:
         over_world: whether :meth:`shard_over_world` has to be called before the first window closes.
         stored_in: what it then stores float32 parameters of units in (what they are computed with); None: as they are.
         keep_gathered: whether units stay gathered from the window's first micro-batch to its last.
+        hold_gradients: whether units hold whole gradients between micro-batches, and are reduced by the last one only.
     """
 
     def __init__(
@@ -92,9 +96,10 @@ class AccumulationWindow:
         over_world: bool = False,
         stored_in: torch.dtype | None = None,
         keep_gathered: bool = False,
+        hold_gradients: bool = False,
     ) -> None:
         self._on_close = on_close
-        self._keep_gathered = keep_gathered
+        self._keep_gathered, self._hold_gradients = keep_gathered, hold_gradients
         self._first_window = True
         self._stored_in = stored_in
         self._over_world = over_world
@@ -110,6 +115,7 @@ class AccumulationWindow:
         self._kept: dict[nn.Parameter, torch.Tensor | None] = {}
         self._last = True
         self._running_pass: int | None = None
+        self._reducing_held = False
         self.world: WorldSharding | None = None
         """Masters of this rank's part, where optimizer states are sharded over the world."""
         self.micro_batches = 0
@@ -145,10 +151,10 @@ class AccumulationWindow:
         return self.micro_batches > 0
 
     def held_bytes(self) -> int:
-        """Bytes of partial sums and of masters' gradients: what no parameter's ``.grad`` shows."""
-        flats = [each.flat for each in self._sums if each.flat is not None]
+        """Bytes of partial sums, of whole gradients and of masters' gradients: what no parameter's ``.grad`` shows."""
+        sums = sum(each.flat.numel() * each.flat.element_size() for each in self._sums if each.flat is not None)
         parts = [] if self.world is None else self.world.shards
-        return sum(flat.numel() * flat.element_size() for flat in flats) + sum(shard.gradient_bytes for shard in parts)
+        return sums + sum(unit.held_bytes() for unit in self._units) + sum(shard.gradient_bytes for shard in parts)
 
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:
@@ -163,21 +169,24 @@ class AccumulationWindow:
     def _announce(self, last: bool) -> None:
         """Whether the backward passes from here on are their window's last."""
         self._last = last
-        if self._keep_gathered:
-            for unit in self._units:
+        for unit in self._units:
+            if self._keep_gathered:
                 unit.module.set_reshard_after_backward(last, recurse=False)  # type: ignore[operator]
+            if self._hold_gradients:
+                unit.hold_gradients(None if last else self._queue_end)
 
     @torch.no_grad()
     def close(self) -> None:
         """Reduce across replicas, divide, and set ``.grad``; a closed window is left as it is. Collective."""
         if not self.is_open:
             return
-        self._say_if_nothing_is_kept()
+        self._say_what_had_no_effect()
         if self._over_world and self.world is None:
             raise ValueError(
                 "optimizer_shard='world': there is no optimizer yet whose states could be sharded; call "
                 "parallel.prepare_optimizer(optimizer) before the first backward pass"
             )
+        self._reduce_held()
         for unit_sum in self._sums:
             unit_sum.complete = unit_sum.flat is not None
         self._send_complete()
@@ -240,14 +249,13 @@ class AccumulationWindow:
         dropped = {id(model_parameter(parameter)) for parameter in parameters}
         kept_any = False
         for unit, unit_sum in zip(self._units, self._sums, strict=True):
-            members = unit.parameters()
+            gone = {index for index, member in enumerate(unit.parameters()) if id(member) in dropped}
             for slot in unit_sum.slots:
-                if id(members[slot.index]) in dropped:
+                if slot.index in gone:
                     assert unit_sum.flat is not None
                     unit_sum.flat[slot.offset : slot.offset + slot.padded] = 0
-                    unit.reached.discard(slot.index)
-                elif slot.index in unit.reached:
-                    kept_any = True
+            unit.drop_gradients(gone)
+            kept_any |= bool(unit.reached)
         self._replicated.drop(dropped)
         if not kept_any and not self._replicated.reached:
             self._forget()
@@ -261,14 +269,20 @@ class AccumulationWindow:
             shard.forget()
         self._forget()
 
-    def _say_if_nothing_is_kept(self) -> None:
+    def _say_what_had_no_effect(self) -> None:
         """Once: how many micro-batches there are shows only when a window has come to its end."""
-        if self._keep_gathered and self._first_window and self.micro_batches == 1 and self._mesh.rank == 0:
-            logger.warning(
-                "reshard_after_backward=false had no effect on the first optimizer step, which had one micro-batch; it "
-                "saves gathers with accumulate_grad_batches (Lightning), gradient_accumulation_steps (Accelerate) or "
-                "window.accumulate()"
-            )
+        asked = [
+            (self._keep_gathered, "reshard_after_backward=false", "gathers"),
+            (self._hold_gradients, "reduce_every_micro_batch=false", "reductions"),
+        ]
+        for is_asked, knob, saved in asked:
+            if is_asked and self._first_window and self.micro_batches == 1 and self._mesh.rank == 0:
+                logger.warning(
+                    "%s had no effect on the first optimizer step, which had one micro-batch; it saves %s with "
+                    "accumulate_grad_batches (Lightning), gradient_accumulation_steps (Accelerate) or "
+                    "window.accumulate()",
+                    *(knob, saved),
+                )
         self._first_window = False
 
     def _forget(self) -> None:
@@ -288,7 +302,8 @@ class AccumulationWindow:
 
         @torch.no_grad()
         def hook(reduced: torch.Tensor) -> None:
-            self._queue_end()
+            if not self._reducing_held:
+                self._queue_end()
             unit_sum = self._sums[number]
             parameters = unit.parameters()
             slots = unit.slots(reduced.numel())
@@ -322,15 +337,29 @@ class AccumulationWindow:
         self.micro_batches += 1
         for unit in self._units:
             unit.end_of_pass()
-        for parameter, gradient in self._kept.items():
-            parameter.grad = gradient
-        self._kept.clear()
+        self._restore_gradients()
         self._replicated.end_of_pass()
         if self._last:
             self.close()
         elif self._keep_gathered:
             for unit in self._units:
                 unit.show_shards()
+
+    def _restore_gradients(self) -> None:
+        for parameter, gradient in self._kept.items():
+            parameter.grad = gradient
+        self._kept.clear()
+
+    def _reduce_held(self) -> None:
+        """What the last backward pass did not come through, or all of it if there was none."""
+        self._reducing_held = True
+        try:
+            for unit in self._units:
+                if unit.awaits_reduction:
+                    unit.reduce_held()
+        finally:
+            self._reducing_held = False
+        self._restore_gradients()
 
     def _send_complete(self) -> None:
         while self._next < len(self._units):

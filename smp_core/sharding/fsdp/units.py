@@ -11,6 +11,9 @@ What is read here beyond the public API, and why no public one will do:
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
 - ``state._state_ctx``: whether an earlier backward pass failed;
+- ``unsharded_accumulated_grad`` of parameters, and ``finalize_backward`` and ``_training_state`` (``TrainingState`` of
+  ``_fully_shard._fsdp_common``) of the group: whole gradients that wait for the window's last backward pass, and their
+  reduction where no pass does it;
 - ``unshard`` and ``is_unsharded`` of the group, ``to_unsharded`` and ``_setattr_on_modules`` of its parameters: whether
   a module's parameters are shards or whole ones, while a unit stays gathered between backward passes;
 - ``reset_sharded_param`` of parameters and ``_init_mp_dtypes`` of the group: shards that are stored in another dtype
@@ -26,6 +29,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from smp_core.sharding.fsdp.passes import FAILED_PASS, backward_pass
@@ -62,6 +66,11 @@ class ShardedUnit:
         self._uses_left = 0  # forwards that no backward pass has come through yet, recomputed ones not counted
         self.was_trainable: set[int] = set()
         self._shows_shards = False  # though it is gathered
+        self._reducing: set[int] = set()  # the parameters in what FSDP2 reduces at the moment
+        self._on_hold: Callable[[], None] | None = None
+        self.awaits_reduction = False
+        """Whether backward passes came through the unit whose gradients are whole and not reduced yet; the same on all
+        ranks of the partition group, also on one that has none."""
         group: Any = module._get_fsdp_state()._fsdp_param_group
         if in_order:
             self.names = list(parameter_names)
@@ -95,9 +104,9 @@ class ShardedUnit:
         return [parameter.to_local().detach() for parameter in self.parameters()]  # type: ignore[attr-defined]
 
     def slots(self, n_elements: int) -> list[Slot]:
-        """The layout of a flat reduced gradient of ``n_elements``: every trainable parameter, reached or not."""
-        whole = [parameter._unsharded_param for parameter in self.fsdp_parameters]
-        slots = self._layout({index for index, parameter in enumerate(whole) if parameter.requires_grad})
+        """The layout of the flat reduced gradient of ``n_elements`` that FSDP2 hands out now: every trainable
+        parameter, reached or not, and frozen ones of which whole gradients are held."""
+        slots = self._layout(self._reducing)
         if not slots or slots[-1].offset + slots[-1].padded != n_elements:
             raise AssertionError(f"unit {self.name!r}: a reduced gradient of {n_elements} elements fits no layout")
         return slots
@@ -111,9 +120,12 @@ class ShardedUnit:
     def zeros(self, slots: Sequence[Slot]) -> torch.Tensor:
         """A flat reduced gradient of nothing."""
         group: Any = self.module._get_fsdp_state()._fsdp_param_group
-        first = self.fsdp_parameters[slots[0].index]
-        dtype = group._reduce_dtype or first.param_dtype or first.orig_dtype
+        dtype = self._sum_dtype(self.fsdp_parameters[slots[0].index])
         return torch.zeros(slots[-1].offset + slots[-1].padded, dtype=dtype, device=group.device)
+
+    def _sum_dtype(self, parameter: Any) -> torch.dtype:
+        group: Any = self.module._get_fsdp_state()._fsdp_param_group
+        return group._reduce_dtype or parameter.param_dtype or parameter.orig_dtype
 
     def is_complete(self) -> bool:
         """Whether the present pass has nothing more for this unit, when FSDP2 has just reduced it: no use is left that
@@ -135,9 +147,39 @@ class ShardedUnit:
         for parameter in self.fsdp_parameters:
             parameter._setattr_on_modules(parameter.sharded_param)
 
+    def hold_gradients(self, on_hold: Callable[[], None] | None) -> None:
+        """Whether backward passes from here on leave whole gradients, which add up to those of earlier passes, instead
+        of having them reduced; ``on_hold`` is then called by each that comes through the unit. None: they are reduced,
+        together with what is held."""
+        self._on_hold = on_hold
+        cast(Any, self.module).set_requires_gradient_sync(on_hold is None, recurse=False)
+
+    def reduce_held(self) -> None:
+        """Reduce what is held now, outside of a backward pass. Collective over the partition group."""
+        group: Any = self.module._get_fsdp_state()._fsdp_param_group
+        before = self._on_hold
+        self.hold_gradients(None)
+        group.post_backward()
+        group.finalize_backward()
+        group._training_state = TrainingState.IDLE
+        self.hold_gradients(before)
+
+    def drop_gradients(self, indices: Container[int]) -> None:
+        """Forget that these parameters were reached, and their whole gradients that are held."""
+        for index, parameter in enumerate(self.fsdp_parameters):
+            if index in indices:
+                self.reached.discard(index)
+                parameter.unsharded_accumulated_grad = None
+
+    def held_bytes(self) -> int:
+        """Bytes of whole gradients that wait for their reduction."""
+        held = (parameter.unsharded_accumulated_grad for parameter in self.fsdp_parameters)
+        return sum(gradient.numel() * gradient.element_size() for gradient in held if gradient is not None)
+
     def end_of_window(self) -> None:
+        self.drop_gradients(range(len(self.fsdp_parameters)))
+        self.awaits_reduction = False
         self._uses_left = 0
-        self.reached.clear()
         self.was_trainable.clear()
 
     def layout(self, indices: Iterable[int]) -> list[Slot]:
@@ -238,22 +280,50 @@ class ShardedUnit:
 
     def _noting(self, post_backward: Callable[..., None]) -> Callable[..., None]:
         """Before gradients are reduced: note which there are, and put zeros where there are none, so that ranks that
-        took another branch still send tensors of one size and layout."""
+        took another branch still send tensors of one size and layout. Or hold them, if a later pass reduces them."""
 
         def noted(*args: Any) -> None:
             self._uses_left = max(self._uses_left - 1, 0)
-            for index, parameter in enumerate(self.fsdp_parameters):
-                whole = getattr(parameter, "_unsharded_param", None)
-                if whole is None:
-                    continue
-                if whole.grad is not None:
+            used = [parameter for parameter in self.fsdp_parameters if hasattr(parameter, "_unsharded_param")]
+            for index, parameter in enumerate(used):
+                if parameter._unsharded_param.grad is not None:
                     self.reached.add(index)
                     self._reached_in_pass.add(index)
-                elif whole.requires_grad:
-                    whole.grad = torch.zeros_like(whole)
-            post_backward(*args)
+            if self._on_hold is None:
+                self._complete_gradients(used)
+                post_backward(*args)
+            elif used:  # FSDP2 would look for the whole parameters of one that never ran
+                self.awaits_reduction = True
+                self._on_hold()
+                post_backward(*args)
+                self._set_gradients_aside(used)
 
         return noted
+
+    def _complete_gradients(self, used: Sequence[Any]) -> None:
+        """A gradient for every parameter that all ranks reduce now, in one dtype."""
+        self._reducing = {i for i, parameter in enumerate(used) if parameter._unsharded_param.requires_grad}
+        if self.awaits_reduction and used:
+            self._reducing |= self.was_trainable
+            self._set_gradients_aside(used)
+        for index in self._reducing:
+            parameter = used[index]
+            whole = parameter._unsharded_param
+            if self.awaits_reduction and parameter.unsharded_accumulated_grad is None:
+                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=self._sum_dtype(parameter))
+            elif not self.awaits_reduction and whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
+        self.awaits_reduction = False
+
+    def _set_gradients_aside(self, used: Sequence[Any]) -> None:
+        """Whole gradients become, or are added to, what FSDP2 reduces with the next that it reduces; parameters have
+        none then, and show what the next pass reaches."""
+        for parameter in used:
+            parameter.accumulate_unsharded_grad_if_needed()
+            gradient = parameter._unsharded_param.grad
+            if gradient is not None:
+                parameter.unsharded_accumulated_grad = gradient.to(self._sum_dtype(parameter))
+                parameter._unsharded_param.grad = None
 
     @torch.compiler.disable
     def _refuse_after_failure(self, *_: Any) -> None:
