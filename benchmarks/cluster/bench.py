@@ -104,6 +104,8 @@ def measure(row: dict[str, Any], asked: argparse.Namespace) -> None:
     where = [row[key] for key in ("layout", "rate", "micro")]
     row["busy_before"] = max(row["busy_before"], psutil.cpu_percent(interval=2.0))
     names = [name for name in (ALONE, *PEERS, *OURS) if not asked.schemes or name in asked.schemes]
+    if row["micro"] == 1:
+        names = [name for name in names if OURS.get(name, {}).get("reduce_every_micro_batch", True)]  # nothing to hold
     if names:
         found = run_lab(sys.executable, names, *where, asked.rounds, row["dtype"])
         if isinstance(found, str):
@@ -173,14 +175,16 @@ def summary(rows: list[dict[str, Any]]) -> str:
         "FSDP2 (true ring)": ["fsdp", "fsdp-ring"],
         "DeepSpeed MiCS, in node": ["mics"],
         "FSDP2 HSDP, in node, two-hop": ["hsdp-two-hop"],
-        "ours, sharded over all nodes: exact / int8 gathers / int8 both ways": [
+        "ours, sharded over all nodes: exact / once / int8 gathers / int8 both ways": [
             "ours-world",
+            "ours-world-once",
             "ours-world-int8",
             "ours-world-int8-both",
         ],
-        "ours, sharded in the node: exact / kept gathered / bf16 replicas / int8 replicas": [
+        "ours, sharded in the node: exact / kept gathered / once / bf16 replicas / int8 replicas": [
             "ours-node",
             "ours-node-kept",
+            "ours-node-once",
             "ours-node-bf16",
             "ours-node-int8",
         ],
@@ -203,10 +207,11 @@ def ratios(rows: list[dict[str, Any]]) -> str:
     columns = {
         "DeepSpeed ZeRO-3 : ours over all nodes": ("ds3", "ours-world"),
         "FSDP2 with a true ring : ours over all nodes": ("fsdp-ring", "ours-world"),
+        "the same, ours once": ("fsdp-ring", "ours-world-once"),
         "the same, ours with int8 both ways": ("fsdp-ring", "ours-world-int8-both"),
         "DeepSpeed MiCS : ours in the node": ("mics", "ours-node"),
         "FSDP2 HSDP, replicas reduced once : ours in the node": ("hsdp-two-hop", "ours-node"),
-        "the same, ours kept gathered": ("hsdp-two-hop", "ours-node-kept"),
+        "the same, ours once in the node": ("hsdp-two-hop", "ours-node-once"),
         "the same, ours with bf16 replicas": ("hsdp-two-hop", "ours-node-bf16"),
     }
     lines = ["| link, nodes x ranks, micro-batches | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]

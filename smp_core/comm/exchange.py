@@ -63,9 +63,19 @@ def sum_rows(out_N: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGrou
 
     ``out_N`` may be this rank's own row.
     """
-    received_PN = torch.empty_like(rows_PN)
-    all_to_all(received_PN, rows_PN, group, tag)
-    sum_in_order(list(received_PN), out_N)
+    if not prefers_messages(group, rows_PN.device):
+        received_PN = torch.empty_like(rows_PN)
+        all_to_all(received_PN, rows_PN, group)
+        sum_in_order(list(received_PN), out_N)
+        return
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+    others = [i for i in range(len(ranks)) if i != me]
+    received = dict(zip(others, rows_PN.new_empty(len(others), rows_PN.shape[1]), strict=True))
+    exchange([(rows_PN[i], ranks[i]) for i in others], [(received[i], ranks[i]) for i in others], group, tag)
+    own_N = rows_PN[me]
+    if me > 1 and own_N.data_ptr() == out_N.data_ptr():
+        own_N = own_N.clone()
+    sum_in_order([received.get(i, own_N) for i in range(len(ranks))], out_N)
 
 
 def gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
@@ -87,7 +97,7 @@ def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
 def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """``out = parts[0] + parts[1] + ...`` in that order, so that the result does not depend on arrival.
 
-    Half precision is added up in float32 and rounded once. ``out`` may be one of the parts only if it is the first.
+    Half precision is added up in float32 and rounded once. ``out`` may be one of the first two parts.
     """
     if out.dtype in (torch.float16, torch.bfloat16) and len(parts) > 2:
         total = parts[0].float()
@@ -95,6 +105,9 @@ def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
             total += part
         out.copy_(total)
         return
-    out.copy_(parts[0])
-    for part in parts[1:]:
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    torch.add(parts[0].to(out.dtype), parts[1], out=out)
+    for part in parts[2:]:
         out += part

@@ -36,6 +36,7 @@ EXACT_SCHEMES: list[dict[str, Any]] = [
     {"shard_degree": 4, "quantized_all_gather": "fp8", "quantize_after_steps": STEPS},
     {"shard_degree": 2, "optimizer_shard": "world"},
     {"shard_degree": 2, "reshard_after_forward": False, "reshard_after_backward": False},
+    {"shard_degree": 4, "reduce_every_micro_batch": False},
 ]
 
 
@@ -116,15 +117,20 @@ def test_an_evaluation_is_no_part_of_a_steps_bytes() -> None:
         assert sum(nothing.values()) == 0 < outside["all_gather/calls"]
 
 
-def test_a_unit_that_stays_gathered_is_gathered_once_per_optimizer_step() -> None:
+def test_a_unit_is_gathered_and_reduced_once_per_optimizer_step_where_that_is_asked() -> None:
     calls = {}
-    for kept in (False, True):
-        knobs = {"reshard_after_forward": False, "reshard_after_backward": not kept}
+    for kept, held in ((False, False), (True, False), (True, True)):
+        knobs = {
+            "reshard_after_forward": False,
+            "reshard_after_backward": not kept,
+            "reduce_every_micro_batch": not held,
+        }
         for steps, _ in run_ranks(metered, 4, False, ranks_per_node=2, **knobs):
-            calls[kept] = [(step["all_gather/calls"], step["reduce_scatter/calls"]) for step in steps]
-    assert len(calls[True]) == STEPS
-    for (gathers, reductions), (fewer, as_many) in zip(calls[False], calls[True], strict=True):
+            calls[kept, held] = [(step["all_gather/calls"], step["reduce_scatter/calls"]) for step in steps]
+    for (gathers, reductions), (fewer, as_many), once in zip(*calls.values(), strict=True):
         assert gathers == 2 * fewer > 0 and reductions == as_many > 0
+        assert once == (fewer, as_many / 2)
+    assert len(calls[True, True]) == STEPS
 
 
 def evaluated_halved(**knobs: Any) -> list[float]:

@@ -21,13 +21,14 @@ UNCOUNTED = ("gather", "scatter", "reduce", "monitored_barrier", "recv_anysource
 @dataclass(frozen=True)
 class Call:
     """One call on one rank: ``kind`` of call, global ``ranks`` of the group, ``n_bytes`` of the full tensor (of the
-    message for a send), ``to`` the global rank a message goes to."""
+    message for a send), ``to`` the global rank a message goes to and ``tag`` its tag."""
 
     kind: str
     ranks: tuple[int, ...]
     n_bytes: int
     dtype: str
     to: int | None = None
+    tag: int | None = None
 
     def sent(self, me: int) -> list[tuple[int, float]]:
         """(destination, bytes) of what rank ``me`` sends."""
@@ -102,8 +103,8 @@ class CallRecorder:
 
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             ranks = tuple(dist.get_process_group_ranks(group))
-            to = ranks[args[1]] if kind == "send" else None
-            self.calls.append(Call(kind, ranks, bytes_of(args[argument]), first_dtype(args[argument]), to))
+            to, tag = (ranks[args[1]], args[2]) if kind == "send" else (None, None)
+            self.calls.append(Call(kind, ranks, bytes_of(args[argument]), first_dtype(args[argument]), to, tag))
             return original(group, *args, **kwargs)
 
         return call

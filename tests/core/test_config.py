@@ -58,6 +58,7 @@ VALUES: dict[str, Any] = {
     "hierarchical": st.booleans() | st.just("auto"),
     "reshard_after_forward": st.booleans() | st.sampled_from([2, 3, 6, "node"]),
     "reshard_after_backward": st.booleans(),
+    "reduce_every_micro_batch": st.booleans(),
     "forward_prefetch": st.integers(0, 4) | st.just("auto"),
     "backward_prefetch": st.integers(1, 4) | st.just("auto"),
     "reduce_scatter_buffers": st.integers(1, 4) | st.just("auto"),

@@ -83,6 +83,15 @@ def test_parameters_that_stay_gathered_are_counted_once_each() -> None:
     assert estimate(3, reshard_after_forward=False, reshard_after_backward=False) == until_backward
 
 
+def test_gradients_that_are_held_whole_are_counted() -> None:
+    # embed 80, first 56 + 7; the 0-d one is whole anyhow
+    held = estimate(3, reduce_every_micro_batch=False)
+    assert held.partial_sums == 4 * (80 + 56 + 7) and held.gradients == estimate(3).gradients
+    # In float32 too, and with it the sum of the 0-d one.
+    assert estimate(3, torch.bfloat16, reduce_every_micro_batch=False).partial_sums == held.partial_sums + 4
+    assert estimate(1, reduce_every_micro_batch=False) == estimate(1)
+
+
 def test_gather_dtype_halves_the_gathered_units_and_float32_sums_stay_float32() -> None:
     mixed = estimate(3, param_dtype="bfloat16")
     assert mixed.gathered == 2 * (96 + 2 * 144)

@@ -283,6 +283,7 @@ def test_knobs_that_can_save_nothing_are_taken_back_in_the_table() -> None:
         {"shard_degree": 2, "reshard_after_forward": "node"},
         {"shard_degree": 4, "reshard_after_forward": 4},
         {"shard_degree": 1, "reshard_after_forward": False, "reshard_after_backward": False},
+        {"shard_degree": 1, "reduce_every_micro_batch": False},
     ]
     for seen in run_ranks(effective_values, 4, cases, ranks_per_node=2):
         assert seen[0]["quantized_all_gather"] is None
@@ -291,6 +292,7 @@ def test_knobs_that_can_save_nothing_are_taken_back_in_the_table() -> None:
         assert seen[3]["reshard_after_forward"] is True
         assert seen[4]["reshard_after_forward"] is True
         assert seen[5]["reshard_after_backward"] is True
+        assert seen[6]["reduce_every_micro_batch"] is True
     for (seen,) in run_ranks(effective_values, 2, [{"quantized_reduce": "int8", "shard_degree": 2}]):
         assert seen["quantized_reduce"] is None
 

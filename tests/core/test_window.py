@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp_core.comm.exchange import GATHER, REDUCE
 from tests.core.gpt import SmallGpt
 from tests.core.recording import Call, CallRecorder
 from tests.core.scenarios import (
@@ -34,13 +35,13 @@ from tests.core.scenarios import (
     samples,
     together,
 )
-from tests.core.test_equivalence import KEPT, full_weights
+from tests.core.test_equivalence import HELD, KEPT, full_weights
 from tests.harness import run_ranks
 
 PLAIN = SCENARIOS["everything is used"]
 
 
-def check_scenarios(names: list[str], degree: int, **options: bool) -> None:
+def check_scenarios(names: list[str], degree: int, **options: Any) -> None:
     expected = {name: alone(SCENARIOS[name], 4) for name in names}
     knobs = {"shard_degree": degree, **options}
     for rank, seen in enumerate(run_ranks(together, 4, names, ranks_per_node=2, timeout=600, **knobs)):
@@ -66,6 +67,30 @@ def test_frozen_and_repeated_parameters_that_stay_gathered_train_like_one_proces
 @pytest.mark.parametrize(("degree", "old_torch"), [(2, False), (4, False), (4, True)])
 def test_all_of_them_do_when_they_stay_gathered(degree: int, old_torch: bool) -> None:
     check_scenarios(allowed(degree), degree, old_torch=old_torch, **KEPT)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"degree": 2},
+        {"degree": 4, "by_hand": True, **KEPT},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"degree": 1},
+                {"degree": 4},
+                {"degree": 2, "by_hand": True},
+                {"degree": 2, "old_torch": True},
+                {"degree": 2, **KEPT},
+                {"degree": 4, "old_torch": True, "by_hand": True},
+                {"degree": 2, "optimizer_shard": "world"},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_all_of_them_do_when_whole_gradients_are_held(options: dict[str, Any]) -> None:
+    check_scenarios(allowed(options["degree"]), **options, **HELD)
 
 
 @pytest.mark.parametrize(
@@ -161,11 +186,13 @@ def test_a_second_use_after_another_pass_is_sent_once() -> None:
 
 @dataclass
 class Window:
-    """What one rank sent in one window, and what ``.grad`` was after each micro-batch but the last."""
+    """What one rank sent in one window, what ``.grad`` was after each micro-batch but the last, and bytes that were
+    gathered and held as sums after each."""
 
     calls: list[Call]
     before_last: int
     gathered: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
     seen_between: list[str] = field(default_factory=list)
 
 
@@ -183,6 +210,7 @@ def record_window(micro_batches: int, **knobs) -> Window:
             with parallel.window.accumulate(number < micro_batches - 1):
                 parallel.module(torch.randint(101, (2, 9))).backward()
             window.gathered.append(sum(unit.gathered_bytes() for unit in parallel.units))
+            window.held.append(parallel.window.held_bytes())
             if number < micro_batches - 1:
                 named = list(parallel.module.named_parameters())
                 assert all(isinstance(parameter, DTensor) for _, parameter in named) or not parallel.units
@@ -200,6 +228,15 @@ def shard_bytes(p: int) -> Counter[int]:
     return Counter(sum(-(-len(q) // p) * (q.numel() // len(q)) * 4 for q in unit) for unit in units)
 
 
+def gathers(window: Window) -> list[Call]:
+    """Inside a node a gather between two ranks is one message too."""
+    return [call for call in window.calls if (call.kind, call.tag) == ("send", GATHER)]
+
+
+def reductions_inside(window: Window) -> list[Call]:
+    return [call for call in window.calls if (call.kind, call.tag) == ("send", REDUCE)]
+
+
 def replica_reductions(window: Window) -> list[Call]:
     return [call for call in window.calls if call.kind == "all_reduce" and call.dtype == "float32"]
 
@@ -209,7 +246,7 @@ def test_every_micro_batch_is_reduced_in_its_partition_and_once_across_replicas(
     for rank, window in enumerate(run_ranks(record_window, 4, 4, ranks_per_node=2, shard_degree=2)):
         partition, replicas = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
         # A reduce-scatter between two ranks is one message with the other's half.
-        sent = [call for call in window.calls if call.kind == "send"]
+        sent = reductions_inside(window)
         assert len(sent) == 4 * UNITS
         assert {call.ranks for call in sent} == {partition}
         assert Counter(call.n_bytes for call in sent) == Counter({n: 4 * k for n, k in shard_bytes(2).items()})
@@ -218,7 +255,7 @@ def test_every_micro_batch_is_reduced_in_its_partition_and_once_across_replicas(
         assert {call.ranks for call in reductions} == {replicas}
         assert Counter(call.n_bytes for call in reductions) == shard_bytes(2)
         assert all(call in window.calls[window.before_last :] for call in reductions)
-        others = [call for call in window.calls if call.kind not in ("send", "all_gather") and call not in reductions]
+        others = [call for call in window.calls if call.kind != "send" and call not in reductions]
         assert [(call.kind, call.dtype) for call in others] == [("all_reduce", "int32")]
         assert window.seen_between == []
 
@@ -229,17 +266,20 @@ def record_gathers(micro_batches: int, cases: list[dict[str, Any]]) -> list[Wind
 
 def test_parameters_that_stay_gathered_are_gathered_once_in_a_window() -> None:
     """M = 3 micro-batches, U = 4 units: M(2U - 1) gathers (the root once in each), MU when they stay until backward, U
-    when they stay until the window's end; MU reductions always."""
-    cases = [{"shard_degree": 2, **case} for case in ({}, {"reshard_after_forward": False}, KEPT)]
+    when they stay until the window's end; MU reductions, or U of whole gradients."""
+    cases = [{"shard_degree": 2, **case} for case in ({}, {"reshard_after_forward": False}, KEPT, {**KEPT, **HELD})]
     whole = sum(parameter.numel() * 4 for parameter in SmallGpt(layers=LAYERS).parameters())
     for windows in run_ranks(record_gathers, 4, 3, cases, ranks_per_node=2):
-        kinds = [Counter(call.kind for call in window.calls) for window in windows]
-        assert [kind["all_gather"] for kind in kinds] == [3 * (2 * UNITS - 1), 3 * UNITS, UNITS]
-        assert [kind["send"] for kind in kinds] == [3 * UNITS] * 3
-        assert [len(replica_reductions(window)) for window in windows] == [UNITS] * 3
-        between = windows[2].gathered
+        assert [len(gathers(window)) for window in windows] == [3 * (2 * UNITS - 1), 3 * UNITS, UNITS, UNITS]
+        assert [len(reductions_inside(window)) for window in windows] == [3 * UNITS] * 3 + [UNITS]
+        assert [len(replica_reductions(window)) for window in windows] == [UNITS] * 4
         assert [window.gathered for window in windows[:2]] == [[0, 0, 0]] * 2
-        assert between[0] == between[1] >= whole and between[2] == 0
+        for between in (window.gathered for window in windows[2:]):
+            assert between[0] == between[1] >= whole and between[2] == 0
+        # Half of what is not held is this rank's sum of it.
+        held = [window.held for window in windows]
+        assert held[0] == held[1] == held[2] and held[3][:2] == [whole, whole] and held[3][2] == 0
+        assert whole / 2 <= held[0][0] == held[0][1] < 0.6 * whole and held[0][2] == 0
 
 
 def test_replicas_without_partitions_are_reduced_once_per_unit() -> None:
@@ -346,10 +386,12 @@ def accumulate_half(reduce_dtype: str, **knobs) -> tuple[torch.Tensor, torch.Ten
     return weight, scalar
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_bfloat16_gradients_add_up_in_float32(degree: int) -> None:
+@pytest.mark.parametrize(
+    "knobs", [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 4}, {"shard_degree": 2, **HELD}], ids=str
+)
+def test_bfloat16_gradients_add_up_in_float32(knobs: dict[str, Any]) -> None:
     """1 + 8 x 2**-9 is 1.015625, a bfloat16 number; added up in bfloat16 every 2**-9 would be rounded away."""
-    for gradient in run_ranks(accumulate_half, 4, "auto", shard_degree=degree, ranks_per_node=2):
+    for gradient in run_ranks(accumulate_half, 4, "auto", ranks_per_node=2, **knobs):
         for value in gradient:
             assert value.dtype == torch.bfloat16
             assert value.unique().tolist() == [1 + 8 * SMALL]

@@ -23,7 +23,7 @@ from tests.core.scenarios import (
     net_on_ranks,
     run_window,
 )
-from tests.core.test_equivalence import KEPT
+from tests.core.test_equivalence import HELD, KEPT
 from tests.harness import run_ranks
 
 PLAIN = SCENARIOS["everything is used"]
@@ -119,20 +119,22 @@ def steps_after(old_torch: bool, **knobs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("degree", "old_torch", "kept"),
+    ("degree", "old_torch", "knobs"),
     [
-        (4, False, False),
-        pytest.param(1, False, False, marks=pytest.mark.slow),
-        pytest.param(2, False, False, marks=pytest.mark.slow),
-        pytest.param(2, True, False, marks=pytest.mark.slow),
-        pytest.param(4, True, False, marks=pytest.mark.slow),
-        pytest.param(2, False, True),
-        pytest.param(4, False, True, marks=pytest.mark.slow),
-        pytest.param(4, True, True, marks=pytest.mark.slow),
+        (4, False, {}),
+        pytest.param(1, False, {}, marks=pytest.mark.slow),
+        pytest.param(2, False, {}, marks=pytest.mark.slow),
+        pytest.param(2, True, {}, marks=pytest.mark.slow),
+        pytest.param(4, True, {}, marks=pytest.mark.slow),
+        pytest.param(2, False, {**KEPT, **HELD}),
+        pytest.param(4, False, KEPT, marks=pytest.mark.slow),
+        pytest.param(4, True, KEPT, marks=pytest.mark.slow),
+        pytest.param(4, False, HELD, marks=pytest.mark.slow),
+        pytest.param(4, True, {**KEPT, **HELD}, marks=pytest.mark.slow),
     ],
+    ids=str,
 )
-def test_nothing_of_an_abandoned_window_reaches_the_next_step(degree: int, old_torch: bool, kept: bool) -> None:
-    knobs = KEPT if kept else {}
+def test_nothing_of_an_abandoned_window_reaches_the_next_step(degree: int, old_torch: bool, knobs: dict) -> None:
     run_ranks(steps_after, 4, old_torch, shard_degree=degree, ranks_per_node=2, timeout=600, **knobs)
 
 
@@ -193,7 +195,9 @@ def zero_in_the_middle_alone(which: str) -> Gradients:
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 4}, {"shard_degree": 2, **KEPT}], ids=str
+    "knobs",
+    [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 4}, {"shard_degree": 2, **KEPT, **HELD}],
+    ids=str,
 )
 @pytest.mark.parametrize("which", ["left", "both"])
 def test_zero_grad_in_the_middle_drops_what_the_window_holds_of_its_parameters(which: str, knobs: dict) -> None:

@@ -36,9 +36,10 @@ KNOBS: list[dict[str, Any]] = [
     {"shard_degree": 4, "hierarchical": False},
     {"shard_degree": 2, "reshard_after_forward": False},
     {"shard_degree": 4, "reshard_after_forward": False, "reshard_after_backward": False},
+    {"shard_degree": 2, "reduce_every_micro_batch": False},
 ]
 CASES = list(itertools.product(range(len(WINDOWS)), range(len(KNOBS))))
-SAMPLE = [(0, 2), (1, 1), (2, 2), (3, 1), (3, 5), (4, 0)]
+SAMPLE = [(0, 2), (1, 1), (2, 2), (2, 6), (3, 1), (3, 5), (4, 0)]
 
 
 def check_fit(window: int, knobs: int) -> None:
@@ -103,13 +104,16 @@ def test_replicas_are_reduced_once_per_unit_and_optimizer_step() -> None:
             assert step["all_reduce/calls"] == units + 1
 
 
-def test_a_unit_that_stays_gathered_is_gathered_once_per_optimizer_step() -> None:
-    """Also with an evaluation inside of windows, whose gathers belong to no step; those of its window come twice."""
+@pytest.mark.parametrize("reductions", [1, 4])
+def test_a_unit_that_stays_gathered_is_gathered_once_per_optimizer_step(reductions: int) -> None:
+    """Also with an evaluation inside of windows, whose gathers belong to no step; those of its window come twice. And
+    it is reduced once where gradients are held."""
     knobs = {"shard_degree": 2, "reshard_after_forward": False, "reshard_after_backward": False}
+    knobs |= {"reduce_every_micro_batch": reductions > 1}
     for run in together(fit_counting, knobs, accumulate_grad_batches=4, val_check_interval=6):
         units = run.extra["units"]
         assert [step["all_gather/calls"] for step in run.extra["steps"]] == [units, 2 * units]
-        assert [step["reduce_scatter/calls"] for step in run.extra["steps"]] == [4 * units] * 2
+        assert [step["reduce_scatter/calls"] for step in run.extra["steps"]] == [reductions * units] * 2
 
 
 class Halved(Callback):
