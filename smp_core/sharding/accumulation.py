@@ -32,7 +32,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -48,6 +47,7 @@ from smp_core.sharding.fsdp import (
     reshard,
 )
 from smp_core.sharding.optimizer import FlatShard, WorldSharding, model_parameter
+from smp_core.sharding.reached import reached_all, tell_what_was_reached
 from smp_core.sharding.replicated import ReplicatedGradients
 from smp_core.sharding.unit_sum import UnitSum
 
@@ -190,7 +190,7 @@ class AccumulationWindow:
         for unit_sum in self._sums:
             unit_sum.complete = unit_sum.flat is not None
         self._send_complete()
-        reached, telling = self._tell_what_was_reached()
+        reached, telling = tell_what_was_reached(self._units, self._sums, self._replicated, self._mesh, self._veto)
         if self._next < len(self._units):
             if telling is not None:
                 telling.wait()
@@ -206,8 +206,7 @@ class AccumulationWindow:
             self._replicated.finish(None)  # what is in flight arrives first
             self._drop_gradients()
             return
-        everyone = self._everyone_reached()
-        seen = None if everyone else reached.cpu()
+        seen = None if reached_all(self._units, self._sums, self._replicated) else reached.cpu()
         position = 0
         flats: list[tuple[int, ShardedUnit, list[Slot], torch.Tensor]] = []
         for number, (unit, unit_sum) in enumerate(zip(self._units, self._sums, strict=True)):
@@ -404,29 +403,6 @@ class AccumulationWindow:
         assert unit_sum.flat is not None
         shard.send(unit_sum.flat, unit.name)
         unit_sum.in_flight = shard
-
-    def _everyone_reached(self) -> bool:
-        """Whether this rank reached every trainable parameter, and so need not read what the others tell."""
-        return all(
-            index in unit.reached
-            for unit, unit_sum in zip(self._units, self._sums, strict=True)
-            for index in (slot.index for slot in unit_sum.slots)
-        ) and all(name in self._replicated.reached for name in self._replicated.taking_part())
-
-    def _tell_what_was_reached(self) -> tuple[torch.Tensor, dist.Work | None]:
-        """One small MAX all-reduce over all ranks: per parameter whether it was reached, units first, then replicated
-        ones, and per unit whether there is a sum of it; last, whether a rank vetoes the window."""
-        flags: list[int] = []
-        for unit in self._units:
-            flags += [int(index in unit.reached) for index in range(len(unit.parameters()))]
-        flags += [int(name in self._replicated.reached) for name in self._replicated.parameters]
-        flags += [int(unit_sum.flat is not None) for unit_sum in self._sums]
-        reached = torch.tensor([*flags, 0], dtype=torch.int32, device=self._mesh.device)
-        if self._veto is not None:
-            reached[-1] = self._veto()
-        if self._mesh.topology.world_size == 1:
-            return reached, None
-        return reached, dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self._mesh.world_group, async_op=True)
 
 
 def _accumulate(parameter: nn.Parameter, gradient: DTensor) -> None:

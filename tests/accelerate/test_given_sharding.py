@@ -94,6 +94,7 @@ def train_given(folder: Path, sizes: dict[str, int], **knobs: Any) -> dict[str, 
     seen = loop(accelerator, model, optimizer, loader)
     handle = accelerator.parallel
     seen["bytes"] = sum(v for name, v in handle.meter.totals().items() if name.endswith("_bytes"))
+    seen["reductions"] = (handle.meter.per_step().get("reduce_scatter/calls", 0), len(handle.units))
     seen["stages"] = accelerator.mesh.hierarchical and handle.config.hierarchical
     seen["in effect"] = (handle.mesh.hierarchical, handle.config.hierarchical)
     seen["layout"] = (accelerator.mesh.replicate_degree, accelerator.mesh.shard_degree)
@@ -109,12 +110,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "one dimension, held"])
 def test_a_model_that_came_sharded_trains_like_one_process(tmp_path: Path, case: str) -> None:
-    tied, sizes = CASES[case]
+    tied, sizes = CASES[case.removesuffix(", held")]
     save_tiny(tmp_path / "model", tied)
     expected = alone(tmp_path / "model")
-    results = run_ranks(train_given, 4, tmp_path / "model", sizes, ranks_per_node=2)
+    knobs = {"reduce_every_micro_batch": not case.endswith("held")}
+    results = run_ranks(train_given, 4, tmp_path / "model", sizes, ranks_per_node=2, **knobs)
     for rank, seen in enumerate(results):
         for what in ("losses", "norms"):
             for step, (a, b) in enumerate(zip(seen[what], expected[what], strict=True)):
@@ -126,6 +128,8 @@ def test_a_model_that_came_sharded_trains_like_one_process(tmp_path: Path, case:
         assert seen["layout"] == (4 // sizes["fsdp_size"], sizes["fsdp_size"])
         one = "dp_replicate_size" not in sizes
         assert (seen["bytes"] > 0) == one and seen["stages"] == one
+        reduced, units = seen["reductions"]
+        assert reduced == (0 if not one else units if case.endswith("held") else 2 * units)
         assert set(seen["state"]) == (set(expected["weights"]) if rank == 0 else set())
 
 

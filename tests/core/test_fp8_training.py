@@ -277,15 +277,15 @@ def test_missing_state_recalibrates_with_a_warning() -> None:
         ]
 
 
-def poisoned(degree: int) -> tuple[bool, bool, list[str], bool]:
+def poisoned(micro_batches: int = 1, **knobs) -> tuple[bool, bool, list[str], bool]:
     """One rank's activations hold an infinity in the second of three steps."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("smp").addHandler(handler)
     try:
-        parallel = build(shard_degree=degree, fp8=RECIPE)
-        train(parallel, batches(2))
+        parallel = build(fp8=RECIPE, **knobs)
+        train(parallel, batches(2), micro_batches)
         before, scales = whole(parallel.module), parallel.fp8.state.scale
         poison = dist.get_rank() == 1
 
@@ -295,21 +295,29 @@ def poisoned(degree: int) -> tuple[bool, bool, list[str], bool]:
             return (x,)
 
         handle = parallel.module.blocks[1].up.register_forward_pre_hook(hook) if poison else None
-        train(parallel, batches(1))
+        train(parallel, batches(1), micro_batches)
         unchanged = all(torch.equal(value, before[name]) for name, value in whole(parallel.module).items())
         index = parallel.fp8.state.names.index("blocks.1.up")
         kept = torch.equal(parallel.fp8.state.scale[index], scales[index])
         if handle is not None:
             handle.remove()
-        after = train(parallel, batches(2))
+        after = train(parallel, batches(2), micro_batches)
         return unchanged, kept, said, all(math.isfinite(loss) for loss in after.losses)
     finally:
         logging.getLogger("smp").removeHandler(handler)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_an_infinity_on_one_rank_drops_the_step_on_all_and_says_where(degree: int) -> None:
-    for unchanged, kept, said, recovered in run_ranks(poisoned, 2, degree):
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"shard_degree": 1},
+        {"shard_degree": 2},
+        {"shard_degree": 2, "micro_batches": 2, "reduce_every_micro_batch": False},
+    ],
+    ids=str,
+)
+def test_an_infinity_on_one_rank_drops_the_step_on_all_and_says_where(case: dict) -> None:
+    for unchanged, kept, said, recovered in run_ranks(poisoned, 2, **case):
         assert unchanged and kept and recovered
         assert len(said) == 1 and said[0].startswith("fp8: inf or nan in ") and "blocks.1.up (input)" in said[0]
 
