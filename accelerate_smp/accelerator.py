@@ -291,8 +291,9 @@ class SmpAccelerator(SharedSequencesAccelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward passes inside are not the window's last: gradients are added up inside the partition group, nothing
-        travels between replicas and ``.grad`` stays as it was. (Accelerate's own keeps whole gradients here.)"""
+        """Backward passes inside are not the window's last: gradients are added up inside the partition group (on each
+        rank with ``reduce_every_micro_batch=False``, as Accelerate's own does), nothing travels between replicas and
+        ``.grad`` stays as it was."""
         handle = parallel_of(model)
         with super().no_sync(model) if handle is None else handle.window.accumulate():
             yield

@@ -265,9 +265,11 @@ def parallelize_model(
     if whole:
         why = "shard_degree=1: parameters are whole, nothing is gathered"
         config = config.with_resolved("param_dtype", None, why).with_resolved("reshard_after_forward", False, why)
-        for knob in ("reshard_after_backward", "reduce_every_micro_batch"):
-            if not getattr(config, knob):
-                config = config.with_resolved(knob, True, why)
+        if not config.reshard_after_backward:
+            config = config.with_resolved("reshard_after_backward", True, why)
+    if mesh.shard_degree == 1 and not config.reduce_every_micro_batch:
+        why = "shard_degree=1: nothing is reduced inside a partition group"
+        config = config.with_resolved("reduce_every_micro_batch", True, why)
     names = () if whole else tuple(unit.name for unit in plan.units)
     config, savers = save_activations(model, plan.blocks, names, mesh.device, mesh.topology.ranks_per_node, config)
     replicated = [*plan.replicated, *(name for unit in plan.units for name in unit.parameters if whole)]

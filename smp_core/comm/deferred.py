@@ -1,8 +1,9 @@
-"""Asynchronous gathers made of several stages, for backends without streams.
+"""Asynchronous gathers made of messages, in one stage or several, for backends without streams.
 
 FSDP2 waits for the ``Work`` that a communication object returns when it needs the parameters. The first stage, over the
-slow link, is under way by then; what is left, stages inside the node and decoding, runs in ``wait``. All ranks of a
-partition group wait for the same gathers in the same order, so later stages need no thread of their own.
+slow link if the group has one, is under way by then; what is left, stages inside the node and decoding, runs in
+``wait``. All ranks of a partition group wait for the same gathers in the same order, so later stages need no thread of
+their own.
 
 FSDP2 tells a ``Work`` from nothing by its class, ``torch.distributed.distributed_c10d.Work``; there is no public base.
 """

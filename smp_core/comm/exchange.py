@@ -84,9 +84,16 @@ def gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -
     if not prefers_messages(group, rows_PN.device):
         all_gather_single(rows_PN.view(-1), rows_PN[me], group=group)
         return
-    ranks = dist.get_process_group_ranks(group)
-    others = [i for i in range(len(ranks)) if i != me]
-    exchange([(rows_PN[me], ranks[i]) for i in others], [(rows_PN[i], ranks[i]) for i in others], group, tag)
+    for work in start_gather_rows(rows_PN, group, tag):
+        work.wait()
+
+
+def start_gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> list[dist.Work]:
+    """The same by messages, without waiting; ``rows_PN`` must stay alive until everything was waited for."""
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+    others = [(i, rank) for i, rank in enumerate(ranks) if i != me]
+    sends = [(rows_PN[me], rank) for _, rank in others]
+    return start_exchange(sends, [(rows_PN[i], rank) for i, rank in others], group, tag)
 
 
 def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:

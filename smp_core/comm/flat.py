@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.comm.deferred import Deferred
-from smp_core.comm.exchange import GATHER, REDUCE, prefers_messages, start_exchange, sum_rows
+from smp_core.comm.exchange import GATHER, REDUCE, prefers_messages, start_gather_rows, sum_rows
 from smp_core.comm.meter import CommMeter, LinkClass
 from smp_core.compat import all_gather_single, reduce_scatter_single
 
@@ -53,12 +53,12 @@ def average_divisor(op: Any, group_size: int) -> int:
 class FlatAllGather(CommObject):
     """All-gather in one stage: ``output[P * N]`` from ``input[N]`` of every rank of ``group``.
 
-    On gloo it is made of messages inside a node (two thirds of the time of gloo's own ring there), and a ring between
+    On gloo it is made of messages inside a node, straight into their places, and is gloo's ring where the group spans
     nodes, whose links a ring crosses once.
 
     Args:
-        deferred: return what the library gives to wait for also where nobody asked for ``async_op``; FSDP2 never asks,
-            and waits for what it gets. For backends without streams.
+        deferred: return something to wait for also where nobody asked for ``async_op``; FSDP2 never asks, and waits for
+            what it gets. For backends without streams.
     """
 
     def __init__(self, meter: CommMeter, *, deferred: bool = False) -> None:
@@ -86,11 +86,10 @@ class FlatAllGather(CommObject):
         mine_N = output_PN[dist.get_rank(group)]
         if input_N.data_ptr() != mine_N.data_ptr():
             mine_N.copy_(input_N)
-        others = [(i, rank) for i, rank in enumerate(self.ranks_of(group)) if rank != self.meter.rank]
-        sent = [(rank, mine_N.numel() * mine_N.element_size()) for _, rank in others]
+        shard_bytes = mine_N.numel() * mine_N.element_size()
+        sent = [(rank, shard_bytes) for rank in self.ranks_of(group) if rank != self.meter.rank]
         with self.meter.point_to_point("all_gather", sent, "intra"):
-            sends = [(mine_N, rank) for _, rank in others]
-            works = start_exchange(sends, [(output_PN[i], rank) for i, rank in others], group, GATHER)
+            works = start_gather_rows(output_PN, group, GATHER)
 
         def finish() -> None:
             with self.meter.point_to_point("all_gather", [], "intra", new_call=False):

@@ -66,7 +66,7 @@ class GatheredWeight(torch.Tensor):
                 return func(dequantize(weight), *args[1:], **kwargs)
             return GatheredWeight(weight.data8, weight.inverse_scale, weight.dtype)
         if func is torch.ops.aten.zeros_like.default:  # a gradient of nothing, perhaps of a weight that is freed
-            return torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device)
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=args[0].device)
         args, kwargs = pytree.tree_map_only(GatheredWeight, dequantize, (args, kwargs))
         return func(*args, **kwargs)
 

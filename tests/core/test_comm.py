@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.comm import hierarchical
-from smp_core.comm.exchange import exchange, sum_in_order
+from smp_core.comm.exchange import exchange, sum_in_order, sum_rows
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
 from smp_core.comm.meter import CommMeter
@@ -37,6 +37,7 @@ class Cluster:
         self.mesh, _ = SmpMesh.build(SmpConfig(shard_degree="world"), topology, "cpu")
         assert self.mesh.hierarchical
         self.meter = CommMeter(topology, self.mesh.rank)
+        self.on_one_node = CommMeter(Topology.uniform(topology.world_size, topology.world_size), self.mesh.rank)
         self.group, self.size, self.rank = self.mesh.shard_group, dist.get_world_size(), dist.get_rank()
         assert self.mesh.intra_group is not None and self.mesh.inter_group is not None
         self.stages = (self.mesh.intra_group, self.mesh.inter_group)
@@ -52,6 +53,7 @@ class Cluster:
             "flat": lambda output, mine: flat(output, mine, self.group),
             "two stages by messages": lambda output, mine: two_stage(output, mine, self.group),
             "two stages by collectives": by_collectives,
+            "one node": lambda output, mine: FlatAllGather(self.on_one_node)(output, mine, self.group),
         }
 
     def reduce_scatters(self) -> dict[str, Callable[[torch.Tensor, torch.Tensor, Any], Any]]:
@@ -101,7 +103,7 @@ def gather_everything() -> int:
 )
 def test_every_all_gather_is_bit_identical_to_torch(world_size: int, ranks_per_node: int) -> None:
     compared = run_ranks(gather_everything, world_size, ranks_per_node=ranks_per_node)
-    assert compared == [len(GATHERED) * len(SIZES) * 3 * 2] * world_size
+    assert compared == [len(GATHERED) * len(SIZES) * 4 * 2] * world_size
 
 
 def whole_numbers(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -224,6 +226,8 @@ def gather_in_the_background() -> None:
         FlatAllGather(cluster.meter),
         HierarchicalAllGather(cluster.meter, *cluster.stages),
         HierarchicalAllGather(cluster.meter, *cluster.stages, deferred=True),
+        FlatAllGather(cluster.on_one_node),
+        FlatAllGather(cluster.on_one_node, deferred=True),
     ):
         outputs = [torch.zeros(cluster.size * n) for _ in range(2)]
         works = [
@@ -269,8 +273,30 @@ def test_half_precision_parts_are_rounded_once() -> None:
     out = torch.empty(1, dtype=torch.bfloat16)
     sum_in_order(parts, out)
     assert out.item() == 1.0078125
-    sum_in_order(parts, parts[0])
-    assert parts[0].item() == 1.0078125
+    for place in (0, 1):
+        written = [part.clone() for part in parts]
+        sum_in_order(written, written[place])
+        assert written[place].item() == 1.0078125
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_sum_may_be_written_over_one_of_the_first_two_parts(place: int) -> None:
+    parts = [torch.tensor([float(10**n)]) for n in range(4)]
+    sum_in_order(parts, parts[place])
+    assert parts[place].item() == 1111.0
+
+
+def sum_over_own_row() -> list[float]:
+    """Row i of rank r is 10**r + i; what rank i gets is the sum over r, written over its own row."""
+    rows = torch.stack([torch.full((3,), 10.0 ** dist.get_rank() + i) for i in range(4)])
+    assert dist.group.WORLD is not None
+    sum_rows(rows[dist.get_rank()], rows, dist.group.WORLD)
+    return rows[dist.get_rank()].tolist()
+
+
+def test_rows_are_summed_over_the_own_one() -> None:
+    for rank, total in enumerate(run_ranks(sum_over_own_row, 4)):
+        assert total == [1111.0 + 4 * rank] * 3
 
 
 def leave_out_a_part(rank_left_out: int) -> None:

@@ -33,7 +33,7 @@ from tests.core.scenarios import (
     parallel_model,
     run_window,
 )
-from tests.core.test_equivalence import SAMPLES, STEPS, assert_close, full_weights
+from tests.core.test_equivalence import HELD, SAMPLES, STEPS, assert_close, full_weights
 from tests.core.test_meter import per_node, train_one_step, unit_bytes
 from tests.harness import run_ranks
 
@@ -112,12 +112,12 @@ def gradients_of_scenarios(names: list[str], **knobs: Any) -> dict[str, Gradient
     return found
 
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_conditional_and_repeated_parameters_have_the_gradients_of_one_process(degree: int) -> None:
+@pytest.mark.parametrize("knobs", [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 2, **HELD}], ids=str)
+def test_conditional_and_repeated_parameters_have_the_gradients_of_one_process(knobs: dict[str, Any]) -> None:
     """Also None where one process has None. Thawing is another test's."""
-    names = [name for name in allowed(degree) if "frozen" not in name and "thawed" not in name]
+    names = [name for name in allowed(knobs["shard_degree"]) if "frozen" not in name and "thawed" not in name]
     expected = {name: alone(SCENARIOS[name], 4) for name in names}
-    ranks = run_ranks(gradients_of_scenarios, 4, names, ranks_per_node=2, timeout=600, shard_degree=degree)
+    ranks = run_ranks(gradients_of_scenarios, 4, names, ranks_per_node=2, timeout=600, **knobs)
     for seen in ranks:
         wrong = {name: found for name in names if (found := differences(seen[name], expected[name]))}
         assert not wrong

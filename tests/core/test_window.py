@@ -28,6 +28,7 @@ from tests.core.scenarios import (
     alone,
     by_path,
     differences,
+    freeze,
     gradients,
     net_on_ranks,
     parallel_model,
@@ -83,7 +84,6 @@ def test_all_of_them_do_when_they_stay_gathered(degree: int, old_torch: bool) ->
                 {"degree": 2, "old_torch": True},
                 {"degree": 2, **KEPT},
                 {"degree": 4, "old_torch": True, "by_hand": True},
-                {"degree": 2, "optimizer_shard": "world"},
             )
         ),
     ],
@@ -301,6 +301,49 @@ def test_two_stage_reductions_of_every_micro_batch_and_one_across_replicas() -> 
         assert len(sent) - len(between) == 2 * 4 * UNITS
         assert Counter(call.n_bytes for call in replica_reductions(window)) == shard_bytes(4)
         assert window.seen_between == []
+
+
+def frozen_before_backward(**knobs) -> list[Gradients]:
+    """Frozen when forward is over; and a unit that is trained only from the second window on, in mixed precision,
+    beside one that always was."""
+    found = []
+    parallel = net_on_ranks(PLAIN, **knobs)
+    rank = parallel.mesh.data_rank
+    with parallel.window.accumulate():
+        loss = PLAIN.loss(parallel.module, 0, rank)
+        freeze(parallel.module, "left", False)
+        loss.backward()
+    PLAIN.loss(parallel.module, 1, rank).backward()
+    found.append(gradients(parallel.module))
+    for thawed in (False, True):
+        torch.manual_seed(0)
+        parallel = parallel_model(Net(), wrap=("Cell",), param_dtype="bfloat16", **knobs)
+        for number, trainable in enumerate((not thawed, True)):
+            freeze(parallel.module, "cells.1", trainable)
+            for micro in range(2):
+                with parallel.window.accumulate(micro < 1):
+                    parallel.module(samples(micro, rank).float(), "0lr 1l 2lr").square().mean().backward()
+            if number == 0:
+                parallel.window.abandon()
+        found.append(gradients(parallel.module))
+    return found
+
+
+@pytest.mark.parametrize("held", [{}, HELD], ids=str)
+def test_parameters_frozen_before_backward_or_thawed_later(held: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    for micro in range(2):
+        loss = sum(PLAIN.loss(model, micro, rank) for rank in range(4)) / 4
+        if micro == 0:
+            freeze(model, "left", False)
+        loss.backward()
+    for frozen, never, later in run_ranks(frozen_before_backward, 4, ranks_per_node=2, shard_degree=2, **held):
+        assert differences(frozen, gradients(model)) == []
+        for name, value in never.items():
+            assert (later[name] is None) == (value is None), name
+            if value is not None:
+                assert value.dtype == torch.float32 and torch.equal(later[name], value), name
 
 
 def several_closed_passes(**knobs) -> Gradients:

@@ -7,7 +7,8 @@ What is read here beyond the public API, and why no public one will do:
 - ``module._get_fsdp_state()``, its ``_is_root``, ``_state_ctx``, ``_comm_ctx`` and ``_modules_to_run_forward``, and
   ``TrainingState`` of states and groups (``_fully_shard._fsdp_common``; ``_training_state``): what a failed backward
   pass leaves behind, which torch < 2.13 has no ``reset_iter_state`` for; of a group (``_fsdp_param_group``) also
-  ``_post_forward_indices`` and ``_to_sharded``, and ``_unsharded_param`` of its parameters;
+  ``_post_forward_indices`` and ``_to_sharded``, and ``_unsharded_param`` of its parameters; of ``_comm_ctx`` what keeps
+  the input of the last reduction alive;
 - ``group._all_gather_result``: gathers in flight, prefetched for a forward that never came.
 """
 
@@ -92,6 +93,15 @@ def _drop_gather(group: Any) -> None:
     if work is not None:
         work.wait()
     group._all_gather_result = None
+
+
+def forget_reductions(context: Any) -> None:
+    """Let go of what FSDP2 reduced last and keeps until the next, or the end of the pass. The present stream has to
+    wait for it already."""
+    if hasattr(context, "reduce_scatter_states"):  # torch >= 2.13
+        context.reduce_scatter_states.clear()
+    else:
+        context.reduce_scatter_state = None
 
 
 def _reset_tree(root: Any) -> None:

@@ -11,13 +11,14 @@ What is read here beyond the public API, and why no public one will do:
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
 - ``state._state_ctx``: whether an earlier backward pass failed;
-- ``unsharded_accumulated_grad`` of parameters, and ``finalize_backward`` and ``_training_state`` (``TrainingState`` of
-  ``_fully_shard._fsdp_common``) of the group: whole gradients that wait for the window's last backward pass, and their
-  reduction where no pass does it;
+- ``unsharded_accumulated_grad`` of parameters, and ``finalize_backward``, ``_training_state`` (``TrainingState`` of
+  ``_fully_shard._fsdp_common``) and ``comm_ctx`` of the group: whole gradients that wait for the window's last backward
+  pass, and their reduction where no pass does it;
 - ``unshard`` and ``is_unsharded`` of the group, ``to_unsharded`` and ``_setattr_on_modules`` of its parameters: whether
   a module's parameters are shards or whole ones, while a unit stays gathered between backward passes;
 - ``reset_sharded_param`` of parameters and ``_init_mp_dtypes`` of the group: shards that are stored in another dtype
-  from the first optimizer on.
+  from the first optimizer on; with ``_orig_dtype``: units that were frozen as a whole when FSDP2 looked for the dtypes
+  of their gradients, and are trained later.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from smp_core.sharding.fsdp.passes import FAILED_PASS, backward_pass
+from smp_core.sharding.fsdp.passes import FAILED_PASS, backward_pass, forget_reductions
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,10 @@ class ShardedUnit:
         dtype = self._sum_dtype(self.fsdp_parameters[slots[0].index])
         return torch.zeros(slots[-1].offset + slots[-1].padded, dtype=dtype, device=group.device)
 
-    def _sum_dtype(self, parameter: Any) -> torch.dtype:
-        group: Any = self.module._get_fsdp_state()._fsdp_param_group
-        return group._reduce_dtype or parameter.param_dtype or parameter.orig_dtype
+    @staticmethod
+    def _sum_dtype(parameter: Any) -> torch.dtype:
+        """What FSDP2 reduces the parameter's gradient in."""
+        return parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype
 
     def is_complete(self) -> bool:
         """Whether the present pass has nothing more for this unit, when FSDP2 has just reduced it: no use is left that
@@ -162,6 +164,7 @@ class ShardedUnit:
         group.post_backward()
         group.finalize_backward()
         group._training_state = TrainingState.IDLE
+        forget_reductions(group.comm_ctx)
         self.hold_gradients(before)
 
     def drop_gradients(self, indices: Container[int]) -> None:
@@ -180,6 +183,7 @@ class ShardedUnit:
         self.drop_gradients(range(len(self.fsdp_parameters)))
         self.awaits_reduction = False
         self._uses_left = 0
+        self._reached_in_pass.clear()
         self.was_trainable.clear()
 
     def layout(self, indices: Iterable[int]) -> list[Slot]:
@@ -270,6 +274,9 @@ class ShardedUnit:
             # A unit inside a checkpointed module is used again in backward.
             self._uses_left += torch.is_grad_enabled() and backward_pass() == -1
             inputs = pre_forward(*args, **kwargs)
+            group: Any = self.module._get_fsdp_state()._fsdp_param_group
+            if group._orig_dtype is None:
+                group._init_mp_dtypes()
             for parameter in self.fsdp_parameters:
                 wanted = parameter.sharded_param.requires_grad
                 if parameter._unsharded_param.requires_grad != wanted:
@@ -294,16 +301,17 @@ class ShardedUnit:
                 post_backward(*args)
             elif used:  # FSDP2 would look for the whole parameters of one that never ran
                 self.awaits_reduction = True
+                self.was_trainable |= {i for i, each in enumerate(used) if each._unsharded_param.requires_grad}
                 self._on_hold()
-                post_backward(*args)
                 self._set_gradients_aside(used)
+                post_backward(*args)
 
         return noted
 
     def _complete_gradients(self, used: Sequence[Any]) -> None:
         """A gradient for every parameter that all ranks reduce now, in one dtype."""
         self._reducing = {i for i, parameter in enumerate(used) if parameter._unsharded_param.requires_grad}
-        if self.awaits_reduction and used:
+        if self.awaits_reduction:
             self._reducing |= self.was_trainable
             self._set_gradients_aside(used)
         for index in self._reducing:
