@@ -116,6 +116,7 @@ class AccumulationWindow:
         self._last = True
         self._running_pass: int | None = None
         self._reducing_held = False
+        self._dropped: set[int] = set()  # ids of parameters, since the last backward pass
         self.world: WorldSharding | None = None
         """Masters of this rank's part, where optimizer states are sharded over the world."""
         self.micro_batches = 0
@@ -244,19 +245,22 @@ class AccumulationWindow:
 
     @torch.no_grad()
     def drop(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Drop what the open window holds of these parameters (what ``optimizer.zero_grad()`` means in its middle)."""
+        """Drop what the open window holds of these parameters (what ``optimizer.zero_grad()`` means in its middle). Once
+        all that it can hold has been dropped it is closed: on all ranks, whatever each of them reached."""
         dropped = {id(model_parameter(parameter)) for parameter in parameters}
-        kept_any = False
+        self._dropped |= dropped
+        held = {id(self._replicated.parameters[name]) for name in self._replicated.taking_part()}
         for unit, unit_sum in zip(self._units, self._sums, strict=True):
-            gone = {index for index, member in enumerate(unit.parameters()) if id(member) in dropped}
+            members = unit.parameters()
+            held |= {id(members[slot.index]) for slot in unit.window_slots()}
+            gone = {index for index, member in enumerate(members) if id(member) in dropped}
             for slot in unit_sum.slots:
                 if slot.index in gone:
                     assert unit_sum.flat is not None
                     unit_sum.flat[slot.offset : slot.offset + slot.padded] = 0
             unit.drop_gradients(gone)
-            kept_any |= bool(unit.reached)
         self._replicated.drop(dropped)
-        if not kept_any and not self._replicated.reached:
+        if held <= self._dropped:
             self._forget()
 
     def _drop_gradients(self) -> None:
@@ -294,6 +298,7 @@ class AccumulationWindow:
         for unit in self._units:
             unit.end_of_window()
         self._running_pass = None
+        self._dropped.clear()
         self.micro_batches = 0
 
     def _hook(self, number: int):  # type: ignore[no-untyped-def]
@@ -333,6 +338,7 @@ class AccumulationWindow:
     @torch.no_grad()
     def _end_of_backward(self) -> None:
         self._running_pass = None
+        self._dropped.clear()
         self.micro_batches += 1
         for unit in self._units:
             unit.end_of_pass()

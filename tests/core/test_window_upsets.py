@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +22,7 @@ from tests.core.scenarios import (
     differences,
     gradients,
     net_on_ranks,
+    parallel_model,
     run_window,
 )
 from tests.core.test_equivalence import HELD, KEPT
@@ -204,3 +206,35 @@ def test_zero_grad_in_the_middle_drops_what_the_window_holds_of_its_parameters(w
     expected = zero_in_the_middle_alone(which)
     for seen in run_ranks(zero_in_the_middle, 4, which, ranks_per_node=2, **knobs):
         assert differences(seen, expected) == []
+
+
+class Pair(nn.Module):
+    """Two units; rank 1 uses the second one and gets no gradient of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        second = self.second(x)
+        return self.first(x).sum() + (second.detach() if dist.get_rank() == 1 else second).sum()
+
+
+def zeroed_where_a_rank_has_nothing_else(**knobs) -> Gradients:
+    parallel = parallel_model(Pair().double(), wrap=("Linear",), **knobs)
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in parallel.module.children())
+    for optimizer in (first, second):
+        parallel.prepare_optimizer(optimizer)
+    with parallel.window.accumulate():
+        parallel.module(torch.ones(1, 3, dtype=torch.float64)).backward()
+    first.zero_grad()
+    assert parallel.window.is_open
+    parallel.window.close()
+    return gradients(parallel.module)
+
+
+@pytest.mark.parametrize("knobs", [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 2, **HELD}], ids=str)
+def test_a_window_stays_open_on_a_rank_that_has_nothing_left_in_it(knobs: dict) -> None:
+    for seen in run_ranks(zeroed_where_a_rank_has_nothing_else, 4, ranks_per_node=2, **knobs):
+        assert seen["first.weight"] is None
+        assert seen["second.weight"] is not None and seen["second.weight"].unique().tolist() == [0.75]
