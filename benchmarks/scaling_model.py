@@ -101,9 +101,10 @@ def step_seconds(
     Beside what travels, a gathered tensor is copied once, into parameters, and a reduced one twice: into a buffer, and
     by its additions (so often as the backend's reduce-scatter sends it).
     """
-    blocks, units, s = work.gathered - work.root, work.units, work.micro_batches
+    blocks, units, once = work.gathered - work.root, work.units, scheme.endswith("-once")
+    s = 1 if once else work.micro_batches  # how often all of it is gathered and reduced inside the partition group
     times = reduce_scatter_times if scheme in ("hsdp", "mics") else 1.0
-    gathers = [work.root] + [blocks / (units - 1)] * (2 * (units - 1))
+    gathers = [work.root] + [blocks / (units - 1)] * ((1 if once else 2) * (units - 1))
     sums = [work.gradients / units] * units
 
     def all_units(move: Any, sizes: list[float]) -> float:
@@ -126,13 +127,12 @@ def step_seconds(
         )
         exposed = s * (all_units(move, gathers) + times * all_units(move, sums))
         code = 0.5 if "bf16" in scheme else 1.0
-        once = all_units(lambda n: across(cluster, world, degree, n, code), sums)
-        hop = once * (s if scheme == "hsdp" else 1)
+        hop = all_units(lambda n: across(cluster, world, degree, n, code), sums) * (s if scheme == "hsdp" else 1)
     if cluster.copying is not None:
         exposed += s * (sum(gathers) + 2 * times * sum(sums)) / cluster.copying
     if cluster.coding is not None and "int8" in scheme:
         exposed += s * sum(gathers) / cluster.coding
-    compute = s * work.compute
+    compute = work.micro_batches * work.compute
     hidden = min(overlap * compute, exposed + hop)
     return compute + exposed + hop - hidden
 
@@ -153,7 +153,9 @@ def lab_prediction(row: dict[str, Any]) -> dict[str, float]:
         "hsdp-two-hop": "mics",
         "ours-world": "ours-world",
         "ours-world-int8": "ours-world-int8",
+        "ours-world-once": "ours-world-once",
         "ours-node": "ours-node",
+        "ours-node-once": "ours-node-once",
         "ours-node-bf16": "ours-node-bf16",
     }
     return {

@@ -245,8 +245,8 @@ class AccumulationWindow:
 
     @torch.no_grad()
     def drop(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Drop what the open window holds of these parameters (what ``optimizer.zero_grad()`` means in its middle). Once
-        all that it can hold has been dropped it is closed: on all ranks, whatever each of them reached."""
+        """Drop what the open window holds of these parameters (what ``optimizer.zero_grad()`` means in its middle).
+        When all that it can hold has been dropped it is closed: on all ranks, whatever each of them reached."""
         dropped = {id(model_parameter(parameter)) for parameter in parameters}
         self._dropped |= dropped
         held = {id(self._replicated.parameters[name]) for name in self._replicated.taking_part()}
