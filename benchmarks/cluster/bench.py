@@ -207,7 +207,6 @@ def ratios(rows: list[dict[str, Any]]) -> str:
     columns = {
         "DeepSpeed ZeRO-3 : ours over all nodes": ("ds3", "ours-world"),
         "FSDP2 with a true ring : ours over all nodes": ("fsdp-ring", "ours-world"),
-        "the same, ours once": ("fsdp-ring", "ours-world-once"),
         "the same, ours with int8 both ways": ("fsdp-ring", "ours-world-int8-both"),
         "DeepSpeed MiCS : ours in the node": ("mics", "ours-node"),
         "FSDP2 HSDP, replicas reduced once : ours in the node": ("hsdp-two-hop", "ours-node"),
