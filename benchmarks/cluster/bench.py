@@ -41,6 +41,7 @@ RESULTS = HERE.parent / "results" / "cluster.json"
 ROOT = HERE.parents[1]
 PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 BEGIN, END = "<!-- from benchmarks/results/cluster.json -->\n", "<!-- end -->\n"
+SCHEMES = (ALONE, *PEERS, *OURS, *DEEPSPEED)
 SCALING_WIDTH, SCALING = 256, ("hsdp-two-hop", "ours-node")
 
 
@@ -330,6 +331,8 @@ def write(path: Path, result: dict[str, Any]) -> None:
     """The result, its chart and, for the committed one, the page and README's table."""
     machine = result["machine"] = {"cpus": os.cpu_count(), "torch": torch.__version__, "system": platform.platform()}
     result["rows"].sort(key=in_order)
+    for row in result["rows"]:
+        row["schemes"] = {name: row["schemes"][name] for name in SCHEMES if name in row["schemes"]}
     path.write_text(json.dumps(result, indent=1) + "\n")
     draw(result["rows"], path.with_suffix(".png"))
     if path == RESULTS:
