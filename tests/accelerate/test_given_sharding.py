@@ -94,7 +94,10 @@ def train_given(folder: Path, sizes: dict[str, int], **knobs: Any) -> dict[str, 
     seen = loop(accelerator, model, optimizer, loader)
     handle = accelerator.parallel
     seen["bytes"] = sum(v for name, v in handle.meter.totals().items() if name.endswith("_bytes"))
-    seen["reductions"] = (handle.meter.per_step().get("reduce_scatter/calls", 0), sum(bool(unit.parameters()) for unit in handle.units))
+    seen["reductions"] = (
+        handle.meter.per_step().get("reduce_scatter/calls", 0),
+        sum(bool(unit.parameters()) for unit in handle.units),
+    )
     seen["stages"] = accelerator.mesh.hierarchical and handle.config.hierarchical
     seen["in effect"] = (handle.mesh.hierarchical, handle.config.hierarchical)
     seen["layout"] = (accelerator.mesh.replicate_degree, accelerator.mesh.shard_degree)
