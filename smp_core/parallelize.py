@@ -40,6 +40,7 @@ from smp_core.mesh import SmpMesh
 from smp_core.planning.auto_degree import AutoDegree
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
+from smp_core.sharding.derived_optimizer import kind_of, override_methods
 from smp_core.sharding.fsdp import ShardedUnit, reshard, shard_units
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import NativeWindow
@@ -161,7 +162,7 @@ class ParallelModel:
             assert isinstance(self.window, AccumulationWindow)
             world = self.window.shard_over_world(on_host=self.config.state_offload == "optimizer")
             world.take_over(optimizer)
-        window, kind = self.window, type(optimizer)
+        window, kind = self.window, kind_of(optimizer)
         overrides: dict[str, Callable[..., Any]] = {}
         if self.config.state_offload == "optimizer":
             overrides = offloaded_methods(optimizer, kind, self.mesh.device)
@@ -175,11 +176,10 @@ class ParallelModel:
                 window.drop(p for group in this.param_groups for p in group["params"])
             kind.zero_grad(this, set_to_none)
 
-        methods: dict[str, Any] = {"zero_grad": zero_grad, "__module__": kind.__module__, **overrides}
+        methods: dict[str, Any] = {"zero_grad": zero_grad, **overrides}
         if world is not None:
             methods.update(_world_methods(world, optimizer, kind, methods.get("load_state_dict", kind.load_state_dict)))
-        # A subclass, not an attribute of the instance: Lightning derives its own wrapper's class from this one.
-        optimizer.__class__ = type(kind.__name__, (kind,), methods)
+        override_methods(optimizer, methods)
         # A forward without backward (one network's inside the other one's step) leaves its roots gathered, as they were
         # before this step.
         optimizer.register_step_post_hook(lambda *_: self.reshard())

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from tests.core.models import VOCABULARY, loss_of
 from tests.lightning.modules import GLOBAL_BATCH, LanguageModule, loader
-from tests.lightning.running import assert_same, fit, together
+from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
 
 EXACT: dict[str, Any] = {"precision": "64-true"}
 
@@ -175,6 +178,30 @@ class TwoSpeeds(Adversaries):
 
 def test_one_optimizer_may_step_inside_the_window_of_another() -> None:
     assert_same(together(fit, TwoSpeeds, knobs={"shard_degree": 2}, **EXACT), fit(TwoSpeeds, **EXACT))
+
+
+class Twins(Adversaries):
+    """Two optimizers of one kind, of different learning rates."""
+
+    def configure_optimizers(self) -> Any:
+        slow = torch.optim.AdamW(self.generator.parameters(), lr=0.01)
+        return [slow, torch.optim.AdamW(self.discriminator.parameters(), lr=0.05)]
+
+
+def fit_monitored(folder: str, knobs: dict[str, Any] | None = None) -> Run:
+    monitor = LearningRateMonitor("step")
+    module = Twins(style="toggled", batches=2)
+    trainer = make_trainer(knobs, callbacks=[monitor], logger=CSVLogger(folder), log_every_n_steps=1, **EXACT)
+    trainer.fit(module)
+    return report(trainer, module, rates=dict(monitor.lrs))
+
+
+def test_the_learning_rates_of_two_optimizers_of_one_kind_are_both_logged(tmp_path: Path) -> None:
+    expected = fit_monitored(str(tmp_path / "alone"))
+    assert list(expected.extra["rates"]) == ["lr-AdamW", "lr-AdamW-1"]
+    for run in together(fit_monitored, str(tmp_path / "ours"), {"shard_degree": 2}, ranks=2):
+        assert_same(run, expected)
+        assert run.extra["rates"] == expected.extra["rates"]
 
 
 class OwnParameters(LanguageModule):
