@@ -1,7 +1,7 @@
 """Optimizers with methods of their own: one derived class for each kind of optimizer, one set of methods for each one.
 
-A subclass, not attributes of the instance: Lightning derives its own wrapper's class from an optimizer's. Two optimizers
-of one kind stay of one kind: Lightning's LearningRateMonitor, for one, counts them by their class.
+A subclass, not attributes of the instance: Lightning derives its own wrapper's class from an optimizer's. Two
+optimizers of one kind stay of one kind: Lightning's LearningRateMonitor, for one, counts them by their class.
 """
 
 from __future__ import annotations
