@@ -1,13 +1,19 @@
 """parallelize_model(): the one place that knows the order of all conversions.
 
-1. linear layers to FP8, whose weights then travel in FP8
-2. context parallelism: attention over the ranks that share sequences (tensor parallelism: later issue)
-3. losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
-4. activation checkpointing: a property of a module's forward, so inside FSDP2's hooks
-5. equal initial weights: rank 0's, unit by unit, while a unit is still whole
-6. fully_shard of blocks, then roots, with our communication objects
-7. materialisation of what is on the meta device, shard by shard
-8. the accumulation window with the hop across replicas
+1.  plan_units: which modules become units; the model is looked at as the user made it
+2.  settle_stages: where links were measured, whether two stages pay for these units
+3.  build_context_parallel: attention over the ranks that share sequences
+4.  _to_fp8: linear layers to FP8, whose weights then travel in FP8
+5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
+6.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
+7.  broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
+8.  settle_fsdp_options: how far ahead units are gathered
+9.  shard_units: fully_shard of blocks, then roots, with our communication objects
+10. apply_fsdp_options: what was settled in 8
+11. materialize: what is on the meta device, shard by shard
+12. move_plain_tensors: what FSDP2 does not manage, to the device
+13. register_forward_methods: methods besides forward that gather
+14. AccumulationWindow: gradients from here on, with the hop across replicas
 """
 
 from __future__ import annotations

@@ -259,3 +259,30 @@ def test_internals_of_fsdp2_are_in_one_room() -> None:
     pattern = re.compile(r"_get_fsdp_state|_fsdp_param_group|_unsharded_param|_pre_forward\b|torch\._C|_fully_shard")
     files = [str(path.relative_to(ROOT)) for path in sources().values() if pattern.search(path.read_text())]
     assert files and [file for file in files if not file.startswith(INTERNALS)] == []
+
+
+def test_conversions_come_in_the_order_that_is_told() -> None:
+    """At the top of parallelize.py with the reasons, and on the page: those calls of parallelize_model(), in order."""
+    path = ROOT / "smp_core" / "parallelize.py"
+    tree = parsed(path)
+    told = re.findall(r"^\d+\. +(\w+):", ast.get_docstring(tree) or "", re.MULTILINE)
+    page = PAGE.read_text(encoding="utf-8").split("converts the model, in this order:", 1)[1].split(". What each", 1)[0]
+    assert re.findall(r"`(\w+)`", page) == told
+    (function,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "parallelize_model")
+    calls = [n for statement in function.body for n in calls_outside_functions(statement)]
+    first = {name: min(n.lineno for n in calls if n.func.id == name) for name in {n.func.id for n in calls}}
+    assert told == sorted(told, key=first.__getitem__)
+    # What changes the model or what is made of it: a new one has to be told.
+    verbs = ("plan", "settle", "build", "convert", "chunk", "save", "shard", "apply", "materialize", "move", "register")
+    untold = {name for name in first if name.startswith(verbs)} - set(told)
+    assert not untold, f"tell where {sorted(untold)} comes"
+
+
+def calls_outside_functions(node: ast.AST) -> Iterator[ast.Call]:
+    """Calls by a plain name; those in functions that are defined here run later."""
+    if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+        return
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        yield from calls_outside_functions(child)

@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from smp_core.config import SmpConfig
 from smp_core.fp8 import Fp8Recipe
 from smp_core.knob_rules import NOT_BUILT, READERS
 
+PACKAGES = ("smp_core", "lightning_smp", "accelerate_smp")
 KNOB_FIELDS = [field for field in dataclasses.fields(SmpConfig) if field.init]
 
 
@@ -284,6 +286,19 @@ def test_environment_overrides_its_config_file(tmp_path: Path) -> None:
     config = SmpConfig.from_env(environ)
     assert (config.shard_degree, config.init_seed, config.context_parallel_degree) == (8, 7, 4)
     assert (config._why("shard_degree"), config._why("init_seed")) == ("SMP_SHARD_DEGREE", "smp.yaml")
+
+
+def test_a_variable_that_some_part_reads_is_not_called_without_effect(caplog: pytest.LogCaptureFixture) -> None:
+    """Every whole SMP_* name that stands as text in the packages, besides those of knobs."""
+    root = Path(__file__).resolve().parents[2]
+    sources = [path.read_text() for package in PACKAGES for path in (root / package).rglob("*.py")]
+    read = {name for source in sources for name in re.findall(r'"(SMP_[A-Z_]*[A-Z])"', source)}
+    assert {"SMP_LINKS", "SMP_RANKS_PER_NODE"} <= read
+    others = {name: "here" for name in read if name.removeprefix("SMP_").lower() not in READERS}
+    SmpConfig.from_env({name: value for name, value in others.items() if name != "SMP_CONFIG_FILE"})
+    assert caplog.messages == []
+    page = (root / "docs" / "configuration.md").read_text()
+    assert [name for name in sorted(others) if f"`{name}" not in page] == []
 
 
 def test_environment_is_the_process_environment_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,113 @@
+"""Tables of README.md and docs/ have the numbers of the results that are committed under benchmarks/results/."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smp_core.links import PLACES, Links
+from tests.harness import ROOT
+
+RESULTS = Path(ROOT, "benchmarks", "results")
+
+
+def page(name: str) -> str:
+    return Path(ROOT, name).read_text(encoding="utf-8")
+
+
+def result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def mib(n_bytes: float) -> float:
+    return n_bytes / 2**20
+
+
+def test_the_cluster_tables_are_those_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(ROOT, "benchmarks", "cluster")
+    monkeypatch.syspath_prepend(str(folder))
+    spec = importlib.util.spec_from_file_location("cluster_bench", folder / "bench.py")
+    assert spec is not None and spec.loader is not None
+    bench: Any = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "cluster_bench", bench)
+    spec.loader.exec_module(bench)
+    found = result("cluster")
+    made = {
+        "docs/performance.md": bench.page(found["machine"], found["rows"], found["scaling"]),
+        "README.md": bench.ratios(found["rows"]),
+    }
+    for name, table in made.items():
+        shown = page(name).split(bench.BEGIN, 1)[1].split(bench.END, 1)[0]
+        assert shown.strip() == table.strip(), f"{name}: run benchmarks/cluster/bench.py --report"
+
+
+def test_memory_modes_are_those_of_the_result() -> None:
+    modes, text = result("memory")["modes"], page("docs/memory.md")
+    for mode, found in modes.items():
+        held = f"{mib(found['held_between_forward_and_backward']):.2f}"
+        optimizer = f"{mib(found['peak']['optimizer']):.1f}".replace("0.0", "0")
+        on_host = mib(sum(found["host"].values()))
+        name, _, horizon = mode.partition(" + offload, horizon ")
+        name = name if name == "none" or "=" in name else f'"{name}"'
+        shown = f'`"full"`, offloading, horizon {horizon}' if horizon else f"`{name}`" if name != "none" else name
+        row = f"| {shown} | {held} | {optimizer} | {f'{on_host:.1f} ' if on_host else ''}|"
+        assert row in text, row
+    shares = [found["watched_processor_seconds"] / found["processor_seconds"] - 1 for found in modes.values()]
+    assert f"(none to {max(shares):.1%} by mode".replace("%", " %") in text
+
+
+def test_link_fits_are_those_of_the_results() -> None:
+    text = page("docs/communication.md")
+    for name in ("links-2x2", "links-2x4"):
+        found = Links.load(RESULTS / f"{name}.json")
+        for place in ("inter", "flat"):
+            collectives = getattr(found, place)
+            for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+                fit = getattr(collectives, kind)
+                rate = fit.bandwidth / 1e6
+                node = f"{rate * found.ranks_per_node:.1f}" if place == "inter" else ""
+                row = (
+                    f"| {found.nodes} x {found.ranks_per_node} | {PLACES[place]} | `{kind}` | "
+                    f"{fit.latency * 1e3:.2f} | {rate:.1f} | {node} | {fit.error:.0%} |"
+                )
+                assert row in text, row
+
+
+def test_overhead_is_that_of_the_result() -> None:
+    text = page("docs/lightning.md")
+    for found in result("overhead")["results"].values():
+        assert found["ratio"] == statistics.median(found["ratios"])
+        shown = f"| {found['ratio']:.2f} ({', '.join(f'{ratio:.2f}' for ratio in found['ratios'])}) |"
+        assert shown in text, shown
+
+
+def test_fp8_parity_is_that_of_the_result() -> None:
+    text = page("docs/fp8.md")
+    for found in result("fp8_parity")["results"].values():
+        bfloat16, fp8 = (f"{statistics.mean(found[kind]):.4f}" for kind in ("bfloat16", "fp8"))
+        share, off = f"{found['share_in_fp8']:.1%}".replace("%", " %"), f"{found['relative']:.2%}".replace("%", " %")
+        row = f"| {share} | {bfloat16} | {fp8} | {off} | {found['spread']:.4f} |"
+        assert row in text, row
+
+
+def test_the_scaling_model_is_that_of_the_result() -> None:
+    found, text = result("scaling_model"), page("docs/performance.md")
+    schemes = ("fsdp2", "hsdp", "mics", "ours-world", "ours-world-int8", "ours-node")
+    for devices in (16, 64, 256, 1024):
+        at = found["devices"].index(devices)
+        row = " | ".join([f"| {devices}", *(f"{found['seconds'][scheme][at]:.1f} s" for scheme in schemes)]) + " |"
+        assert row in text, row
+
+
+def test_context_parallel_memory_is_that_of_the_result() -> None:
+    degrees = result("context-parallel")["degrees"]
+    activations = [f"{mib(found['activation_bytes']):.1f}" for found in degrees]
+    assert f"{activations[0]}, {activations[1]} and {activations[2]} MiB of activations" in page(
+        "docs/context-parallelism.md"
+    )
