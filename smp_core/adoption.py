@@ -26,6 +26,7 @@ from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.fsdp import adopt_units, given_policy, settle_given_parameters
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import GivenSharding, NativeWindow
+from smp_core.sharding.pickling import refuse_to_pickle_shards
 from smp_core.sharding.stages import settle_stages
 from smp_core.sharding.wrap import PlannedUnit, WrapPlan
 
@@ -64,6 +65,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
             plain parameters beside a 2-D mesh.
     """
     config.require_built()
+    refuse_to_pickle_shards()
     if mesh.shard_degree != given.degree or dist.get_process_group_ranks(mesh.shard_group) != list(given.ranks):
         raise ValueError(
             f"shard_degree={mesh.shard_degree}, but the model came sharded over ranks {list(given.ranks)}; allowed: "

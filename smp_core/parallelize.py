@@ -53,6 +53,7 @@ from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
 from smp_core.sharding.host_optimizer import host_kernels, offloaded_methods
 from smp_core.sharding.optimizer import MASTER, WorldSharding
+from smp_core.sharding.pickling import refuse_to_pickle_shards
 from smp_core.sharding.stages import settle_stages
 from smp_core.sharding.wrap import Entry, WrapPlan, plan_units
 
@@ -246,6 +247,7 @@ def parallelize_model(
             initialiser.
     """
     config.require_built()
+    refuse_to_pickle_shards()
     plan = plan_units(model, config, entry=entry)
     by_name = dict(model.named_parameters())
     elements = [sum(by_name[name].numel() for name in unit.parameters) for unit in plan.units if unit.parameters]
