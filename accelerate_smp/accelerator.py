@@ -18,7 +18,8 @@ What is overridden is listed here, in this order:
     prepare, prepare_model, prepare_optimizer, prepare_scheduler    shard, swap the optimizer's parameters
     prepare_data_loader, backward, gather_for_metrics               sequences over ranks (accelerate_smp/sequences.py)
     no_sync (hence accumulate), clip_grad_norm_, clip_grad_value_   the accumulation window and norms over the mesh
-    get_state_dict, save_state, load_state                          smp_core.checkpoint
+    get_state_dict, save, wait_for_everyone                         whole weights (accelerate_smp/whole_weights.py)
+    save_state, load_state                                          smp_core.checkpoint
 
 A process by itself (no launcher) has nothing to shard: everything but save_state and load_state is Accelerate's own.
 """
@@ -46,12 +47,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelerate_smp import checkpoints
 from accelerate_smp.attachment import attach, parallel_of
 from accelerate_smp.config import check_world, engines_off, resolve_config
-from accelerate_smp.endings import stop_watching, watch_ranks
+from accelerate_smp.endings import count_forwards, meet, stop_watching, watch_ranks
 from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.parallelism import SmpParallelism
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard, steps
-from smp_core.checkpoint import AsyncCheckpointer, full_state_dict
+from accelerate_smp.whole_weights import WholeWeightsAccelerator, save_whole
+from smp_core.checkpoint import AsyncCheckpointer
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.knob_rules import unknown_knob
@@ -65,7 +67,7 @@ from smp_core.topology import Topology
 logger = logging.getLogger("smp")
 
 
-class SmpAccelerator(SharedSequencesAccelerator):
+class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
     """Drop-in for :class:`accelerate.Accelerator` with MiCS sharding.
 
     Args:
@@ -178,6 +180,8 @@ class SmpAccelerator(SharedSequencesAccelerator):
         if parallel_of(model) is None and not self.verify_device_map(model):
             handle = self._parallelize(model)
             attach(model, handle)
+            save_whole(model, handle)
+            count_forwards(model, handle.mesh.shard_ranks)
             if handle.context is not None:
                 self.run_over_ranks(model)
         # What is left for Accelerate is autocast and torch.compile.
@@ -346,15 +350,6 @@ class SmpAccelerator(SharedSequencesAccelerator):
 
     # Checkpoints
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state dict on rank 0's CPU, ``{}`` on the others. Collective."""
-        handle = parallel_of(model)
-        if handle is None:
-            return super().get_state_dict(model, unwrap)
-        handle.reshard()
-        handle.broadcast_buffers()
-        return full_state_dict(handle.model_state())
-
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Save models, optimizers, schedulers, samplers, scaler, random states and registered objects as one checkpoint
         folder that any number of ranks loads (docs/checkpoint-format.md). Collective.
@@ -371,6 +366,7 @@ class SmpAccelerator(SharedSequencesAccelerator):
             raise ValueError("safe_serialization=False: checkpoints are always safetensors; leave it out")
         if options:
             raise TypeError(f"save_state options {sorted(options)} have no counterpart here; leave them out")
+        meet("accelerator.save_state(...)")
         self._say_what_an_open_window_means()
         return checkpoints.save_state(self, output_dir)
 
@@ -388,6 +384,7 @@ class SmpAccelerator(SharedSequencesAccelerator):
             return
         if load_kwargs:
             raise TypeError(f"load_kwargs {sorted(load_kwargs)} have no counterpart here; leave them out")
+        meet("accelerator.load_state(...)")
         checkpoints.load_state(self, input_dir, **options)
 
     def wait_for_save(self) -> None:

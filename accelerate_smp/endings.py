@@ -10,10 +10,12 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
+from collections.abc import Sequence
 from types import TracebackType
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
+from torch import nn
 
 from smp_core.liveness import RankWatch
 
@@ -40,6 +42,28 @@ def stop_watching() -> None:
     if _watch is not None:
         _watch.stop()
         _watch = None
+
+
+def meet(place: str) -> None:
+    """Wait until every rank has come to ``place``, a call as a user types it. Collective.
+
+    Raises:
+        RuntimeError: one is elsewhere, e.g. because only the main process makes the call.
+    """
+    if _watch is not None:
+        _watch.meetings.meet(place)
+
+
+def count_forwards(model: nn.Module, peers: Sequence[int]) -> None:
+    """From here on a rank that waits sees by a forward pass of ``peers`` that they do not come."""
+
+    def begun(*_: Any) -> None:
+        if _watch is not None:
+            _watch.meetings.forwards += 1
+
+    if _watch is not None and len(peers) > 1:
+        _watch.meetings.peers = peers
+        model.register_forward_pre_hook(begun, prepend=True)
 
 
 class _Reporting:

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from smp_core.meeting import Meetings
+
 logger = logging.getLogger("smp")
 
 
@@ -30,11 +32,13 @@ class RankWatch:
 
     Attributes:
         step: set by the trainer to the optimizer step it is in; travels with the signs of life.
+        meetings: where all ranks have to be before a collective that scripts make on one rank by mistake.
     """
 
     def __init__(self, rank: int, world_size: int, store: dist.Store, interval: float) -> None:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self.step = 0
+        self.meetings = Meetings(rank, world_size, store, interval)
         self._store = store
         self._beats = 0
         self._stopped = threading.Event()
@@ -75,6 +79,7 @@ class RankWatch:
     def stop(self) -> None:
         """No more signs of life: this rank ends in good order."""
         if not self._stopped.is_set():
+            self.meetings.leave()
             self._stopped.set()
             self._thread.join(timeout=2 * self.interval)
             self._try(lambda: self._store.set(f"bye/{self.rank}", "1"))
@@ -158,7 +163,7 @@ class RankWatch:
                 return
 
     def _beat(self) -> bool:
-        state = json.dumps({"beats": self._beats, "step": self.step})
+        state = json.dumps({"beats": self._beats, "step": self.step, "forwards": self.meetings.forwards})
 
         def tell() -> bool:
             self._store.set(f"beat/{self.rank}", state)

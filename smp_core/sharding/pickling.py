@@ -20,9 +20,15 @@ def refuse_to_pickle_shards() -> None:
     copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type]
 
 
+def is_a_part(tensor: object) -> bool:
+    """Whether it is a tensor of which this process holds a part."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
+        return False
+    return not all(placement.is_replicate() for placement in tensor.placements)
+
+
 def _reduce(tensor: DTensor) -> tuple[Any, ...]:
-    mesh = tensor.device_mesh
-    if mesh.size() == 1 or all(placement.is_replicate() for placement in tensor.placements):
+    if not is_a_part(tensor):
         plain: tuple[Any, ...] = tensor.to_local().detach().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return plain
     raise pickle.PicklingError(

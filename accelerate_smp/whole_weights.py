@@ -1,0 +1,140 @@
+"""Whole weights of sharded models, by whatever call a script ends with.
+
+    accelerator.get_state_dict(model)          whole on rank 0; so does save_model, which asks for it
+    model.save_pretrained(...), push_to_hub    of Transformers, PEFT, Diffusers, the Hub's mixin, also of a part of the
+                                               model: written by rank 0, whole
+    accelerator.save(...) of shards            refused: it runs on rank 0 alone, which cannot gather them; torch.save
+                                               likewise (smp_core/sharding/pickling.py)
+
+All but the last have to be called on every rank, which is checked before anything is gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate_smp.attachment import parallel_of
+from accelerate_smp.endings import meet
+from smp_core.checkpoint import full_state_dict
+from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.tree import iterate_tensors, map_tensors
+from smp_core.parallelize import ParallelModel
+from smp_core.sharding.pickling import is_a_part
+
+_PART = "_smp_part_of"
+
+
+class WholeWeightsAccelerator(Accelerator):
+    """Accelerator whose ways to save give whole weights."""
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict on rank 0's CPU, ``{}`` on the others; of a part of a sharded model too. Collective.
+
+        Raises:
+            RuntimeError: it is not called on every rank.
+        """
+        handle = parallel_of(model)
+        if handle is None and not holds_shards(dict(model.named_parameters())):
+            return super().get_state_dict(model, unwrap)
+        meet("accelerator.get_state_dict(model)")
+        state = whole_state(handle) if handle is not None else full_state_dict(model.state_dict())
+        return OrderedDict(state)  # of which `save` into safetensors leaves out tied names, as of a module's own
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """As Accelerate's, of whole tensors.
+
+        Raises:
+            ValueError: ``obj`` has sharded tensors.
+        """
+        if holds_shards(obj):
+            raise ValueError(
+                "accelerator.save was given sharded tensors, and rank 0, which writes them, holds a part of each; "
+                "write state = accelerator.get_state_dict(model) on every rank and save that, or save_state(folder)"
+            )
+        super().save(map_tensors(obj, _plain), f, safe_serialization)
+
+    def wait_for_everyone(self) -> None:
+        """As Accelerate's.
+
+        Raises:
+            RuntimeError: a rank is in a call that all have to make.
+        """
+        meet("accelerator.wait_for_everyone()")
+        super().wait_for_everyone()
+
+
+def save_whole(model: nn.Module, handle: ParallelModel) -> None:
+    """Let ``save_pretrained`` of the model and its parts write whole weights."""
+    for name, part in model.named_modules():
+        if callable(getattr(part, "save_pretrained", None)):
+            object.__setattr__(part, _PART, (handle, f"{name}." if name else ""))
+            part.save_pretrained = types.MethodType(_save_pretrained, part)
+
+
+def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """As the class's, with whole weights that rank 0 writes. Collective, unless ``state_dict`` is whole already."""
+    own = type(self).save_pretrained
+    given = kwargs.get("state_dict")
+    inside = "state_dict" in vars(self)  # of a model whose parts save themselves
+    if inside or (given is not None and not holds_shards(given)):
+        return own(self, *args, **kwargs)
+    call = f"{type(self).__name__.removeprefix('FSDP')}.save_pretrained(...)"
+    meet(call)
+    handle, prefix = getattr(self, _PART)
+    state = whole_state(handle, prefix) if given is None else full_state_dict(given)
+    if given is not None:
+        kwargs["state_dict"] = state
+
+    def write() -> Any:
+        with _showing(self, state):
+            return own(self, *args, **kwargs)
+
+    return Ranks().on_first(call, write)
+
+
+def whole_state(handle: ParallelModel, prefix: str = "") -> dict[str, Any]:
+    """The whole state dict of the part of the model whose names begin with ``prefix``. Collective."""
+    handle.reshard()
+    handle.broadcast_buffers()
+    state = handle.model_state()
+    return full_state_dict({name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)})
+
+
+def holds_shards(state: Any) -> bool:
+    """Whether a nested state has tensors of which this rank holds a part."""
+    return any(is_a_part(tensor) for _, tensor in iterate_tensors(state))
+
+
+def _plain(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextlib.contextmanager
+def _showing(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, ``state_dict()`` of the model and its parts is out of ``state``."""
+    shown = dict(model.named_modules())
+    for name, part in shown.items():
+        start = f"{name}." if name else ""
+        own = {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
+        part.state_dict = _giving(own)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for part in shown.values():
+            del part.state_dict
+
+
+def _giving(own: Mapping[str, torch.Tensor]) -> Any:
+    def state_dict(*_: Any, prefix: str = "", **__: Any) -> dict[str, torch.Tensor]:
+        return {prefix + name: tensor for name, tensor in own.items()}
+
+    return state_dict

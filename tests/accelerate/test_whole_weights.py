@@ -1,0 +1,147 @@
+"""Every way in which scripts save a model at their end writes whole weights, or refuses at the call and hangs nobody."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from torch import nn
+from transformers import GPT2LMHeadModel
+
+from accelerate_smp.endings import stop_watching
+from tests.accelerate.running import fresh_accelerator
+from tests.accelerate.trainers import make_dataset, make_model
+from tests.harness import run_ranks
+
+
+class Published(nn.Module, PyTorchModelHubMixin):
+    """A model of a user's own that the Hub's mixin saves, and a Transformers model inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model(3)
+        self.head = nn.Linear(61, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(tokens).logits)
+
+
+def tokens() -> torch.Tensor:
+    return torch.stack([row["input_ids"] for row in make_dataset(4)])
+
+
+def stepped(model: nn.Module, **knobs: Any) -> tuple[Any, Any]:
+    accelerator = fresh_accelerator(**knobs)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    output = model(tokens())
+    accelerator.backward(getattr(output, "logits", output).float().square().mean())
+    optimizer.step()
+    return accelerator, model
+
+
+def endings(folder: str, **knobs: Any) -> dict[str, torch.Tensor]:
+    """What scripts write at their end, all on every rank unless they say otherwise themselves."""
+    accelerator, model = stepped(make_model(), **knobs)
+    main, unwrapped = accelerator.is_main_process, accelerator.unwrap_model(model)
+    accelerator.wait_for_everyone()
+    unwrapped.save_pretrained(f"{folder}/plain", is_main_process=main, save_function=accelerator.save)
+    state = accelerator.get_state_dict(model)
+    more = {"is_main_process": main, "save_function": accelerator.save}
+    unwrapped.save_pretrained(f"{folder}/given", **more, state_dict=dict(state))  # Transformers empties it
+    unwrapped.save_pretrained(f"{folder}/shards", **more, state_dict=unwrapped.state_dict())
+    accelerator.save_model(model, f"{folder}/save_model")
+    accelerator.save_model(model, f"{folder}/bin", safe_serialization=False)
+    if main:
+        accelerator.save(state, f"{folder}/state.pt")
+        torch.save(state, f"{folder}/torch.pt")
+        safetensors.torch.save_file({n: t.clone() for n, t in state.items()}, f"{folder}/file.safetensors")
+    accelerator.save(state, f"{folder}/state.safetensors", safe_serialization=True)
+    accelerator.wait_for_everyone()
+    accelerator, model = stepped(Published(), **knobs)
+    accelerator.unwrap_model(model).save_pretrained(f"{folder}/hub")
+    accelerator.unwrap_model(model).inner.save_pretrained(f"{folder}/inner")
+    part = accelerator.get_state_dict(accelerator.unwrap_model(model).inner)
+    state["part"] = part.get("lm_head.weight")
+    accelerator.wait_for_everyone()
+    return state
+
+
+@pytest.mark.parametrize("knobs", [{"shard_degree": 2}, {"shard_degree": 1, "optimizer_shard": "world"}], ids=str)
+def test_every_ending_of_a_script_writes_whole_weights(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    expected, nothing = run_ranks(endings, 2, str(tmp_path), **knobs)
+    inner = expected.pop("part")
+    assert nothing.keys() == {"part"}
+    for name in ("plain", "given", "shards"):
+        loaded = GPT2LMHeadModel.from_pretrained(tmp_path / name).state_dict()
+        assert all(torch.equal(loaded[key], value) for key, value in expected.items()), name
+    read: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
+        "save_model/model.safetensors": safetensors.torch.load_file,
+        "bin/pytorch_model.bin": torch.load,
+        "state.pt": torch.load,
+        "torch.pt": torch.load,
+        "file.safetensors": safetensors.torch.load_file,
+        "state.safetensors": safetensors.torch.load_file,
+    }
+    for name, load in read.items():
+        loaded = load(tmp_path / name)
+        assert all(torch.equal(value, expected[key]) for key, value in loaded.items()) and len(loaded) > 20, name
+    published = Published.from_pretrained(tmp_path / "hub")
+    again = GPT2LMHeadModel.from_pretrained(tmp_path / "inner")
+    assert torch.equal(published.inner.lm_head.weight, inner) and torch.equal(again.lm_head.weight, inner)
+
+
+def said(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except (ValueError, pickle.PicklingError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refused(folder: str) -> dict[str, str]:
+    """Rank 0's shards given to a saver; and calls of all ranks that rank 0 makes alone, the others going on."""
+    accelerator, model = stepped(make_model(), shard_degree=2)
+    main, unwrapped = accelerator.is_main_process, accelerator.unwrap_model(model)
+    save = accelerator.save
+    seen = {
+        "save": said(lambda: save(unwrapped.state_dict(), f"{folder}/x.pt")),
+        "save safe": said(lambda: save(unwrapped.state_dict(), f"{folder}/x.pt", safe_serialization=True)),
+        "torch": said(lambda: torch.save(unwrapped.state_dict(), f"{folder}/x.pt")),
+    }
+    alone = {
+        "save_pretrained": lambda: unwrapped.save_pretrained(f"{folder}/x"),
+        "get_state_dict": lambda: accelerator.get_state_dict(model),
+        "save_state": lambda: accelerator.save_state(f"{folder}/x"),
+    }
+    for name, call in alone.items():
+        seen[name] = said(call if main else accelerator.wait_for_everyone)
+    # What would follow on rank 1 is a forward pass; rank 0 sees that it has begun, without the other rank's help.
+    if main:
+        seen["forward"] = said(lambda: unwrapped.save_pretrained(f"{folder}/x"))
+    accelerator._watch.meetings.forwards += 1
+    accelerator._watch.meetings._held += not main
+    accelerator.wait_for_everyone()
+    if main:
+        seen["end"] = said(lambda: unwrapped.save_pretrained(f"{folder}/x"))
+    stop_watching()
+    return seen
+
+
+def test_a_save_that_cannot_be_whole_is_refused_and_hangs_nobody(tmp_path: Path) -> None:
+    first, second = run_ranks(refused, 2, str(tmp_path))
+    for seen in (first, second):
+        assert "ValueError: accelerator.save" in seen["save"] and "get_state_dict(model)" in seen["save safe"]
+        assert "PicklingError" in seen["torch"]
+        for name in ("save_pretrained", "get_state_dict", "save_state"):
+            assert "RuntimeError" in seen[name] and f"{name}(" in seen[name], seen[name]
+            assert "rank 1 at accelerator.wait_for_everyone()" in seen[name] or "rank 1 is at" in seen[name]
+    assert "the model's next forward pass" in first["forward"]
+    assert "rank 1 at the end of its script" in first["end"]
+    assert not (tmp_path / "x").exists()
