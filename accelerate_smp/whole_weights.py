@@ -84,6 +84,8 @@ def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """As the class's, with whole weights that rank 0 writes. Collective, unless ``state_dict`` is whole already."""
     own = type(self).save_pretrained
     given = kwargs.get("state_dict")
+    if given is not None and not given:
+        return None  # what get_state_dict gives all ranks but the one that writes
     inside = "state_dict" in vars(self)  # of a model whose parts save themselves
     if inside or (given is not None and not holds_shards(given)):
         return own(self, *args, **kwargs)

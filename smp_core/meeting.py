@@ -2,7 +2,7 @@
 
 `if rank == 0: model.save_pretrained(...)` is right with whole models and a hang with sharded ones. So calls like this
 one meet first, in the store that keeps the signs of life (smp_core/liveness.py): the first rank writes where it is, the
-last one says that all are there, and one that is somewhere else (at another such call, at the end of its script) says
+last one says that all are there, and one that is somewhere else (at another such call, at the end of its process) says
 so to all. A rank that waits also looks at the next one: whether that one lives, and whether it has begun a forward pass
 that it cannot end alone.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-_END = "the end of its script"
+_END = "the end of its process"
 # Signs of life of a rank's own without one of the next rank's: far more than a busy machine makes of it.
 _SILENCE = 40
 

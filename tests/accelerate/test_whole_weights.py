@@ -143,5 +143,5 @@ def test_a_save_that_cannot_be_whole_is_refused_and_hangs_nobody(tmp_path: Path)
             assert "RuntimeError" in seen[name] and f"{name}(" in seen[name], seen[name]
             assert "rank 1 at accelerator.wait_for_everyone()" in seen[name] or "rank 1 is at" in seen[name]
     assert "the model's next forward pass" in first["forward"]
-    assert "rank 1 at the end of its script" in first["end"]
+    assert "rank 1 at the end of its process" in first["end"]
     assert not (tmp_path / "x").exists()
