@@ -82,7 +82,7 @@ def save_whole(model: nn.Module, handle: ParallelModel) -> None:
 
 def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """As the class's, with whole weights that rank 0 writes. Collective, unless ``state_dict`` is whole already."""
-    own = type(self).save_pretrained
+    own: Any = type(self).save_pretrained  # type: ignore[attr-defined]
     given = kwargs.get("state_dict")
     if given is not None and not given:
         return None  # what get_state_dict gives all ranks but the one that writes

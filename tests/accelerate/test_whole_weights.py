@@ -1,4 +1,4 @@
-"""Every way in which scripts save a model at their end writes whole weights, or refuses at the call and hangs nobody."""
+"""Every way in which scripts save a model writes whole weights, or refuses at the call and hangs nobody."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_nothing_is_said_when_nothing_is_wrong_elsewhere() -> None:
 def close_store_of_rank_0(watching: RankWatch, rank: int) -> None:
     if rank == 0:
         fall_silent(watching)
-        del watching._store
+        del watching._store, watching.meetings._store
         gc.collect()
 
 
