@@ -97,7 +97,9 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
         own = inspect.signature(Accelerator.__init__)
         for name in arguments:
             if name not in own.parameters:
-                raise unknown_knob(name)
+                raise unknown_knob(
+                    name, arguments=[other for other in own.parameters if other not in ("self", "kwargs")]
+                )
         arguments = dict(own.bind_partial(self, *args, **arguments).arguments)
         arguments.pop("self")
         self.smp = smp
@@ -363,7 +365,10 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
         if not self.smp:
             return super().save_state(output_dir, safe_serialization, **options)
         if not safe_serialization:
-            raise ValueError("safe_serialization=False: checkpoints are always safetensors; leave it out")
+            raise ValueError(
+                "safe_serialization=False: checkpoints are always safetensors; leave it out, or write one torch.save "
+                "file from the folder: `smp checkpoint consolidate FOLDER model.pt`"
+            )
         if options:
             raise TypeError(f"save_state options {sorted(options)} have no counterpart here; leave them out")
         meet("accelerator.save_state(...)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import sys
 from importlib import metadata
@@ -14,19 +13,31 @@ import typer
 import yaml
 from rich.console import Console
 
+from smp_core import knob_values as read
+from smp_core.command_line import OneLineErrors, begin
 from smp_core.config import SmpConfig
 from smp_core.config_sources import YAML_SECTION
+from smp_core.knob_rules import READERS
+
+
+class _Commands(OneLineErrors):
+    error_status = 2  # as for a flag that is not there: what is wrong was typed, here or in the file
+
 
 app = typer.Typer(
-    name="accelerate-smp", help="torch-smp for Hugging Face Accelerate.", no_args_is_help=True, add_completion=False
+    name="accelerate-smp",
+    cls=_Commands,
+    help="torch-smp for Hugging Face Accelerate.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
+app.callback()(begin)
+
+# As Accelerate spells it, and as other commands do.
+_CONFIG_FILE = ("--config_file", "--config-file")
 
 _PACKAGES = ("torch-smp", "torch", "accelerate", "transformers", "peft", "trl", "safetensors")
-
-
-@app.callback()
-def _logging() -> None:
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
 
 
 @app.command(
@@ -37,24 +48,21 @@ def launch(context: typer.Context) -> None:
     """Start a training script: the flags of `accelerate launch`, and --config_file with a smp_config: section."""
     from accelerate_smp.launch import launch as start
 
-    try:
-        start(context.args)
-    except ValueError as error:
-        raise typer.Exit(_complain(error)) from None
+    start(context.args)
 
 
 @app.command()
 def config(
-    config_file: Annotated[Path, typer.Option(help="Where to write it.")] = Path("smp.yaml"),
+    config_file: Annotated[Path, typer.Option(*_CONFIG_FILE, help="Where to write it.")] = Path("smp.yaml"),
     overwrite: Annotated[bool, typer.Option(help="Replace a file that is there.")] = False,
 ) -> None:
-    """Ask the questions and write the YAML for `accelerate-smp launch`."""
+    """Ask the questions and write the YAML for `accelerate-smp launch`. A question is asked until its answer is one."""
     if config_file.exists() and not overwrite:
-        raise typer.Exit(_complain(ValueError(f"{config_file} exists; type --overwrite, or another --config-file")))
+        raise ValueError(f"{config_file} exists; type --overwrite, or another --config_file")
     gpus = torch.cuda.device_count()
-    machines = typer.prompt("How many machines", default=1, type=int)
+    machines = _ask("How many machines", 1, read.integer(minimum=1))
     use_cpu = gpus == 0 and typer.confirm("No GPU found here; run on CPU", default=True)
-    each = typer.prompt("How many processes on each machine", default=gpus or 4, type=int)
+    each = _ask("How many processes on each machine", gpus or 4, read.integer(minimum=1))
     document: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "MULTI_CPU" if use_cpu else "MULTI_GPU",
@@ -63,29 +71,59 @@ def config(
         "use_cpu": use_cpu,
     }
     if machines > 1:
-        document["machine_rank"] = typer.prompt("The rank of this machine", default=0, type=int)
+        document["machine_rank"] = _ask("The rank of this machine", 0, _below(machines))
         document["main_process_ip"] = typer.prompt("The address of machine 0", type=str)
-        document["main_process_port"] = typer.prompt("The port on machine 0", default=29500, type=int)
-    document["mixed_precision"] = typer.prompt("Precision (no, bf16, fp16)", default="no" if use_cpu else "bf16")
-    knobs: dict[str, Any] = {}
-    degree = typer.prompt(
-        "Shard degree: ranks that hold one copy of the model (auto, node, world, a number)", default="auto"
+        document["main_process_port"] = _ask("The port on machine 0", 29500, _below(65536, at_least=1))
+    precisions = ("no", "bf16") if use_cpu else ("no", "bf16", "fp16")
+    asked = f"Precision ({', '.join(precisions)})"
+    document["mixed_precision"] = _ask(asked, "no" if use_cpu else "bf16", read.word(*precisions))
+    degree = _ask(
+        "Shard degree: ranks that hold one copy of the model (auto, node, world, a number)",
+        "auto",
+        _degree_of(machines * each),
     )
-    knobs["shard_degree"] = int(degree) if degree.isdecimal() else degree
-    try:
-        SmpConfig.from_dict(knobs)
-        if isinstance(knobs["shard_degree"], int) and machines * each % knobs["shard_degree"]:
-            raise ValueError(f"shard_degree={degree} does not divide the {machines * each} processes")
-    except ValueError as error:
-        raise typer.Exit(_complain(error)) from None
-    document[YAML_SECTION] = knobs
+    document[YAML_SECTION] = {"shard_degree": degree}
     config_file.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
     typer.echo(f"{config_file} written; type: accelerate-smp launch --config_file {config_file} train.py")
 
 
+def _ask(question: str, default: Any, reader: read.Reader) -> Any:
+    """The answer as ``reader`` reads it; what it refuses is asked again, with what is allowed."""
+
+    def value_of(answer: Any) -> Any:
+        try:
+            return reader("answer", answer)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return typer.prompt(question, default=default, value_proc=value_of)
+
+
+def _below(end: int, at_least: int = 0) -> read.Reader:
+    def reader(name: str, answer: Any) -> int:
+        number = read.integer(minimum=at_least)(name, answer)
+        if number >= end:
+            raise read.refusal(name, answer, f"{at_least} to {end - 1}")
+        return number
+
+    return reader
+
+
+def _degree_of(processes: int) -> read.Reader:
+    def reader(name: str, answer: Any) -> int | str:
+        degree: int | str = READERS["shard_degree"](name, answer)
+        if isinstance(degree, int) and processes % degree:
+            divisors = [str(n) for n in range(1, processes + 1) if processes % n == 0]
+            allowed = f"{', '.join(divisors)}, 'node', 'world', 'auto'"
+            raise read.refusal(name, answer, allowed, f"it has to divide the {processes} processes")
+        return degree
+
+    return reader
+
+
 @app.command()
 def env(
-    config_file: Annotated[Path | None, typer.Option(help="Show the knobs of this file.")] = None,
+    config_file: Annotated[Path | None, typer.Option(*_CONFIG_FILE, help="Show the knobs of this file.")] = None,
 ) -> None:
     """Print versions, devices and the knobs in effect."""
     for name in _PACKAGES:
@@ -97,16 +135,8 @@ def env(
     typer.echo(f"python: {platform.python_version()} on {platform.platform()}")
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     typer.echo(f"devices: {', '.join(names) or 'CPU only'}")
-    try:
-        knobs = SmpConfig.from_env() if config_file is None else SmpConfig.from_yaml(config_file)
-    except ValueError as error:
-        raise typer.Exit(_complain(error)) from None
+    knobs = SmpConfig.from_env() if config_file is None else SmpConfig.from_yaml(config_file)
     Console().print(knobs.effective_table())
-
-
-def _complain(error: Exception) -> int:
-    typer.echo(f"accelerate-smp: {error}", err=True)
-    return 2
 
 
 def main() -> None:

@@ -57,6 +57,7 @@ def resolve_config(
     if parallelism is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism = ParallelismConfig()
     if fsdp is None and _flag("ACCELERATE_USE_FSDP"):
+        refuse_fsdp1(os.environ.get("FSDP_VERSION", 1))
         fsdp = FullyShardedDataParallelPlugin()
     translated: dict[str, Any] = {}
     if fsdp is not None:
@@ -145,10 +146,16 @@ def _from_parallelism(parallelism: ParallelismConfig) -> dict[str, Any]:
     }
 
 
+def refuse_fsdp1(version: Any) -> None:
+    """Refuse FSDP of the first version, which is what Accelerate means where no version is written; on a CPU its own
+    plugin would fail first."""
+    if str(version) != "2":
+        raise ValueError(f"fsdp_version={version}: torch-smp stands on FSDP2; write fsdp_version: 2")
+
+
 def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[str, Any]:
     """What a ``fsdp_config:`` section asks for, in our knobs."""
-    if fsdp.fsdp_version != 2:
-        raise ValueError(f"fsdp_version={fsdp.fsdp_version}: torch-smp stands on FSDP2; write fsdp_version: 2")
+    refuse_fsdp1(fsdp.fsdp_version)
     if fsdp.ignored_modules:
         raise ValueError("fsdp ignored_modules: torch-smp shards every parameter; leave it out")
     if fsdp.param_init_fn is not None:

@@ -16,6 +16,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +28,10 @@ from typing import Any
 import torch
 import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accelerate_smp.fp8 import recipe_of
+from accelerate_smp.launch_keys import read_keys
 from smp_core.config import SmpConfig
 from smp_core.config_sources import CONFIG_FILE_VARIABLE, YAML_SECTION
 from smp_core.knob_values import nearest_name
@@ -72,7 +77,11 @@ class LaunchFile:
                 "use plain `accelerate launch`"
             )
         smp = SmpConfig.from_yaml(file)
-        accelerate = {key: value for key, value in document.items() if key != YAML_SECTION}
+        try:
+            accelerate = read_keys(document)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        del accelerate[YAML_SECTION]
         parallelism = _parallelism(path, accelerate.pop("parallelism_config", None) or {})
         asked = accelerate.pop("fp8_config", None)
         if asked is not None:
@@ -125,16 +134,22 @@ def launch(arguments: Sequence[str]) -> None:
         arguments: what follows `accelerate-smp launch`.
 
     Raises:
-        ValueError: see :class:`LaunchFile`.
+        ValueError: see :class:`LaunchFile`; no such script.
+        SystemExit: a worker failed; with its exit status, after one line that names it.
     """
-    args = launch_command_parser().parse_args(list(arguments))
+    parser = launch_command_parser()
+    parser.prog = "accelerate-smp launch"
+    parser.usage = "accelerate-smp launch --config_file FILE.yaml [flags of accelerate launch] SCRIPT [ARGS ...]"
+    args = parser.parse_args(list(arguments))
     if args.config_file is None:
         raise ValueError(
             "write --config_file FILE.yaml, with a `smp_config:` section in it; `accelerate-smp config` makes one, "
             "examples/accelerate/ has more"
         )
     file = LaunchFile.read(args.config_file)
-    processes = int(args.num_processes or file.accelerate.get("num_processes") or max(torch.cuda.device_count(), 1))
+    if not (args.module or args.no_python or os.path.isfile(args.training_script)):
+        raise ValueError(f"{args.training_script}: no such file; write the script, and its arguments behind it")
+    processes = args.num_processes or file.accelerate.get("num_processes") or max(torch.cuda.device_count(), 1)
     file.check(processes)
     os.environ[CONFIG_FILE_VARIABLE] = str(file.path.resolve())
     if file.smp.fp8 is not None:
@@ -150,7 +165,21 @@ def launch(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="accelerate-smp-") as folder:
         args.config_file = os.path.join(folder, "accelerate.yaml")
         Path(args.config_file).write_text(yaml.safe_dump(document), encoding="utf-8")
-        launch_command(args)
+        try:
+            launch_command(args)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise SystemExit(_ended(f"rank {rank}", failure.exitcode)) from None
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(_ended("the script", error.returncode)) from None
+
+
+def _ended(who: str, status: int) -> int:
+    """Say how a worker ended, whose own traceback has been printed. Returns the exit status a shell would show."""
+    by_signal = status < 0
+    how = f"was ended by {signal.Signals(-status).name}" if by_signal else f"ended with exit status {status}"
+    print(f"accelerate-smp: {who} {how}; its output is above", file=sys.stderr)
+    return 128 - status if by_signal else status
 
 
 def for_accelerate(document: Mapping[str, Any], processes: int, on_cpu: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ Thin: each hook calls the core. What Lightning leaves to a strategy and where it
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
@@ -38,6 +39,7 @@ from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
+from smp_core.knob_rules import unknown_knob
 
 logger = logging.getLogger("smp")
 
@@ -98,6 +100,9 @@ class SmpShardedStrategy(SteppingStrategy):
                 f"SmpShardedStrategy got config= and also {', '.join(knobs)}; write dataclasses.replace(config, "
                 f"{', '.join(f'{k}={v!r}' for k, v in knobs.items())}) or give keywords only"
             )
+        for name in knobs:
+            if name not in SmpConfig.knobs():
+                raise unknown_knob(name, arguments=_ARGUMENTS)
         self.config = SmpConfig.from_dict(knobs) if config is None else config
         self.config.require_built()
         self._init_fn = init_fn
@@ -313,3 +318,6 @@ class SmpShardedStrategy(SteppingStrategy):
             logger.error("%s", error)
         finally:
             super().teardown()
+
+
+_ARGUMENTS = [name for name in inspect.signature(SmpShardedStrategy).parameters if name != "knobs"]

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-
 import typer
 
 from smp_core.checkpoint.commands import app as checkpoint_app
 from smp_core.comm.commands import topology
+from smp_core.command_line import OneLineErrors, begin
 from smp_core.fp8.commands import fp8_report
 from smp_core.memory_log import memory_report
 
-app = typer.Typer(name="smp", help="torch-smp on the command line.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    name="smp",
+    cls=OneLineErrors,
+    help="torch-smp on the command line.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.callback()(begin)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("topology")(topology)
 app.command("fp8-report")(fp8_report)
 app.command("memory-report")(memory_report)
-
-
-@app.callback()
-def _logging() -> None:
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ A table for each: `READERS` (knob -> strict reader of its value; it also fixes t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,11 +177,16 @@ CONTRADICTIONS: list[tuple[Callable[[Any], bool], str]] = [
 ]
 
 
-def unknown_knob(name: str) -> ValueError:
-    """The complaint about a name that is not a knob, with the nearest knob, or the way to read an option of SMP."""
+def unknown_knob(name: str, *, arguments: Iterable[str] = ()) -> ValueError:
+    """The complaint about a name that is not a knob, with the nearest knob, or the way to read an option of SMP.
+
+    Args:
+        arguments: what else could have been meant where the name was written: the other arguments of a class.
+    """
     if name in SMP_OPTIONS:
         return ValueError(
             f"{name!r} is an option of SageMaker SMP, not a knob; build the configuration with "
             f"SmpConfig.from_smp_parameters({{{name!r}: ...}}), or see docs/migrating-from-smp.md for the knob"
         )
-    return read.unknown_name("knob", name, tuple(READERS))
+    what = "argument" if arguments else "knob"
+    return read.unknown_name(what, name, (*READERS, *arguments), listed_in="docs/configuration.md")

@@ -35,10 +35,13 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | 
     return found[0] if found else None
 
 
-def unknown_name(what: str, name: str, known: Sequence[str]) -> ValueError:
-    """The complaint about a name that is not in `known`: the nearest known one, or all of them when none is near."""
-    near = nearest_name(name, known)
-    hint = f"did you mean {near!r}?" if near else f"known: {', '.join(sorted(known))}"
+def unknown_name(what: str, name: str, known: Sequence[str], listed_in: str) -> ValueError:
+    """The complaint about a name that is not in `known`: the nearest known ones, or where they are listed."""
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=3, cutoff=0.5)
+    # One that is much like it was meant; of others, a few to choose from.
+    much_like = nearest_name(name, near, cutoff=0.8)
+    meant = [much_like] if much_like else near
+    hint = f"did you mean {' or '.join(map(repr, meant))}?" if meant else f"none is like it; {listed_in} lists them"
     return ValueError(f"unknown {what} {name!r}; {hint}")
 
 

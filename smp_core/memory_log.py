@@ -45,13 +45,13 @@ def read_log(path: Path) -> dict[int, StepMemory]:
     """
     found = {step: memory for step, memory in _records(path)}
     if not found:
-        raise ValueError(f"{path} is empty: no step was watched yet")
+        raise ValueError(f"{path} holds no step that was watched")
     return dict(sorted(found.items()))
 
 
 def _records(path: Path) -> Iterator[tuple[int, StepMemory]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ValueError(
             f"cannot read {path}: {error.strerror}; SmpMonitor(memory_every_n_steps=...) writes such a log"
@@ -99,13 +99,9 @@ def memory_report(
 ) -> None:
     """What the peak of a step's memory is made of: a table of the highest one, and a stacked bar for each step."""
     picture = out or log.with_suffix(".png")
-    try:
-        steps = read_log(log)
-        Console().print(_table(steps))
-        draw(steps, picture)
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+    steps = read_log(log)
+    Console().print(_table(steps))
+    draw(steps, picture)
     Console().print(f"{picture}", soft_wrap=True)
 
 

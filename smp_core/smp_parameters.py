@@ -79,7 +79,9 @@ def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy
             )
     for option in parameters:
         if option not in SMP_OPTIONS:
-            raise read.unknown_name("SageMaker SMP option", str(option), tuple(SMP_OPTIONS))
+            raise read.unknown_name(
+                "SageMaker SMP option", str(option), tuple(SMP_OPTIONS), "docs/migrating-from-smp.md"
+            )
     translation = Translation()
     options = dict(parameters)
     if sharding_strategy is not None:

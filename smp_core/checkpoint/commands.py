@@ -1,6 +1,6 @@
 """`smp checkpoint inspect | verify | list | consolidate | import | export`: thin commands over this package.
 
-An error of a checkpoint is one line on stderr and exit status 1.
+An error of a checkpoint is one line on stderr and exit status 1 (smp_core/command_line.py).
 """
 
 from __future__ import annotations
@@ -26,15 +26,6 @@ _Directory = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint fol
 
 
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except (CheckpointError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-@contextlib.contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
     with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -49,13 +40,12 @@ def inspect(
     plot: Annotated[Path | None, typer.Option(help="Also write a plot of bytes per rank to this PNG.")] = None,
 ) -> None:
     """Show what a checkpoint holds: step, mesh, versions, files, tensors."""
-    with _one_line_errors():
-        console = Console()
-        for table in checkpoint_tables(directory, all_tensors):
-            console.print(table)
-        if plot is not None:
-            plot_bytes(directory, plot)
-            typer.echo(f"plot written to {plot}")
+    console = Console()
+    for table in checkpoint_tables(directory, all_tensors):
+        console.print(table)
+    if plot is not None:
+        plot_bytes(directory, plot)
+        typer.echo(f"plot written to {plot}")
 
 
 @app.command()
@@ -64,8 +54,7 @@ def verify(
     deep: Annotated[bool, typer.Option("--deep", help="Compute every digest (reads all bytes).")] = False,
 ) -> None:
     """Check that every file is there and as it was written; exit status 1 if not."""
-    with _one_line_errors():
-        problems = verify_checkpoint(directory, deep)
+    problems = verify_checkpoint(directory, deep)
     for problem in problems:
         typer.echo(f"broken: {problem}", err=True)
     if problems:
@@ -77,8 +66,7 @@ def verify(
 @app.command("list")
 def list_root(root: Annotated[str, typer.Argument(metavar="ROOT", help="A folder of checkpoints.")]) -> None:
     """List the checkpoints in a folder, with what is whole, half and newest."""
-    with _one_line_errors():
-        Console().print(list_table(root))
+    Console().print(list_table(root))
 
 
 @app.command("consolidate")
@@ -100,21 +88,20 @@ def consolidate_command(
     ] = False,
 ) -> None:
     """Bring a sharded checkpoint back as whole tensors, streaming."""
-    with _one_line_errors():
-        made = consolidate(
-            directory,
-            out,
-            dtype=dtype,
-            output_format=output_format,
-            optimizer=optimizer,
-            workers=workers,
-            max_shard_size=max_shard_size,
-            strip_prefix=strip_prefix,
-            verify=None if verify_mode == "none" else verify_mode,
-            overwrite=overwrite,
-            allow_pickle=allow_pickle,
-            progress=_progress_bar,
-        )
+    made = consolidate(
+        directory,
+        out,
+        dtype=dtype,
+        output_format=output_format,
+        optimizer=optimizer,
+        workers=workers,
+        max_shard_size=max_shard_size,
+        strip_prefix=strip_prefix,
+        verify=None if verify_mode == "none" else verify_mode,
+        overwrite=overwrite,
+        allow_pickle=allow_pickle,
+        progress=_progress_bar,
+    )
     typer.echo(f"{out}: {', '.join(made)}")
 
 
@@ -132,14 +119,13 @@ def import_command(
     ] = False,
 ) -> None:
     """Turn a checkpoint of Hugging Face, torch DCP, Lightning or Accelerate into one of ours."""
-    with _one_line_errors():
-        pairs = [text.partition("=") for text in tie or []]
-        if any(not (first and second) for first, _, second in pairs):
-            raise CheckpointError("--tie takes NAME=NAME, e.g. --tie lm_head.weight=transformer.wte.weight")
-        ties = {first: second for first, _, second in pairs}
-        kind = import_checkpoint(
-            source, out, add_prefix=add_prefix, ties=ties, overwrite=overwrite, allow_pickle=allow_pickle
-        )
+    pairs = [text.partition("=") for text in tie or []]
+    if any(not (first and second) for first, _, second in pairs):
+        raise CheckpointError("--tie takes NAME=NAME, e.g. --tie lm_head.weight=transformer.wte.weight")
+    ties = {first: second for first, _, second in pairs}
+    kind = import_checkpoint(
+        source, out, add_prefix=add_prefix, ties=ties, overwrite=overwrite, allow_pickle=allow_pickle
+    )
     typer.echo(f"{out}: imported from {kind}")
 
 
@@ -154,6 +140,5 @@ def export_command(
     ] = False,
 ) -> None:
     """Write a checkpoint as another program's sharded folder. Safetensors and .ckpt: see consolidate."""
-    with _one_line_errors():
-        export_checkpoint(directory, out, kind, overwrite=overwrite, allow_pickle=allow_pickle)
+    export_checkpoint(directory, out, kind, overwrite=overwrite, allow_pickle=allow_pickle)
     typer.echo(f"{out}: written for {kind}")

@@ -52,10 +52,12 @@ def check_files(opened: OpenCheckpoint, mode: str | None, rank: int = 0, size: i
         rank, size: each of ``size`` ranks checks every ``size``-th file.
 
     Raises:
-        CheckpointError: names every broken file.
+        CheckpointError: names every broken file; another mode.
     """
     if mode is None:
         return
+    if mode not in ("sizes", "digests"):
+        raise CheckpointError(f"verify={mode!r} is not known; allowed here: 'digests', 'sizes', 'none'")
     problems = [
         problem
         for number, (name, record) in enumerate(sorted(opened.manifest.files.items()))

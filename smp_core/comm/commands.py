@@ -22,8 +22,8 @@ logger = logging.getLogger("smp")
 
 def topology(
     shard_degree: Annotated[str, typer.Option(help="a number of ranks, 'node' or 'world'")] = "node",
-    nodes: Annotated[int, typer.Option(help="draw this many nodes instead of asking the processes")] = 0,
-    ranks: Annotated[int, typer.Option(help="ranks on each of --nodes")] = 8,
+    nodes: Annotated[int, typer.Option(min=0, help="draw this many nodes instead of asking the processes")] = 0,
+    ranks: Annotated[int, typer.Option(min=1, help="ranks on each of --nodes")] = 8,
     svg: Annotated[Path | None, typer.Option(help="also write the picture here")] = None,
     measure_links: Annotated[
         bool, typer.Option("--measure", help="time gathers and reductions inside and between nodes; under torchrun")

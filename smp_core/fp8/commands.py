@@ -17,11 +17,7 @@ def fp8_report(
     out: Annotated[Path | None, typer.Option(help="the picture; default: the log's name with .png")] = None,
 ) -> None:
     """Draw scales, saturation and underflow over training, and list the modules that fit FP8 worst."""
-    try:
-        found = Fp8Log.read(log)
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+    found = Fp8Log.read(log)
     table = Table(title=f"{len(found.steps)} probed steps, {found.steps[0]} to {found.steps[-1]}: worst modules")
     for column in ("share of elements", "module", "largest in any step"):
         table.add_column(column)
@@ -34,6 +30,5 @@ def fp8_report(
     try:
         draw(found, picture)
     except ModuleNotFoundError:
-        typer.echo("matplotlib draws the picture: pip install 'torch-smp[plot]'", err=True)
-        raise typer.Exit(1) from None
+        raise ValueError("matplotlib draws the picture: pip install 'torch-smp[plot]'") from None
     Console().print(f"{picture}", soft_wrap=True)

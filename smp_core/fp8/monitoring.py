@@ -157,7 +157,7 @@ class Fp8Log:
         """
         records = {int(record["step"]): record["modules"] for record in _records(path)}
         if not records:
-            raise ValueError(f"{path} is empty: no step was probed yet")
+            raise ValueError(f"{path} holds no step that was probed")
         steps = sorted(records)
         figures: dict[str, dict[str, list[float]]] = {}
         for name in dict.fromkeys(name for step in steps for name in records[step]):
@@ -174,7 +174,7 @@ class Fp8Log:
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; Fp8Monitor writes such a log") from None
     for number, line in enumerate(lines, 1):

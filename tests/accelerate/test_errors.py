@@ -24,6 +24,7 @@ from tests.harness import run_ranks
     ("arguments", "words"),
     [
         ({"shard_degre": 2}, ["shard_degre", "shard_degree"]),
+        ({"mixed_precison": "bf16"}, ["unknown argument 'mixed_precison'; did you mean 'mixed_precision'?"]),
         ({"smp_config": {"hierachical": True}}, ["hierachical", "hierarchical"]),
         ({"smp_config": {"shard_degree": 2}, "shard_degree": 4}, ["smp_config", "shard_degree"]),
         ({"context_parallel_degree": 2}, ["context_parallel_degree=2", "write shard_degree"]),
@@ -31,7 +32,16 @@ from tests.harness import run_ranks
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2), "shard_degree": 4}, ["shard_degree=4", "=2"]),
         ({"parallelism_config": ParallelismConfig(tp_size=2)}, ["tensor_parallel_degree=2", "not built yet"]),
     ],
-    ids=["unknown", "unknown in config", "both", "not built", "fp8", "contradiction", "tensor parallel"],
+    ids=[
+        "unknown",
+        "misspelt argument",
+        "unknown in config",
+        "both",
+        "not built",
+        "fp8",
+        "contradiction",
+        "tensor parallel",
+    ],
 )
 def test_bad_arguments(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as refused:
@@ -100,9 +110,14 @@ def test_fsdp_settings_without_counterpart_are_refused(settings: dict[str, Any],
         assert word in str(refused.value)
 
 
-def test_fsdp1_is_refused() -> None:
+def test_fsdp1_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where `accelerate launch` says it by variables, of which Accelerate's plugin would make an error of torch's
+    on a CPU."""
     with pytest.raises(ValueError, match=r"fsdp_version=1.*write fsdp_version: 2"):
         resolve_config(None, {}, None, FullyShardedDataParallelPlugin(fsdp_version=1))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"fsdp_version=1.*write fsdp_version: 2"):
+        resolve_config(None, {}, None, None)
 
 
 def refusals() -> dict[str, str]:

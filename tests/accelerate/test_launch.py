@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
 from accelerate_smp import launch as launching
@@ -59,17 +63,59 @@ def test_the_settings_of_the_issue_are_shipped() -> None:
         ),
         ({**CPU, "smp_config": {}, "parallelism_config": {"dp_shards": 2}}, ["dp_shards", "dp_shard_size"]),
         ({**CPU, "smp_config": {}, "mixed_precision": "fp8"}, ["mixed_precision: fp8", "bf16"]),
+        ({**CPU, "smp_config": {}, "num_proceses": 2}, ["unknown key 'num_proceses'", "'num_processes'"]),
+        ({**CPU, "smp_config": {}, "shard_degree": 2}, ["shard_degree is a knob", "under `smp_config:`"]),
+        ({**CPU, "smp_config": {}, "num_processes": "four"}, ["num_processes='four'", "an integer of at least 1"]),
+        ({**CPU, "smp_config": {}, "num_processes": 0}, ["num_processes=0", "an integer of at least 1"]),
+        ({**CPU, "smp_config": {}, "mixed_precision": "foo"}, ["mixed_precision='foo'", "'no', 'bf16'"]),
+        ({**CPU, "smp_config": {}, "use_cpu": "maybe"}, ["use_cpu='maybe'", "true, false"]),
+        ({**CPU, "smp_config": {}, "num_machines": 2, "machine_rank": 2}, ["machine_rank=2", "allowed: 0, 1"]),
+        ({**CPU, "smp_config": {}, "distributed_type": "FSDP"}, ["fsdp_version=1", "write fsdp_version: 2"]),
+        ({**CPU, "smp_config": {}, "fsdp_config": {"fsdp_version": 1}}, ["fsdp_version=1", "write fsdp_version: 2"]),
     ],
-    ids=["no section", "unknown key", "odd degree", "not built", "product", "unknown size", "fp8"],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_files_are_refused_before_a_worker_starts(
     tmp_path: Path, document: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launching, "launch_command", lambda args: pytest.fail("workers were started"))
-    result = CliRunner().invoke(app, ["launch", "--config_file", str(write(tmp_path, **document)), "train.py"])
-    assert result.exit_code == 2
+    result = CliRunner().invoke(app, ["launch", "--config_file", str(write(tmp_path, **document)), str(SCRIPT)])
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
     for word in words:
         assert word in result.stderr
+
+
+def test_a_script_that_is_not_there_starts_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "launch_command", lambda args: pytest.fail("workers were started"))
+    path = write(tmp_path, **CPU, smp_config={})
+    result = CliRunner().invoke(app, ["launch", "--config_file", str(path), str(tmp_path / "trian.py")])
+    assert result.exit_code == 2 and "trian.py: no such file" in result.stderr
+
+
+def test_no_without_quotes_is_a_precision(tmp_path: Path) -> None:
+    """YAML reads it as false."""
+    assert (
+        LaunchFile.read(write(tmp_path, **CPU, smp_config={}, mixed_precision=False)).accelerate["mixed_precision"]
+        == "no"
+    )
+
+
+@pytest.mark.parametrize("by_signal", [False, True], ids=["error", "signal"])
+def test_a_worker_that_fails_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_signal: bool
+) -> None:
+    """Its own traceback has been printed by then; the launcher's, of torchrun or of a single process, is not."""
+    code = -9 if by_signal else 3
+    failure = ProcessFailure(local_rank=1, pid=17, exitcode=code, error_file="<N/A>")
+    errors = {"rank 1": ChildFailedError("train.py", {1: failure}), "the script": CalledProcessError(code, "train.py")}
+    how = "was ended by SIGKILL" if by_signal else "ended with exit status 3"
+    path = write(tmp_path, **CPU, mixed_precision="no", smp_config={})
+    for who, error in errors.items():
+        monkeypatch.setattr(launching, "launch_command", mock.Mock(side_effect=error))
+        with mock.patch.dict(os.environ):
+            result = CliRunner().invoke(app, ["launch", "--config_file", str(path), str(SCRIPT)])
+        assert result.stderr == f"accelerate-smp: {who} {how}; its output is above\n"
+        assert result.exit_code == (137 if by_signal else 3)
 
 
 def test_launching_without_a_file_says_what_to_type() -> None:
@@ -88,9 +134,24 @@ def test_config_asks_and_writes_a_file_that_launches(tmp_path: Path) -> None:
     assert again.exit_code == 2 and "--overwrite" in again.stderr
 
 
-def test_env_shows_versions_and_knobs(tmp_path: Path) -> None:
+def test_config_asks_again_until_an_answer_is_one(tmp_path: Path) -> None:
+    """A wrong answer costs that answer, not all of them."""
+    path = tmp_path / "made.yaml"
+    typed = ["0", "many", "2", "y", "0", "4", "2", "1", "host", "0", "99999", "29500", "foo", "fp16", "bf16", "3", "4"]
+    result = CliRunner().invoke(app, ["config", "--config_file", str(path)], input="\n".join(typed) + "\n")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("Error: answer=") == 9
+    file = LaunchFile.read(path)
+    file.check(8)
+    found = file.accelerate
+    assert (found["num_machines"], found["num_processes"], found["machine_rank"]) == (2, 8, 1)
+    assert (found["main_process_port"], found["mixed_precision"], file.smp.shard_degree) == (29500, "bf16", 4)
+
+
+@pytest.mark.parametrize("spelling", ["--config_file", "--config-file"])
+def test_env_shows_versions_and_knobs(tmp_path: Path, spelling: str) -> None:
     path = write(tmp_path, smp_config={"shard_degree": "world"})
-    result = CliRunner().invoke(app, ["env", "--config-file", str(path)], env={"COLUMNS": "120"})
+    result = CliRunner().invoke(app, ["env", spelling, str(path)], env={"COLUMNS": "120"})
     assert result.exit_code == 0
     for word in ("accelerate:", "torch:", "shard_degree", "world"):
         assert word in result.stdout

@@ -232,7 +232,7 @@ def test_a_misspelt_knob_is_answered_with_the_nearest_one() -> None:
         SmpConfig.from_dict({"shard_degre": 2})
     with pytest.raises(ValueError, match="did you mean 'wrap_min_parameters'"):
         SmpConfig.from_dict({"wrap-min-params": 2})
-    with pytest.raises(ValueError, match=r"unknown knob 'qqq'; known: .*shard_degree"):
+    with pytest.raises(ValueError, match=r"unknown knob 'qqq'; none is like it; docs/configuration.md lists them"):
         SmpConfig.from_dict({"qqq": 2})
 
 

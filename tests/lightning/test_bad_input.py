@@ -22,6 +22,7 @@ from tests.lightning.running import make_trainer
     "arguments, said",
     [
         ({"shard_degre": 2}, r"shard_degre.*shard_degree"),
+        ({"presicion_plugin": None}, r"unknown argument 'presicion_plugin'; did you mean 'precision_plugin'\?"),
         ({"shard_degree": 0}, r"shard_degree=0.*allowed"),
         ({"shard_degree": "pod"}, r"shard_degree='pod'.*'node'|shard_degree='pod'.*\"node\""),
         ({"config": SmpConfig(), "shard_degree": 2}, r"config=.*shard_degree.*dataclasses.replace"),

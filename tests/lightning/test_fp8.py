@@ -265,7 +265,7 @@ def test_the_monitor_logs_rates_and_scales_that_the_report_draws(tmp_path: Path)
     assert shown.exit_code == 0 and "4 probed steps, 1 to 7" in shown.output
     picture = (tmp_path / "fp8.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000
-    for content, words in (("", "is empty"), ("{}\n{}\n", "line 1: not a line")):
+    for content, words in (("", "holds no step"), ("{}\n{}\n", "line 1: not a line")):
         log.write_text(content)
         refused = CliRunner().invoke(app, ["fp8-report", str(log)])
         assert refused.exit_code != 0 and words in " ".join(refused.output.split())

@@ -1,0 +1,60 @@
+"""`smp` with what nobody meant to type: a short error, a status that is not 0, and no traceback."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from smp_core.checkpoint import save_checkpoint
+from smp_core.cli import app
+
+NONSENSE = [
+    (["nonsense"], "No such command"),
+    (["topology", "--shard-degree", "foo"], "'node', 'world'"),
+    (["topology", "--nodes", "-3"], "--nodes"),
+    (["topology", "--nodes", "2", "--ranks", "0"], "--ranks"),
+    (["topology", "--nodes", "x"], "integer"),
+    (["topology", "--nodes", "2", "--svg", "{here}/nowhere/x.svg"], "nowhere"),
+    (["fp8-report", "{here}/nothing"], "cannot read"),
+    (["fp8-report", "{here}"], "directory"),
+    (["fp8-report", "{here}/noise"], "holds no step"),
+    (["memory-report", "{here}/nothing"], "cannot read"),
+    (["memory-report", "{here}/noise"], "holds no step"),
+    (["checkpoint", "inspect", "{here}/nothing"], "nothing exists"),
+    (["checkpoint", "inspect", "{here}/saved", "--plot", "{here}/nowhere/x.png"], "nowhere"),
+    (["checkpoint", "inspect", "{here}/saved", "--plot", "{here}/x.nonsense"], "nonsense"),
+    (["checkpoint", "verify", "{here}/noise"], "not a torch-smp checkpoint"),
+    (["checkpoint", "list", "foo://x"], "Protocol not known: foo"),
+    (["checkpoint", "consolidate", "{here}/saved", "{here}/out", "--verify", "foo"], "verify='foo'"),
+    (["checkpoint", "consolidate", "{here}/saved", "{here}/out", "--format", "foo"], "format='foo'"),
+    (["checkpoint", "consolidate", "{here}/saved", "{here}/out", "--dtype", "foo"], "dtype='foo'"),
+    (["checkpoint", "consolidate", "{here}/saved", "{here}/out", "--max-shard-size", "foo"], "max_shard_size='foo'"),
+    (["checkpoint", "import", "{here}/noise", "{here}/out"], "noise"),
+    (["checkpoint", "export", "{here}/saved", "{here}/out", "--format", "foo"], "foo"),
+]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("typed")
+    (folder / "noise").write_bytes(bytes(range(128, 256)))
+    save_checkpoint(folder / "saved", {"state_dict": {"weight": torch.ones(2)}})
+    return folder
+
+
+@pytest.mark.parametrize(("arguments", "words"), NONSENSE, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cannot_be_done_is_a_short_error(here: Path, arguments: list[str], words: str) -> None:
+    typed = [argument.format(here=here) for argument in arguments]
+    done = CliRunner().invoke(app, typed, env={"COLUMNS": "200"})
+    assert isinstance(done.exception, SystemExit) and done.exit_code in (1, 2), done.exception
+    assert words in done.stderr and len(done.stderr.splitlines()) <= 7, done.stderr
+    assert not (here / "out").exists()
+
+
+def test_the_version_is_said() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert done.exit_code == 0 and done.output == f"torch-smp {metadata.version('torch-smp')}\n"
