@@ -63,11 +63,7 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     def _evaluate(self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
         with self.parallel.meter.outside_steps():
-            outputs = self._sequences.outputs(self._run_step(method, context, *args, **kwargs))
-        # What stays gathered is a copy: a callback that puts the trained weights back when validation ends means these.
-        for unit in self.parallel.units:
-            unit.show_shards()
-        return outputs
+            return self._sequences.outputs(self._run_step(method, context, *args, **kwargs))
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

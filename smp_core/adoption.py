@@ -23,12 +23,13 @@ from smp_core.parallelize import (
     register_forward_methods,
 )
 from smp_core.sharding.accumulation import AccumulationWindow
-from smp_core.sharding.fsdp import adopt_units, given_policy, settle_given_parameters
+from smp_core.sharding.fsdp import Calls, adopt_units, given_policy, settle_given_parameters
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import GivenSharding, NativeWindow
 from smp_core.sharding.pickling import refuse_to_pickle_shards
 from smp_core.sharding.stages import settle_stages
 from smp_core.sharding.wrap import PlannedUnit, WrapPlan
+from smp_core.sharding.zero_grad import drop_with_zero_grad
 
 logger = logging.getLogger("smp")
 
@@ -121,7 +122,9 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
     config = traffic.config
     if given.two_dimensional:
         plan = WrapPlan((), tuple(plain), "as it came")
-        return ParallelModel(model, mesh, config, plan, (), NativeWindow(model), meter, traffic)
+        native = NativeWindow(model)
+        drop_with_zero_grad(model, native.drop)
+        return ParallelModel(model, mesh, config, plan, (), native, meter, traffic, Calls(model))
     _first_replicas_weights(model, mesh)
     units = adopt_units(model, traffic.all_gather, traffic.reduce_scatter)
     elements = [sum(p.numel() for p in unit.parameters()) for unit in units]
@@ -129,7 +132,8 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
     apply_fsdp_options(model, config)
     planned = tuple(PlannedUnit(unit.name, unit.module, unit.parameter_names, unit.module is model) for unit in units)
     plan = WrapPlan(planned, tuple(plain), "as it came")
-    register_forward_methods(model, plan, config.forward_methods)
+    calls = Calls(model)
+    register_forward_methods(units, calls, config.forward_methods)
     window = AccumulationWindow(
         units,
         [plain],
@@ -141,7 +145,8 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
         over_world=config.optimizer_shard == "world",
         hold_gradients=not config.reduce_every_micro_batch,
     )
-    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic)
+    drop_with_zero_grad(model, window.zero_grad)
+    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic, calls)
 
 
 @torch.no_grad()

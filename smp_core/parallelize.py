@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from smp_core.activations.savers import NOTHING_SAVED, ActivationSavers, save_activations
@@ -47,7 +48,7 @@ from smp_core.planning.auto_degree import AutoDegree
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
 from smp_core.sharding.derived_optimizer import kind_of, override_methods
-from smp_core.sharding.fsdp import ShardedUnit, reshard, shard_units
+from smp_core.sharding.fsdp import Calls, ShardedUnit, reshard, shard_units
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
@@ -56,6 +57,7 @@ from smp_core.sharding.optimizer import MASTER, WorldSharding
 from smp_core.sharding.pickling import refuse_to_pickle_shards
 from smp_core.sharding.stages import settle_stages
 from smp_core.sharding.wrap import Entry, WrapPlan, plan_units
+from smp_core.sharding.zero_grad import drop_with_zero_grad
 
 logger = logging.getLogger("smp")
 
@@ -75,6 +77,7 @@ class ParallelModel:
     window: AccumulationWindow | NativeWindow
     meter: CommMeter
     traffic: Traffic
+    calls: Calls
     activations: ActivationSavers = NOTHING_SAVED
     fp8: Fp8Model | None = None
     context: ContextParallel | None = None
@@ -86,7 +89,7 @@ class ParallelModel:
         with self.fp8_region():
             for unit in self.units:
                 if unit.module is self.module:
-                    return unit.run_as_forward(method, *args, **kwargs)
+                    return self.calls.run_as_forward(unit, method, *args, **kwargs)
             return method(*args, **kwargs)
 
     def reshard(self) -> None:
@@ -179,8 +182,7 @@ class ParallelModel:
                 optimizer.register_load_state_dict_post_hook(_without_masters)
 
         def zero_grad(this: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-            if window.is_open:
-                window.drop(p for group in this.param_groups for p in group["params"])
+            window.drop((p for group in this.param_groups for p in group["params"]), set_to_none)
             kind.zero_grad(this, set_to_none)
 
         methods: dict[str, Any] = {"zero_grad": zero_grad, **overrides}
@@ -315,8 +317,9 @@ def parallelize_model(
         states_on = torch.device("cpu") if config.state_offload == "all" else mesh.device
         materialize(model, states_on, seed=config.init_seed, init_fn=init_fn)
     move_plain_tensors(model, mesh.device)
+    calls = Calls(model)
     if units:
-        register_forward_methods(model, plan, config.forward_methods)
+        register_forward_methods(units, calls, config.forward_methods)
     by_name = dict(model.named_parameters())
     groups = [plan.replicated, *(unit.parameters for unit in plan.units if whole)]
     named_groups = [{name: by_name[name] for name in group} for group in groups]
@@ -335,7 +338,9 @@ def parallelize_model(
         stored_in=stored_in,
         keep_gathered=not config.reshard_after_backward,
         hold_gradients=not config.reduce_every_micro_batch,
+        on_kept=functools.partial(calls.show_shards, kept=True),
     )
+    drop_with_zero_grad(model, window.zero_grad)
     if fp8 is not None:
         fp8.device = mesh.device
         unmetered = CommMeter(mesh.topology, mesh.rank, enabled=False)
@@ -343,7 +348,7 @@ def parallelize_model(
         fp8.refresh_weights()  # before the first step; what is sent belongs to none
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(meter))
     return ParallelModel(
-        model, mesh, config, plan, tuple(units), window, meter, traffic, savers, fp8, context, fp8_region
+        model, mesh, config, plan, tuple(units), window, meter, traffic, calls, savers, fp8, context, fp8_region
     )
 
 
@@ -471,18 +476,27 @@ def move_plain_tensors(model: nn.Module, device: torch.device) -> None:
                 setattr(module, name, buffer.to(device))
 
 
-def register_forward_methods(model: nn.Module, plan: WrapPlan, methods: Iterable[str]) -> None:
-    """``"generate"`` on every root that has it, ``"encoder.encode"`` on the named unit."""
-    by_name = {unit.name: unit for unit in plan.units}
+def register_forward_methods(units: Iterable[ShardedUnit], calls: Calls, methods: Iterable[str]) -> None:
+    """Let methods gather parameters as forward does: ``"generate"`` of every root that has it, ``"encoder.encode"`` of
+    the named unit."""
+    by_name = {unit.name: unit for unit in units}
     for entry in methods:
         owner, _, method = entry.rpartition(".")
-        targets = [by_name[owner]] if owner in by_name and owner else [u for u in plan.units if u.is_root and not owner]
+        targets = [by_name[owner]] if owner in by_name and owner else [u for u in units if u.is_root and not owner]
         targets = [unit for unit in targets if callable(getattr(unit.module, method, None))]
         if not targets:
-            units = ", ".join(repr(unit.name) for unit in plan.units if unit.name)
+            names = ", ".join(repr(name) for name in by_name if name)
             raise ValueError(
                 f"forward_methods={entry!r}: no unit has this method; write 'method' for a root's or 'unit.method', "
-                f"units are: {units}"
+                f"units are: {names}"
             )
         for unit in targets:
-            register_fsdp_forward_method(unit.module, method)
+            setattr(unit.module, method, _as_forward(unit, calls, getattr(unit.module, method)))
+
+
+def _as_forward(unit: ShardedUnit, calls: Calls, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def as_forward(*args: Any, **kwargs: Any) -> Any:
+        return calls.run_as_forward(unit, method, *args, **kwargs)
+
+    return as_forward

@@ -81,6 +81,7 @@ class AccumulationWindow:
         stored_in: what it then stores float32 parameters of units in (what they are computed with); None: as they are.
         keep_gathered: whether units stay gathered from the window's first micro-batch to its last.
         hold_gradients: whether units hold whole gradients between micro-batches, and are reduced by the last one only.
+        on_kept: called after passes that leave units gathered for the window's next one.
     """
 
     def __init__(
@@ -97,8 +98,9 @@ class AccumulationWindow:
         stored_in: torch.dtype | None = None,
         keep_gathered: bool = False,
         hold_gradients: bool = False,
+        on_kept: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_close = on_close
+        self._on_close, self._on_kept = on_close, on_kept
         self._keep_gathered, self._hold_gradients = keep_gathered, hold_gradients
         self._first_window = True
         self._stored_in = stored_in
@@ -244,24 +246,44 @@ class AccumulationWindow:
         self._drop_gradients()
 
     @torch.no_grad()
-    def drop(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Drop what the open window holds of these parameters (what ``optimizer.zero_grad()`` means in its middle).
-        When all that it can hold has been dropped it is closed: on all ranks, whatever each of them reached."""
+    def drop(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
+        """Drop what the window holds of these parameters: what ``zero_grad`` of an optimizer or a module
+        means in its middle. When all that it can hold has been dropped it is closed: on all ranks, whatever each of
+        them reached.
+
+        Args:
+            set_to_none: as ``zero_grad`` has it; False: parameters that were reached have a gradient all the same.
+        """
+        if not self.is_open:
+            return
         dropped = {id(model_parameter(parameter)) for parameter in parameters}
-        self._dropped |= dropped
         held = {id(self._replicated.parameters[name]) for name in self._replicated.taking_part()}
         for unit, unit_sum in zip(self._units, self._sums, strict=True):
+            gone = unit.indices(dropped)
             members = unit.parameters()
+            dropped |= {id(members[index]) for index in gone}
             held |= {id(members[slot.index]) for slot in unit.window_slots()}
-            gone = {index for index, member in enumerate(members) if id(member) in dropped}
             for slot in unit_sum.slots:
                 if slot.index in gone:
                     assert unit_sum.flat is not None
                     unit_sum.flat[slot.offset : slot.offset + slot.padded] = 0
-            unit.drop_gradients(gone)
-        self._replicated.drop(dropped)
-        if held <= self._dropped:
-            self._forget()
+            unit.drop_gradients(gone, set_to_none)
+        self._replicated.drop(dropped, set_to_none)
+        if set_to_none:
+            self._dropped |= dropped
+            if held <= self._dropped:
+                self._forget()
+
+    def zero_grad(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
+        """What ``zero_grad`` of a module means beside what it does to ``.grad`` of its parameters: drop what the open
+        window holds of them, and gradients of their masters."""
+        parameters = list(parameters)
+        self.drop(parameters, set_to_none)
+        for stepped in [] if self.world is None else self.world.stepped(parameters):
+            if set_to_none or stepped.grad is None:
+                stepped.grad = None
+            else:
+                stepped.grad.zero_()
 
     def _drop_gradients(self) -> None:
         for parameter in [p for unit in self._units for p in unit.parameters()]:
@@ -347,8 +369,7 @@ class AccumulationWindow:
         if self._last:
             self.close()
         elif self._keep_gathered:
-            for unit in self._units:
-                unit.show_shards()
+            self._on_kept()
 
     def _restore_gradients(self) -> None:
         for parameter, gradient in self._kept.items():

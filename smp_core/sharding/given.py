@@ -120,7 +120,7 @@ class NativeWindow:
             parameter.grad = None
         self.micro_batches = 0
 
-    def drop(self, parameters: Iterable[torch.Tensor]) -> None:
+    def drop(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
         """Drop what is held, if these are all the trainable parameters; torch holds whole units only."""
         dropped = {id(parameter) for parameter in parameters}
         if all(id(p) in dropped for p in self._model.parameters() if p.requires_grad):

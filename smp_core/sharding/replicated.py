@@ -16,6 +16,7 @@ from torch import nn
 from smp_core.comm.background import Pending
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.mesh import SmpMesh
+from smp_core.sharding.fsdp import POST_ACCUMULATE
 from smp_core.sharding.optimizer import FlatShard
 
 
@@ -66,6 +67,9 @@ class ReplicatedGradients:
         for name in self._this_pass:
             parameter = self.parameters[name]
             assert parameter.grad is not None
+            # torch keeps them here and has no public way to ask; one is ours.
+            if len(parameter._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]
+                raise ValueError(POST_ACCUMULATE % name)
             if name in self._sums:
                 # Half precision would lose what is small against the sum so far.
                 self._sums[name] = self._sums[name].to(self._reduce_dtype or parameter.dtype)
@@ -138,12 +142,16 @@ class ReplicatedGradients:
                 self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
         self.forget()
 
-    def drop(self, dropped: set[int]) -> None:
-        """Drop the partial sums of parameters with these ids."""
+    def drop(self, dropped: set[int], set_to_none: bool) -> None:
+        """Drop the partial sums of parameters with these ids, or (``set_to_none=False``) leave them at zero."""
         for name, parameter in self.parameters.items():
-            if id(parameter) in dropped:
+            if id(parameter) not in dropped:
+                continue
+            if set_to_none:
                 self._sums.pop(name, None)
                 self.reached.discard(name)
+            elif name in self._sums:
+                self._sums[name].zero_()
 
     def forget(self) -> None:
         self._sums.clear()
@@ -170,9 +178,10 @@ class ReplicatedGradients:
         # keep the model, its mesh and the process groups for good.
         owner = weakref.ref(self)
 
-        def note(_: torch.Tensor) -> None:
+        def note(parameter: torch.Tensor) -> None:
             if (this := owner()) is not None:
                 this._on_backward()
-                this._this_pass.add(name)
+                if parameter.requires_grad:  # autograd comes by, and leaves nothing, where it was frozen since forward
+                    this._this_pass.add(name)
 
         return note

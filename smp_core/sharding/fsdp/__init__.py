@@ -15,12 +15,15 @@ from smp_core.sharding.fsdp.adopted import (
     holds_partial_sums,
     settle_given_parameters,
 )
+from smp_core.sharding.fsdp.calls import POST_ACCUMULATE, Calls
 from smp_core.sharding.fsdp.passes import FAILED_PASS, at_end_of_backward, backward_pass, forget_passes, reshard
 from smp_core.sharding.fsdp.units import ShardedUnit, Slot
 from smp_core.sharding.fsdp.wrapping import shard_units
 
 __all__ = [
     "FAILED_PASS",
+    "POST_ACCUMULATE",
+    "Calls",
     "GivenPolicy",
     "ShardedUnit",
     "Slot",

@@ -54,7 +54,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
         if isinstance(module, FSDPModule):
             group: Any = module._get_fsdp_state()._fsdp_param_group
             if group is not None and group._all_gather_result is not None:
-                _drop_gather(group)
+                drop_gather(group)
             module.reshard()
 
 
@@ -84,10 +84,10 @@ def _wait_for_gathers(root: Any) -> None:
     for state in root._state_ctx.all_states:
         group = state._fsdp_param_group
         if group is not None and group._all_gather_result is not None:
-            _drop_gather(group)
+            drop_gather(group)
 
 
-def _drop_gather(group: Any) -> None:
+def drop_gather(group: Any) -> None:
     """Its messages have to arrive all the same, or they would meet those of the next gather."""
     work = group._all_gather_result.all_gather_work
     if work is not None:

@@ -6,16 +6,13 @@ What is read here beyond the public API, and why no public one will do:
   flat tensor that ``set_all_reduce_hook`` hands out, and ``group._reduce_dtype``, its dtype;
 - ``pre_forward`` and ``post_backward`` of that group, which every way into a unit goes through (forward, methods
   registered with ``register_fsdp_forward_method``, :meth:`ShardedUnit.run_as_forward`): how often a unit is used, and
-  which of its parameters a backward pass reached, by ``_unsharded_param.grad``; that one's ``requires_grad`` goes stale
-  when the sharded parameter's is changed while it is kept gathered;
+  which of its parameters a backward pass reached, by ``_unsharded_param.grad``;
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
 - ``state._state_ctx``: whether an earlier backward pass failed;
 - ``unsharded_accumulated_grad`` of parameters, and ``finalize_backward``, ``_training_state`` (``TrainingState`` of
   ``_fully_shard._fsdp_common``) and ``comm_ctx`` of the group: whole gradients that wait for the window's last backward
   pass, and their reduction where no pass does it;
-- ``unshard`` and ``is_unsharded`` of the group, ``to_unsharded`` and ``_setattr_on_modules`` of its parameters: whether
-  a module's parameters are shards or whole ones, while a unit stays gathered between backward passes;
 - ``reset_sharded_param`` of parameters and ``_init_mp_dtypes`` of the group: shards that are stored in another dtype
   from the first optimizer on; with ``_orig_dtype``: units that were frozen as a whole when FSDP2 looked for the dtypes
   of their gradients, and are trained later.
@@ -61,12 +58,12 @@ class ShardedUnit:
         assert isinstance(module, FSDPModule)
         self.name = name
         self.module = module
+        self.is_root = is_root
         self.parameter_names = tuple(parameter_names)
         self.reached: set[int] = set()
         self._reached_in_pass: set[int] = set()
         self._uses_left = 0  # forwards that no backward pass has come through yet, recomputed ones not counted
         self.was_trainable: set[int] = set()
-        self._shows_shards = False  # though it is gathered
         self._reducing: set[int] = set()  # the parameters in what FSDP2 reduces at the moment
         self._on_hold: Callable[[], None] | None = None
         self.awaits_reduction = False
@@ -81,7 +78,6 @@ class ShardedUnit:
         if group is not None:
             group.pre_forward = self._using(group.pre_forward)
             group.post_backward = self._noting(group.post_backward)
-            group.unshard = self._showing_whole(group, group.unshard)
         if is_root:
             module.register_forward_pre_hook(self._refuse_after_failure, prepend=True)
 
@@ -142,13 +138,6 @@ class ShardedUnit:
         self._reached_in_pass.clear()
         self.was_trainable |= {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
 
-    def show_shards(self) -> None:
-        """Between passes the module's parameters are shards, also if the unit stays gathered: who freezes, averages or
-        lists parameters there means those. The next use finds the whole ones."""
-        self._shows_shards = True
-        for parameter in self.fsdp_parameters:
-            parameter._setattr_on_modules(parameter.sharded_param)
-
     def hold_gradients(self, on_hold: Callable[[], None] | None) -> None:
         """Whether backward passes from here on leave whole gradients, which add up to those of earlier passes, instead
         of having them reduced; ``on_hold`` is then called by each that comes through the unit. None: they are reduced,
@@ -167,12 +156,25 @@ class ShardedUnit:
         forget_reductions(group.comm_ctx)
         self.hold_gradients(before)
 
-    def drop_gradients(self, indices: Container[int]) -> None:
-        """Forget that these parameters were reached, and their whole gradients that are held."""
+    def indices(self, ids: Container[int]) -> set[int]:
+        """The parameters with these ids; those of gathered copies, which are shown inside a call, count too."""
+        return {
+            index
+            for index, parameter in enumerate(self.fsdp_parameters)
+            if id(parameter.sharded_param) in ids or id(getattr(parameter, "_unsharded_param", None)) in ids
+        }
+
+    def drop_gradients(self, indices: Container[int], set_to_none: bool = True) -> None:
+        """Drop whole gradients of these parameters that are held, and forget that they were reached; or
+        (``set_to_none=False``) leave them at zero."""
         for index, parameter in enumerate(self.fsdp_parameters):
-            if index in indices:
+            if index not in indices:
+                continue
+            if set_to_none:
                 self.reached.discard(index)
                 parameter.unsharded_accumulated_grad = None
+            elif parameter.unsharded_accumulated_grad is not None:
+                parameter.unsharded_accumulated_grad.zero_()
 
     def held_bytes(self) -> int:
         """Bytes of whole gradients that wait for their reduction."""
@@ -256,19 +258,8 @@ class ShardedUnit:
         args, kwargs = state._pre_forward(self.module, args, kwargs)
         return state._post_forward(self.module, args, method(*args, **kwargs))
 
-    def _showing_whole(self, group: Any, unshard: Callable[..., None]) -> Callable[..., None]:
-        def unsharded(*args: Any, **kwargs: Any) -> None:
-            unshard(*args, **kwargs)
-            if self._shows_shards and group.is_unsharded:
-                for parameter in self.fsdp_parameters:
-                    parameter.to_unsharded()
-            self._shows_shards = False
-
-        return unsharded
-
     def _using(self, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Count uses; and what was gathered by an earlier forward and kept learns now that its parameters were frozen
-        or are trained again (``toggle_optimizer``): FSDP2 tells it only when it gathers."""
+        """Count uses."""
 
         def used(*args: Any, **kwargs: Any) -> Any:
             # A unit inside a checkpointed module is used again in backward.
@@ -277,10 +268,6 @@ class ShardedUnit:
             group: Any = self.module._get_fsdp_state()._fsdp_param_group
             if group._orig_dtype is None:
                 group._init_mp_dtypes()
-            for parameter in self.fsdp_parameters:
-                wanted = parameter.sharded_param.requires_grad
-                if parameter._unsharded_param.requires_grad != wanted:
-                    parameter._unsharded_param.requires_grad_(wanted)
             return inputs
 
         return used

@@ -1,0 +1,218 @@
+"""Calls into a model: inside one, modules show the parameters that FSDP2 gathered; between calls they show shards.
+
+After a forward FSDP2 leaves roots, and with ``reshard_after_forward=False`` all units, unsharded for the backward pass
+that may follow, and shows these copies as the module's parameters. Whoever lists, freezes, edits or clips parameters
+then would have tensors that are thrown away. So when the outermost call has ended, modules show their shards, whatever
+is still there for backward; and the next call gathers again what an earlier one left, because weights may have been
+edited in between in ways that nothing records (``p.data.mul_()``, foreach and fused kernels).
+
+What is read here beyond the public API, and why no public one will do:
+
+- ``module._get_fsdp_state()``, its ``_fsdp_param_group`` and ``_state_ctx.iter_forward_root``: which call is the
+  outermost;
+- ``unshard``, ``is_unsharded``, ``_all_gather_result`` and ``_to_sharded`` of the group: every gather goes through the
+  first, the others tell and undo what an earlier call left;
+- ``fsdp_params`` and their ``_setattr_on_modules``, which puts a tensor in place of a module's parameter, with
+  ``_module_info``, ``_param_fqn``, ``to_unsharded``, ``sharded_param`` and ``_unsharded_param``;
+- ``_local_tensor`` and ``untyped_storage()._cdata`` of DTensors and ``_version`` of tensors: whether somebody assigned
+  to ``.data``, which DTensor ignores, or wrote into a tensor;
+- ``_parameters`` of modules, as FSDP2 itself finds and sets them; ``_backward_hooks`` and
+  ``_post_accumulate_grad_hooks`` of parameters, where ``register_hook`` and its sibling put what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from smp_core.sharding.fsdp.passes import backward_pass, drop_gather
+from smp_core.sharding.fsdp.units import ShardedUnit
+
+POST_ACCUMULATE = (
+    "%s has a hook of register_post_accumulate_grad_hook, which would see this rank's part of a gradient: sums over "
+    "ranks are complete when the accumulation window closes; do its work after backward, or in on_before_optimizer_step"
+)
+
+
+class Calls:
+    """The calls into one model.
+
+    Args:
+        model: with all its units sharded by ``fully_shard``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._depth = 0
+        self._units: dict[int, _Unit] = {}
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                group: Any = module._get_fsdp_state()._fsdp_param_group
+                if group is not None and id(group) not in self._units:
+                    self._units[id(group)] = _Unit(group)
+                module.register_forward_hook(self._after_forward, always_call=True)
+
+    def run_as_forward(self, unit: ShardedUnit, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a method with the unit's parameters gathered: one call, whatever forwards there are in it."""
+        self._depth += 1
+        try:
+            return unit.run_as_forward(method, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            self._after_forward(unit.module)
+
+    def show_shards(self, kept: bool = False) -> None:
+        """Let every module show its shards, whatever is gathered.
+
+        Args:
+            kept: what is gathered stays for the window's next micro-batch (``reshard_after_backward=False``), and is
+                gathered again only after edits that a tensor's version shows.
+        """
+        for unit in self._units.values():
+            unit.show_shards(kept)
+
+    @torch.compiler.disable
+    def _after_forward(self, module: nn.Module, *_: Any) -> None:
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        # FSDP2 has forgotten the outermost forward by now; one that raised is still there.
+        outermost = self._depth == 0 and state._state_ctx.iter_forward_root in (None, state)
+        if outermost and backward_pass() == -1:  # recomputed ones find what is gathered
+            self.show_shards()
+
+
+class _Unit:
+    """What is gathered together, and whether its modules show it."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._left_by_a_call = False
+        self._kept_versions: list[int] | None = None
+        self._parameters = [_ShownParameter(parameter) for parameter in group.fsdp_params]
+        self._unshard = group.unshard
+        group.unshard = self._gather
+
+    def show_shards(self, kept: bool) -> None:
+        group = self._group
+        if group.is_sharded and group._all_gather_result is None:
+            return
+        self._left_by_a_call = True
+        for parameter in group.fsdp_params:
+            parameter._setattr_on_modules(parameter.sharded_param)
+        if kept:
+            self._kept_versions = self._shard_versions()
+
+    def _gather(self, async_op: bool = False) -> None:
+        """FSDP2's ``unshard``; what an earlier call left is for its own backward pass, or for its window."""
+        group = self._group
+        in_backward = backward_pass() != -1
+        if not in_backward:
+            for parameter in self._parameters:
+                parameter.check()
+        if self._left_by_a_call:
+            self._left_by_a_call = False
+            if in_backward or self._kept_versions == self._shard_versions():
+                if group.is_unsharded:
+                    for parameter in group.fsdp_params:
+                        parameter.to_unsharded()
+            else:
+                if group._all_gather_result is not None:
+                    drop_gather(group)
+                group._to_sharded()
+        if group.is_sharded:
+            self._kept_versions = None
+        for parameter in self._parameters:
+            parameter.settle()
+        self._unshard(async_op)
+
+    def _shard_versions(self) -> list[int]:
+        shards = [parameter.sharded_param for parameter in self._group.fsdp_params]
+        return [shard._version + shard._local_tensor._version for shard in shards]
+
+
+class _ShownParameter:
+    """Which tensor modules show as one parameter. ``requires_grad`` and hooks belong to the parameter, whichever tensor
+    shows it or was given them; what else is done to a gathered copy, or put in its place, is refused."""
+
+    _shown: nn.Parameter
+    _version: int
+    _required_grad: bool
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+        self._put_on_modules = parameter._setattr_on_modules
+        parameter._setattr_on_modules = self._show
+        self._note(parameter.sharded_param)
+        self._data = self._address_of_data()
+
+    def check(self) -> None:
+        """Refuse what would have no effect: ``parameter.data = tensor`` (DTensor keeps the shard that it had), and
+        hooks that want a complete gradient, which there is only when a window closes."""
+        data = self._address_of_data()
+        if data[0] == self._data[0] and data[1] != self._data[1]:
+            raise ValueError(
+                f"{self._name}.data was assigned to, which has no effect on a sharded parameter (a torch DTensor); "
+                "write into it instead: with torch.no_grad(): parameter.copy_(value)"
+            )
+        self._data = data
+        if self._parameter.sharded_param._post_accumulate_grad_hooks:
+            raise ValueError(POST_ACCUMULATE % self._name)
+
+    def settle(self) -> None:
+        """What was set on the shard or on the gathered copy since that one is shown holds for both."""
+        shard, shown = self._parameter.sharded_param, self._shown
+        if shown is shard:
+            return
+        if shown.requires_grad != self._required_grad:
+            shard.requires_grad_(shown.requires_grad)
+        else:
+            shown.requires_grad_(shard.requires_grad)
+        self._required_grad = shard.requires_grad
+        if shard._backward_hooks is not None:
+            shown._backward_hooks = shard._backward_hooks
+
+    def _show(self, tensor: nn.Parameter) -> None:
+        """Instead of FSDP2's ``_setattr_on_modules``."""
+        parameter, shown = self._parameter, self._shown
+        info = parameter._module_info
+        for module, name in [
+            (info.module, info.param_name),
+            *zip(info.shared_modules, info.shared_param_names, strict=True),
+        ]:
+            there = module._parameters.get(name)
+            if there is not shown and there is not parameter.sharded_param:
+                raise ValueError(
+                    f"{self._name} was replaced after the model was sharded, and what is there now would be neither "
+                    "gathered nor reduced; write into the parameter (with torch.no_grad(): parameter.copy_(value)), "
+                    "or replace it before the model is prepared"
+                )
+        self.settle()
+        if _version(shown) != self._version and shown is not parameter.sharded_param:
+            raise ValueError(
+                f"{self._name} was changed in place inside a forward or training_step, where it is a gathered copy "
+                "that is thrown away (an embedding with max_norm does that too); change it between calls, for example "
+                "in on_train_batch_end, where the module shows its shards"
+            )
+        self._put_on_modules(tensor)
+        self._note(tensor)
+        self.settle()
+
+    def _note(self, tensor: nn.Parameter) -> None:
+        self._shown = tensor
+        self._version = _version(tensor)
+        self._required_grad = tensor.requires_grad
+
+    def _address_of_data(self) -> tuple[int, int]:
+        shard = self._parameter.sharded_param
+        return id(shard._local_tensor), shard.untyped_storage()._cdata
+
+    @property
+    def _name(self) -> str:
+        info = self._parameter._module_info
+        return self._parameter._param_fqn or f"{type(info.module).__name__}.{info.param_name}"
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
