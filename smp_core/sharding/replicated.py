@@ -67,7 +67,7 @@ class ReplicatedGradients:
         for name in self._this_pass:
             parameter = self.parameters[name]
             assert parameter.grad is not None
-            # torch keeps them here and has no public way to ask; one is ours.
+            # _post_accumulate_grad_hooks is where torch keeps them, with no public way to ask; one is ours.
             if len(parameter._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]
                 raise ValueError(POST_ACCUMULATE % name)
             if name in self._sums:
