@@ -50,6 +50,7 @@ from accelerate_smp.config import check_world, engines_off, resolve_config
 from accelerate_smp.endings import count_forwards, meet, stop_watching, watch_ranks
 from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.parallelism import SmpParallelism
+from accelerate_smp.schedules import SmpScheduler
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard, steps
 from accelerate_smp.whole_weights import WholeWeightsAccelerator, save_whole
@@ -74,6 +75,8 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
         smp_config: all knobs in one :class:`SmpConfig`, dict or YAML file; default: ``SMP_*`` variables and the file
             that ``SMP_CONFIG_FILE`` names.
         smp: False: no sharding, Accelerate as it is (DDP).
+        schedule_in_optimizer_steps: schedules were counted in optimizer steps of all ranks together, and not in batches
+            of the unprepared loader as in Accelerate's examples.
         batch_layout: where ranks share sequences, which tensors of a batch are split along which dim; by default found
             out (:class:`smp_core.context_parallel.batch.BatchLayout`).
         arguments: Accelerator's own, and single knobs (``shard_degree=8``). ``parallelism_config`` and ``fsdp_plugin``
@@ -91,6 +94,7 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
         smp_config: SmpConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         smp: bool = True,
         batch_layout: BatchLayout | None = None,
+        schedule_in_optimizer_steps: bool = False,
         **arguments: Any,
     ) -> None:
         knobs = {name: arguments.pop(name) for name in tuple(arguments) if name in SmpConfig.knobs()}
@@ -104,6 +108,7 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
         arguments.pop("self")
         self.smp = smp
         self.batch_layout = batch_layout
+        self.schedule_in_optimizer_steps = schedule_in_optimizer_steps
         self.smp_mesh: SmpMesh | None = None
         self.background_saves: AsyncCheckpointer | None = None
         self._replaced = WeakIdKeyDictionary()
@@ -283,12 +288,22 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
         return after_step
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Schedulers step once per optimizer step, whatever the number of processes (Accelerate's own step as often as
-        there are processes, context and shard peers included)."""
+        """Schedules end where they end on one process (:mod:`accelerate_smp.schedules`)."""
+        known = len(self._schedulers)
         prepared = super().prepare_scheduler(scheduler)
-        if self.sharding:
+        batches = self.num_processes // self.context_degree
+        if not self.sharding or self.split_batches or len(self._schedulers) == known or batches == 1:
+            return prepared
+        if self.schedule_in_optimizer_steps:
             prepared.split_batches = True
-        return prepared
+            return prepared
+        if known == 0 and self.step_scheduler_with_optimizer and self.is_main_process:
+            Console(stderr=True).print(
+                f"schedules advance {batches} steps with each optimizer step, which uses up {batches} batches; for one "
+                "that is counted in optimizer steps write SmpAccelerator(schedule_in_optimizer_steps=True)"
+            )
+        self._schedulers[-1] = SmpScheduler(prepared, batches)
+        return self._schedulers[-1]
 
     def _current(self, parameter: torch.Tensor) -> torch.Tensor:
         return self._replaced.get(parameter, parameter)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer, TrainerState
 from transformers import trainer as trainer_module
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_utils import has_length, sort_checkpoints
 
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
@@ -82,7 +82,9 @@ class CheckpointingTrainerMixin(_Base):
         per_step = self.get_total_train_batch_size(self.args)
         loader: Any = self.callback_handler.train_dataloader
         epoch = self.state.epoch or 0.0
-        batches = len(loader) if hasattr(loader, "__len__") else 0
+        # Of a stream without length Trainer counts one epoch, as long as the training.
+        stream = self.args.max_steps * self.args.gradient_accumulation_steps
+        batches = len(loader) if has_length(loader) else stream
         return {
             "epoch": int(epoch),
             "samples_in_epoch": round((epoch - int(epoch)) * batches) * per_batch,

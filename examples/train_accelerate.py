@@ -45,7 +45,11 @@ def validation_loss(accelerator: SmpAccelerator, model: torch.nn.Module, loader:
 
 def main() -> None:
     flags = read_flags()
-    accelerator = SmpAccelerator(gradient_accumulation_steps=flags.accumulate, **memory_knobs(flags))
+    accelerator = SmpAccelerator(
+        gradient_accumulation_steps=flags.accumulate,
+        schedule_in_optimizer_steps=True,  # --steps are those of all ranks together
+        **memory_knobs(flags),
+    )
     set_seed(flags.seed)
     corpus = build_corpus(flags.data, vocab_size=1024, cache_dir=flags.cache_dir)
     text = TextData(corpus, flags.seq_len, flags.batch_size, accelerator.num_processes, validation_blocks=64)

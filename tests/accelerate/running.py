@@ -66,7 +66,8 @@ def train_alone(dtype: torch.dtype, micro_batches: int, steps: int = STEPS) -> T
 
 
 def prepared(dtype: torch.dtype, micro_batches: int, steps: int = STEPS, **arguments: Any) -> tuple[Any, ...]:
-    accelerator = fresh_accelerator(gradient_accumulation_steps=micro_batches, **arguments)
+    arguments = {"gradient_accumulation_steps": micro_batches, "schedule_in_optimizer_steps": True, **arguments}
+    accelerator = fresh_accelerator(**arguments)
     torch.manual_seed(accelerator.process_index)
     model = TroubledModel().to(dtype)
     optimizer, scheduler = make_optimizer(model)

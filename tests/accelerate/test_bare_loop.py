@@ -13,9 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from smp_core.comm.replica_hop import ReplicaHop
-from tests.accelerate.running import SAMPLES, STEPS, make_loader, prepared, train_alone, train_together
+from tests.accelerate.running import (
+    SAMPLES,
+    STEPS,
+    fresh_accelerator,
+    make_loader,
+    prepared,
+    train_alone,
+    train_together,
+)
 from tests.core.models import loss_of
 from tests.core.test_equivalence import assert_close
 from tests.harness import run_ranks
@@ -173,9 +182,47 @@ def schedule(**arguments: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("degree", [1, 4])
-def test_schedulers_step_once_per_optimizer_step(degree: int) -> None:
+def test_schedules_counted_in_optimizer_steps_step_once_with_each(degree: int) -> None:
     for rates in run_ranks(schedule, 4, ranks_per_node=2, shard_degree=degree):
         assert rates == pytest.approx([1e-2 * 0.9**step for step in range(1, STEPS + 1)], rel=1e-12)
+
+
+def scheduled(alone: bool, kind: str, **arguments: Any) -> list[float]:
+    """Rates of a schedule counted in batches of the unprepared loader, as nlp_example counts, and of one by epochs."""
+    loader = DataLoader(torch.randn(32, 4), batch_size=2)
+    if not alone:
+        accelerator = fresh_accelerator(gradient_accumulation_steps=2, **arguments)
+    model = torch.nn.Linear(4, 4)
+    optimizer, other = (torch.optim.SGD([p], lr=1.0) for p in model.parameters())
+    total = 2 * len(loader) // 2  # two epochs, two batches for an optimizer step
+    schedule: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=total)
+    if kind == "linear":
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / total))
+    by_epoch = torch.optim.lr_scheduler.StepLR(other, step_size=1)
+    if alone:
+        for _ in range(total):
+            schedule.optimizer.step()
+            schedule.step()
+        return [*schedule.get_last_lr(), 0.01]
+    prepared = accelerator.prepare(model, optimizer, other, loader, schedule, by_epoch)
+    model, optimizer, other, loader, schedule, by_epoch = prepared
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                other.step()
+                schedule.step()
+                optimizer.zero_grad()
+        by_epoch.step()
+    return [*schedule.get_last_lr(), *by_epoch.get_last_lr()]
+
+
+@pytest.mark.parametrize("kind", ["linear", "one cycle"])
+def test_schedules_end_where_they_end_on_one_process(kind: str) -> None:
+    expected = scheduled(True, kind)
+    for rates in run_ranks(scheduled, 4, False, kind, ranks_per_node=2, shard_degree=2):
+        assert rates == pytest.approx(expected, abs=1e-12)
 
 
 def gathered(samples: int, **arguments: Any) -> tuple[list[float], list[float]]:

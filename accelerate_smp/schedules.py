@@ -1,0 +1,51 @@
+"""Learning-rate schedules end where they end on one process.
+
+A schedule that is stepped with every batch was counted in batches, before the loader was prepared
+(`len(loader) * epochs`, as all of Accelerate's examples count). Each optimizer step uses up one such batch for each
+rank that reads its own samples, so the schedule advances by that many. One that is stepped after several optimizer
+steps, an epoch or an evaluation, was not counted in batches and advances by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.scheduler import AcceleratedScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+
+class SmpScheduler(AcceleratedScheduler):
+    """A prepared schedule.
+
+    Args:
+        prepared: as Accelerate made it.
+        batches: which one optimizer step uses up, of the size that the unprepared loader has.
+    """
+
+    def __init__(self, prepared: AcceleratedScheduler, batches: int) -> None:
+        super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True)
+        self._batches = batches
+        self._optimizer_steps = [0] * len(self.optimizers)
+        for number, optimizer in enumerate(self.optimizers):
+            optimizer.optimizer.register_step_post_hook(self._counter(number))
+
+    def _counter(self, number: int) -> Any:
+        def count(*_: Any) -> None:
+            self._optimizer_steps[number] += 1
+
+        return count
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance by the batches of the last optimizer step; nothing inside an accumulation window or after a step
+        that the gradient scaler skipped."""
+        times = 1
+        if self.step_with_optimizer and self.gradient_state.sync_gradients:
+            in_batches = max(self._optimizer_steps, default=0) <= 1
+            if in_batches and not isinstance(self.scheduler, ReduceLROnPlateau):
+                times = self._batches
+            self._optimizer_steps = [0] * len(self.optimizers)
+        for _ in range(times):
+            # The last optimizer step of an epoch may use up fewer batches, and OneCycleLR refuses to go past its end.
+            if times > 1 and self.scheduler.last_epoch >= getattr(self.scheduler, "total_steps", float("inf")):
+                return
+            super().step(*args, **kwargs)
