@@ -20,9 +20,9 @@ from smp_core.parallelize import (
     ParallelModel,
     broadcast_from_rank_0,
     move_plain_tensors,
-    register_forward_methods,
 )
 from smp_core.sharding.accumulation import AccumulationWindow
+from smp_core.sharding.forward_methods import register_forward_methods
 from smp_core.sharding.fsdp import Calls, adopt_units, given_policy, settle_given_parameters
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import GivenSharding, NativeWindow
@@ -133,7 +133,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
     planned = tuple(PlannedUnit(unit.name, unit.module, unit.parameter_names, unit.module is model) for unit in units)
     plan = WrapPlan(planned, tuple(plain), "as it came")
     calls = Calls(model)
-    register_forward_methods(units, calls, config.forward_methods)
+    register_forward_methods(model, units, calls, config.forward_methods)
     window = AccumulationWindow(
         units,
         [plain],

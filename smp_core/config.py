@@ -89,7 +89,8 @@ class SmpConfig:
         wrap_min_parameters: Modules that hold at least this many own parameters (elements, not bytes) become units
             too, for example a large embedding. Integer >= 0; default 0 (off).
         forward_methods: Methods besides forward that use parameters and therefore have to gather them: a method of the
-            root ("generate") or of a submodule ("model.encode"). List of names; default none.
+            root ("decode") or of a submodule ("model.encode"); a root's generate and get_*_features are known. List of
+            names; default none.
         delayed_init: Whether the model is built on the meta device and materialised shard by shard, so that no rank
             ever holds the whole model. The numbers depend only on init_seed and parameter names, not on the number of
             ranks. True or False (default).

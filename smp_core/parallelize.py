@@ -48,6 +48,7 @@ from smp_core.planning.auto_degree import AutoDegree
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
 from smp_core.sharding.derived_optimizer import kind_of, override_methods
+from smp_core.sharding.forward_methods import register_forward_methods
 from smp_core.sharding.fsdp import Calls, ShardedUnit, reshard, shard_units
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import NativeWindow
@@ -319,7 +320,7 @@ def parallelize_model(
     move_plain_tensors(model, mesh.device)
     calls = Calls(model)
     if units:
-        register_forward_methods(units, calls, config.forward_methods)
+        register_forward_methods(model, units, calls, config.forward_methods)
     by_name = dict(model.named_parameters())
     groups = [plan.replicated, *(unit.parameters for unit in plan.units if whole)]
     named_groups = [{name: by_name[name] for name in group} for group in groups]
@@ -474,29 +475,3 @@ def move_plain_tensors(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device.type != device.type:
                 setattr(module, name, buffer.to(device))
-
-
-def register_forward_methods(units: Iterable[ShardedUnit], calls: Calls, methods: Iterable[str]) -> None:
-    """Let methods gather parameters as forward does: ``"generate"`` of every root that has it, ``"encoder.encode"`` of
-    the named unit."""
-    by_name = {unit.name: unit for unit in units}
-    for entry in methods:
-        owner, _, method = entry.rpartition(".")
-        targets = [by_name[owner]] if owner in by_name and owner else [u for u in units if u.is_root and not owner]
-        targets = [unit for unit in targets if callable(getattr(unit.module, method, None))]
-        if not targets:
-            names = ", ".join(repr(name) for name in by_name if name)
-            raise ValueError(
-                f"forward_methods={entry!r}: no unit has this method; write 'method' for a root's or 'unit.method', "
-                f"units are: {names}"
-            )
-        for unit in targets:
-            setattr(unit.module, method, _as_forward(unit, calls, getattr(unit.module, method)))
-
-
-def _as_forward(unit: ShardedUnit, calls: Calls, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def as_forward(*args: Any, **kwargs: Any) -> Any:
-        return calls.run_as_forward(unit, method, *args, **kwargs)
-
-    return as_forward

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
+from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 import smp_core.checkpoint.storage as storage
 from accelerate_smp import SmpCheckpointCallback
 from smp_core.checkpoint import CheckpointError, is_checkpoint
 from tests.accelerate.running import fresh_accelerator, full_weights, prepared
-from tests.accelerate.trainers import Run, assert_close, fit, make_trainer, noise_between
+from tests.accelerate.trainers import Run, assert_close, fit, make_dataset, make_trainer, noise_between
 from tests.core.models import loss_of
 from tests.harness import run_ranks
 
@@ -205,3 +207,28 @@ def test_the_interval_follows_the_time_between_failures(tmp_path: Path) -> None:
     often, seldom = [f"checkpoint-{step}" for step in (10, 11, 12)], ["checkpoint-10", "checkpoint-12"]
     results = run_ranks(at_its_own_interval, 4, str(tmp_path), ranks_per_node=2)
     assert results == [[often, seldom]] * 4
+
+
+class Stream(IterableDataset):
+    """Samples without end."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return itertools.cycle(make_dataset())
+
+
+def streamed(folder: str) -> list[list[float]]:
+    """Losses of 4 steps on a stream, and of the last two again from the checkpoint between them."""
+    losses = []
+    for resume in (None, f"{folder}/checkpoint-2"):
+        steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        trainer, recorder = make_trainer(folder, BATCH, 2, {"shard_degree": 2}, **steps)
+        trainer.train_dataset = Stream()
+        trainer.train(resume_from_checkpoint=resume)
+        losses.append(recorder.run.losses)
+        dist.barrier()
+    return losses
+
+
+def test_a_stream_without_length_is_saved_and_resumed(tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(streamed, 2, str(tmp_path)):
+        assert len(whole) == 4 and resumed == whole[2:]
