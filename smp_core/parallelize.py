@@ -157,9 +157,10 @@ class ParallelModel:
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer over this model's parameters right for them.
 
-        ``zero_grad`` also drops what the open window holds of its parameters, as it would without a window; a
-        parameter group with plain and sharded tensors steps them one by one, because torch's fused and foreach
-        kernels take only one kind at a time; and with ``state_offload`` it steps on the host, with fused kernels.
+        ``step`` closes an open window, and ``zero_grad`` also drops what it holds of the optimizer's parameters, as
+        without a window; a parameter group with plain and sharded tensors steps them one by one, because torch's fused
+        and foreach kernels take only one kind at a time; and with ``state_offload`` it steps on the host, with fused
+        kernels.
 
         With ``optimizer_shard="world"`` it steps masters of this rank's part from now on; ``state_dict`` and
         ``load_state_dict`` are collective then. With ``state_offload="optimizer"`` too, these masters and their states
@@ -174,6 +175,7 @@ class ParallelModel:
             world = self.window.shard_over_world(on_host=self.config.state_offload == "optimizer")
             world.take_over(optimizer)
         window, kind = self.window, kind_of(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: window.close())
         overrides: dict[str, Callable[..., Any]] = {}
         if self.config.state_offload == "optimizer":
             overrides = offloaded_methods(optimizer, kind, self.mesh.device)

@@ -17,6 +17,7 @@ from tests.core.scenarios import (
     Gradients,
     Net,
     Scenario,
+    alone,
     as_torch_2_11,
     by_path,
     differences,
@@ -25,7 +26,7 @@ from tests.core.scenarios import (
     parallel_model,
     run_window,
 )
-from tests.core.test_equivalence import HELD, KEPT
+from tests.core.test_equivalence import HELD, KEPT, full_weights
 from tests.harness import run_ranks
 
 PLAIN = SCENARIOS["everything is used"]
@@ -238,3 +239,28 @@ def test_a_window_stays_open_on_a_rank_that_has_nothing_left_in_it(knobs: dict) 
     for seen in run_ranks(zeroed_where_a_rank_has_nothing_else, 4, ranks_per_node=2, **knobs):
         assert seen["first.weight"] is None
         assert seen["second.weight"] is not None and seen["second.weight"].unique().tolist() == [0.75]
+
+
+def stepped_while_open(every_knobs: list[dict]) -> list[Gradients]:
+    """What the weights moved by, at a rate of 1."""
+    found = []
+    for knobs in every_knobs:
+        parallel = net_on_ranks(PLAIN, **knobs)
+        optimizer = torch.optim.SGD(parallel.module.parameters(), lr=1.0)
+        parallel.prepare_optimizer(optimizer)
+        before = full_weights(parallel.module)
+        with parallel.window.accumulate():
+            run_window(parallel, PLAIN)
+        assert parallel.window.is_open
+        optimizer.step()
+        found.append({name: before[name] - value for name, value in full_weights(parallel.module).items()})
+    return found
+
+
+def test_a_step_closes_an_open_window() -> None:
+    """As one process steps what was accumulated, whoever forgot to say which micro-batch is the last."""
+    every_knobs = [{"shard_degree": 1}, {"shard_degree": 2, **HELD}, {"shard_degree": 2, "optimizer_shard": "world"}]
+    expected = {name: 0.0 * Net().get_parameter(name) if g is None else g for name, g in alone(PLAIN, 4).items()}
+    for found in run_ranks(stepped_while_open, 4, every_knobs, ranks_per_node=2):
+        for moved in found:
+            assert differences(moved, expected) == []

@@ -10,6 +10,7 @@ What is read here beyond the public API, and why no public one will do:
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
 - ``state._state_ctx``: whether an earlier backward pass failed;
+- ``unshard`` and ``wait_for_unshard`` of the group: every gather, in whatever mode forward runs;
 - ``unsharded_accumulated_grad`` of parameters, and ``finalize_backward``, ``_training_state`` (``TrainingState`` of
   ``_fully_shard._fsdp_common``) and ``comm_ctx`` of the group: whole gradients that wait for the window's last backward
   pass, and their reduction where no pass does it;
@@ -78,6 +79,8 @@ class ShardedUnit:
         if group is not None:
             group.pre_forward = self._using(group.pre_forward)
             group.post_backward = self._noting(group.post_backward)
+            group.unshard = outside_inference_mode(group.unshard)
+            group.wait_for_unshard = outside_inference_mode(group.wait_for_unshard)
         if is_root:
             module.register_forward_pre_hook(self._refuse_after_failure, prepend=True)
 
@@ -327,3 +330,17 @@ class ShardedUnit:
         # Queued inside a pass is normal: forwards run there for activation checkpointing.
         if state._state_ctx.post_backward_final_callback_queued and backward_pass() == -1:
             raise RuntimeError(FAILED_PASS)
+
+
+def outside_inference_mode(gather: Callable[..., None]) -> Callable[..., None]:
+    """What FSDP2 gathers into is made by the first gather and used by all that follow: made inside
+    ``torch.inference_mode`` it could not be trained with."""
+
+    def gathered(*args: Any, **kwargs: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            gather(*args, **kwargs)
+            return
+        with torch.inference_mode(False):
+            gather(*args, **kwargs)
+
+    return gathered
