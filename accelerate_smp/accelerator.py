@@ -39,7 +39,6 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
-from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
@@ -55,6 +54,7 @@ from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard, steps
 from accelerate_smp.whole_weights import WholeWeightsAccelerator, save_whole
 from smp_core.checkpoint import AsyncCheckpointer
+from smp_core.command_line import console
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.knob_rules import unknown_knob
@@ -208,9 +208,9 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
         if first:
             self.smp_config = handle.config
             if self.is_main_process:
-                console = Console(stderr=True)
-                console.print(handle.config.effective_table())
-                console.print(handle.describe())
+                report = console(stderr=True)
+                report.print(handle.config.effective_table())
+                report.print(handle.describe())
         return handle
 
     def _adopt_mesh(self, mesh: SmpMesh) -> None:

@@ -11,10 +11,9 @@ from typing import Annotated, Any
 import torch
 import typer
 import yaml
-from rich.console import Console
 
 from smp_core import knob_values as read
-from smp_core.command_line import OneLineErrors, begin
+from smp_core.command_line import OneLineErrors, begin, console
 from smp_core.config import SmpConfig
 from smp_core.config_sources import YAML_SECTION
 from smp_core.knob_rules import READERS
@@ -136,7 +135,7 @@ def env(
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     typer.echo(f"devices: {', '.join(names) or 'CPU only'}")
     knobs = SmpConfig.from_env() if config_file is None else SmpConfig.from_yaml(config_file)
-    Console().print(knobs.effective_table())
+    console().print(knobs.effective_table())
 
 
 def main() -> None:

@@ -14,14 +14,14 @@ import math
 import sys
 from pathlib import Path
 
-import torch
-from accelerate.utils import set_seed
-from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import calm  # noqa: F401
+import torch
+from accelerate.utils import set_seed
 from corpus import TextData, build_corpus
 from memory_flags import add_memory_flags, memory_knobs
+from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
 
 from accelerate_smp import SmpAccelerator
 

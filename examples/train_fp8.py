@@ -18,15 +18,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import calm  # noqa: F401
 import torch
 import torch.distributed as dist
+from corpus import Corpus, build_corpus
+from memory_flags import add_memory_flags, memory_knobs
 from rich.progress import track
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from examples.corpus import Corpus, build_corpus
-from examples.memory_flags import add_memory_flags, memory_knobs
 from smp_core.config import SmpConfig
 from smp_core.fp8 import Fp8Recipe
 from smp_core.mesh import SmpMesh

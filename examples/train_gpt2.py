@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import calm  # noqa: F401
 import lightning as L
 import torch
 import torch.distributed as dist

@@ -15,13 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import calm  # noqa: F401
+import torch
 from corpus import TextData, build_corpus
 from memory_flags import add_memory_flags, into_environment, memory_knobs
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
 from accelerate_smp import SmpMonitorCallback, SmpTrainer
 

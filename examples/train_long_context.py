@@ -30,6 +30,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import calm  # noqa: F401
 import lightning as L
 import numpy as np
 import torch

@@ -26,7 +26,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from rich.console import Console
 from torch import nn
 from typing_extensions import override
 
@@ -37,6 +36,7 @@ from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is_sharded, reattach, shard, with_recipe
 from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import CheckpointError
+from smp_core.command_line import console
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.knob_rules import unknown_knob
@@ -178,9 +178,9 @@ class SmpShardedStrategy(SteppingStrategy):
 
     def _say_what_took_effect(self) -> None:
         if self.global_rank == 0:
-            console = Console(stderr=True)
-            console.print(self.config.effective_table())
-            console.print(self.parallel.describe())
+            report = console(stderr=True)
+            report.print(self.config.effective_table())
+            report.print(self.parallel.describe())
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -1,13 +1,26 @@
-"""What the commands `smp` and `accelerate-smp` share: errors of one line, and --version."""
+"""What all that prints shares: tables as wide as they need; and the commands: errors of one line, --version."""
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from importlib import metadata
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
+
+# Columns of a table in a log; rich would fold it at 80.
+_LOG_WIDTH = 160
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where tables go: as wide as the terminal, or as ``COLUMNS`` says; in a file or a pipe, as wide as they need."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _LOG_WIDTH
+    return Console(stderr=stderr, width=width)
 
 
 class OneLineErrors(TyperGroup):

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from smp_core.command_line import console
 
 MIB = 2**20
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "other")
@@ -100,9 +101,9 @@ def memory_report(
     """What the peak of a step's memory is made of: a table of the highest one, and a stacked bar for each step."""
     picture = out or log.with_suffix(".png")
     steps = read_log(log)
-    Console().print(_table(steps))
+    console().print(_table(steps))
     draw(steps, picture)
-    Console().print(f"{picture}", soft_wrap=True)
+    console().print(f"{picture}", soft_wrap=True)
 
 
 def _table(steps: Mapping[int, StepMemory]) -> Table:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from smp_core.checkpoint.conversion import export_checkpoint, import_checkpoint
@@ -19,6 +18,7 @@ from smp_core.checkpoint.full_state import consolidate
 from smp_core.checkpoint.inspection import checkpoint_tables, list_table, plot_bytes
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.verify import verify_checkpoint
+from smp_core.command_line import console
 
 app = typer.Typer(help="Look at, check and convert checkpoint folders.", no_args_is_help=True)
 
@@ -28,7 +28,7 @@ _Directory = Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint fol
 @contextlib.contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
     columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=console(stderr=True)) as bar:
         task = bar.add_task("writing", total=total)
         yield lambda count: bar.advance(task, count)
 
@@ -40,9 +40,8 @@ def inspect(
     plot: Annotated[Path | None, typer.Option(help="Also write a plot of bytes per rank to this PNG.")] = None,
 ) -> None:
     """Show what a checkpoint holds: step, mesh, versions, files, tensors."""
-    console = Console()
     for table in checkpoint_tables(directory, all_tensors):
-        console.print(table)
+        console().print(table)
     if plot is not None:
         plot_bytes(directory, plot)
         typer.echo(f"plot written to {plot}")
@@ -66,7 +65,7 @@ def verify(
 @app.command("list")
 def list_root(root: Annotated[str, typer.Argument(metavar="ROOT", help="A folder of checkpoints.")]) -> None:
     """List the checkpoints in a folder, with what is whole, half and newest."""
-    Console().print(list_table(root))
+    console().print(list_table(root))
 
 
 @app.command("consolidate")

@@ -10,9 +10,9 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 
 from smp_core.comm.measuring import SIZES, TIMEOUT, measure
+from smp_core.command_line import console
 from smp_core.links import LINKS_VARIABLE, Links
 from smp_core.planning.picture import svg_picture, text_picture
 from smp_core.topology import Topology
@@ -70,7 +70,7 @@ def topology(
 def _show(found: Topology, degree: int, links: Links | None, svg: Path | None) -> None:
     typer.echo(text_picture(found, degree))
     if links is not None:
-        Console().print(links.table())
+        console().print(links.table())
         if (poor := links.poor_fits()) is not None:
             logger.warning("%s", poor)
     if svg is not None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from smp_core.command_line import console
 from smp_core.fp8.monitoring import Fp8Log, draw
 
 
@@ -25,10 +25,10 @@ def fp8_report(
         for kind in ("saturated", "flushed"):
             for module, value in found.worst(f"{role}_{kind}", 3):
                 table.add_row(f"{role} {kind}", module, f"{value:.3%}")
-    Console().print(table)
+    console().print(table)
     picture = out or log.with_suffix(".png")
     try:
         draw(found, picture)
     except ModuleNotFoundError:
         raise ValueError("matplotlib draws the picture: pip install 'torch-smp[plot]'") from None
-    Console().print(f"{picture}", soft_wrap=True)
+    console().print(f"{picture}", soft_wrap=True)
