@@ -26,6 +26,9 @@ from smp_core.meeting import Meetings
 
 logger = logging.getLogger("smp")
 
+# Intervals that rank 0 keeps the store for ranks that end after it.
+_GOODBYES = 20
+
 
 class RankWatch:
     """Signs of life of all ranks. :meth:`start` is collective over the world; everything else is local.
@@ -41,6 +44,7 @@ class RankWatch:
         self.meetings = Meetings(rank, world_size, store, interval)
         self._store = store
         self._beats = 0
+        self._reported = False
         self._stopped = threading.Event()
         self._beat()
         self._thread = threading.Thread(target=self._run, name="smp-rank-watch", daemon=True)
@@ -83,6 +87,18 @@ class RankWatch:
             self._stopped.set()
             self._thread.join(timeout=2 * self.interval)
             self._try(lambda: self._store.set(f"bye/{self.rank}", "1"))
+            if self.rank == 0 and not self._reported:
+                self._try(self._await_goodbyes)
+
+    def _await_goodbyes(self) -> None:
+        """Keep the store, which is in this process, until the others are done with it: torch writes a page to stderr
+        when it goes away under them. A rank that says nothing is not waited for long."""
+        others = set(range(1, self.world_size))
+        deadline = time.monotonic() + _GOODBYES * self.interval
+        while others and time.monotonic() < deadline:
+            ended = {n for n in others if self._store.check([f"bye/{n}"]) or self._store.check([f"failed/{n}"])}
+            others -= ended
+            time.sleep(0.01 if others else 0.0)
 
     def report(self, error: BaseException) -> str | None:
         """Find out what happened to the other ranks and write it to stderr (one of the ranks does).
@@ -93,6 +109,7 @@ class RankWatch:
         Returns:
             what was found; None if this rank is the first to fail or nothing is wrong elsewhere.
         """
+        self._reported = True
         if not _looks_like_a_lost_peer(error):
             self._try(lambda: self._store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}"))
             return None

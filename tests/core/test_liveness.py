@@ -269,3 +269,17 @@ def stop_twice() -> None:
 
 def test_stopping_is_final_and_may_be_repeated() -> None:
     run_ranks(stop_twice, 4)
+
+
+def rank_0_ends_first() -> bool:
+    watching = RankWatch.start()
+    assert watching is not None
+    if watching.rank > 0:
+        watching._store.wait(["bye/0"], LONG)
+    watching.stop()
+    return watching.rank > 0 or watching._store.check(["bye/1"])
+
+
+def test_the_store_stays_until_the_others_have_ended() -> None:
+    """It is in rank 0's process: torch writes stacks to stderr of a rank under which it goes away."""
+    assert run_ranks(rank_0_ends_first, 2) == [True, True]
