@@ -1,16 +1,8 @@
-"""SmpMesh: the axes and process groups of one run.
-
-Ranks are laid out (replicate, shard), shard innermost, and inside shard (data, context), context innermost, so that a
-partition group is as close together as the cluster allows:
-
-    replicate   world / shard_degree replicas of the model states (MiCS: replication group)
-    shard       the partition group, context ranks included
-    context     ranks that hold pieces of one sequence
-    data        ranks that read different samples: replicate x shard / context, whatever the shard degree
-"""
+"""SmpMesh: the process groups of one run, on the axes of its layout (:mod:`smp_core.layout`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smp_core.agreement import require_agreement
 from smp_core.config import SmpConfig
+from smp_core.layout import DATA, GRADIENTS, PARTITION, Layout, Ranks, split, stages
 from smp_core.topology import Topology
 
 Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -27,35 +20,36 @@ Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 @dataclass(frozen=True)
 class SmpMesh:
-    """The degrees, the DeviceMesh and the groups this rank belongs to. Built once per run by :meth:`build`.
+    """The layout, the DeviceMesh and the groups this rank belongs to. Built once per run by :meth:`build`.
 
     Attributes:
+        layout: the axes and their sizes.
         device_mesh: 2-D, axes ("replicate", "shard").
         shard_mesh: its 1-D slice over this rank's partition group: what FSDP2 gets.
         hierarchical: whether collectives over the partition group run in two stages.
         intra_group: ranks of the partition group on this node; None unless hierarchical.
         inter_group: ranks of the partition group with this local rank; None unless hierarchical.
         context_group: ranks that share this rank's sequences; None when the context degree is 1.
+        gradient_group: ranks whose gradients are added up.
         replica_stages: for a replication group with several ranks on a node and several nodes: its ranks on this node,
             and its ranks with this place on their nodes. None: its sums have one stage.
-        world_stages: the same for the world.
+        gradient_stages: the same for all ranks whose gradients are added up.
         secondary_mesh: (across, secondary) over the partition group: ranks that each hold a whole copy, sharded among
             them, between forward and backward. None unless ``reshard_after_forward`` asks for one.
     """
 
     topology: Topology
+    layout: Layout
     rank: int
     device: torch.device
     device_mesh: DeviceMesh
-    shard_degree: int
-    replicate_degree: int
-    context_degree: int
     hierarchical: bool
     intra_group: dist.ProcessGroup | None
     inter_group: dist.ProcessGroup | None
     context_group: dist.ProcessGroup | None
+    gradient_group: dist.ProcessGroup
     replica_stages: Stages | None
-    world_stages: Stages | None
+    gradient_stages: Stages | None
     secondary_mesh: DeviceMesh | None
 
     @classmethod
@@ -88,62 +82,61 @@ class SmpMesh:
                 degree,
                 f"{config.shard_degree!r} of {topology.num_nodes} x {topology.ranks_per_node} ranks",
             )
-        context = config.context_parallel_degree
-        if degree % context:
-            raise ValueError(
-                f"context_parallel_degree={context} does not divide shard_degree={degree}: context ranks are part of "
-                f"the partition group; allowed: {', '.join(str(c) for c in range(1, degree + 1) if degree % c == 0)}"
-            )
+        layout = Layout.of_world(world, degree, config.context_parallel_degree)
         in_stages = config.hierarchical is not False
         hierarchical, why = _resolve_hierarchical(config.hierarchical, degree, topology)
         if hierarchical is not config.hierarchical:
             config = config.with_resolved("hierarchical", hierarchical, why)
 
-        device_mesh = init_device_mesh(device.type, (world // degree, degree), mesh_dim_names=("replicate", "shard"))
+        sizes = (layout.size("replicate"), layout.size(*PARTITION))
+        device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
         groups = _Groups(rank)
-        for axis in ("replicate", "shard"):
-            groups.know(device_mesh.get_group(axis))
-        k = topology.ranks_per_node
-        nodes = [list(range(first, first + k)) for first in range(0, world, k)]
-        intra = inter = replica_stages = world_stages = None
-        if two_stages(degree, topology) and hierarchical:
-            starts = range(0, world, degree)
-            intra = groups.own(nodes)
-            inter = groups.own([list(range(s + i, s + degree, k)) for s in starts for i in range(k)])
-        if in_stages and k > 1 and topology.num_nodes > 1:
-            world_stages = (groups.own(nodes), groups.own([list(range(i, world, k)) for i in range(k)]))
-            if degree < k:
-                inside = [list(range(n[0] + i, n[0] + k, degree)) for n in nodes for i in range(degree)]
-                replica_stages = (groups.own(inside), world_stages[1])
+        for known in (device_mesh.get_group("replicate"), device_mesh.get_group("shard"), _world_group()):
+            groups.know(known)
+        partitions, replications = layout.groups(*PARTITION), layout.groups("replicate")
+        partition_stages = groups.own_stages(partitions, topology) if hierarchical else None
+        replica_stages = groups.own_stages(replications, topology) if in_stages else None
+        gradient_stages = groups.own_stages(layout.groups(*GRADIENTS), topology) if in_stages else None
+        intra, inter = partition_stages or (None, None)
         config = _with_secondary_degree(config, degree, topology)
         secondary = None
         if type(config.reshard_after_forward) is int:
-            n = config.reshard_after_forward
-            held = groups.own([list(range(first, first + n)) for first in range(0, world, n)])
-            across = groups.own([list(range(s + i, s + degree, n)) for s in range(0, world, degree) for i in range(n)])
-            first = rank - rank % degree
-            ranks = torch.arange(first, first + degree).view(-1, n)
+            columns, rows = split(partitions, config.reshard_after_forward)
+            held, across = groups.own(rows), groups.own(columns)
+            grid = torch.tensor(layout.ranks(rank, *PARTITION)).view(-1, config.reshard_after_forward)
             secondary = DeviceMesh.from_group(
-                [across, held], device.type, mesh=ranks, mesh_dim_names=("across", "secondary")
+                [across, held], device.type, mesh=grid, mesh_dim_names=("across", "secondary")
             )
-        sharing = groups.own([list(range(s, s + context)) for s in range(0, world, context)]) if context > 1 else None
+        sharing = groups.own(layout.groups("context")) if layout.context > 1 else None
         mesh = cls(
             topology=topology,
+            layout=layout,
             rank=rank,
             device=device,
             device_mesh=device_mesh,
-            shard_degree=degree,
-            replicate_degree=world // degree,
-            context_degree=context,
             hierarchical=intra is not None,
             intra_group=intra,
             inter_group=inter,
             context_group=sharing,
+            gradient_group=groups.own(layout.groups(*GRADIENTS)),
             replica_stages=replica_stages,
-            world_stages=world_stages,
+            gradient_stages=gradient_stages,
             secondary_mesh=secondary,
         )
         return mesh, config
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks of a partition group, context ranks included."""
+        return self.layout.size(*PARTITION)
+
+    @property
+    def replicate_degree(self) -> int:
+        return self.layout.replicate
+
+    @property
+    def context_degree(self) -> int:
+        return self.layout.context
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -158,40 +151,48 @@ class SmpMesh:
         return self.device_mesh.get_group("replicate")
 
     @property
-    def shard_ranks(self) -> range:
+    def shard_ranks(self) -> Ranks:
         """Global ranks of the partition group."""
-        first = self.rank - self.shard_rank
-        return range(first, first + self.shard_degree)
+        return self.layout.ranks(self.rank, *PARTITION)
 
     @property
-    def replicate_ranks(self) -> range:
+    def replicate_ranks(self) -> Ranks:
         """Global ranks of the replication group."""
-        return range(self.shard_rank, self.topology.world_size, self.shard_degree)
+        return self.layout.ranks(self.rank, "replicate")
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        return cast(dist.ProcessGroup, dist.group.WORLD)
+        return _world_group()
+
+    @property
+    def gradient_degree(self) -> int:
+        """Ranks whose gradients are added up: what sums are divided by."""
+        return self.layout.size(*GRADIENTS)
 
     @property
     def shard_rank(self) -> int:
-        return self.rank % self.shard_degree
+        return self.layout.coordinate(self.rank, *PARTITION)
 
     @property
     def replicate_rank(self) -> int:
-        return self.rank // self.shard_degree
+        return self.layout.coordinate(self.rank, "replicate")
 
     @property
     def context_rank(self) -> int:
-        return self.rank % self.context_degree
+        return self.layout.coordinate(self.rank, "context")
 
     @property
     def data_size(self) -> int:
         """Ranks that read different samples."""
-        return self.topology.world_size // self.context_degree
+        return self.layout.size(*DATA)
 
     @property
     def data_rank(self) -> int:
-        return self.rank // self.context_degree
+        return self.layout.coordinate(self.rank, *DATA)
+
+
+def _world_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
 def two_stages(degree: int, topology: Topology) -> bool:
@@ -250,12 +251,17 @@ class _Groups:
     def know(self, group: dist.ProcessGroup) -> None:
         self._known[tuple(dist.get_process_group_ranks(group))] = group
 
-    def own(self, groups: list[list[int]]) -> dist.ProcessGroup:
+    def own(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
         """The one this rank is in. All are made, on every rank in the same order as torch.distributed wants it."""
-        mine = next(tuple(ranks) for ranks in groups if self._rank in ranks)
+        mine = next(ranks for ranks in groups if self._rank in ranks)
         if mine not in self._known:
             for ranks in groups:
-                group = dist.new_group(ranks)
+                group = dist.new_group(list(ranks))
                 if self._rank in ranks:
                     self._known[mine] = group
         return self._known[mine]
+
+    def own_stages(self, groups: Sequence[Ranks], topology: Topology) -> Stages | None:
+        """This rank's groups of the two stages of its group (:func:`smp_core.layout.stages`)."""
+        both = stages(groups, topology)
+        return None if both is None else (self.own(both[0]), self.own(both[1]))

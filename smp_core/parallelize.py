@@ -414,8 +414,8 @@ def _maximum(mesh: SmpMesh, reduce: FlatMaxReduce) -> Callable[[torch.Tensor], N
     """The maximum over all ranks: every one of them holds a part of the weights or sees a part of the tokens."""
 
     def all_reduce_max(amax: torch.Tensor) -> None:
-        if mesh.topology.world_size > 1:
-            reduce(amax, mesh.world_group)
+        if mesh.gradient_degree > 1:
+            reduce(amax, mesh.gradient_group)
 
     return all_reduce_max
 

@@ -68,7 +68,7 @@ class Traffic:
             )
         self._reductions: dict[str, QuantizedReduceScatter] = {}
         payload: Codec | None = None
-        if _spans_nodes(mesh, mesh.replicate_ranks):
+        if mesh.topology.spans_nodes(mesh.replicate_ranks):
             name = config.quantized_reduce or ("bfloat16" if config.replica_reduce_dtype else None)
             payload = codec(name) if name else None
         background, feedback = Background(mesh.device), bool(config.error_feedback)
@@ -76,7 +76,7 @@ class Traffic:
         self.world_hop = self.hop
         if mesh.shard_degree > 1:
             # 0-d and shared parameters: few, and gradients of what is shared matter most.
-            self.world_hop = ReplicaHop(meter, mesh.world_group, mesh.world_stages, background)
+            self.world_hop = ReplicaHop(meter, mesh.gradient_group, mesh.gradient_stages, background)
 
     def all_gather(self, unit: Unit) -> CommObject:
         """The object that gathers this unit's parameters."""
@@ -101,7 +101,7 @@ class Traffic:
 
     def reduce_scatter(self, unit: Unit) -> CommObject:
         """The object that reduces this unit's gradients inside the partition group."""
-        if self.config.quantized_reduce and _spans_nodes(self._mesh, self._mesh.shard_ranks):
+        if self.config.quantized_reduce and self._mesh.topology.spans_nodes(self._mesh.shard_ranks):
             made = QuantizedReduceScatter(
                 self._meter,
                 codec(self.config.quantized_reduce),
@@ -176,10 +176,6 @@ class Traffic:
                 self.hop.residuals[key] = (tensor.clone().view(m, -1), from_owner)
 
 
-def _spans_nodes(mesh: SmpMesh, ranks: range) -> bool:
-    return mesh.topology.spans_nodes(ranks)
-
-
 def _effective(mesh: SmpMesh, config: SmpConfig) -> SmpConfig:
     """Knobs that can save nothing here are taken back, with the reason."""
 
@@ -188,7 +184,8 @@ def _effective(mesh: SmpMesh, config: SmpConfig) -> SmpConfig:
             logger.warning("%s=%r has no effect: %s", knob, getattr(config, knob), why)
         return config.with_resolved(knob, None, why)
 
-    gathers_cross, sums_cross = _spans_nodes(mesh, mesh.shard_ranks), _spans_nodes(mesh, mesh.replicate_ranks)
+    gathers_cross = mesh.topology.spans_nodes(mesh.shard_ranks)
+    sums_cross = mesh.topology.spans_nodes(mesh.replicate_ranks)
     if config.quantized_all_gather is not None:
         if mesh.shard_degree == 1:
             config = without(config, "quantized_all_gather", "shard_degree=1: nothing is gathered")

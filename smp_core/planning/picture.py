@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
+from smp_core.layout import PARTITION, Layout
 from smp_core.links import Collectives, Links
 from smp_core.topology import Topology
 
@@ -11,16 +12,10 @@ _COLOURS = ("#2a6f97", "#e07a5f", "#81b29a", "#f2cc8f", "#6d597a", "#3d405b", "#
 _SHOWN = 16
 
 
-def groups_of(topology: Topology, shard_degree: int) -> tuple[list[range], list[range]]:
-    """(partition groups, replication groups) of the whole world."""
-    world = topology.world_size
-    partitions = [range(first, first + shard_degree) for first in range(0, world, shard_degree)]
-    return partitions, [range(i, world, shard_degree) for i in range(shard_degree)]
-
-
 def text_picture(topology: Topology, shard_degree: int) -> str:
     """One line per node, its ranks marked with their partition group; then the groups."""
-    partitions, replications = groups_of(topology, shard_degree)
+    layout = Layout.of_world(topology.world_size, shard_degree)
+    partitions, replications = layout.groups(*PARTITION), layout.groups("replicate")
     width = len(str(topology.world_size - 1))
     lines = [
         f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks, shard_degree={shard_degree}: "
@@ -30,7 +25,7 @@ def text_picture(topology: Topology, shard_degree: int) -> str:
         if number == _SHOWN:
             lines.append(f"  ... {topology.num_nodes - _SHOWN} more nodes")
             break
-        cells = " ".join(f"{rank:>{width}}{_letter(rank // shard_degree)}" for rank in ranks)
+        cells = " ".join(f"{rank:>{width}}{_letter(layout.coordinate(rank, 'replicate'))}" for rank in ranks)
         lines.append(f"  {name}  [ {cells} ]")
     lines.append("letters: partition groups, which hold one copy of the model states together")
     example = list(replications[0])
@@ -41,7 +36,7 @@ def text_picture(topology: Topology, shard_degree: int) -> str:
 
 def svg_picture(topology: Topology, shard_degree: int, links: Links | None = None) -> str:
     """Nodes as boxes, ranks as discs in their partition group's colour, replication groups as lines."""
-    _, replications = groups_of(topology, shard_degree)
+    layout = Layout.of_world(topology.world_size, shard_degree)
     k, step, margin = topology.ranks_per_node, 54, 20
     width, height = margin * 2 + k * step + 120, margin * 2 + topology.num_nodes * 84 + 40
     place = {
@@ -60,11 +55,11 @@ def svg_picture(topology: Topology, shard_degree: int, links: Links | None = Non
             'stroke="#999999"/>'
         )
         parts.append(f'<text x="{margin}" y="{y + 40}">{escape(name)}</text>')
-    for ranks in replications:
+    for ranks in layout.groups("replicate"):
         points = " ".join(f"{place[rank][0]},{place[rank][1]}" for rank in ranks)
         parts.append(f'<polyline points="{points}" fill="none" stroke="#bbbbbb" stroke-dasharray="3 3"/>')
     for rank, (x, y) in place.items():
-        colour = _COLOURS[(rank // shard_degree) % len(_COLOURS)]
+        colour = _COLOURS[layout.coordinate(rank, "replicate") % len(_COLOURS)]
         parts.append(f'<circle cx="{x}" cy="{y}" r="16" fill="{colour}"/>')
         parts.append(f'<text x="{x}" y="{y + 4}" text-anchor="middle" fill="#ffffff">{rank}</text>')
     legend = f"shard_degree={shard_degree}: one colour per partition group, dashed lines join replicas of a shard"

@@ -217,9 +217,9 @@ class AccumulationWindow:
             if self.world is not None and unit_sum.flat is not None:
                 indices = [slot.index for slot in unit_sum.slots]
                 flags = None if seen is None else [bool(seen[position + index]) for index in indices]
-                self.world.units[number].set_gradients(self._mesh.topology.world_size, flags)
+                self.world.units[number].set_gradients(self._mesh.gradient_degree, flags)
             elif unit_sum.flat is not None:
-                unit_sum.flat /= self._mesh.topology.world_size
+                unit_sum.flat /= self._mesh.gradient_degree
                 flats.append((position, unit, unit_sum.slots, unit.beside_parameters(unit_sum.flat)))
                 unit_sum.flat = None
             position += count

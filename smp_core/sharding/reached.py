@@ -43,6 +43,6 @@ def tell_what_was_reached(
     reached = torch.tensor([*flags, 0], dtype=torch.int32, device=mesh.device)
     if veto is not None:
         reached[-1] = veto()
-    if mesh.topology.world_size == 1:
+    if mesh.gradient_degree == 1:
         return reached, None
-    return reached, dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=mesh.world_group, async_op=True)
+    return reached, dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=mesh.gradient_group, async_op=True)

@@ -109,7 +109,7 @@ class ReplicatedGradients:
 
     def send(self) -> None:
         """Start adding up over all ranks. Every rank sends every parameter that takes part, reached or not."""
-        if self._mesh.topology.world_size == 1:
+        if self._mesh.gradient_degree == 1:
             return
         held: set[str] = set()
         for key, shard in self._shards.items():
@@ -128,13 +128,13 @@ class ReplicatedGradients:
         for shard in self._shards.values():
             # What was frozen since the shard was made is in its sum, as zeros.
             reached = [self._takes_part(name) if seen is None else seen[name] for name in shard.names]
-            shard.set_gradients(self._mesh.topology.world_size, reached)
+            shard.set_gradients(self._mesh.gradient_degree, reached)
             for name in shard.names:
                 self._sums.pop(name, None)
         for names, flat, work in self._in_flight:
             if work is not None:
                 work.wait()
-            flat /= self._mesh.topology.world_size
+            flat /= self._mesh.gradient_degree
             for name, part in zip(names, flat.split([self.parameters[n].numel() for n in names]), strict=True):
                 self._sums[name] = part.view_as(self.parameters[name])
         for name, gradient in self._sums.items():

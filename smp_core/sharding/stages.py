@@ -49,7 +49,7 @@ def settle_stages(
     why = f"by {LINKS_VARIABLE}, {what} take {1e3 * one:.3g} ms in one stage and {1e3 * two:.3g} ms in two"
     if two > one:
         mesh = replace(
-            mesh, hierarchical=False, intra_group=None, inter_group=None, replica_stages=None, world_stages=None
+            mesh, hierarchical=False, intra_group=None, inter_group=None, replica_stages=None, gradient_stages=None
         )
     return mesh, config.with_resolved("hierarchical", two <= one, why)
 
