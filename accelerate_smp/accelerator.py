@@ -298,7 +298,7 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
             prepared.split_batches = True
             return prepared
         if known == 0 and self.step_scheduler_with_optimizer and self.is_main_process:
-            Console(stderr=True).print(
+            console(stderr=True).print(
                 f"schedules advance {batches} steps with each optimizer step, which uses up {batches} batches; for one "
                 "that is counted in optimizer steps write SmpAccelerator(schedule_in_optimizer_steps=True)"
             )
