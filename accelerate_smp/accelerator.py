@@ -45,7 +45,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_smp import checkpoints
 from accelerate_smp.attachment import attach, parallel_of
-from accelerate_smp.config import check_world, engines_off, resolve_config
+from accelerate_smp.config import check_world, engines_off, refuse_engines, resolve_config
 from accelerate_smp.endings import count_forwards, meet, stop_watching, watch_ranks
 from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.parallelism import SmpParallelism
@@ -122,6 +122,7 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
             super().__init__(**arguments)
             return
         _refuse_precision(arguments)
+        refuse_engines(arguments)
         parallelism, fsdp = arguments.pop("parallelism_config", None), arguments.pop("fsdp_plugin", None)
         self.smp_config = settle_fp8(arguments, resolve_config(smp_config, knobs, parallelism, fsdp))
         if self.smp_config.save_full_state_dict:
@@ -130,7 +131,7 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
         with engines_off():
             super().__init__(**arguments)
         engine = str(self.distributed_type).rpartition(".")[2]
-        if engine in ("DEEPSPEED", "MEGATRON_LM", "FSDP", "XLA"):
+        if engine in ("FSDP", "XLA"):
             raise ValueError(
                 f"distributed_type={engine} and SmpAccelerator both want to shard; write distributed_type: MULTI_GPU "
                 "or MULTI_CPU, or SmpAccelerator(smp=False)"
@@ -165,6 +166,14 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
             if handle is not None:
                 return handle
         raise RuntimeError("no model is sharded yet; accelerator.parallel is there after prepare(model)")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes (a tokenizing function that asks for ``process_index``): without groups, threads and what
+        is prepared here."""
+        own = ("smp_mesh", "background_saves", "_replaced", "_topology", "_parallelism", "_watch")
+        prepared = ("_models", "_optimizers", "_schedulers", "_dataloaders")
+        left_out: dict[str, Any] = {**dict.fromkeys(own), **{name: [] for name in prepared}}
+        return {**self.__dict__, **{name: value for name, value in left_out.items() if name in self.__dict__}}
 
     # Preparing
 

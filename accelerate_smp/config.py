@@ -81,6 +81,25 @@ def resolve_config(
     return base
 
 
+def refuse_engines(arguments: Mapping[str, Any]) -> None:
+    """Refuse another engine, which Accelerate drops in silence where there is no GPU.
+
+    Args:
+        arguments: those for ``Accelerator``.
+
+    Raises:
+        ValueError: DeepSpeed or Megatron-LM, asked for in code or by `accelerate launch`.
+    """
+    for engine, name in (("DEEPSPEED", "deepspeed"), ("MEGATRON_LM", "megatron_lm")):
+        asked = [f"{name}_plugin="] if arguments.get(f"{name}_plugin") or arguments.get(f"{name}_plugins") else []
+        asked += [f"distributed_type: {engine}"] if _flag(f"ACCELERATE_USE_{engine}") else []
+        if asked:
+            raise ValueError(
+                f"{asked[0]} and SmpAccelerator both want to shard; leave it out (distributed_type: MULTI_GPU or "
+                "MULTI_CPU), or write SmpAccelerator(smp=False)"
+            )
+
+
 def check_world(parallelism: ParallelismConfig | None, world_size: int) -> None:
     """Refuse degrees of a ``ParallelismConfig`` whose product is not the number of processes."""
     if parallelism is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):

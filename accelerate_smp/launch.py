@@ -2,8 +2,9 @@
 
 The file is one of `accelerate config` with a section ``smp_config:`` beside Accelerate's own keys. Accelerate refuses
 keys it does not know, so its part is handed to its own launcher in a temporary file, and every worker reads the section
-from the file itself (``SMP_CONFIG_FILE``). Three things of Accelerate's launcher are put right on the way:
+from the file itself (``SMP_CONFIG_FILE``). Four things of Accelerate's launcher are put right on the way:
 
+- a script with a plain ``Accelerator`` or ``Trainer`` gets ours (:mod:`accelerate_smp.run`);
 - on CPU it starts one process whatever ``num_processes`` says: here as many as asked for, under torchrun, with
   ``ACCELERATE_USE_CPU`` so that they know each other;
 - a ``parallelism_config:`` section has no effect unless its keys carry a prefix and FSDP is on: here they are exported
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -31,10 +33,12 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accelerate_smp.fp8 import recipe_of
-from accelerate_smp.launch_keys import read_keys
+from accelerate_smp.launch_keys import read_keys, refuse_flags
 from smp_core.config import SmpConfig
 from smp_core.config_sources import CONFIG_FILE_VARIABLE, YAML_SECTION
 from smp_core.knob_values import nearest_name
+
+logger = logging.getLogger("smp")
 
 _PARALLELISM = ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size", "sp_size")
 _PREFIX = "parallelism_config_"
@@ -147,6 +151,7 @@ def launch(arguments: Sequence[str]) -> None:
             "examples/accelerate/ has more"
         )
     file = LaunchFile.read(args.config_file)
+    refuse_flags(args)
     if not (args.module or args.no_python or os.path.isfile(args.training_script)):
         raise ValueError(f"{args.training_script}: no such file; write the script, and its arguments behind it")
     processes = args.num_processes or file.accelerate.get("num_processes") or max(torch.cuda.device_count(), 1)
@@ -157,11 +162,20 @@ def launch(arguments: Sequence[str]) -> None:
     if file.parallelism:
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         os.environ.update({f"PARALLELISM_CONFIG_{name.upper()}": str(n) for name, n in file.parallelism.items()})
-    on_cpu = bool(args.cpu or file.accelerate.get("use_cpu") or not torch.accelerator.is_available())
+    kind = file.accelerate.get("distributed_type")
+    on_cpu = bool(args.cpu or file.accelerate.get("use_cpu") or kind == "MULTI_CPU")
+    on_cpu = on_cpu or not torch.accelerator.is_available()
     document = for_accelerate(file.accelerate, processes, on_cpu)
     if on_cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         args.cpu = False  # with it Accelerate would start a single process
+    if args.no_python:
+        logger.warning("--no_python: a plain Accelerator or Trainer in the program stays what it is, without torch-smp")
+    else:
+        # SmpAccelerator in the place of Accelerator, SmpTrainer in the place of Trainer.
+        as_module = ["-m"] if args.module else []
+        args.training_script_args = [*as_module, args.training_script, *args.training_script_args]
+        args.training_script, args.module = "accelerate_smp.run", True
     with tempfile.TemporaryDirectory(prefix="accelerate-smp-") as folder:
         args.config_file = os.path.join(folder, "accelerate.yaml")
         Path(args.config_file).write_text(yaml.safe_dump(document), encoding="utf-8")
@@ -185,8 +199,8 @@ def _ended(who: str, status: int) -> int:
 def for_accelerate(document: Mapping[str, Any], processes: int, on_cpu: bool) -> dict[str, Any]:
     """Accelerate's part of the file, such that its launcher starts ``processes`` workers."""
     known = {"compute_environment": "LOCAL_MACHINE", **document, "num_processes": processes}
-    kind = str(known.get("distributed_type", "MULTI_GPU"))
-    if on_cpu or "distributed_type" not in known:
+    kind = str(known.get("distributed_type") or "NO")
+    if on_cpu or kind == "NO":
         # To the launcher "several workers under torchrun"; on CPU the workers find out what they are.
         kind = kind if kind == "FSDP" and processes > 1 else "MULTI_GPU"
     if processes == 1 and kind in ("MULTI_GPU", "MULTI_CPU"):

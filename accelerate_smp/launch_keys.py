@@ -7,10 +7,13 @@ argparse, of torch or of a worker.
 from __future__ import annotations
 
 import dataclasses
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DistributedType
 
 from accelerate_smp.config import refuse_fsdp1
 from smp_core import knob_values as read
@@ -28,6 +31,30 @@ _READERS: dict[str, read.Reader] = {
     "mixed_precision": read.word(*PRECISIONS),
     "use_cpu": read.boolean(),
 }
+# Every type of one process for each device, whatever the device; on CPU and GPU the launcher starts them alike.
+_TYPES = (
+    "NO",
+    "MULTI_CPU",
+    "MULTI_GPU",
+    "FSDP",
+    *(f"MULTI_{device}" for device in ("XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")),
+)
+# Keys that mean something to another engine or launcher alone, and what to write instead.
+_FOREIGN = {
+    "deepspeed_config": "shard_degree, state_offload and the like in smp_config say what its stages do",
+    "megatron_lm_config": "shard_degree and context_parallel_degree are in smp_config",
+    "mpirun_config": "num_processes workers are started by torchrun; or type mpirun ... python SCRIPT",
+    "downcast_bf16": "write mixed_precision: bf16",
+    "command_file": "only pods of TPUs run it",
+    "commands": "only pods of TPUs run them",
+    **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"), "no TPUs here"),
+}
+_FSDP1_KEYS = {
+    "fsdp_sharding_strategy": "write fsdp_reshard_after_forward, and shard_degree in smp_config",
+    "fsdp_backward_prefetch": "write backward_prefetch in smp_config",
+    "fsdp_forward_prefetch": "write forward_prefetch in smp_config",
+}
+_NOTHING: tuple[Any, ...] = (None, False, "", "no", "NO_PREFETCH", {}, [])
 
 
 def read_keys(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +62,7 @@ def read_keys(document: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: an unknown key (with the nearest one, or the section it belongs to), a value that is not allowed, a
-            machine that is not one of the machines, or FSDP1.
+            machine that is not one of the machines, FSDP1, another engine's settings, or settings without effect.
     """
     for key in document:
         if key in SmpConfig.knobs():
@@ -58,4 +85,56 @@ def read_keys(document: Mapping[str, Any]) -> dict[str, Any]:
     section = found.get("fsdp_config") or {}
     if section or found.get("distributed_type") == "FSDP":
         refuse_fsdp1(section.get("fsdp_version", 1))
+    _refuse_engines(found)
     return found
+
+
+def refuse_flags(args: Namespace) -> None:
+    """Refuse flags of `accelerate launch` that ask for another engine or launcher.
+
+    Raises:
+        ValueError: with the flag.
+    """
+    for flag in ("use_deepspeed", "use_megatron_lm", "tpu", "mpirun_hostfile"):
+        if getattr(args, flag, None):
+            raise ValueError(f"--{flag}: torch-smp shards, and starts its workers with torchrun; leave it out")
+    for flag in getattr(args, "nondefault", ()):
+        if flag.startswith("parallelism_config_"):
+            raise ValueError(f"--{flag} has no effect without Accelerate's FSDP; write it into the file")
+
+
+def _refuse_engines(document: Mapping[str, Any]) -> None:
+    """Refuse what the launcher, or a worker on another device, would drop in silence."""
+    where = document.get("compute_environment", "LOCAL_MACHINE")
+    if where != "LOCAL_MACHINE":
+        raise ValueError(f"compute_environment: {where} is not started from here; allowed: LOCAL_MACHINE")
+    kind = document.get("distributed_type", "MULTI_GPU")
+    kind = "NO" if kind is False else str(kind)  # without quotes
+    if kind not in _TYPES:
+        raise ValueError(
+            f"distributed_type: {kind} and torch-smp both want to shard; write MULTI_GPU (MULTI_CPU without GPUs), and "
+            "what is to be sharded into smp_config"
+            if kind in [known.value for known in DistributedType]
+            else f"distributed_type: {kind} is not known; allowed: {', '.join(_TYPES)}"
+        )
+    for key, instead in _FOREIGN.items():
+        if document.get(key) not in _NOTHING:
+            raise ValueError(f"{key} has no effect in torch-smp: {instead}; leave it out")
+    if document.get("main_training_function") not in (*_NOTHING, "main"):
+        raise ValueError("main_training_function has no effect: the script is run as it is; leave it out")
+    if document.get("fsdp_config") and kind != "FSDP":
+        raise ValueError(
+            f"fsdp_config has no effect with distributed_type: {kind}; write distributed_type: FSDP, or its settings "
+            "as knobs into smp_config"
+        )
+    flags = [name for name in vars(launch_command_parser().parse_args(["script"])) if "_" in name]
+    for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_")):
+        for key, value in (document.get(section) or {}).items():
+            name = key if str(key).startswith(prefix) else f"{prefix}{key}"
+            if name not in flags:
+                near = read.nearest_name(name, flags)
+                raise ValueError(
+                    f"{section}: unknown key {key!r}; " + (f"did you mean {near!r}?" if near else "leave it out")
+                )
+            if name in _FSDP1_KEYS and value not in _NOTHING:
+                raise ValueError(f"{section}: {key} belongs to FSDP1; {_FSDP1_KEYS[name]}")

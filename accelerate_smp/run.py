@@ -29,6 +29,7 @@ import torch
 from accelerate_smp.accelerator import SmpAccelerator
 
 _USAGE = "usage: python -m accelerate_smp.run [-m] SCRIPT_OR_MODULE [ARGS ...]"
+_TRAINERS = ("transformers.trainer", "accelerate_smp.trainer")
 
 
 def replace_accelerator() -> None:
@@ -40,36 +41,46 @@ def replace_accelerator() -> None:
 def replace_trainer() -> None:
     """As soon as ``transformers.trainer`` is imported its Trainer is SmpTrainer; a script that does not use it does not
     wait for it."""
-    if "transformers.trainer" in sys.modules:
-        _put_trainer_in_place(sys.modules["transformers.trainer"])
+    if _TRAINERS[0] in sys.modules:
+        _put_trainer_in_place()
     else:
         sys.meta_path.insert(0, _AfterImport())
 
 
-def _put_trainer_in_place(module: ModuleType) -> None:
+def _put_trainer_in_place() -> None:
     import transformers
 
-    from accelerate_smp.trainer import SmpTrainer
+    from accelerate_smp import trainer as ours
 
-    module.Trainer = SmpTrainer  # type: ignore[attr-defined]
-    transformers.Trainer = SmpTrainer  # type: ignore[misc]
+    transformers.trainer.Trainer = ours.SmpTrainer  # type: ignore[misc]
+    transformers.Trainer = ours.SmpTrainer  # type: ignore[misc]
+    # Whatever a script puts the mixin before has it from here on.
+    ours.SmpTrainerMixin = _AlreadyThere  # type: ignore[assignment, misc]
+
+
+class _AlreadyThere:
+    """SmpTrainerMixin where every Trainer is SmpTrainer."""
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Lets others find ``transformers.trainer`` and changes it when it has been executed."""
+    """Lets others find a Trainer and puts ours in place when it has been executed, whichever is imported first."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "transformers.trainer":
+        if fullname not in _TRAINERS:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def execute_and_change(module: ModuleType) -> None:
             execute(module)
-            _put_trainer_in_place(module)
+            if fullname == _TRAINERS[1] or _TRAINERS[1] not in sys.modules:  # else ours is being executed around it
+                _put_trainer_in_place()
 
         spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
         return spec

@@ -50,6 +50,14 @@ def test_bad_arguments(arguments: dict[str, Any], words: list[str]) -> None:
         assert word in str(refused.value)
 
 
+@pytest.mark.parametrize("engine", ["DEEPSPEED", "MEGATRON_LM"])
+def test_another_engine_is_refused_by_name(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As plain `accelerate launch` asks for it, which is lost in silence where there is no GPU."""
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    with pytest.raises(ValueError, match=rf"distributed_type: {engine}.*MULTI_GPU"):
+        SmpAccelerator()
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="fp16 runs on this machine")
 def test_fp16_on_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match=r"fp16.*cannot run on CPU; write 'bf16'"):

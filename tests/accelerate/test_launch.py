@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 import yaml
+from accelerate.commands.config.config_args import ClusterConfig
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
@@ -83,6 +85,76 @@ def test_bad_files_are_refused_before_a_worker_starts(
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
     for word in words:
         assert word in result.stderr
+
+
+# Every key of Accelerate's YAML: honoured, or refused with these values.
+HONOURED = {
+    *("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes"),
+    *("machine_rank", "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend"),
+    *("same_network", "enable_cpu_affinity", "fp8_config", "fsdp_config", "parallelism_config", "dynamo_config"),
+}
+REFUSED: list[tuple[str, Any, str]] = [
+    ("compute_environment", "AMAZON_SAGEMAKER", "LOCAL_MACHINE"),
+    *(("distributed_type", engine, "MULTI_GPU") for engine in ("DEEPSPEED", "MEGATRON_LM", "XLA", "MULTI_GPUS")),
+    ("deepspeed_config", {"zero_stage": 3}, "smp_config"),
+    ("megatron_lm_config", {"megatron_lm_tp_degree": 2}, "smp_config"),
+    ("mpirun_config", {"mpirun_hostfile": "hosts"}, "torchrun"),
+    ("main_training_function", "train", "leave it out"),
+    ("downcast_bf16", True, "bf16"),
+    ("tpu_name", "pod", "leave it out"),
+    ("tpu_zone", "here", "leave it out"),
+    ("tpu_use_cluster", True, "leave it out"),
+    ("tpu_use_sudo", True, "leave it out"),
+    ("tpu_vm", ["a"], "leave it out"),
+    ("tpu_env", ["A=1"], "leave it out"),
+    ("command_file", "commands.sh", "leave it out"),
+    ("commands", ["ls"], "leave it out"),
+    ("fsdp_config", {"fsdp_version": 2}, "distributed_type: FSDP"),
+    ("dynamo_config", {"dynamo_bakend": "inductor"}, "dynamo_backend"),
+]
+
+
+def test_every_key_of_accelerates_file_is_honoured_or_refused(tmp_path: Path) -> None:
+    refused = {key for key, _, _ in REFUSED}
+    assert {field.name for field in dataclasses.fields(ClusterConfig)} <= HONOURED | refused
+    for key, value, word in REFUSED:
+        path = write(tmp_path, **{**CPU, "smp_config": {}, key: value})
+        with pytest.raises(ValueError, match=key) as error:
+            LaunchFile.read(path)
+        assert word in str(error.value), key
+    fsdp = {**CPU, "smp_config": {}, "distributed_type": "FSDP"}
+    for key, word in (
+        ("fsdp_reshard_after_foward", "'fsdp_reshard_after_forward'"),
+        ("fsdp_backward_prefetch", "smp_config"),
+        ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"),
+    ):
+        path = write(tmp_path, **fsdp, fsdp_config={"fsdp_version": 2, key: "HYBRID_SHARD"})
+        with pytest.raises(ValueError, match=key) as error:
+            LaunchFile.read(path)
+        assert word in str(error.value), key
+    # What `accelerate config` writes for everybody.
+    always = {"downcast_bf16": "no", "tpu_env": [], "tpu_use_cluster": False, "main_training_function": "main"}
+    LaunchFile.read(write(tmp_path, **{**CPU, **always, "smp_config": {}, "rdzv_backend": "static"}))
+
+
+@pytest.mark.parametrize("flag", ["--use_deepspeed", "--use_megatron_lm", "--tpu", "--parallelism_config_cp_size=2"])
+def test_flags_of_other_engines_are_refused(flag: str, tmp_path: Path) -> None:
+    path = write(tmp_path, **CPU, smp_config={})
+    with pytest.raises(ValueError, match=flag.partition("=")[0]):
+        launching.launch(["--config_file", str(path), flag, str(SCRIPT)])
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_launched_script_gets_ours_for_accelerates_own(
+    module: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(launching, "launch_command", started.append)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    script = ["-m", "json.tool"] if module else [str(SCRIPT)]
+    launching.launch(["--config_file", str(write(tmp_path, **CPU, smp_config={})), *script, "--lr", "1"])
+    assert started[0].module and started[0].training_script == "accelerate_smp.run"
+    assert started[0].training_script_args == [*script, "--lr", "1"]
 
 
 def test_a_script_that_is_not_there_starts_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

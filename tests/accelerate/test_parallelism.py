@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -129,3 +130,15 @@ def test_trainer_takes_the_settings_of_training_arguments(tmp_path: Any) -> None
     """``parallelism_config=`` is the layout; ``fsdp=True`` shards over the world, block by block."""
     for sizes, wrapped, batch in run_ranks(trainer_settings, 4, str(tmp_path), ranks_per_node=2):
         assert sizes == [(2, 2), (1, 4)] and wrapped == 2 and batch == 8
+
+
+def copied() -> tuple[int, int, bool]:
+    """What a copy of the accelerator in another process would tell, after something was prepared."""
+    accelerator = fresh_accelerator(shard_degree=2)
+    accelerator.prepare(torch.nn.Linear(4, 4))
+    copy = pickle.loads(pickle.dumps(accelerator))
+    return copy.process_index, copy.num_processes, copy.sharding
+
+
+def test_an_accelerator_is_pickled_for_other_processes() -> None:
+    assert run_ranks(copied, 2) == [(0, 2, False), (1, 2, False)]
