@@ -19,7 +19,7 @@ What is overridden is listed here, in this order:
     prepare_data_loader, backward, gather_for_metrics               sequences over ranks (accelerate_smp/sequences.py)
     no_sync (hence accumulate), clip_grad_norm_, clip_grad_value_   the accumulation window and norms over the mesh
     get_state_dict, save, wait_for_everyone                         whole weights (accelerate_smp/whole_weights.py)
-    save_state, load_state                                          smp_core.checkpoint
+    save_state, load_state                                          folders (accelerate_smp/saved_states.py)
 
 A process by itself (no launcher) has nothing to shard: everything but save_state and load_state is Accelerate's own.
 """
@@ -43,17 +43,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_smp import checkpoints
 from accelerate_smp.attachment import attach, parallel_of
 from accelerate_smp.config import check_world, engines_off, refuse_engines, resolve_config
-from accelerate_smp.endings import count_forwards, meet, stop_watching, watch_ranks
+from accelerate_smp.endings import count_forwards, stop_watching, watch_ranks
 from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.parallelism import SmpParallelism
+from accelerate_smp.saved_states import SavedStatesAccelerator
 from accelerate_smp.schedules import SmpScheduler
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard, steps
 from accelerate_smp.whole_weights import WholeWeightsAccelerator, save_whole
-from smp_core.checkpoint import AsyncCheckpointer
 from smp_core.command_line import console
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
@@ -68,7 +67,7 @@ from smp_core.topology import Topology
 logger = logging.getLogger("smp")
 
 
-class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
+class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWeightsAccelerator):
     """Drop-in for :class:`accelerate.Accelerator` with MiCS sharding.
 
     Args:
@@ -110,7 +109,6 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
         self.batch_layout = batch_layout
         self.schedule_in_optimizer_steps = schedule_in_optimizer_steps
         self.smp_mesh: SmpMesh | None = None
-        self.background_saves: AsyncCheckpointer | None = None
         self._replaced = WeakIdKeyDictionary()
         self._topology: Topology | None = None
         self._parallelism: SmpParallelism | None = None
@@ -292,7 +290,7 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
             handle.meter.close_step()
             if self._watch is not None:
                 self._watch.step += 1
-            self._settle_save()
+            self.settle_save()
 
         return after_step
 
@@ -374,77 +372,12 @@ class SmpAccelerator(SharedSequencesAccelerator, WholeWeightsAccelerator):
                 current = handle.stepped(current)
         return current
 
-    # Checkpoints
-
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
-        """Save models, optimizers, schedulers, samplers, scaler, random states and registered objects as one checkpoint
-        folder that any number of ranks loads (docs/checkpoint-format.md). Collective.
-
-        With ``async_save=True`` it returns when tensors have been copied to host memory; the first step after the
-        writing has ended raises its error, and :meth:`wait_for_save` and ``end_training`` wait for it.
-
-        Raises:
-            CheckpointError: on every rank when any rank failed; what was at ``output_dir`` before is untouched.
-        """
-        if not self.smp:
-            return super().save_state(output_dir, safe_serialization, **options)
-        if not safe_serialization:
-            raise ValueError(
-                "safe_serialization=False: checkpoints are always safetensors; leave it out, or write one torch.save "
-                "file from the folder: `smp checkpoint consolidate FOLDER model.pt`"
-            )
-        if options:
-            raise TypeError(f"save_state options {sorted(options)} have no counterpart here; leave them out")
-        meet("accelerator.save_state(...)")
-        self._say_what_an_open_window_means()
-        return checkpoints.save_state(self, output_dir)
-
-    def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
-        """Load what :meth:`save_state`, or Lightning under ``strategy="smp_sharded"``, has saved. Collective.
-
-        Args:
-            options: ``strict=False`` loads the weights that fit by name.
-
-        Raises:
-            CheckpointError: missing, half, damaged or foreign folder; tensors that do not fit.
-        """
-        if not self.smp:
-            super().load_state(input_dir, load_kwargs, **options)
-            return
-        if load_kwargs:
-            raise TypeError(f"load_kwargs {sorted(load_kwargs)} have no counterpart here; leave them out")
-        meet("accelerator.load_state(...)")
-        checkpoints.load_state(self, input_dir, **options)
-
-    def wait_for_save(self) -> None:
-        """Wait for the save that ``async_save=True`` left in flight.
-
-        Raises:
-            CheckpointError: it failed, on all ranks.
-        """
-        if self.background_saves is not None:
-            self.background_saves.wait()
-
-    def _settle_save(self) -> None:
-        if self.background_saves is not None:
-            self.background_saves.settle()
-
     def end_training(self) -> None:
         """As Accelerate's, after the save in flight; the watch over the ranks ends too."""
         self.wait_for_save()
         if self.sharding:
             stop_watching()
         super().end_training()
-
-    def _say_what_an_open_window_means(self) -> None:
-        for handle in map(parallel_of, self._models):
-            if handle is not None and handle.window.is_open:
-                logger.warning(
-                    "save_state in the middle of an accumulation window: weights and optimizer are those of before it, "
-                    "and its %d micro-batches have to be seen again after load_state",
-                    handle.window.micro_batches,
-                )
-                return
 
 
 def _must_say_cpu() -> bool:

@@ -1,0 +1,94 @@
+"""save_state and load_state of SmpAccelerator: one checkpoint folder (accelerate_smp/checkpoints.py)."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, cast
+
+from accelerate import Accelerator
+
+from accelerate_smp import checkpoints
+from accelerate_smp.attachment import parallel_of
+from accelerate_smp.endings import meet
+from smp_core.checkpoint import AsyncCheckpointer
+
+if TYPE_CHECKING:
+    from accelerate_smp.accelerator import SmpAccelerator
+
+logger = logging.getLogger("smp")
+
+
+class SavedStatesAccelerator(Accelerator):
+    """Accelerator that saves and loads folders.
+
+    Attributes:
+        smp: False: Accelerate's own.
+        background_saves: what writes with ``async_save=True``, from the first save on.
+    """
+
+    smp = True
+    background_saves: AsyncCheckpointer | None = None
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
+        """Save models, optimizers, schedulers, samplers, scaler, random states and registered objects as one checkpoint
+        folder that any number of ranks loads (docs/checkpoint-format.md). Collective.
+
+        With ``async_save=True`` it returns when tensors have been copied to host memory; the first step after the
+        writing has ended raises its error, and :meth:`wait_for_save` and ``end_training`` wait for it.
+
+        Raises:
+            CheckpointError: on every rank when any rank failed; what was at ``output_dir`` before is untouched.
+        """
+        if not self.smp:
+            return super().save_state(output_dir, safe_serialization, **options)
+        if not safe_serialization:
+            raise ValueError(
+                "safe_serialization=False: checkpoints are always safetensors; leave it out, or write one torch.save "
+                "file from the folder: `smp checkpoint consolidate FOLDER model.pt`"
+            )
+        if options:
+            raise TypeError(f"save_state options {sorted(options)} have no counterpart here; leave them out")
+        meet("accelerator.save_state(...)")
+        self._say_what_an_open_window_means()
+        return checkpoints.save_state(cast("SmpAccelerator", self), output_dir)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
+        """Load what :meth:`save_state`, or Lightning under ``strategy="smp_sharded"``, has saved. Collective.
+
+        Args:
+            options: ``strict=False`` loads the weights that fit by name.
+
+        Raises:
+            CheckpointError: missing, half, damaged or foreign folder; tensors that do not fit.
+        """
+        if not self.smp:
+            super().load_state(input_dir, load_kwargs, **options)
+            return
+        if load_kwargs:
+            raise TypeError(f"load_kwargs {sorted(load_kwargs)} have no counterpart here; leave them out")
+        meet("accelerator.load_state(...)")
+        checkpoints.load_state(cast("SmpAccelerator", self), input_dir, **options)
+
+    def wait_for_save(self) -> None:
+        """Wait for the save that ``async_save=True`` left in flight.
+
+        Raises:
+            CheckpointError: it failed, on all ranks.
+        """
+        if self.background_saves is not None:
+            self.background_saves.wait()
+
+    def settle_save(self) -> None:
+        """Raise the error of a save that has ended since; does not wait for one in flight."""
+        if self.background_saves is not None:
+            self.background_saves.settle()
+
+    def _say_what_an_open_window_means(self) -> None:
+        for handle in map(parallel_of, self._models):
+            if handle is not None and handle.window.is_open:
+                logger.warning(
+                    "save_state in the middle of an accumulation window: weights and optimizer are those of before it, "
+                    "and its %d micro-batches have to be seen again after load_state",
+                    handle.window.micro_batches,
+                )
+                return
