@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from smp_core.module_names import uncompiled
 from smp_core.parallelize import ParallelModel
 
 _ATTACHED = "_smp_parallel"
@@ -16,4 +17,4 @@ def attach(model: nn.Module, handle: ParallelModel) -> None:
 
 def parallel_of(model: nn.Module | None) -> ParallelModel | None:
     """The handle of a model that :class:`SmpAccelerator` sharded, compiled or not; None for any other."""
-    return getattr(getattr(model, "_orig_mod", model), _ATTACHED, None)
+    return None if model is None else getattr(uncompiled(model), _ATTACHED, None)

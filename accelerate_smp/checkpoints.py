@@ -48,6 +48,7 @@ from smp_core.checkpoint.optimizers import (
 from smp_core.checkpoint.random_state import random_state, restore_random_state
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state, remainder_state
+from smp_core.module_names import uncompiled
 
 if TYPE_CHECKING:
     from accelerate_smp.accelerator import SmpAccelerator
@@ -272,7 +273,7 @@ def _models(accelerator: SmpAccelerator) -> list[nn.Module]:
         if handle is not None:
             handle.reshard()
             handle.broadcast_buffers()
-    return [getattr(model, "_orig_mod", model) for model in accelerator._models]
+    return [uncompiled(model) for model in accelerator._models]
 
 
 def _optimizers(accelerator: SmpAccelerator) -> list[torch.optim.Optimizer]:

@@ -38,7 +38,6 @@ from smp_core.checkpoint import (
 )
 from smp_core.checkpoint.addresses import is_address
 from smp_core.checkpoint.optimizers import (
-    clean_name,
     copy_into,
     load_named_optimizer_state,
     load_whole_optimizer_state,
@@ -49,6 +48,7 @@ from smp_core.checkpoint.random_state import resumed_random_state
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state, remainder_state
+from smp_core.module_names import clean_name, uncompiled
 
 if TYPE_CHECKING:
     from lightning_smp.strategy import SmpShardedStrategy
@@ -148,7 +148,7 @@ def main_module(module: nn.Module) -> tuple[str, nn.Module]:
 def _model_files(module: nn.Module) -> dict[str, str]:
     """``config.json`` and ``generation_config.json`` of a Transformers model, so that an export is complete."""
     files = {}
-    inner = getattr(module, "_orig_mod", module)
+    inner = uncompiled(module)
     for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
         to_json = getattr(getattr(inner, attribute, None), "to_json_string", None)
         if callable(to_json):

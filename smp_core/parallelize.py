@@ -33,7 +33,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from smp_core.activations.savers import NOTHING_SAVED, ActivationSavers, save_activations
-from smp_core.checkpoint.optimizers import clean_name
 from smp_core.comm.flat import FlatMaxReduce
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
@@ -44,6 +43,7 @@ from smp_core.context_parallel.chunked_models import chunk_losses
 from smp_core.fp8.backends import convert_with
 from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.mesh import SmpMesh
+from smp_core.module_names import clean_name
 from smp_core.planning.auto_degree import AutoDegree
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_e
 
 from smp_core.activations.plan import CheckpointedModule
 from smp_core.activations.selective import ContextPair, selective_contexts
+from smp_core.module_names import uncompiled
 
 logger = logging.getLogger("smp")
 
@@ -52,8 +53,7 @@ def apply_checkpointing(chosen: CheckpointedModule, *, check: bool = False, to_t
         to_the_end: run recomputations to the end of forward, not only as far as values are needed. For modules with
             FSDP units inside, whose hooks come in pairs.
     """
-    # torch.compile keeps the module it wraps under _orig_mod; no public name leads there.
-    module = getattr(chosen.module, "_orig_mod", chosen.module)
+    module = uncompiled(chosen.module)
     kind: Any = type(module)
     module.__class__ = _checkpointed(kind, chosen.mode == "selective", chosen.name if check else None, to_the_end)
 

@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from smp_core.activations.host_pool import HostBuffer, HostPool
 from smp_core.activations.plan import CheckpointedModule
+from smp_core.module_names import compiled_of
 
 
 class _Parked:
@@ -209,7 +210,7 @@ def park_inputs(chosen: CheckpointedModule, offloader: Offloader) -> None:
     The hooks are around ``torch.compile``, not inside: what a compiled module saves for backward passes through them.
     """
     module: Any = chosen.module
-    if hasattr(module, "_orig_mod"):  # what torch.compile returns has its forward as an attribute of the instance
+    if compiled_of(module):  # what torch.compile returns has its forward as an attribute of the instance
         module.forward = _watched(module.forward, offloader, skip=0)
         return
     kind: type[nn.Module] = type(module)

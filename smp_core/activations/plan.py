@@ -15,6 +15,8 @@ from typing import Literal
 
 from torch import nn
 
+from smp_core.module_names import uncompiled
+
 Mode = Literal["full", "selective"]
 
 
@@ -97,5 +99,4 @@ def _claimed(model: nn.Module, setting: Mapping[str, str]) -> dict[str, list[tup
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    # torch.compile keeps the module it wraps under _orig_mod; no public name leads there.
-    return type(getattr(module, "_orig_mod", module)).__name__ == pattern or fnmatch.fnmatchcase(name, pattern)
+    return type(uncompiled(module)).__name__ == pattern or fnmatch.fnmatchcase(name, pattern)

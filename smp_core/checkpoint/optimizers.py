@@ -18,16 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.reader import load_checkpoint, read_index, read_rest
-
-# Wrappers that keep the module they wrap under a name of their own.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without the marks of ``torch.compile`` and activation checkpointing."""
-    for mark in _WRAPPERS:
-        name = name.replace(mark, "")
-    return name
+from smp_core.module_names import clean_name
 
 
 def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from smp_core.fp8.recipe import Fp8Recipe
+from smp_core.module_names import clean_name
 
 logger = logging.getLogger("smp")
 
@@ -183,7 +184,7 @@ class Fp8State:
         """Plain CPU tensors by site name (``amax_history`` ``[H, 3]``, ``scale`` ``[3]``), and the step count."""
         history, scale = self.history.cpu(), self.scale.cpu()
         sites = {
-            _clean(name): {"amax_history": history[:, i].clone(), "scale": scale[i].clone()}
+            clean_name(name): {"amax_history": history[:, i].clone(), "scale": scale[i].clone()}
             for i, name in enumerate(self.names)
         }
         return {"steps": self.steps, "sites": sites}
@@ -198,13 +199,13 @@ class Fp8State:
         Returns:
             names of sites that ``state`` has nothing of: those are calibrated anew.
         """
-        saved = {_clean(name): tensors for name, tensors in state.get("sites", {}).items()}
+        saved = {clean_name(name): tensors for name, tensors in state.get("sites", {}).items()}
         missing = []
         self.history = torch.zeros_like(self.history)
         self.scale, self.inverse = torch.ones_like(self.scale), torch.ones_like(self.inverse)
         self.current = torch.zeros_like(self.current)
         for i, name in enumerate(self.names):
-            tensors = saved.get(name_there(_clean(name)))
+            tensors = saved.get(name_there(clean_name(name)))
             if tensors is None:
                 missing.append(name)
                 continue
@@ -216,8 +217,3 @@ class Fp8State:
         self.calibrated = (self.history.amax(0) > 0).tolist()
         self.generation += 1
         return missing
-
-
-def _clean(name: str) -> str:
-    """A site's name without what wrappers put in (checkpointing, torch.compile)."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

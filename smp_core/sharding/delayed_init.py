@@ -42,15 +42,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_core.module_names import clean_name
 from smp_core.sharding.delayed_tensors import Slot, classes_before_sharding, holds_values, is_meta
 
 logger = logging.getLogger("smp")
 
 InitFn = Callable[[nn.Module], None]
-
-# Names that wrappers (torch.compile, activation checkpointing) add to a module's path. They are no part of the key:
-# switching activation checkpointing on must not change the initial weights.
-_WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 _RESET, _MODEL, _USER = 0, 1, 2
 
@@ -226,7 +223,7 @@ class _Materialization:
                 m.__dict__["_buffers"] = self._lent_entries(m, buffers, attempt)
             for step in steps:
                 attempt.level = step.level
-                _seed_generators(f"{self.seed}/{_key(fqn)}/{step.level}")
+                _seed_generators(f"{self.seed}/{clean_name(fqn)}/{step.level}")
                 try:
                     step.call()
                 except Exception as error:
@@ -337,10 +334,6 @@ def _meta_attributes(model: nn.Module) -> Iterator[str]:
             registered = name in ("_parameters", "_buffers", "_modules")
             if not registered and any(isinstance(v, torch.Tensor) and is_meta(v) for v in values):
                 yield f"{fqn}.{name}" if fqn else name
-
-
-def _key(fqn: str) -> str:
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPER_NAMES)
 
 
 def _seed_generators(key: str) -> None:

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from smp_core.config import SmpConfig
+from smp_core.module_names import compiled_of, uncompiled
 
 logger = logging.getLogger("smp")
 
@@ -146,13 +147,12 @@ def _outside(model: nn.Module, modules: list[nn.Module]) -> set[nn.Parameter]:
 
 
 def _class_name(module: nn.Module) -> str:
-    # torch.compile keeps the module it wraps under _orig_mod; no public name leads there.
-    return type(getattr(module, "_orig_mod", module)).__name__
+    return type(uncompiled(module)).__name__
 
 
 def _compiled_whole(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     """For a module that torch.compile wraps, its wrapper: FSDP2's hooks inside would break its graph."""
-    wrapper = {m._orig_mod: m for m in model.modules() if m is not model and hasattr(m, "_orig_mod")}
+    wrapper = {inner: m for m in model.modules() if m is not model and (inner := compiled_of(m))}
     return [wrapper.get(block, block) for block in blocks]
 
 

@@ -1,0 +1,28 @@
+"""Names and classes of modules as the user wrote them, without what wraps a module.
+
+``torch.compile`` keeps the module that it wraps under ``_orig_mod``, torch's and fairscale's activation checkpointing
+under ``_checkpoint_wrapped_module``. No public name leads there, and both show in the names of parameters.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+_COMPILED = "_orig_mod"
+_WRAPPERS = (_COMPILED, "_checkpoint_wrapped_module")
+
+
+def clean_name(name: str) -> str:
+    """A module's or parameter's name without the marks of wrappers: the same with and without them."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def compiled_of(module: nn.Module) -> nn.Module | None:
+    """The module that ``torch.compile`` wrapped, if ``module`` is what it returned; otherwise None."""
+    found = getattr(module, _COMPILED, None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module itself, whether ``torch.compile`` wraps it or not."""
+    return compiled_of(module) or module
