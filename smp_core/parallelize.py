@@ -63,7 +63,7 @@ from smp_core.sharding.zero_grad import drop_with_zero_grad
 logger = logging.getLogger("smp")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParallelModel:
     """A parallelized module with what steps it: units, window, meter, traffic, mesh; with ``config.fp8``, scales, or
     what makes the context that another library's FP8 layers want around forward (``fp8_region``); where sequences are

@@ -19,7 +19,7 @@ class HostMemoryError(RuntimeError):
     """The host pool has reached its limit, or the system gave no more memory."""
 
 
-@dataclass
+@dataclass(eq=False)
 class HostBuffer:
     """``bytes``: uint8 [capacity]. ``free_after``: an event of the stream that read the buffer last; None on CPU."""
 

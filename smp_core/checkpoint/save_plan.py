@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StagedTensor:
     """A host copy of what one rank holds of a tensor; plans like the tensor it was copied from.
 
@@ -36,7 +36,7 @@ class StagedTensor:
         return self.items
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LazyTensor:
     """A whole tensor that is read only when it is written: a leaf of a state that is converted, not trained.
 

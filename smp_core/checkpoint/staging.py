@@ -24,7 +24,7 @@ from smp_core.checkpoint.save_plan import LazyTensor, StagedTensor, tie_key
 from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, name_tensors
 
 
-@dataclass
+@dataclass(eq=False)
 class Staged:
     """One rank's part of a save.
 

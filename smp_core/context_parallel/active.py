@@ -24,7 +24,7 @@ from smp_core.context_parallel.plan import SequencePlan
 from smp_core.context_parallel.traffic import ContextGroup
 
 
-@dataclass
+@dataclass(eq=False)
 class SplitBatch:
     """One rank's part of a batch.
 

@@ -32,7 +32,7 @@ Segments = Sequence[tuple[int, int]]
 aten = torch.ops.aten
 
 
-@dataclass
+@dataclass(eq=False)
 class AttentionWork:
     """What the kernels were asked for.
 

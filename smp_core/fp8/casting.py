@@ -20,7 +20,7 @@ import torch
 from smp_core.fp8.scaling import LARGEST, Fp8State, scale_for
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Quantized:
     """A matrix in FP8: ``data * inverse_scale`` is its value.
 

@@ -22,7 +22,7 @@ from smp_core.planning.optimizers import OPTIMIZERS, OptimizerStates, planned_st
 from smp_core.topology import Topology
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AutoDegree:
     """The choice of a shard degree for one model.
 

@@ -90,7 +90,7 @@ def has_meta_tensors(model: nn.Module) -> bool:
     return any(is_meta(tensor) for _, tensor in _named_tensors(model))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Attempt:
     """The full-size tensors lent to the initialisers of one module."""
 

@@ -10,7 +10,7 @@ from smp_core.comm.background import Pending
 from smp_core.sharding.fsdp import Slot
 
 
-@dataclass
+@dataclass(eq=False)
 class UnitSum:
     """What a unit's micro-batches add up to inside the present window.
 

@@ -255,6 +255,25 @@ def test_private_names_are_used_only_where_it_says_why(module: str) -> None:
     assert silent == [], f"{path.name}: name it in a comment or docstring and say why no public name will do"
 
 
+def holds_tensors(field: ast.stmt) -> bool:
+    """Whether the field of a dataclass is a tensor, or a container of tensors, by its annotation."""
+    if not isinstance(field, ast.AnnAssign):
+        return False
+    annotation = ast.unparse(field.annotation)
+    return "Callable" not in annotation and re.search(r"\b(Tensor|Parameter|\w+Tensor)\b", annotation) is not None
+
+
+def test_dataclasses_that_hold_tensors_compare_by_identity() -> None:
+    """The comparison that a dataclass generates (``in``, ``list.remove``) asks tensors for a truth value."""
+    found = []
+    for module, path in sources().items():
+        for node in ast.walk(parsed(path)):
+            made = [ast.unparse(each) for each in node.decorator_list] if isinstance(node, ast.ClassDef) else []
+            if any("dataclass" in each and "eq=False" not in each for each in made):
+                found += [f"{module}.{node.name}"] if any(map(holds_tensors, node.body)) else []
+    assert found == []
+
+
 def test_internals_of_fsdp2_are_in_one_room() -> None:
     pattern = re.compile(r"_get_fsdp_state|_fsdp_param_group|_unsharded_param|_pre_forward\b|torch\._C|_fully_shard")
     files = [str(path.relative_to(ROOT)) for path in sources().values() if pattern.search(path.read_text())]

@@ -211,6 +211,38 @@ def test_an_input_of_several_modules_leaves_once() -> None:
     assert offloader.bytes_out == (4 + 1) * 2 * 3 * 8 * 4
 
 
+class Narrowing(nn.Module):
+    """Its last blocks see half of the sequence, as an encoder's and a decoder's, or a Swin's stages do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:2]:
+            x = block(x)
+        x = x[:, ::2].contiguous()
+        for block in self.blocks[2:]:
+            x = block(x)
+        return x.square().sum()
+
+
+def test_inputs_of_different_sizes_share_the_pool_from_step_to_step() -> None:
+    torch.manual_seed(0)
+    model = Narrowing()
+    steps = torch.randn(3, 2, 6, 8)
+    plain = [torch.autograd.grad(model(x), list(model.parameters())) for x in steps]
+    pool = HostPool(2**20, pinned=False, lower="")
+    offloader = Offloader(torch.device("cpu"), 1, pool, min_bytes=0)
+    for chosen in plan_checkpointing(model, [], {"blocks.*": "full"}):
+        apply_checkpointing(chosen)
+        park_inputs(chosen, offloader)
+    for x, expected in zip(steps, plain, strict=True):
+        found = torch.autograd.grad(model(x.requires_grad_()), list(model.parameters()))
+        assert all(map(torch.equal, found, expected))
+    assert pool.bytes_in_use == 0
+
+
 def test_small_inputs_stay() -> None:
     model, offloader = parked(4, 1, min_bytes=INPUT_BYTES + 1)
     model(tokens(0, SAMPLES)).backward()
