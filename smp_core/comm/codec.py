@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from smp_core.fp8.casting import device_multiplies_fp8, has_triton
 
 BLOCK = 256
-_ALIGN = 16
+ALIGN = 16
 
 CodeName = Literal["int8", "int4", "fp8", "bfloat16"]
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -111,7 +111,7 @@ class Blockwise:
 
     def size(self, n: int) -> int:
         codes = -(-n // 2) if self.name == "int4" else n
-        return -(-(4 * self._blocks(n) + codes) // _ALIGN) * _ALIGN
+        return -(-(4 * self._blocks(n) + codes) // ALIGN) * ALIGN
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None = None) -> None:
         kernels = self._kernels(values)

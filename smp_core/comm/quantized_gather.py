@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp_core.comm.codec import Codec
+from smp_core.comm.codec import ALIGN, Codec
 from smp_core.comm.deferred import Deferred
 from smp_core.comm.exchange import GATHER, prefers_messages, start_exchange
 from smp_core.comm.flat import CommObject
@@ -169,12 +169,13 @@ class QuantizedAllGather(CommObject):
         return self._parts
 
     def _encode(self, shard_N: torch.Tensor, encoded: list[slice], exact: list[slice]) -> torch.Tensor:
-        """The codec's payload, then the bytes of what travels exactly."""
-        values, kept = _join(shard_N, encoded), _join(shard_N, exact)
+        """The codec's payload, then the bytes of what travels exactly, padded: in a row of payloads each starts where
+        scales may be read."""
+        values, kept = _join(shard_N, encoded), _join(shard_N, exact).contiguous().view(torch.uint8)
         n_codes = self._policy.codec.size(values.numel())
-        payload_B = shard_N.new_empty(n_codes + kept.numel() * kept.element_size(), dtype=torch.uint8)
+        payload_B = shard_N.new_empty(n_codes + -(-kept.numel() // ALIGN) * ALIGN, dtype=torch.uint8)
         self._policy.codec.encode(values, payload_B[:n_codes])
-        payload_B[n_codes:] = kept.contiguous().view(torch.uint8)
+        payload_B[n_codes : n_codes + kept.numel()] = kept
         return payload_B
 
     def _decode(
@@ -190,8 +191,9 @@ class QuantizedAllGather(CommObject):
             self._policy.codec.decode(payloads_RB[:, :n_codes], values)
             _spread(values, shards_RN, encoded)
         if exact:
-            # A copy: the bytes may start at an address that the dtype does not allow.
-            _spread(payloads_RB[:, n_codes:].clone().view(shards_RN.dtype), shards_RN, exact)
+            n_bytes = sum(part.stop - part.start for part in exact) * shards_RN.element_size()
+            # A copy, because the dtype is read from rows without gaps.
+            _spread(payloads_RB[:, n_codes : n_codes + n_bytes].clone().view(shards_RN.dtype), shards_RN, exact)
 
     def _in_one_stage(
         self, output: torch.Tensor, own_B: torch.Tensor, encoded: list[slice], exact: list[slice]
