@@ -26,6 +26,8 @@ class SmpMesh:
         layout: the axes and their sizes.
         device_mesh: 2-D, axes ("replicate", "shard").
         shard_mesh: its 1-D slice over this rank's partition group: what FSDP2 gets.
+        replicate_group: ranks that hold the same shard. No other collectives use its communicator: replicas may send a
+            unit's sum before or after what all ranks send in one order.
         hierarchical: whether collectives over the partition group run in two stages.
         intra_group: ranks of the partition group on this node; None unless hierarchical.
         inter_group: ranks of the partition group with this local rank; None unless hierarchical.
@@ -43,6 +45,7 @@ class SmpMesh:
     rank: int
     device: torch.device
     device_mesh: DeviceMesh
+    replicate_group: dist.ProcessGroup
     hierarchical: bool
     intra_group: dist.ProcessGroup | None
     inter_group: dist.ProcessGroup | None
@@ -94,6 +97,9 @@ class SmpMesh:
         for known in (device_mesh.get_group("replicate"), device_mesh.get_group("shard"), _world_group()):
             groups.know(known)
         partitions, replications = layout.groups(*PARTITION), layout.groups("replicate")
+        replicate = device_mesh.get_group("replicate")
+        if layout.size(*GRADIENTS) == layout.replicate > 1:  # the same ranks: torch gives the same group
+            replicate = groups.make(replications)
         partition_stages = groups.own_stages(partitions, topology) if hierarchical else None
         replica_stages = groups.own_stages(replications, topology) if in_stages else None
         gradient_stages = groups.own_stages(layout.groups(*GRADIENTS), topology) if in_stages else None
@@ -114,6 +120,7 @@ class SmpMesh:
             rank=rank,
             device=device,
             device_mesh=device_mesh,
+            replicate_group=replicate,
             hierarchical=intra is not None,
             intra_group=intra,
             inter_group=inter,
@@ -145,10 +152,6 @@ class SmpMesh:
     @property
     def shard_group(self) -> dist.ProcessGroup:
         return self.device_mesh.get_group("shard")
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup:
-        return self.device_mesh.get_group("replicate")
 
     @property
     def shard_ranks(self) -> Ranks:
@@ -255,11 +258,13 @@ class _Groups:
         """The one this rank is in. All are made, on every rank in the same order as torch.distributed wants it."""
         mine = next(ranks for ranks in groups if self._rank in ranks)
         if mine not in self._known:
-            for ranks in groups:
-                group = dist.new_group(list(ranks))
-                if self._rank in ranks:
-                    self._known[mine] = group
+            self._known[mine] = self.make(groups)
         return self._known[mine]
+
+    def make(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
+        """The same, with a communicator of its own."""
+        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+        return next(group for ranks, group in made.items() if self._rank in ranks)
 
     def own_stages(self, groups: Sequence[Ranks], topology: Topology) -> Stages | None:
         """This rank's groups of the two stages of its group (:func:`smp_core.layout.stages`)."""

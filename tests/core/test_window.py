@@ -59,6 +59,14 @@ def test_conditional_frozen_and_repeated_parameters_train_like_one_process(degre
     check_scenarios(allowed(degree), degree, old_torch=old_torch)
 
 
+def test_replicas_of_whole_units_that_use_different_ones_train_like_one_process() -> None:
+    """With one rank in a partition group there are units where parameters come from the host; then all ranks are one
+    replication group, and sums are sent before or after other things that all ranks do."""
+    names = [name for name in allowed(1) if SCENARIOS[name].per_replica]
+    for hierarchical in (False, True):
+        check_scenarios(names, 1, state_offload="all", hierarchical=hierarchical)
+
+
 def test_frozen_and_repeated_parameters_that_stay_gathered_train_like_one_process() -> None:
     names = [name for name in allowed(2) if any(word in name for word in ("frozen", "thawed", "twice", "two forwards"))]
     check_scenarios(names, 2, **KEPT)

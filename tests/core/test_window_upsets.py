@@ -5,6 +5,8 @@ Nothing of it may reach the next step, which is compared with one that saw nothi
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from tests.core.scenarios import (
     as_torch_2_11,
     by_path,
     differences,
+    freeze,
     gradients,
     net_on_ranks,
     parallel_model,
@@ -43,6 +46,8 @@ def step_after(disturbance: str, old_torch: bool, **knobs) -> None:
     with as_torch_2_11(old_torch):
         disturbed, fresh = net_on_ranks(PLAIN, **knobs), net_on_ranks(PLAIN, **knobs)
         optimizers = [torch.optim.AdamW(parallel.module.parameters(), lr=0.1) for parallel in (disturbed, fresh)]
+        for parallel, optimizer in zip((disturbed, fresh), optimizers, strict=True):
+            parallel.prepare_optimizer(optimizer)
         for parallel, optimizer in zip((disturbed, fresh), optimizers, strict=True):
             run_window(parallel, PLAIN)
             optimizer.step()
@@ -67,7 +72,8 @@ class Deliberate(Exception):
 def disturb(parallel: ParallelModel, disturbance: str) -> None:
     """Leave a window in the middle, in one of many ways."""
     kind, _, where = disturbance.partition(" at ")
-    target = parallel.module if where == "root" else parallel.module.cells[int(where or 0)]
+    named = {"root": parallel.module, "enter": parallel.module.enter}
+    target = named[where] if where in named else parallel.module.cells[int(where or 0)]
     other = Scenario(by_path(lambda micro, rank: "0lr 1lr 2lr 0r"))
     if kind == "open window":
         with parallel.window.accumulate():
@@ -86,11 +92,16 @@ def disturb(parallel: ParallelModel, disturbance: str) -> None:
         with pytest.raises(Deliberate):
             run_window(parallel, other)
         handle.remove()
+    elif kind == "failed backward of other cells on each replica":
+        ways = "0lr 1lr 2lr" if parallel.mesh.replicate_rank else "0lr 2lr"
+        freeze(parallel.module, "never", False)  # it would keep all sums until the end of the pass
+        fail_in_backward(parallel, target, last=True, failing=Scenario(by_path(lambda micro, rank: ways)))
+        freeze(parallel.module, "never", True)
     else:
         fail_in_backward(parallel, target, last=kind == "failed last backward")
 
 
-def fail_in_backward(parallel: ParallelModel, target: nn.Module, last: bool) -> None:
+def fail_in_backward(parallel: ParallelModel, target: nn.Module, last: bool, failing: Scenario = PLAIN) -> None:
     """A first micro-batch, then one whose backward raises where the gradient of ``target``'s output arrives."""
 
     def refuse(gradient: torch.Tensor) -> None:
@@ -100,7 +111,7 @@ def fail_in_backward(parallel: ParallelModel, target: nn.Module, last: bool) -> 
         PLAIN.loss(parallel.module, 7, parallel.mesh.data_rank).backward()
     handle = target.register_forward_hook(lambda module, inputs, output: output.register_hook(refuse) and None)
     with pytest.raises(Deliberate), parallel.window.accumulate(not last):
-        PLAIN.loss(parallel.module, 8, parallel.mesh.data_rank).backward()
+        failing.loss(parallel.module, 8, parallel.mesh.data_rank).backward()
     handle.remove()
 
 
@@ -139,6 +150,22 @@ def steps_after(old_torch: bool, **knobs) -> None:
 )
 def test_nothing_of_an_abandoned_window_reaches_the_next_step(degree: int, old_torch: bool, knobs: dict) -> None:
     run_ranks(steps_after, 4, old_torch, shard_degree=degree, ranks_per_node=2, timeout=600, **knobs)
+
+
+def steps_after_different_sums(cases: list[dict[str, Any]]) -> None:
+    for knobs in cases:
+        step_after("failed backward of other cells on each replica at enter", False, **knobs)
+
+
+def test_an_abandoned_window_of_which_replicas_had_sent_different_sums() -> None:
+    """One replica had sent the sums of three units, the other of one."""
+    cases: list[dict[str, Any]] = [
+        {"shard_degree": 2},
+        {"shard_degree": 2, **HELD},
+        {"shard_degree": 2, "optimizer_shard": "world"},
+        {"shard_degree": 1, "state_offload": "all", "hierarchical": False},
+    ]
+    run_ranks(steps_after_different_sums, 4, cases, ranks_per_node=2)
 
 
 def go_on_after_failure(**knobs) -> list[str]:
