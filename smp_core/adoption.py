@@ -23,7 +23,7 @@ from smp_core.parallelize import (
 )
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.forward_methods import register_forward_methods
-from smp_core.sharding.fsdp import Calls, adopt_units, given_policy, settle_given_parameters
+from smp_core.sharding.fsdp import Calls, adopt_units, explain_uncalled, given_policy, settle_given_parameters
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import GivenSharding, NativeWindow
 from smp_core.sharding.pickling import refuse_to_pickle_shards
@@ -127,10 +127,11 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
         return ParallelModel(model, mesh, config, plan, (), native, meter, traffic, Calls(model))
     _first_replicas_weights(model, mesh)
     units = adopt_units(model, traffic.all_gather, traffic.reduce_scatter)
+    explain_uncalled(units)
     elements = [sum(p.numel() for p in unit.parameters()) for unit in units]
     config = settle_fsdp_options(config, mesh, [n for n in elements if n], policy.param_dtype or own_dtype)
     apply_fsdp_options(model, config)
-    planned = tuple(PlannedUnit(unit.name, unit.module, unit.parameter_names, unit.module is model) for unit in units)
+    planned = tuple(PlannedUnit(unit.name, unit.parameter_names, unit.module is model) for unit in units)
     plan = WrapPlan(planned, tuple(plain), "as it came")
     calls = Calls(model)
     register_forward_methods(model, units, calls, config.forward_methods)

@@ -49,7 +49,7 @@ from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
 from smp_core.sharding.derived_optimizer import kind_of, override_methods
 from smp_core.sharding.forward_methods import register_forward_methods
-from smp_core.sharding.fsdp import Calls, ShardedUnit, reshard, shard_units
+from smp_core.sharding.fsdp import Calls, ShardedUnit, explain_uncalled, name_uncalled, reshard, shard_units
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
@@ -88,10 +88,14 @@ class ParallelModel:
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
         with self.fp8_region():
-            for unit in self.units:
-                if unit.module is self.module:
-                    return self.calls.run_as_forward(unit, method, *args, **kwargs)
-            return method(*args, **kwargs)
+            try:
+                for unit in self.units:
+                    if unit.module is self.module:
+                        return self.calls.run_as_forward(unit, method, *args, **kwargs)
+                return method(*args, **kwargs)
+            except RuntimeError as error:
+                name_uncalled(error, self.units)
+                raise
 
     def reshard(self) -> None:
         """Free gathered parameters, e.g. after an evaluation or before weights are loaded."""
@@ -283,6 +287,8 @@ def parallelize_model(
     if mesh.shard_degree == 1 and not config.reduce_every_micro_batch:
         why = "shard_degree=1: nothing is reduced inside a partition group"
         config = config.with_resolved("reduce_every_micro_batch", True, why)
+    if not whole or config.optimizer_shard == "world":
+        lay_out_contiguously(by_name)
     names = () if whole else tuple(unit.name for unit in plan.units)
     config, savers = save_activations(model, plan.blocks, names, mesh.device, mesh.topology.ranks_per_node, config)
     replicated = [*plan.replicated, *(name for unit in plan.units for name in unit.parameters if whole)]
@@ -312,6 +318,7 @@ def parallelize_model(
             symmetric_memory=config.symmetric_memory,
         )
         apply_fsdp_options(model, config)
+        explain_uncalled(units)
     if config.delayed_init and not on_meta:
         why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
         logger.warning("delayed_init=True has no effect: %s", why)
@@ -465,6 +472,16 @@ def broadcast_from_rank_0(tensors: Iterable[torch.Tensor], device: torch.device)
         dist.broadcast(there, src=0)
         if there.data_ptr() != tensor.data_ptr():
             tensor.copy_(there)
+
+
+@torch.no_grad()
+def lay_out_contiguously(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Shards are stretches of a parameter's rows: one that is transposed, or in ``channels_last``, is laid out anew."""
+    others = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
+    for name in others:
+        parameters[name].data = parameters[name].data.contiguous()
+    if others:
+        logger.info("made contiguous, as shards are: %s", ", ".join(others))
 
 
 @torch.no_grad()

@@ -92,7 +92,11 @@ def _checkpointing(
         why = "nothing is recomputed"
         logger.warning("activation_checkpointing_check=True has no effect: %s", why)
         config = config.with_resolved("activation_checkpointing_check", False, why)
-    inside = {each.name: [name for name in units if name.startswith(f"{each.name}.")] for each in chosen}
+    by_name = dict(model.named_modules())
+    inside = {
+        each.name: [name for name in units if name != each.name and by_name[name] in set(each.module.modules())]
+        for each in chosen
+    }
     for each in chosen:
         apply_checkpointing(each, check=config.activation_checkpointing_check, to_the_end=bool(inside[each.name]))
     return config, chosen, frozenset(name for names in inside.values() for name in names)

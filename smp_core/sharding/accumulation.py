@@ -32,6 +32,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -238,10 +239,8 @@ class AccumulationWindow:
     @torch.no_grad()
     def abandon(self) -> None:
         """Drop the window's gradients, held and closed: nothing of it reaches the next step, also when a forward or
-        backward pass failed in the middle (on all ranks). What was gathered is sharded again."""
-        for unit_sum in self._sums:
-            if unit_sum.in_flight is not None:
-                unit_sum.in_flight.wait()
+        backward pass failed in the middle (on all ranks). What was gathered is sharded again. Collective."""
+        self._await_sums()
         forget_passes(self._units)
         self._drop_gradients()
 
@@ -387,6 +386,22 @@ class AccumulationWindow:
             self._reducing_held = False
         self._restore_gradients()
 
+    def _await_sums(self) -> None:
+        """What any replica has sent arrives: the others send as much, or it would meet sums of the next window."""
+        if self._mesh.replicate_degree == 1 or not self._units:
+            return
+        in_flight = [None if each.in_flight is None else each.flat for each in self._sums]
+        sent = torch.tensor([0 if flat is None else flat.numel() for flat in in_flight], device=self._mesh.device)
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._mesh.gradient_group)
+        for number, size in enumerate(sent.tolist()):
+            unit_sum = self._sums[number]
+            if size and unit_sum.in_flight is None:
+                unit_sum.flat = self._units[number].zeros(size)
+                self._start(number, unit_sum)
+        for unit_sum in self._sums:
+            if unit_sum.in_flight is not None:
+                unit_sum.in_flight.wait()
+
     def _send_complete(self) -> None:
         while self._next < len(self._units):
             if self._sums[self._next].complete:
@@ -407,14 +422,23 @@ class AccumulationWindow:
             return
         unit_sum, slots = self._sums[number], self._units[number].window_slots()
         if unit_sum.flat is None:
-            unit_sum.slots, unit_sum.flat = slots, self._units[number].zeros(slots)
+            unit_sum.slots = slots
+            unit_sum.flat = self._units[number].zeros(slots[-1].offset + slots[-1].padded)
         unit_sum.widen(slots)
         if self.world is not None:
-            self._scatter(number, unit_sum)
-            return
-        unit_sum.in_flight = self._hop(unit_sum.flat, self._units[number].name)
+            self._widen_to_masters(number, unit_sum)
+        self._start(number, unit_sum)
 
-    def _scatter(self, number: int, unit_sum: UnitSum) -> None:
+    def _start(self, number: int, unit_sum: UnitSum) -> None:
+        assert unit_sum.flat is not None
+        name = self._units[number].name
+        if self.world is None:
+            unit_sum.in_flight = self._hop(unit_sum.flat, name)
+        else:
+            unit_sum.in_flight = self.world.units[number]
+            self.world.units[number].send(unit_sum.flat, name)
+
+    def _widen_to_masters(self, number: int, unit_sum: UnitSum) -> None:
         assert self.world is not None
         unit = self._units[number]
         shard = self.world.units.get(number)
@@ -427,9 +451,6 @@ class AccumulationWindow:
             )
         index = {name: i for i, name in enumerate(unit.names)}
         unit_sum.widen(unit.layout(index[name] for name in shard.names))
-        assert unit_sum.flat is not None
-        shard.send(unit_sum.flat, unit.name)
-        unit_sum.in_flight = shard
 
 
 def _accumulate(parameter: nn.Parameter, gradient: DTensor) -> None:

@@ -10,7 +10,7 @@ is sharded, so that what FSDP2 would refuse later (a parameter tied across units
 - roots: the model itself, or, for a module whose own forward is not what a step calls (a LightningModule), its
   callable children, and itself only where it owns parameters;
 - a leaf with another trainable dtype than the rest of its unit becomes a unit of its own;
-- replicated: 0-d parameters, and those tied across units; they stay plain tensors, equal on all ranks.
+- replicated: 0-d and empty parameters, and those tied across units; they stay plain tensors, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,26 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from smp_core.config import SmpConfig
 from smp_core.module_names import compiled_of, uncompiled
 
 logger = logging.getLogger("smp")
 
+# Their forward computes with parameters of modules inside without calling these (an attention's out_proj; all of an
+# encoder layer on its fast path), so that none of them can be a unit of its own.
+_READS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, ParametrizationList)
+
 Entry = Literal["forward", "steps", "children"]
 
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A module to be wrapped: its name in the model ("" for the model itself) and the names of its parameters."""
+    """A module to be wrapped: its name in the model ("" for the model itself) and the names of its parameters. Names,
+    because conversions between planning and sharding exchange modules."""
 
     name: str
-    module: nn.Module
     parameters: tuple[str, ...]
     is_root: bool
 
@@ -81,7 +86,7 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
     if config.wrap_min_parameters > 0:
         chosen |= _by_size(model, chosen, config.wrap_min_parameters, within=roots)
 
-    replicated = _scalars(model)
+    replicated = _indivisible(model)
     chosen -= _leaves_tied_elsewhere(model, chosen, keep=set(roots))
     owner = _owners(model, chosen)
     tied = _tied_across_units(model, owner)
@@ -99,15 +104,29 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
             members[next(iter(owner[parameter]))].append(name)
     if not members and not plain:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
-    # named_modules lists parents first; FSDP2 wants children first.
-    ordered = [module for module in names if module in chosen and (module in members or module in roots)]
-    units = tuple(
-        PlannedUnit(names[module], module, tuple(members[module]), module in roots) for module in reversed(ordered)
-    )
+    ordered = _children_first(model, {module for module in chosen if module in members or module in roots})
+    units = tuple(PlannedUnit(names[module], tuple(members[module]), module in roots) for module in ordered)
     if tied:
         shown = [name for name, parameter in model.named_parameters() if parameter in tied]
         logger.info("parameters shared by several units stay whole on every rank: %s", ", ".join(shown))
     return WrapPlan(units, tuple(plain), why, tuple(_outermost(names, blocks)))
+
+
+def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
+    """The chosen modules, the last of the model first, and each behind all chosen ones inside it, as FSDP2 wants it: a
+    layer that several units share comes before the first of these."""
+    ordered: dict[nn.Module, None] = {}
+
+    def add(module: nn.Module) -> None:
+        for inner in reversed(list(module.modules())):
+            if inner in chosen and inner not in ordered and inner is not module:
+                add(inner)
+        ordered[module] = None
+
+    for module in reversed(list(model.modules())):
+        if module in chosen and module not in ordered:
+            add(module)
+    return list(ordered)
 
 
 def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator[str]:
@@ -211,7 +230,10 @@ def _by_size(model: nn.Module, chosen: set[nn.Module], threshold: int, within: l
 
     def visit(module: nn.Module) -> int:
         own = sum(p.numel() for p in module.parameters(recurse=False))
-        own += sum(visit(child) for child in module.children())
+        if isinstance(module, _READS_INSIDE):
+            own = sum(p.numel() for p in module.parameters())
+        else:
+            own += sum(visit(child) for child in module.children())
         if module in chosen:
             return 0
         if own >= threshold and _callable(module) and module is not model:
@@ -224,8 +246,9 @@ def _by_size(model: nn.Module, chosen: set[nn.Module], threshold: int, within: l
     return added
 
 
-def _scalars(model: nn.Module) -> set[nn.Parameter]:
-    return {parameter for parameter in model.parameters() if parameter.ndim == 0}
+def _indivisible(model: nn.Module) -> set[nn.Parameter]:
+    """0-d parameters and those without elements."""
+    return {parameter for parameter in model.parameters() if parameter.ndim == 0 or parameter.numel() == 0}
 
 
 def _owners(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Parameter, dict[nn.Module, None]]:
@@ -260,7 +283,11 @@ def _other_dtype_leaves(
     """Leaves whose trainable dtype is not the most common one of their unit."""
     dtype_of = _main_dtypes(owner, replicated)
     leaves: set[nn.Module] = set()
+    readers = [module for module in model.modules() if isinstance(module, _READS_INSIDE)]
+    read = {inner for outer in readers for inner in outer.modules() if inner is not outer}
     for module in model.modules():
+        if module in read:
+            continue
         own = [p for p in module.parameters(recurse=False) if p.requires_grad and p not in replicated]
         if not own or not _callable(module):
             continue

@@ -20,7 +20,7 @@ from smp_core.topology import Topology
 from tests.core import transformer_engine_stand_in as stand_in
 from tests.core.gpt import SmallGpt
 from tests.core.test_fp8_numbers import decibels
-from tests.core.test_fp8_training import LENGTH, VOCABULARY, WIDTH, Run, batches, runs_of, train, whole
+from tests.core.test_fp8_training import LENGTH, VOCABULARY, WIDTH, Run, batches, build, runs_of, train, whole
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -110,6 +110,20 @@ def test_torchao_trains_sharded_as_it_does_replicated_and_in_one_process() -> No
         assert sharded.kinds == {"DTensor"} and sharded.amax_calls == [0.0] * 6
         assert sharded.losses == pytest.approx(alone[0].losses, rel=5e-3)
         assert alone[0].losses != alone[1].losses
+
+
+def units_in_torchao() -> list[tuple[str, str, bool]]:
+    """Of each unit of more than its root: its name, the class of its module, and whether the model uses that module."""
+    parallel = build(shard_degree=2, fp8=TORCHAO, wrap_min_parameters=WIDTH * WIDTH)
+    used = set(parallel.module.modules())
+    return [(unit.name, type(unit.module).__name__, unit.module in used) for unit in parallel.units]
+
+
+@needs_torchao
+def test_layers_that_torchao_replaces_after_planning_are_the_units() -> None:
+    for units in run_ranks(units_in_torchao, 2):
+        assert all(used for _, _, used in units)
+        assert any("Float8Linear" in kind for _, kind, _ in units)
 
 
 # Transformer Engine

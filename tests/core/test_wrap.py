@@ -27,14 +27,15 @@ def check(model: nn.Module, made: WrapPlan) -> None:
     by_name = dict(model.named_parameters())
     seen: list[nn.Module] = []
     for unit in made.units:
-        assert model.get_submodule(unit.name) is unit.module
-        inner = set(unit.module.modules()) - {unit.module}
-        assert not inner & {later.module for later in made.units[len(seen) + 1 :]}, f"{unit.name} before its children"
-        seen.append(unit.module)
+        module = model.get_submodule(unit.name)
+        inner = set(module.modules()) - {module}
+        later = {model.get_submodule(each.name) for each in made.units[len(seen) + 1 :]}
+        assert not inner & later, f"{unit.name} before its children"
+        seen.append(module)
         own = [by_name[name] for name in unit.parameters]
         assert all(parameter.ndim > 0 for parameter in own)
         assert len({parameter.dtype for parameter in own if parameter.requires_grad}) <= 1
-        assert not isinstance(unit.module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList)), "FSDP2 refuses those"
+        assert not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList)), "FSDP2 refuses those"
 
 
 def names(made: WrapPlan) -> list[str]:

@@ -17,6 +17,7 @@ from smp_core.sharding.fsdp.adopted import (
 )
 from smp_core.sharding.fsdp.calls import POST_ACCUMULATE, Calls
 from smp_core.sharding.fsdp.passes import FAILED_PASS, at_end_of_backward, backward_pass, forget_passes, reshard
+from smp_core.sharding.fsdp.uncalled import explain_uncalled, name_uncalled
 from smp_core.sharding.fsdp.units import ShardedUnit, Slot
 from smp_core.sharding.fsdp.wrapping import shard_units
 
@@ -30,10 +31,12 @@ __all__ = [
     "adopt_units",
     "at_end_of_backward",
     "backward_pass",
+    "explain_uncalled",
     "forget_partial_sums",
     "forget_passes",
     "given_policy",
     "holds_partial_sums",
+    "name_uncalled",
     "reshard",
     "settle_given_parameters",
     "shard_units",

@@ -60,6 +60,7 @@ class ShardedUnit:
         self.name = name
         self.module = module
         self.is_root = is_root
+        self.was_called = False
         self.parameter_names = tuple(parameter_names)
         self.reached: set[int] = set()
         self._reached_in_pass: set[int] = set()
@@ -117,11 +118,12 @@ class ShardedUnit:
         trainable = {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
         return self._layout(trainable | self.was_trainable)
 
-    def zeros(self, slots: Sequence[Slot]) -> torch.Tensor:
+    def zeros(self, n_elements: int) -> torch.Tensor:
         """A flat reduced gradient of nothing."""
         group: Any = self.module._get_fsdp_state()._fsdp_param_group
-        dtype = self._sum_dtype(self.fsdp_parameters[slots[0].index])
-        return torch.zeros(slots[-1].offset + slots[-1].padded, dtype=dtype, device=group.device)
+        slots = self.window_slots()
+        dtype = self._sum_dtype(self.fsdp_parameters[slots[0].index if slots else 0])
+        return torch.zeros(n_elements, dtype=dtype, device=group.device)
 
     @staticmethod
     def _sum_dtype(parameter: Any) -> torch.dtype:
@@ -235,6 +237,11 @@ class ShardedUnit:
         local = flat.as_strided(parameter.sharded_size, parameter.contiguous_sharded_stride, slot.offset)
         return parameter.to_sharded_dtensor(local)
 
+    def is_gathered(self) -> bool:
+        """Whether the unit's parameters are whole at the moment, or it has none."""
+        group: Any = self.module._get_fsdp_state()._fsdp_param_group
+        return group is None or group.is_unsharded
+
     def gathered_bytes(self) -> int:
         """Bytes of the unit's whole parameters that are there now."""
         return sum(storage.nbytes() for storage in self._gathered_storages())
@@ -265,6 +272,7 @@ class ShardedUnit:
         """Count uses."""
 
         def used(*args: Any, **kwargs: Any) -> Any:
+            self.was_called = True
             # A unit inside a checkpointed module is used again in backward.
             self._uses_left += torch.is_grad_enabled() and backward_pass() == -1
             inputs = pre_forward(*args, **kwargs)

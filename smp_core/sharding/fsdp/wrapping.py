@@ -65,14 +65,16 @@ def shard_units(
     Returns:
         the units in the plan's order; roots keep their parameters gathered after forward, as FSDP2 does.
     """
+    modules: dict[str, nn.Module] = dict(model.named_modules())
     by_name = dict(model.named_parameters())
     replicated = {by_name[name] for name in plan.replicated}
     units = []
     for planned in plan.units:
+        unit_module = modules[planned.name]
         if before_shard is not None:
-            before_shard(planned.module, [by_name[name] for name in planned.parameters])
+            before_shard(unit_module, [by_name[name] for name in planned.parameters])
         fully_shard(
-            planned.module,
+            unit_module,
             mesh=mesh,
             reshard_after_forward=None if planned.is_root and reshard_after_forward else reshard_after_forward,
             mp_policy=mp_policy,
@@ -80,11 +82,10 @@ def shard_units(
             offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
             ignored_params=replicated,
         )
-        unit_module = planned.module
         assert isinstance(unit_module, FSDPModule)
         if secondary_mesh is not None and not planned.is_root:
             _keep_secondary_shard(unit_module, secondary_mesh)
-        unit = ShardedUnit(planned.name, planned.module, planned.parameters, planned.is_root)
+        unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root)
         unit_module.set_force_sum_reduction_for_comms(True)
         unit_module.set_gradient_divide_factor(1.0)
         if symmetric_memory:
