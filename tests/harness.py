@@ -32,7 +32,7 @@ __all__ = ["ROOT", "RanksFailed", "ScriptTimedOut", "close_pools", "free_port", 
 
 T = TypeVar("T")
 
-# More ranks than this are never kept alive at once by one pytest process: each takes a few hundred MB.
+# More ranks than this are not kept alive by one pytest process from case to case: each takes a few hundred MB.
 MAX_IDLE_RANKS = 8
 
 SCRIPT_OUTPUT_TAIL = 20000
@@ -52,11 +52,15 @@ def _pool(world_size: int) -> RankPool:
     if pool is not None and pool.alive and pool.is_worn_out():
         pool.close()
     if pool is None or not pool.alive:
-        while _pools and sum(_pools) + world_size > MAX_IDLE_RANKS:
-            _pools.pop(next(iter(_pools))).close()
         pool = RankPool(world_size)
-    _pools[world_size] = pool  # last: the pool unused for longest is the first one to make room
+    _pools[world_size] = pool
     return pool
+
+
+def _make_room() -> None:
+    """Close what is too many. Nearly all cases have two or four ranks, which cost seconds to start: others go first."""
+    while sum(_pools) > MAX_IDLE_RANKS:
+        _pools.pop(max(_pools, key=lambda size: (size not in (2, 4), size))).close()
 
 
 @atexit.register
@@ -139,7 +143,10 @@ def run_ranks(
             **(env or {}),
         }
         environs.append({key: value for key, value in environ.items() if value is not None})
-    return _pool(world_size).run(call, name, timeout, environs)
+    try:
+        return _pool(world_size).run(call, name, timeout, environs)
+    finally:
+        _make_room()
 
 
 def run_script(

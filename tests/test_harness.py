@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests import harness
 from tests.harness import RanksFailed, ScriptTimedOut, run_ranks, run_script
 
 # Seconds that a test waits for a deliberate hang to be given up: collectives end after three quarters of them, and what
@@ -176,6 +177,14 @@ def test_dead_rank_is_named_and_its_pool_reaped() -> None:
     assert "in exit_on_rank_1" in str(failure.value).split("--- rank 1")[0]
     assert not any(process.is_running() for process in processes)
     assert run_ranks(who_am_i, 2, "", punctuation="") == [("0", 3), ("1", 3)]
+
+
+def test_a_case_of_another_size_leaves_the_usual_ranks_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = run_ranks(my_pid, 2)
+    monkeypatch.setattr(harness, "MAX_IDLE_RANKS", sum(size for size in harness._pools if size != 1))
+    other = [psutil.Process(pid) for pid in run_ranks(my_pid, 1)]
+    assert not any(process.is_running() for process in other)
+    assert run_ranks(my_pid, 2) == before
 
 
 def test_result_that_does_not_pickle_is_a_failure_of_the_case() -> None:

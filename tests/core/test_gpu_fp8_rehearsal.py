@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.harness import run_script
 
 
+@pytest.mark.slow
 def test_the_benchmark_for_gpus_can_be_rehearsed_on_a_cpu(tmp_path: Path) -> None:
     run = run_script(["benchmarks/gpu_fp8.py", "--device", "cpu", "--tiny", "--out", str(tmp_path / "found.json")])
     assert run.returncode == 0, run.stdout + run.stderr

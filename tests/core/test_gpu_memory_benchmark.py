@@ -14,6 +14,7 @@ from tests.harness import run_script
 benchmark: Any = load("gpu_memory")
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_every_mode(tmp_path: Path) -> None:
     out = tmp_path / "results" / "tiny.json"
     ran = run_script(["benchmarks/gpu_memory.py", "--device", "cpu", "--tiny", "--out", str(out)], timeout=600)

@@ -97,6 +97,7 @@ def test_the_demo_runs_both_shardings_over_the_same_batches(tmp_path: Path) -> N
     assert np.median(two["bytes_between_nodes"]) < np.median(four["bytes_between_nodes"])
 
 
+@pytest.mark.slow  # in the normal run: tests/lightning/test_endings.py
 def test_ctrl_c_ends_all_ranks_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, "--demo", *SMALL, "--steps", "100000"]
     log = tmp_path / "log"
