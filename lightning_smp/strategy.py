@@ -8,7 +8,8 @@ Thin: each hook calls the core. What Lightning leaves to a strategy and where it
     batch_to_device       where sequences are shared: this rank's part (lightning_smp/sequences.py)
     block_backward_sync   a micro-batch that is not its window's last
     optimizer_step        the window is closed before clipping; non-finite norms; the meter's step
-    save/load_checkpoint  one folder of sharded tensors, or one ordinary .ckpt (lightning_smp/checkpoints.py)
+    save_checkpoint       one folder of sharded tensors, or one ordinary .ckpt (lightning_smp/checkpoints.py)
+    load_checkpoint       either, before setup; read when the module is sharded (lightning_smp/loading.py)
     on_exception          says which rank was lost (lightning_smp/processes.py)
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
@@ -31,6 +32,7 @@ from typing_extensions import override
 
 from lightning_smp import checkpoints
 from lightning_smp.background import BackgroundSaves
+from lightning_smp.loading import FP8_STATE, Loading
 from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, place_sampler
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is_sharded, reattach, shard, with_recipe
@@ -110,6 +112,8 @@ class SmpShardedStrategy(SteppingStrategy):
         self._window_start: WindowStart | None = None
         self._loaders: dict[str, Any] = {}
         self.resume: Resume | None = None
+        self._loading: Loading | None = None
+        self._is_set_up = False
         self.background_saves: BackgroundSaves | None = None
 
     @property
@@ -119,6 +123,12 @@ class SmpShardedStrategy(SteppingStrategy):
         return {"num_replicas": self.world_size // context, "rank": self.global_rank // context}
 
     # Model and optimizers
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        """A run begins."""
+        self._loading, self._is_set_up = None, False
+        super().connect(model)
 
     @contextlib.contextmanager
     @override
@@ -172,9 +182,12 @@ class SmpShardedStrategy(SteppingStrategy):
         if self.config.async_save and self.background_saves is None:
             self.background_saves = BackgroundSaves(self.is_global_zero)
         self.resume = None
+        if self._loading is not None:
+            self._loading.load_weights(self._parallel)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._is_set_up = True
 
     def _say_what_took_effect(self) -> None:
         if self.global_rank == 0:
@@ -246,16 +259,6 @@ class SmpShardedStrategy(SteppingStrategy):
 
     # Checkpoints
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return False
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.parallel.reshard()
@@ -267,14 +270,6 @@ class SmpShardedStrategy(SteppingStrategy):
         return checkpoints.optimizer_state(self, optimizer)
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """``load_checkpoint`` has loaded the weights already."""
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """``load_checkpoint`` has loaded the states already."""
-
-    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.window.is_open and self._window_start is not None:
             self._window_start.rewind(checkpoint)
@@ -283,7 +278,7 @@ class SmpShardedStrategy(SteppingStrategy):
         if place is not None:
             checkpoint["smp_data"] = place
         if self.parallel.fp8 is not None:
-            checkpoint[checkpoints.FP8_STATE] = self.parallel.fp8.state_dict()
+            checkpoint[FP8_STATE] = self.parallel.fp8.state_dict()
         checkpoints.save(self, checkpoint, self.broadcast(filepath), storage_options)
         if self.background_saves is not None and not self._is_running():
             self.background_saves.wait()
@@ -296,8 +291,20 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self.parallel.reshard()
-        return checkpoints.load(self, self.broadcast(checkpoint_path), weights_only)
+        self._loading = Loading(self, self.broadcast(checkpoint_path), weights_only)
+        return self._loading.content
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self._loading is not None
+        self._loading.take_model_state(checkpoint["state_dict"], strict)
+        if self._is_set_up:  # in the middle of a run: the learning rate finder puts back what it has tried out
+            self._loading.load_weights(self.parallel)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._loading is not None
+        self._loading.load_training(self, checkpoint)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.layout import CheckpointError
+from smp_core.checkpoint.lazy_state import Unread, as_it_lies
 from smp_core.checkpoint.reader import load_checkpoint, read_index, read_rest
 from smp_core.module_names import clean_name
 
@@ -60,6 +61,7 @@ def load_named_optimizer_state(
     optimizer: torch.optim.Optimizer,
     name_there: Callable[[str], str] = str,
     verify: str | None = "auto",
+    given: Mapping[str, Any] | None = None,
 ) -> None:
     """Read the optimizer state saved under ``prefix`` of a checkpoint folder into ``optimizer``. Collective.
 
@@ -67,6 +69,8 @@ def load_named_optimizer_state(
         prefix: path of the state inside the checkpoint, e.g. ``("optimizer_states", 0)``.
         name_there: a parameter's name here -> its name in the checkpoint (:func:`names_between`).
         verify: as in :func:`smp_core.checkpoint.load_checkpoint`.
+        given: what to take in the place of what is saved: groups, and for each parameter an
+            :class:`smp_core.checkpoint.lazy_state.Unread` or an entry with whole tensors.
 
     Raises:
         CheckpointError: parameters that the checkpoint has and the optimizer lacks or the other way round.
@@ -75,7 +79,8 @@ def load_named_optimizer_state(
     parameters = stepped_parameters(optimizer)
     by_name = dict(zip(names, parameters, strict=True))
     rest = read_rest(path, prefix)
-    saved_names = [name for group in rest["param_groups"] for name in group["params"]]
+    groups: list[dict[str, Any]] = (given or rest)["param_groups"]
+    saved_names = [name for group in groups for name in group["params"]]
     if sorted(saved_names) != sorted(names):
         lacking, foreign = sorted(set(names) - set(saved_names)), sorted(set(saved_names) - set(names))
         raise CheckpointError(
@@ -95,13 +100,26 @@ def load_named_optimizer_state(
     load_checkpoint(path, _nested((*prefix, "state"), template), strict=False, verify=verify)
     for owner, entry in template.items():
         state.setdefault(owner, {}).update(entry)
+    if given is not None:
+        lying = as_it_lies(given["state"])
+        state = {
+            owner: state[owner] if isinstance(entry, Unread) else _entry_like(by_name[owner], entry)
+            for owner, entry in lying.items()
+        }
     number = {name: i for i, name in enumerate(names)}
     optimizer.load_state_dict(
         {
             "state": {number[name]: entry for name, entry in state.items()},
-            "param_groups": _groups_like(optimizer, rest["param_groups"], number),
+            "param_groups": _groups_like(optimizer, groups, number),
         }
     )
+
+
+def _entry_like(parameter: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of the whole tensors of one parameter's state."""
+    return {
+        key: shard_like(parameter, value) if isinstance(value, torch.Tensor) else value for key, value in entry.items()
+    }
 
 
 def names_between(prefix_here: str, prefix_there: str) -> Callable[[str], str]:
@@ -164,13 +182,7 @@ def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
 def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Load an ordinary numbered optimizer state of whole tensors: each rank keeps its own part. Local."""
     parameters = stepped_parameters(optimizer)
-    state = {
-        number: {
-            key: shard_like(parameters[number], value) if isinstance(value, torch.Tensor) else value
-            for key, value in entry.items()
-        }
-        for number, entry in saved["state"].items()
-    }
+    state = {number: _entry_like(parameters[number], entry) for number, entry in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
 
 

@@ -1,0 +1,81 @@
+"""State dicts whose values are read when somebody looks at them, and what of them nobody has looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A value that nobody has looked at.
+
+    Attributes:
+        name: what it is called where it is stored.
+        read: gives the value, tensors whole and on the CPU.
+        shape: a tensor's; None for anything else.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    shape: tuple[int, ...] | None = None
+
+
+if TYPE_CHECKING:
+    _Dict = dict[str, Any]
+else:
+
+    class _Dict(MutableMapping, dict):
+        """A dict whose ``items``, ``values``, ``get``, ``pop``, ... go through ``__getitem__``."""
+
+
+class LazyState(_Dict):
+    """A dict in which each :class:`Unread` becomes its value when it is looked at.
+
+    A dict for whoever asks with isinstance; ``__iter__`` is overridden, so that ``dict(state)`` and ``{**state}``
+    look at values too, instead of copying what lies in the dict beneath.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        dict.__init__(self)
+        for key, value in values.items():
+            self[key] = value
+
+    def __getitem__(self, key: str) -> Any:
+        value = dict.__getitem__(self, key)
+        if isinstance(value, Unread):
+            value = value.read()
+            dict.__setitem__(self, key, value)
+        return value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        dict.__setitem__(self, key, value)
+
+    def __delitem__(self, key: str) -> None:
+        dict.__delitem__(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return dict.__iter__(self)
+
+    def __len__(self) -> int:
+        return dict.__len__(self)
+
+    def __contains__(self, key: object) -> bool:
+        return dict.__contains__(self, key)
+
+    def __or__(self, other: Any) -> Any:
+        return {**self, **other}
+
+    def __ror__(self, other: Any) -> Any:
+        return {**other, **self}
+
+    def copy(self) -> dict[str, Any]:
+        return {**self}
+
+
+def as_it_lies(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as they are now, without looking at them: Unread where nobody has."""
+    if not isinstance(state, LazyState):
+        return dict(state)
+    return {key: dict.__getitem__(state, key) for key in dict.__iter__(state)}
