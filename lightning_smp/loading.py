@@ -45,6 +45,8 @@ from smp_core.checkpoint.optimizers import (
     load_named_optimizer_state,
     load_whole_optimizer_state,
     names_between,
+    parameter_names,
+    stepped_parameters,
 )
 from smp_core.checkpoint.random_state import resumed_random_state
 from smp_core.checkpoint.ranks import Ranks
@@ -226,9 +228,12 @@ class _Folder:
         return Unread(name, read, self._opened.index.record(stored).shape)
 
     def fill_weights(self, targets: dict[str, torch.Tensor]) -> None:
-        saved = {name: self._opened.index.record(self._places["state_dict", name]).dtype for name in targets}
-        _say_what_is_cast(self._path, targets, saved)
-        load_checkpoint(self._path, {"state_dict": targets}, strict=False, verify="sizes", allow_dtype_cast=True)
+        stored = {name: self._places["state_dict", name] for name in targets}
+        _say_what_is_cast(
+            self._path, targets, {name: self._opened.index.record(there).dtype for name, there in stored.items()}
+        )
+        template = {"state_dict": targets}
+        load_checkpoint(self._path, template, only=stored.values(), verify="sizes", allow_dtype_cast=True)
 
     def load_optimizer(
         self, module: nn.Module, number: int, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
@@ -237,7 +242,23 @@ class _Folder:
             load_whole_optimizer_state(optimizer, state)  # a hook has put another one in its place
             return
         where = ("optimizer_states", number)
-        load_named_optimizer_state(self._path, where, module, optimizer, self.name_there, verify="sizes", given=state)
+        saved = [name for group in state["param_groups"] for name in group["params"]]
+        name_there = self._also_renamed(parameter_names(module, optimizer), stepped_parameters(optimizer), saved)
+        load_named_optimizer_state(self._path, where, module, optimizer, name_there, verify="sizes", given=state)
+
+    def _also_renamed(self, names: list[str], parameters: list[torch.Tensor], saved: list[str]) -> Callable[[str], str]:
+        """How an optimizer's parameters are called in the folder. Where some have other names now, which a hook has
+        translated for the weights, the ones without a partner belong together in their order, as in one process."""
+        there = [self.name_there(name) for name in names]
+        mine = [(name, p) for name, at, p in zip(names, there, parameters, strict=True) if at not in set(saved)]
+        theirs = [name for name in saved if name not in set(there)]
+        shapes = [tuple(parameter.shape) for _, parameter in mine]
+        if not mine or shapes != [self.unread(name).shape for name in theirs]:
+            return self.name_there  # or they do not fit, which is an error there
+        partners = {name: old for (name, _), old in zip(mine, theirs, strict=True)}
+        pairs = [f"{old} -> {name}" for name, old in partners.items()]
+        logger.warning("%s: optimizer states of renamed parameters: %s", self._path, ", ".join(pairs[:5]))
+        return lambda name: partners.get(name) or self.name_there(name)
 
     def load_remainders(self, parallel: ParallelModel) -> None:
         load_remainder_state(parallel.traffic, self._path)

@@ -89,6 +89,7 @@ def shard(
     Raises:
         ValueError: what :func:`smp_core.parallelize.parallelize_model` refuses.
     """
+    _leave_inference_mode(module)
     whole: nn.Module = module
     if layer_sync is not None:
         # For an evaluation too: the module stays as it is sharded now, and a fit may follow.
@@ -114,6 +115,22 @@ def shard(
     parallel = dataclasses.replace(parallel, auto_degree=auto)
     object.__setattr__(module, _ATTACHED, (parallel, str(precision.precision)))
     return parallel
+
+
+def _leave_inference_mode(module: nn.Module) -> None:
+    """Replace parameters and buffers that were made in inference mode, which nothing can be trained with."""
+    made: dict[int, torch.Tensor] = {}
+
+    def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            copy = tensor.clone()
+            made[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+        return made[id(tensor)]
+
+    for child in module.modules():
+        for name, tensor in [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]:
+            if tensor.is_inference():
+                setattr(child, name, ordinary(tensor))
 
 
 def _with_precision(config: SmpConfig, plugin: Precision, device: torch.device) -> SmpConfig:

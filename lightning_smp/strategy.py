@@ -16,7 +16,6 @@ Thin: each hook calls the core. What Lightning leaves to a strategy and where it
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
@@ -32,6 +31,7 @@ from typing_extensions import override
 
 from lightning_smp import checkpoints
 from lightning_smp.background import BackgroundSaves
+from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading
 from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, place_sampler
 from lightning_smp.sequences import SharedSequences
@@ -41,7 +41,6 @@ from smp_core.checkpoint import CheckpointError
 from smp_core.command_line import console
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
-from smp_core.knob_rules import unknown_knob
 
 logger = logging.getLogger("smp")
 
@@ -51,7 +50,7 @@ class SmpShardedStrategy(SteppingStrategy):
     ``"smp_sharded_node"``, ``"smp_sharded_world"``, ``"smp_sharded_fp8"``.
 
     Args:
-        config: all knobs in one object; or give them as keywords.
+        config: all knobs in one :class:`smp_core.config.SmpConfig` or mapping; or give them as keywords.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: Lightning's own.
             ``checkpoint_io`` is used for ordinary ``.ckpt`` files (``save_full_state_dict=True``); sharded folders have
             a writer of their own.
@@ -63,7 +62,8 @@ class SmpShardedStrategy(SteppingStrategy):
             (:class:`smp_core.context_parallel.batch.BatchLayout`); by default found out.
         full_outputs: with ``context_parallel_degree`` above 1, whether tensors [batch, tokens, ...] that validation,
             test and predict steps return are made whole over the ranks that share the sequences.
-        knobs: the fields of :class:`smp_core.config.SmpConfig` (``shard_degree=8``, ...).
+        knobs: the fields of :class:`smp_core.config.SmpConfig` (``shard_degree=8``, ...). The signature lists them
+            (LightningCLI reads it).
 
     Raises:
         ValueError: an unknown knob (with the nearest known one), a bad value, a knob that is not built yet, or both
@@ -74,7 +74,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
     def __init__(
         self,
-        config: SmpConfig | None = None,
+        config: SmpConfig | Mapping[str, Any] | None = None,
         *,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -97,15 +97,7 @@ class SmpShardedStrategy(SteppingStrategy):
             process_group_backend,
             timeout,
         )
-        if config is not None and knobs:
-            raise ValueError(
-                f"SmpShardedStrategy got config= and also {', '.join(knobs)}; write dataclasses.replace(config, "
-                f"{', '.join(f'{k}={v!r}' for k, v in knobs.items())}) or give keywords only"
-            )
-        for name in knobs:
-            if name not in SmpConfig.knobs():
-                raise unknown_knob(name, arguments=_ARGUMENTS)
-        self.config = SmpConfig.from_dict(knobs) if config is None else config
+        self.config = read_config(config, knobs, _ARGUMENTS)
         self.config.require_built()
         self._init_fn = init_fn
         self._sequences = SharedSequences(batch_layout, full_outputs)
@@ -114,6 +106,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self.resume: Resume | None = None
         self._loading: Loading | None = None
         self._is_set_up = False
+        self._run = contextlib.ExitStack()
         self.background_saves: BackgroundSaves | None = None
 
     @property
@@ -126,8 +119,12 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def connect(self, model: LightningModule) -> None:
-        """A run begins."""
+        """A run begins. It leaves inference mode, if it was called in it: FSDP2 cannot train on what was made there."""
         self._loading, self._is_set_up = None, False
+        self._run = contextlib.ExitStack()
+        if torch.is_inference_mode_enabled():
+            self._run.enter_context(torch.inference_mode(False))
+            self._run.enter_context(torch.no_grad())
         super().connect(model)
 
     @contextlib.contextmanager
@@ -325,6 +322,7 @@ class SmpShardedStrategy(SteppingStrategy):
             logger.error("%s", error)
         finally:
             super().teardown()
+            self._run.close()
 
 
-_ARGUMENTS = [name for name in inspect.signature(SmpShardedStrategy).parameters if name != "knobs"]
+_ARGUMENTS = list_knobs(SmpShardedStrategy.__init__)

@@ -21,13 +21,13 @@ from smp_core.smp_parameters import translate_smp_parameters
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch import nn
 
 logger = logging.getLogger("smp")
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 _DEFAULT = "default"
-WrapRule = Callable[[str, "nn.Module"], bool]
+WrapRule = Callable[[str, Any], bool]
+"""(module's name, module) -> whether it is a unit. Any: command lines read the types, and torch is not loaded here."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ is as fresh after a resume as before it.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -91,13 +92,15 @@ def load_named_optimizer_state(
     index = read_index(path)
     on_host = hasattr(optimizer, "host_bytes")  # state_offload="optimizer": states never see the device
     template: dict[str, dict[str, torch.Tensor]] = {}
+    stored: list[str] = []
     for place, name in index.by_path().items():
         if place[: len(prefix) + 1] == (*prefix, "state") and len(place) == len(prefix) + 3:
             record = index.record(name)
             owner, key = place[-2], place[-1]
             made = like_parameter(by_name[owner], record.shape, record.dtype, on_host=on_host)
             template.setdefault(owner, {})[key] = made
-    load_checkpoint(path, _nested((*prefix, "state"), template), strict=False, verify=verify)
+            stored.append(name)
+    load_checkpoint(path, _nested((*prefix, "state"), template), only=stored, verify=verify)
     for owner, entry in template.items():
         state.setdefault(owner, {}).update(entry)
     if given is not None:
@@ -110,7 +113,7 @@ def load_named_optimizer_state(
     optimizer.load_state_dict(
         {
             "state": {number[name]: entry for name, entry in state.items()},
-            "param_groups": _groups_like(optimizer, groups, number),
+            "param_groups": _groups_like(optimizer, groups),
         }
     )
 
@@ -134,17 +137,16 @@ def names_between(prefix_here: str, prefix_there: str) -> Callable[[str], str]:
     return lambda name: prefix_there + name.removeprefix(prefix_here)
 
 
-def _groups_like(
-    optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]], number: Mapping[str, int]
-) -> list[dict[str, Any]]:
-    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in saved]
+def _groups_like(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The saved groups with this optimizer's numbers: states are found by name, whatever the order was."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if [len(group["params"]) for group in groups] != sizes:
+    if [len(group["params"]) for group in saved] != sizes:
         raise CheckpointError(
-            f"the saved optimizer has parameter groups of {[len(g['params']) for g in groups]} parameters, this one of "
+            f"the saved optimizer has parameter groups of {[len(g['params']) for g in saved]} parameters, this one of "
             f"{sizes}; build configure_optimizers as it was"
         )
-    return groups
+    numbers = itertools.count()
+    return [{**group, "params": list(itertools.islice(numbers, len(group["params"])))} for group in saved]
 
 
 def like_parameter(

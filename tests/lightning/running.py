@@ -61,7 +61,8 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def whole_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name.replace("_orig_mod.", ""): whole(value) for name, value in module.state_dict().items()}
+    state = module.state_dict()
+    return {name.replace("_orig_mod.", ""): whole(value) for name, value in state.items() if torch.is_tensor(value)}
 
 
 def report(trainer: Trainer, module: LightningModule, **extra: Any) -> Run:

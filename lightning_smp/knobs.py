@@ -1,0 +1,63 @@
+"""Knobs as arguments of the strategy: by name, as one object or mapping, and in its signature, for LightningCLI."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_type_hints
+
+from smp_core.config import SmpConfig
+from smp_core.knob_rules import unknown_knob
+
+_DEFAULTS = SmpConfig()
+
+
+def read_config(
+    config: SmpConfig | Mapping[str, Any] | None, knobs: dict[str, Any], arguments: Iterable[str]
+) -> SmpConfig:
+    """What the strategy was given.
+
+    Args:
+        arguments: names of its other arguments, which a misspelt knob may stand for.
+
+    Raises:
+        ValueError: an unknown knob, something else than a config, or one and also knobs.
+    """
+    for name in (*(config if isinstance(config, Mapping) else ()), *knobs):
+        if name not in SmpConfig.knobs():
+            raise unknown_knob(str(name), arguments=list(arguments))
+    if isinstance(config, Mapping):
+        config = SmpConfig.from_dict(config)
+    if config is None:
+        return SmpConfig.from_dict(knobs)
+    if not isinstance(config, SmpConfig):
+        raise ValueError(
+            f"SmpShardedStrategy(config={config!r}): allowed: an SmpConfig or a mapping from knobs to values; write "
+            "config=SmpConfig.from_yaml(path) for a file"
+        )
+    # LightningCLI gives every argument, most of them at their defaults.
+    written = {knob: value for knob, value in knobs.items() if value != getattr(_DEFAULTS, knob)}
+    if written:
+        raise ValueError(
+            f"SmpShardedStrategy got config= and also {', '.join(written)}; write dataclasses.replace(config, "
+            f"{', '.join(f'{k}={v!r}' for k, v in written.items())}) or give keywords only"
+        )
+    return config
+
+
+def list_knobs(init: Callable[..., None]) -> list[str]:
+    """Put every knob, with its types and default, into the signature in the place of ``**knobs``. Text is a type of
+    each, as command lines have it.
+
+    Returns:
+        the names of the other arguments.
+    """
+    signature, types = inspect.signature(init), get_type_hints(SmpConfig)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    knobs = [
+        inspect.Parameter(knob, keyword, default=getattr(_DEFAULTS, knob), annotation=types[knob] | str)
+        for knob in SmpConfig.knobs()
+    ]
+    others = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    init.__signature__ = signature.replace(parameters=[*others, *knobs])  # type: ignore[attr-defined]
+    return [each.name for each in others if each.name != "self"]
