@@ -1,6 +1,6 @@
 """torch-smp for Lightning: ``import lightning_smp; Trainer(strategy="smp_sharded")``.
 
-Importing registers the strategy's names and does nothing else:
+Importing registers the strategy's names, and lets ``load_from_checkpoint`` read checkpoint folders:
 
     smp_sharded         shard degree "auto": the smallest partition group that holds the model's states
     smp_sharded_node    one node is one partition group
@@ -10,10 +10,12 @@ Importing registers the strategy's names and does nothing else:
 
 from __future__ import annotations
 
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_smp.callbacks import SmpMonitor
 from lightning_smp.fp8_monitor import Fp8Monitor
+from lightning_smp.from_folder import read_folders
 from lightning_smp.precision import Fp8Precision
 from lightning_smp.saving import SmpCheckpoint
 from lightning_smp.strategy import SmpShardedStrategy
@@ -32,5 +34,8 @@ if "smp_sharded_fp8" not in StrategyRegistry:
     StrategyRegistry.register(
         "smp_sharded_fp8", SmpShardedStrategy, description="smp_sharded with FP8 linear layers", fp8=True
     )
+
+for _kind in (LightningModule, LightningDataModule):
+    read_folders(_kind)
 
 __all__ = ["Fp8Monitor", "Fp8Precision", "Fp8Recipe", "SmpCheckpoint", "SmpMonitor", "SmpShardedStrategy"]

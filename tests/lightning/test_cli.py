@@ -1,0 +1,67 @@
+"""LightningCLI knows every knob: by init_args, by shorthand and in one config. A fit through it: docs/lightning.md."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_smp import SmpShardedStrategy
+from smp_core.config import SmpConfig
+from tests.lightning.modules import LanguageModule
+
+NAME = "lightning_smp.SmpShardedStrategy"
+SAID = "--trainer.strategy"
+
+
+def config_of(*arguments: str) -> SmpConfig:
+    """Of the strategy that a command line makes."""
+    fixed = ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.logger", "false"]
+    with patch.object(sys, "argv", ["script.py"]):  # or Lightning warns that pytest's are not read
+        cli = LightningCLI(LanguageModule, run=False, seed_everything_default=False, args=[*fixed, *arguments])
+    assert isinstance(cli.trainer.strategy, SmpShardedStrategy)
+    return cli.trainer.strategy.config
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ([f"{SAID}.class_path", NAME, f"{SAID}.init_args.shard_degree", "2"], {"shard_degree": 2}),
+        ([SAID, NAME, f"{SAID}.optimizer_shard", "world"], {"optimizer_shard": "world"}),
+        ([SAID, NAME, f"{SAID}.wrap", '["Block"]', f"{SAID}.fp8", "true"], {"wrap": ["Block"], "fp8": True}),
+        (
+            [SAID, NAME, f"{SAID}.activation_checkpointing", '{"*.mlp": "full"}'],
+            {"activation_checkpointing": {"*.mlp": "full"}},
+        ),
+        ([SAID, NAME, f"{SAID}.config.shard_degree", "node"], {"shard_degree": "node"}),
+        (["--trainer.strategy", "smp_sharded_node"], {"shard_degree": "node"}),
+    ],
+    ids=lambda value: " ".join(value).replace(SAID, "") if isinstance(value, list) else "",
+)
+def test_a_command_line_sets_knobs(arguments: list[str], expected: dict[str, Any]) -> None:
+    assert config_of(*arguments) == SmpConfig.from_dict(expected)
+
+
+def test_every_knob_is_an_option_and_nothing_else_is(capsys: pytest.CaptureFixture[str]) -> None:
+    defaults = {knob: value for knob, value in SmpConfig().to_dict().items() if isinstance(value, (bool, int, float))}
+    options = [part for knob, value in defaults.items() for part in (f"{SAID}.{knob}", str(value).lower())]
+    assert len(defaults) > 20 and config_of(SAID, NAME, *options) == SmpConfig()
+    with pytest.raises(SystemExit):
+        config_of(SAID, NAME, f"{SAID}.shard_degre", "2")
+    assert "'shard_degre' is not accepted" in capsys.readouterr().err
+
+
+def test_a_config_may_be_a_mapping_and_nothing_else_is_taken_for_one() -> None:
+    """Beside it every knob may be at its default, as LightningCLI gives them."""
+    given = {"shard_degree": 2, "wrap": ["Block"]}
+    assert SmpShardedStrategy(config=given).config == SmpConfig.from_dict(given)
+    assert SmpShardedStrategy(given, shard_degree="auto", fp8=None).config == SmpConfig.from_dict(given)
+    with pytest.raises(ValueError, match=r"config= and also init_seed; write dataclasses.replace"):
+        SmpShardedStrategy(given, shard_degree="auto", init_seed=3)
+    with pytest.raises(ValueError, match=r"shard_degre.*shard_degree"):
+        SmpShardedStrategy(config={"shard_degre": 2})
+    with pytest.raises(ValueError, match=r"config='smp.yaml'\): allowed.*SmpConfig.from_yaml"):
+        SmpShardedStrategy(config="smp.yaml")  # type: ignore[arg-type]
