@@ -14,7 +14,6 @@ A Transformers block that would append to a key-value cache once more while it i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -123,12 +122,10 @@ class _Compared:
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         forward, recomputation = self._contexts()
-        return self._looked_at(forward), self._looked_at(recomputation)
+        return _LookedAt(self, forward), _LookedAt(self, recomputation)
 
-    @contextlib.contextmanager
-    def _looked_at(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        with context:
-            yield
+    def look(self) -> None:
+        """At what the function has just given."""
         outputs, self._outputs = self._outputs, None
         with torch.no_grad():
             sums = [_bits(tensor) for tensor in _tensors(outputs)]
@@ -140,6 +137,21 @@ class _Compared:
                 "it draws random numbers that torch's generators do not give, or depends on something that changed. "
                 f'Leave it out: activation_checkpointing={{"{self._name}": "none", ...}}'
             )
+
+
+class _LookedAt(AbstractContextManager[None]):
+    """A context after which the outputs are looked at. Entered again by each backward pass through one graph."""
+
+    def __init__(self, compared: _Compared, context: AbstractContextManager[Any]) -> None:
+        self._compared, self._context = compared, context
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        self._context.__exit__(kind, *error)
+        if kind is None:
+            self._compared.look()
 
 
 def _tensors(outputs: Any) -> Iterator[torch.Tensor]:

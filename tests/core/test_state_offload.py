@@ -378,6 +378,21 @@ def test_what_an_optimizer_keeps_in_its_groups_is_kept() -> None:
     assert optimizer.param_groups[0]["count"] == 3
 
 
+def test_momentum_of_a_parameter_that_is_reached_later() -> None:
+    """Its first step is taken together with later steps of others."""
+    ours, plain = ([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))] for _ in range(2))
+    optimizers = [
+        offloaded(ours, lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9)),
+        torch.optim.SGD(plain, lr=0.1, momentum=0.9),
+    ]
+    for step in range(3):
+        for parameters, optimizer in zip((ours, plain), optimizers, strict=True):
+            parameters[0].grad = torch.full((3,), 1.0 + step)
+            parameters[1].grad = torch.full((3,), 2.0) if step else None
+            optimizer.step()
+    assert all(map(torch.equal, ours, plain))
+
+
 def test_lbfgs_is_refused() -> None:
     with pytest.raises(ValueError, match="LBFGS"):
         offloaded(bfloat16_parameters(), torch.optim.LBFGS)
