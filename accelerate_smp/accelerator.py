@@ -52,6 +52,7 @@ from accelerate_smp.saved_states import SavedStatesAccelerator
 from accelerate_smp.schedules import SmpScheduler
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard, steps
+from accelerate_smp.unprepared import is_prepared, parameters_replaced
 from accelerate_smp.whole_weights import WholeWeightsAccelerator, save_whole
 from smp_core.command_line import console
 from smp_core.config import SmpConfig
@@ -192,7 +193,8 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         if not self.sharding or getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if parallel_of(model) is None and not self.verify_device_map(model):
-            handle = self._parallelize(model)
+            with parameters_replaced(model):
+                handle = self._parallelize(model)
             attach(model, handle)
             save_whole(model, handle)
             count_forwards(model, handle.mesh.shard_ranks)
@@ -248,6 +250,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         """Give an optimizer made from the unsharded parameters the sharded ones, in the same groups."""
         if self.sharding and not getattr(optimizer, "_is_accelerate_prepared", False):
             self._adopt(optimizer)
+            is_prepared(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:

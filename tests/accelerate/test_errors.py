@@ -147,6 +147,13 @@ def refusals() -> dict[str, str]:
     model = TroubledModel()
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
     refused("stranger", lambda: accelerator.prepare(model, stranger))
+    model = TroubledModel()
+    forgotten, listed = torch.optim.SGD(model.parameters(), lr=0.1), list(model.parameters())
+    accelerator.prepare(model)
+    refused("forgotten", forgotten.step)
+    refused("made of a list", torch.optim.SGD(listed, lr=0.1).step)
+    accelerator.prepare(forgotten).step()
+    refused("before its model", lambda: accelerator.prepare(torch.optim.SGD(TroubledModel().parameters(), lr=0.1)))
     accelerator.prepare(make_loader(1, 1, 2))
     dist.barrier()
     return said
@@ -157,4 +164,7 @@ def test_refusals_on_ranks() -> None:
         assert "dp_replicate_size=2 x dp_shard_size=4 makes 8, but 4 processes" in said["product"]
         assert "shard_degree=3 does not divide the world of 4 ranks" in said["degree"]
         assert "1 parameters of no prepared model" in said["stranger"]
+        assert "of no prepared model" in said["before its model"]
+        for name in ("forgotten", "made of a list"):
+            assert "TroubledModel had before it was sharded" in said[name] and "accelerator.prepare(" in said[name]
         assert "'cuda:nccl' sends nothing from cpu; allowed there: 'gloo', 'mpi'; write" in said["backend"]
