@@ -196,6 +196,8 @@ class Offloader:
             torch.cuda.current_stream(self.device).wait_event(packed.copied_in)
             packed.copied_in = None
         if packed.buffer is not None:
+            if packed.copied_out is not None:  # its memory may be used again as soon as it is given up
+                torch.cuda.current_stream(self.device).wait_event(packed.copied_out)
             packed.device_tensor = None  # backward has it now; the host has it for another time
         before = self._alive()
         here = next(i for i, each in enumerate(before) if each is packed)

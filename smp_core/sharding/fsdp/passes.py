@@ -9,7 +9,7 @@ What is read here beyond the public API, and why no public one will do:
   pass leaves behind, which torch < 2.13 has no ``reset_iter_state`` for; of a group (``_fsdp_param_group``) also
   ``_post_forward_indices`` and ``_to_sharded``, and ``_unsharded_param`` of its parameters; of ``_comm_ctx`` what keeps
   the input of the last reduction alive;
-- ``group._all_gather_result``: gathers in flight, prefetched for a forward that never came.
+- ``group._all_gather_result`` and ``device_handle``: gathers in flight, prefetched for a forward that never came.
 """
 
 from __future__ import annotations
@@ -88,10 +88,13 @@ def _wait_for_gathers(root: Any) -> None:
 
 
 def drop_gather(group: Any) -> None:
-    """Its messages have to arrive all the same, or they would meet those of the next gather."""
-    work = group._all_gather_result.all_gather_work
-    if work is not None:
-        work.wait()
+    """Its messages have to arrive all the same, or they would meet those of the next gather, and on a device it has to
+    be over before its memory is used again."""
+    result = group._all_gather_result
+    if result.all_gather_event is not None:
+        group.device_handle.current_stream().wait_event(result.all_gather_event)
+    if result.all_gather_work is not None:
+        result.all_gather_work.wait()
     group._all_gather_result = None
 
 
