@@ -262,7 +262,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
             if missed is not None and self.is_main_process:
                 logger.warning("%s", missed)
             optimizer.register_step_pre_hook(self._before_step(handle))
-            optimizer.register_step_post_hook(self._after_step(handle))
+        optimizer.register_step_post_hook(self._after_step(stepped))
 
     def _before_step(self, handle: ParallelModel) -> Any:
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -274,9 +274,10 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
 
         return before_step
 
-    def _after_step(self, handle: ParallelModel) -> Any:
+    def _after_step(self, handles: list[ParallelModel]) -> Any:
         def after_step(*_: Any) -> None:
-            handle.meter.close_step()
+            for handle in handles:
+                handle.meter.close_step()
             if self._watch is not None:
                 self._watch.step += 1
             self.settle_save()

@@ -88,6 +88,8 @@ class ParallelModel:
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
+        if self._world is not None:
+            self._world.follow_flags()
         with self.fp8_region():
             try:
                 for unit in self.units:

@@ -60,6 +60,7 @@ class FlatShard:
         self.n = sum(sizes)
         self._start, self.size = hop.own_part(self.n)
         self.masters = tuple(self._make_master(i) for i in range(len(self.parameters)))
+        self._trained = [parameter.requires_grad for parameter in self.parameters]  # as last seen on both
         self.holds_weights = False
         """Whether parameters were stored as finely as masters until they were made, and are what is computed with now:
         to the outside the masters are the weights."""
@@ -106,6 +107,17 @@ class FlatShard:
                 continue
             same = master.to(own.dtype) == own
             master.copy_(torch.where(same, master, own.to(master.dtype)))
+
+    def follow_flags(self) -> None:
+        """Let ``requires_grad`` be one flag of a parameter and its master, whichever it was set on since: who goes by
+        the optimizer's groups (Lightning's ``toggle_optimizer``) sets it on masters."""
+        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            set_on_master = master.requires_grad != self._trained[i]
+            self._trained[i] = (master if set_on_master else parameter).requires_grad
+            if parameter.requires_grad != self._trained[i]:
+                parameter.requires_grad_(self._trained[i])
+            if master.requires_grad != self._trained[i]:
+                master.requires_grad_(self._trained[i])
 
     # Gradients
 
@@ -211,6 +223,10 @@ class WorldSharding:
         """Take up what was written into parameters from outside."""
         for shard in self.shards:
             shard.follow_parameters()
+
+    def follow_flags(self) -> None:
+        for shard in self.shards:
+            shard.follow_flags()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring what the optimizer has stepped into the parameters. Collective."""

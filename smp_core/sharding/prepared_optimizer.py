@@ -31,6 +31,7 @@ from smp_core.sharding.host_optimizer import OnHost, derive, host_kernels, step_
 from smp_core.sharding.optimizer import MASTER, WorldSharding, model_parameter
 from smp_core.sharding.optimizer_trial import refuse_unsaveable, require_elementwise, require_steps_shards
 from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.sharding.wrap import WrapPlan
 
 logger = logging.getLogger("smp")
 
@@ -48,6 +49,8 @@ class SteppedModel(Protocol):
     def config(self) -> SmpConfig: ...
     @property
     def window(self) -> AccumulationWindow | NativeWindow: ...
+    @property
+    def plan(self) -> WrapPlan: ...
     @property
     def replaced(self) -> ReplacedParameters: ...
     def reshard(self) -> None: ...
@@ -221,7 +224,10 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
         if model.config.optimizer_shard == "world":
             assert isinstance(model.window, AccumulationWindow)
             require_elementwise(optimizer)
+            first = model.window.world is None
             model.window.shard_over_world(on_host=host).follow_parameters()
+            if first:
+                _follow_flags_in_calls(model.plan, model.window.world)
     homes.give_masters(optimizer)
     homes.choose_kernels(optimizer, stepped_there=host)
     if not homes.worlds:
@@ -236,6 +242,14 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     return True
+
+
+def _follow_flags_in_calls(plan: WrapPlan, world: WorldSharding | None) -> None:
+    """Before whatever a step calls: what masters were switched off, or on, for."""
+    assert world is not None
+    for unit in plan.units:
+        if unit.is_root:
+            unit.module.register_forward_pre_hook(lambda *_: world.follow_flags(), prepend=True)
 
 
 def settle(optimizer: torch.optim.Optimizer) -> None:

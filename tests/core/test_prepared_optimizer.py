@@ -132,6 +132,17 @@ def editing(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
         optimizer.param_groups[0]["params"] = [model.head.weight]
 
 
+def freezing(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Parameters that are switched off and on where the model has them, and where the optimizer has them."""
+    weight, bias = optimizer.param_groups[0]["params"]
+    if step in (1, 3):
+        weight.requires_grad_(step == 3)
+    if step in (2, 4):
+        model.head.bias.requires_grad_(step == 4)
+    if step == 5:
+        assert weight.requires_grad and bias.requires_grad
+
+
 def made(kind: str, parameters: Iterable[Any]) -> torch.optim.Optimizer:
     parameters = list(parameters)
     if kind == "sgd":
@@ -144,7 +155,7 @@ def made(kind: str, parameters: Iterable[Any]) -> torch.optim.Optimizer:
 def changed_groups() -> list[str]:
     wrong = []
     for kind in ("sgd", "adamw"):
-        for edit in (adding, editing):
+        for edit in (adding, editing, freezing):
             model = net()
             optimizer = made(kind, model.head.parameters())
             train(model, optimizer, range(WORLD), edit)
