@@ -265,6 +265,12 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for window in optimizer._smp_homes.windows:  # type: ignore[attr-defined]
+        window.close()
+    _before_weights_change(optimizer)
+
+
+def _before_weights_change(optimizer: torch.optim.Optimizer) -> None:
     settle(optimizer)
     for world in optimizer._smp_homes.worlds:  # type: ignore[attr-defined]
         world.follow_parameters()
@@ -288,7 +294,7 @@ def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def moving(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        _before_step(self)
+        _before_weights_change(self)
         result = method(self, *args, **kwargs)
         _after_step(self)
         return result
