@@ -167,7 +167,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
     def __getstate__(self) -> dict[str, Any]:
         """For other processes (a tokenizing function that asks for ``process_index``): without groups, threads and what
         is prepared here."""
-        own = ("smp_mesh", "background_saves", "_replaced", "_topology", "_parallelism", "_watch")
+        own = ("smp_mesh", "background_saves", "_topology", "_parallelism", "_watch")
         prepared = ("_models", "_optimizers", "_schedulers", "_dataloaders")
         left_out: dict[str, Any] = {**dict.fromkeys(own), **{name: [] for name in prepared}}
         return {**self.__dict__, **{name: value for name, value in left_out.items() if name in self.__dict__}}

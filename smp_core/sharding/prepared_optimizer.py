@@ -227,7 +227,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
             first = model.window.world is None
             model.window.shard_over_world(on_host=host).follow_parameters()
             if first:
-                _follow_flags_in_calls(model.plan, model.window.world)
+                _follow_flags_in_calls(model, model.window.world)
     homes.give_masters(optimizer)
     homes.choose_kernels(optimizer, stepped_there=host)
     if not homes.worlds:
@@ -244,12 +244,13 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     return True
 
 
-def _follow_flags_in_calls(plan: WrapPlan, world: WorldSharding | None) -> None:
+def _follow_flags_in_calls(model: SteppedModel, world: WorldSharding | None) -> None:
     """Before whatever a step calls: what masters were switched off, or on, for."""
     assert world is not None
-    for unit in plan.units:
+    for unit in model.plan.units:
         if unit.is_root:
-            unit.module.register_forward_pre_hook(lambda *_: world.follow_flags(), prepend=True)
+            module = model.module.get_submodule(unit.name)
+            module.register_forward_pre_hook(lambda *_: world.follow_flags(), prepend=True)
 
 
 def settle(optimizer: torch.optim.Optimizer) -> None:
