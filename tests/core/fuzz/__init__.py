@@ -1,0 +1,1 @@
+"""Random runs: knobs, models and training procedures drawn from seeds, compared with one process in float64."""

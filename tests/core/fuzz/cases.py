@@ -1,0 +1,281 @@
+"""A case: one small JSON value that says everything about a random run, and what it may not say.
+
+`KNOBS` has the values that are drawn for every knob of SmpConfig; what is not drawn is in `NOT_DRAWN` with the reason.
+`objection` names the documented limit that a case breaks: it keeps the drawing and the shrinking inside of what is
+promised. A new limit: a line in `_limits`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from smp_core.activations.plan import plan_checkpointing
+from smp_core.config import SmpConfig
+from smp_core.mesh import two_stages
+from smp_core.sharding.wrap import plan_units
+from smp_core.topology import Topology
+from tests.core.fuzz.models import FAMILIES, Family
+from tests.core.fuzz.optimizers import WITH_FUSED_KERNELS, WITH_TENSOR_LR
+
+# Knob -> kinds of values, the default first; `value_of` makes values of them that depend on the model.
+KNOBS: dict[str, tuple[Any, ...]] = {
+    "shard_degree": (2, 1, 4, "node", "world"),
+    "hierarchical": ("auto", True, False),
+    "reshard_after_forward": (True, False, "node", 2),
+    "reshard_after_backward": (True, False),
+    "reduce_every_micro_batch": (True, False),
+    "forward_prefetch": ("auto", 0, 1, 3),
+    "backward_prefetch": ("auto", 1, 2),
+    "reduce_scatter_buffers": ("auto", 1, 2),
+    "separate_reduce_scatter_group": (False, True),
+    "symmetric_memory": (False, True),
+    "wrap": ("auto", "classes", "globs", "function"),
+    "wrap_min_parameters": (0, 1, 40),
+    "forward_methods": ("none", "methods"),
+    "delayed_init": (False, True),
+    "init_seed": (0, 3),
+    "param_dtype": ("auto", None),
+    "reduce_dtype": ("auto", None),
+    "on_nonfinite_grad_norm": ("ignore", "skip", "raise"),
+    "verify_checkpoint": ("auto", "sizes", "digests"),
+    "comm_meter": (True, False),
+    "activation_checkpointing": ("none", "full", "every:2", "selective", "mapping"),
+    "activation_checkpointing_check": (False, True),
+    "activation_offloading": (False, True),
+    "activation_loading_horizon": (2, 1, 3),
+    "activation_offloading_min_bytes": (65536, 0),
+    "activation_offloading_host_gib": (None, 0.5),
+    "quantized_all_gather": (None, "int8", "fp8"),
+    "quantize_inside_nodes": (False, True),
+    "quantize_after_steps": (0, 1000),
+    "quantize_exclude": ("none", "everything"),
+    "error_feedback": ("auto", False),
+    "optimizer_shard": ("shard", "world"),
+    "state_offload": (None, "optimizer", "all"),
+}
+
+_FACES = "is read by the faces: tests/lightning, tests/accelerate"
+_INEXACT = "rounds: no comparison in float64"
+_SEQUENCES = "needs a model with attention of its own: tests/core/context_parallel"
+
+NOT_DRAWN: dict[str, str] = {
+    "context_parallel_degree": _SEQUENCES,
+    "context_head_groups": _SEQUENCES,
+    "tensor_parallel_degree": "is not built yet",
+    "pipeline_parallel_degree": "is not built yet",
+    "replica_reduce_dtype": _INEXACT,
+    "quantized_reduce": _INEXACT,
+    "fp8": _INEXACT,
+    "chunked_cross_entropy": "needs a Transformers model: tests/core/context_parallel",
+    "memory_headroom": _FACES,
+    "device_memory_gib": _FACES,
+    "planned_optimizer": _FACES,
+    "save_full_state_dict": _FACES,
+    "async_save": _FACES,
+    "allow_batch_change": _FACES,
+}
+
+
+def linears(name: str, module: nn.Module) -> bool:
+    """A rule for ``wrap``: every linear layer that torch's own modules do not reach into."""
+    return type(module) is nn.Linear and not name.startswith("leave")
+
+
+# JSON has no functions.
+RULES: dict[str, Callable[[str, nn.Module], bool]] = {"linears": linears}
+
+
+def value_of(knob: str, kind: Any, family: Family) -> Any:
+    """A knob's value in JSON from its kind in `KNOBS`."""
+    made = {
+        "wrap": {"classes": list(family.classes), "globs": list(family.globs), "function": {"function": "linears"}},
+        "forward_methods": {"none": [], "methods": list(family.methods)},
+        "activation_checkpointing": {"mapping": {family.globs[0]: "full"}},
+        "quantize_exclude": {"none": [], "everything": ["*"]},
+    }
+    return made.get(knob, {}).get(kind, kind) if isinstance(kind, str) else kind
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random run.
+
+    Args:
+        seed: what it was drawn from.
+        world, ranks_per_node: the layout.
+        model: a family of `FAMILIES`.
+        entry: what a step calls (`Family.entries`).
+        knobs: of SmpConfig, in JSON, without those at their defaults.
+        optimizers: see `tests.core.fuzz.optimizers.make_optimizer`.
+        script: operations, see `tests.core.fuzz.operations`.
+    """
+
+    seed: int
+    world: int
+    ranks_per_node: int
+    model: str
+    entry: str
+    knobs: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    script: list[dict[str, Any]]
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples; parallelisms that share samples divide it."""
+        return self.world
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        return self.world, self.ranks_per_node
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        return cls(**json.loads(text))
+
+
+def config_of(knobs: Mapping[str, Any]) -> SmpConfig:
+    """The knobs with a function in the place of its name."""
+    wrap = knobs.get("wrap")
+    given = {**knobs, "wrap": RULES[wrap["function"]]} if isinstance(wrap, dict) else dict(knobs)
+    return SmpConfig(**given)
+
+
+def every_knobs(case: Case) -> Iterator[dict[str, Any]]:
+    """The knobs of each model that the case makes, one after the other."""
+    yield case.knobs
+    yield from (op["knobs"] for op in case.script if op["do"] == "load" and op["knobs"] is not None)
+
+
+def objection(case: Case) -> str | None:
+    """The first documented limit that the case breaks; None: it has to run, and to come out the same."""
+    return next(_limits(case), None)
+
+
+def _limits(case: Case) -> Iterator[str]:
+    family = FAMILIES[case.model]
+    for knobs in every_knobs(case):
+        yield from _limits_of_knobs(case, family, knobs)
+    yield from _limits_of_optimizers(case)
+    yield from _limits_of_script(case, family)
+
+
+def _limits_of_knobs(case: Case, family: Family, knobs: Mapping[str, Any]) -> Iterator[str]:
+    topology = Topology.uniform(case.world, case.ranks_per_node)
+    try:
+        config = config_of(knobs)
+        config.require_built()
+        degree = topology.resolve_shard_degree(config.shard_degree)
+    except ValueError as error:
+        yield f"refused: {error}"
+        return
+    k = case.ranks_per_node
+    kept = config.reshard_after_forward
+    if not isinstance(kept, bool) and isinstance(kept, int) and degree % kept:
+        yield "reshard_after_forward does not divide the shard degree"
+    if config.hierarchical is True and not (two_stages(degree, topology) or (degree < k and case.world > k)):
+        yield "hierarchical=True where there is one stage only"
+    about_streams = config.reduce_scatter_buffers == 2 or config.separate_reduce_scatter_group
+    if degree > 1 and (about_streams or config.symmetric_memory):
+        yield "a knob about streams and NCCL on CPU"
+    exact = config.quantize_after_steps or config.quantize_exclude
+    if config.quantized_all_gather is not None and not exact:
+        yield "quantized gathers round"
+    relevant = ("wrap", "wrap_min_parameters", "activation_checkpointing")
+    planned = _plan(case.model, case.entry, json.dumps({knob: knobs[knob] for knob in relevant if knob in knobs}))
+    if isinstance(planned, str):
+        yield f"refused: {planned}"
+        return
+    units = planned
+    selective = "selective" in str(config.activation_checkpointing)
+    if selective and any(op.get("twice") for op in case.script):
+        yield "torch's selective checkpointing takes one backward pass through a graph"
+    owners = [method.rpartition(".")[0] for method in config.forward_methods]
+    if any(owner not in units for owner in owners):
+        yield "forward_methods of a module that is no unit"
+    if config.optimizer_shard == "world" and any(op.get("how") == "parameters" for op in case.script):
+        yield "optimizer_shard='world': parameters have no gradients that could be dropped one by one"
+    if config.optimizer_shard == "world" and _trains_later(case, family):
+        yield "optimizer_shard='world': what was frozen when the optimizer was made cannot be trained"
+    if any(op["do"] == "overflow" for op in case.script) and config.on_nonfinite_grad_norm == "ignore":
+        yield "weights become nan"
+    yield from _limits_of_paths(case, family, degree, units)
+
+
+def _limits_of_paths(case: Case, family: Family, degree: int, units: set[str]) -> Iterator[str]:
+    """Inside a partition group all ranks have to use the same units; parameters of one unit may be used or not."""
+    ways_inside_units = not any(name.startswith("cells.") and name.count(".") > 1 for name in units)
+    methods = {method for knobs in every_knobs(case) for method in knobs.get("forward_methods", ())}
+    for op in case.script:
+        paths = op.get("paths", [])
+        for path in paths:
+            if case.model == "cells" and any(
+                f"cells.{s[0]}.encode" not in methods for s in path.split() if s[1:] == "e"
+            ):
+                yield "a method that forward_methods does not name"
+        for first in range(0, case.data_ranks, degree):
+            members = {paths[rank % len(paths)] for rank in range(first, first + degree)} if paths else set()
+            if len(members) <= 1:
+                continue
+            used = {tuple(step[0] for step in path.split()) for path in members}
+            if case.model != "cells" or not ways_inside_units or len(used) > 1:
+                yield "ranks of one partition group use different units"
+            elif any(len(set(cells)) < len(cells) for cells in used):
+                yield "ranks of one partition group take different ways through a unit that is used twice"
+
+
+def _limits_of_optimizers(case: Case) -> Iterator[str]:
+    for spec in case.optimizers:
+        if spec["kernels"] == "fused" and spec["kind"] not in WITH_FUSED_KERNELS:
+            yield "no fused kernel for shards"
+        if spec["kernels"] == "tensor lr" and spec["kind"] not in WITH_TENSOR_LR:
+            yield "the optimizer takes no tensor as its learning rate"
+
+
+def _limits_of_script(case: Case, family: Family) -> Iterator[str]:
+    saved: dict[str, bool] = {}
+    has_late_group = False
+    for op in case.script:
+        if op["do"] == "add_group":
+            has_late_group = True
+        if op["do"] == "save":
+            saved[op["name"]] = has_late_group
+        if op["do"] == "load":
+            if op["name"] not in saved:
+                yield "nothing was saved yet"
+            elif saved[op["name"]] != has_late_group:
+                yield "the optimizer was saved with other parameter groups"
+        if case.entry == "apart" and op["do"] == "clip" and op["of"] is None and op["how"] != "value":
+            yield "models that are parallelized apart have norms of their own"
+        if case.entry == "apart" and op["do"] == "overflow":
+            yield "models that are parallelized apart have norms of their own"
+
+
+def _trains_later(case: Case, family: Family) -> bool:
+    frozen = family.frozen_to_begin_with()
+    patterns = [op["what"] for op in case.script if op["do"] == "freeze" and op["trainable"]]
+    return any(pattern in name for pattern in patterns for name in frozen)
+
+
+@cache
+def _plan(model: str, entry: str, knobs: str) -> set[str] | str:
+    """Names of units, or why there is no plan."""
+    built: nn.Module = FAMILIES[model].on_meta()
+    config = config_of(json.loads(knobs))
+    names: set[str] = set()
+    try:
+        for part, module in built.named_children() if entry == "apart" else [("", built)]:
+            plan = plan_units(module, config, entry="forward" if entry == "apart" else entry)  # type: ignore[arg-type]
+            plan_checkpointing(module, plan.blocks, config.activation_checkpointing)
+            names |= {f"{part}.{unit.name}".strip(".") for unit in plan.units}
+    except ValueError as error:
+        return str(error)
+    return names
