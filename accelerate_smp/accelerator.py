@@ -41,7 +41,6 @@ from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_smp.attachment import attach, parallel_of
 from accelerate_smp.config import check_world, engines_off, refuse_engines, resolve_config
@@ -51,7 +50,7 @@ from accelerate_smp.parallelism import SmpParallelism
 from accelerate_smp.saved_states import SavedStatesAccelerator
 from accelerate_smp.schedules import SmpScheduler
 from accelerate_smp.sequences import SharedSequencesAccelerator
-from accelerate_smp.sharding import shard, steps
+from accelerate_smp.sharding import shard
 from accelerate_smp.unprepared import is_prepared, parameters_replaced
 from accelerate_smp.whole_weights import WholeWeightsAccelerator, save_whole
 from smp_core.command_line import console
@@ -110,7 +109,6 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         self.batch_layout = batch_layout
         self.schedule_in_optimizer_steps = schedule_in_optimizer_steps
         self.smp_mesh: SmpMesh | None = None
-        self._replaced = WeakIdKeyDictionary()
         self._topology: Topology | None = None
         self._parallelism: SmpParallelism | None = None
         self._prepared_together: list[torch.optim.Optimizer] = []
@@ -169,7 +167,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
     def __getstate__(self) -> dict[str, Any]:
         """For other processes (a tokenizing function that asks for ``process_index``): without groups, threads and what
         is prepared here."""
-        own = ("smp_mesh", "background_saves", "_replaced", "_topology", "_parallelism", "_watch")
+        own = ("smp_mesh", "background_saves", "_topology", "_parallelism", "_watch")
         prepared = ("_models", "_optimizers", "_schedulers", "_dataloaders")
         left_out: dict[str, Any] = {**dict.fromkeys(own), **{name: [] for name in prepared}}
         return {**self.__dict__, **{name: value for name, value in left_out.items() if name in self.__dict__}}
@@ -206,14 +204,9 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
     def _parallelize(self, model: nn.Module) -> ParallelModel:
         assert self._topology is not None
         first = all(parallel_of(prepared) is None for prepared in self._models)
-        before = list(model.named_parameters(remove_duplicate=False))
         handle = shard(model, self.smp_config, self._topology, self, self.smp_mesh, self._prepared_together)
         if self.smp_mesh is None:
             self._adopt_mesh(handle.mesh)
-        after = dict(model.named_parameters(remove_duplicate=False))
-        for name, parameter in before:
-            if after[name] is not parameter:
-                self._replaced[parameter] = after[name]
         if first:
             self.smp_config = handle.config
             if self.is_main_process:
@@ -254,29 +247,22 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         return super().prepare_optimizer(optimizer, device_placement)
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        strangers = 0
-        for group in optimizer.param_groups:
-            if any(parameter in self._replaced and optimizer.state.get(parameter) for parameter in group["params"]):
-                raise ValueError(
-                    "the optimizer has stepped already; prepare it before the first step, and bring its state with "
-                    "accelerator.load_state(...)"
-                )
-            group["params"] = [self._current(parameter) for parameter in group["params"]]
-            owned = {id(p) for model in self._models if parallel_of(model) for p in model.parameters()}
-            strangers += sum(id(parameter) not in owned for parameter in group["params"])
-        if strangers:
+        handles = [handle for handle in map(parallel_of, self._models) if handle is not None]
+        if not handles:
             raise ValueError(
-                f"the optimizer steps {strangers} parameters of no prepared model, whose gradients nobody would "
-                "synchronise; call prepare(model, optimizer), or prepare the model first"
+                "the optimizer steps parameters of no prepared model; call prepare(model, optimizer), or prepare the "
+                "model first"
             )
-        for handle in map(parallel_of, self._models):
-            if handle is not None and steps(optimizer, handle.module):
-                missed = None if handle.auto_degree is None else handle.auto_degree.missed([optimizer])
-                if missed is not None and self.is_main_process:
-                    logger.warning("%s", missed)
-                handle.prepare_optimizer(optimizer)
-                optimizer.register_step_pre_hook(self._before_step(handle))
-                optimizer.register_step_post_hook(self._after_step(handle))
+        stepped = [handle for handle in handles if handle.steps(optimizer)]
+        first, *others = stepped or handles
+        if not first.prepare_optimizer(optimizer, *others):
+            return
+        for handle in stepped:
+            missed = None if handle.auto_degree is None else handle.auto_degree.missed([optimizer])
+            if missed is not None and self.is_main_process:
+                logger.warning("%s", missed)
+            optimizer.register_step_pre_hook(self._before_step(handle))
+        optimizer.register_step_post_hook(self._after_step(stepped))
 
     def _before_step(self, handle: ParallelModel) -> Any:
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -288,9 +274,10 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
 
         return before_step
 
-    def _after_step(self, handle: ParallelModel) -> Any:
+    def _after_step(self, handles: list[ParallelModel]) -> Any:
         def after_step(*_: Any) -> None:
-            handle.meter.close_step()
+            for handle in handles:
+                handle.meter.close_step()
             if self._watch is not None:
                 self._watch.step += 1
             self.settle_save()
@@ -314,9 +301,6 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
             )
         self._schedulers[-1] = SmpScheduler(prepared, batches)
         return self._schedulers[-1]
-
-    def _current(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._replaced.get(parameter, parameter)
 
     # The accumulation window
 
@@ -369,11 +353,10 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._close_windows()
         self.unscale_gradients()
-        current = [self._current(parameter) for parameter in given]
         for handle in map(parallel_of, self._models):
             if handle is not None:
-                current = handle.stepped(current)
-        return current
+                given = handle.stepped(given)
+        return given
 
     def end_training(self) -> None:
         """As Accelerate's, after the save in flight; the watch over the ranks ends too."""

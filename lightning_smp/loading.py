@@ -55,8 +55,9 @@ from smp_core.checkpoint.verify import open_checked
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state
 from smp_core.module_names import clean_name
-from smp_core.parallelize import ParallelModel, broadcast_from_rank_0
+from smp_core.parallelize import ParallelModel
 from smp_core.sharding.own_parts import load_whole_state
+from smp_core.sharding.rank_0 import broadcast_from_rank_0
 
 if TYPE_CHECKING:
     from lightning_smp.strategy import SmpShardedStrategy
@@ -185,7 +186,9 @@ class _Folder:
         self._path = path
         self._opened = open_checked(path, verify, Ranks(), f"checkpoint {os.fspath(path)} was not loaded")
         self._places = self._opened.index.by_path()
-        content = read_rest(path, tensors=["*"], exclude=["state_dict.*", "optimizer_states.*", f"{REMAINDERS}.*"])
+        content = read_rest(
+            path, tensors=["*"], exclude=["state_dict.*", "optimizer_states.*.state.*", f"{REMAINDERS}.*"]
+        )
         # A folder saved without a LightningModule around the model, by accelerate_smp, has names without its prefix.
         facts = self._opened.manifest.metadata
         prefix_there = facts.get("module_prefix", "")

@@ -18,7 +18,6 @@ from smp_core.context_parallel.chunked_models import chunk_losses
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import (
     ParallelModel,
-    broadcast_from_rank_0,
     move_plain_tensors,
 )
 from smp_core.sharding.accumulation import AccumulationWindow
@@ -27,6 +26,8 @@ from smp_core.sharding.fsdp import Calls, adopt_units, explain_uncalled, given_p
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import GivenSharding, NativeWindow
 from smp_core.sharding.pickling import refuse_to_pickle_shards
+from smp_core.sharding.rank_0 import broadcast_from_rank_0
+from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.stages import settle_stages
 from smp_core.sharding.wrap import PlannedUnit, WrapPlan
 from smp_core.sharding.zero_grad import drop_with_zero_grad
@@ -67,6 +68,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
     """
     config.require_built()
     refuse_to_pickle_shards()
+    replaced = ReplacedParameters(model)
     if mesh.shard_degree != given.degree or dist.get_process_group_ranks(mesh.shard_group) != list(given.ranks):
         raise ValueError(
             f"shard_degree={mesh.shard_degree}, but the model came sharded over ranks {list(given.ranks)}; allowed: "
@@ -112,6 +114,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
     broadcast_from_rank_0(model.buffers(), mesh.device)
     move_plain_tensors(model, mesh.device)
     settle_given_parameters(model)
+    replaced.settle(model)
     own_dtype = next((p.dtype for p in model.parameters()), torch.float32)
     if not given.two_dimensional:
         # Predicted times are linear: units of the average size take what these take together.
@@ -124,7 +127,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
         plan = WrapPlan((), tuple(plain), "as it came")
         native = NativeWindow(model)
         drop_with_zero_grad(model, native.drop)
-        return ParallelModel(model, mesh, config, plan, (), native, meter, traffic, Calls(model))
+        return ParallelModel(model, mesh, config, plan, (), native, meter, traffic, Calls(model), replaced)
     _first_replicas_weights(model, mesh)
     units = adopt_units(model, traffic.all_gather, traffic.reduce_scatter)
     explain_uncalled(units)
@@ -147,7 +150,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
         hold_gradients=not config.reduce_every_micro_batch,
     )
     drop_with_zero_grad(model, window.zero_grad)
-    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic, calls)
+    return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic, calls, replaced)
 
 
 @torch.no_grad()

@@ -110,9 +110,9 @@ class SmpConfig:
         device_memory_gib: Device memory in GiB that shard_degree="auto" plans for. A number > 0, or None (default; the
             device is asked).
         planned_optimizer: What optimizer shard_degree="auto" plans memory for: "adamw", "adamw-amsgrad", "adam",
-            "adam-amsgrad", "adafactor", "adagrad", "rmsprop", "lion", "sgd-momentum", "sgd" or "auto" (default; the one
-            that is prepared together with the model, as under Accelerate; otherwise AdamW, and a warning if
-            Lightning's configure_optimizers makes one for which another degree would have been chosen).
+            "adam-amsgrad", "adagrad", "rmsprop", "lion", "sgd-momentum", "sgd" or "auto" (default; the one that is
+            prepared together with the model, as under Accelerate; otherwise AdamW, and a warning if Lightning's
+            configure_optimizers makes one for which another degree would have been chosen).
         save_full_state_dict: Whether a checkpoint is one ordinary file with the full state dict instead of a folder
             that every rank writes its shards to. True or False (default).
         async_save: Whether a checkpoint is copied to host memory and written behind training, so that training stalls

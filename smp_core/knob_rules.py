@@ -28,8 +28,7 @@ _CHECKPOINTING = read.either(
 
 # Those of smp_core.planning.optimizers, which stands above this file.
 _PLANNED_OPTIMIZERS = (
-    *("adamw", "adamw-amsgrad", "adam", "adam-amsgrad", "adafactor"),
-    *("adagrad", "rmsprop", "lion", "sgd-momentum", "sgd"),
+    *("adamw", "adamw-amsgrad", "adam", "adam-amsgrad", "adagrad", "rmsprop", "lion", "sgd-momentum", "sgd"),
 )
 
 READERS: dict[str, read.Reader] = {

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -47,15 +46,16 @@ from smp_core.module_names import clean_name
 from smp_core.planning.auto_degree import AutoDegree
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
-from smp_core.sharding.derived_optimizer import kind_of, override_methods
 from smp_core.sharding.forward_methods import register_forward_methods
 from smp_core.sharding.fsdp import Calls, ShardedUnit, explain_uncalled, name_uncalled, reshard, shard_units
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
-from smp_core.sharding.host_optimizer import host_kernels, offloaded_methods
-from smp_core.sharding.optimizer import MASTER, WorldSharding
+from smp_core.sharding.optimizer import WorldSharding, model_parameter
 from smp_core.sharding.pickling import refuse_to_pickle_shards
+from smp_core.sharding.prepared_optimizer import prepare_optimizer
+from smp_core.sharding.rank_0 import broadcast_from_rank_0
+from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.stages import settle_stages
 from smp_core.sharding.wrap import Entry, WrapPlan, plan_units
 from smp_core.sharding.zero_grad import drop_with_zero_grad
@@ -65,10 +65,10 @@ logger = logging.getLogger("smp")
 
 @dataclass(frozen=True, eq=False)
 class ParallelModel:
-    """A parallelized module with what steps it: units, window, meter, traffic, mesh; with ``config.fp8``, scales, or
-    what makes the context that another library's FP8 layers want around forward (``fp8_region``); where sequences are
-    shared, what splits its batches (``context``); where its shard degree was planned, how (``auto_degree``, which who
-    planned puts there)."""
+    """A parallelized module with what steps it: units, window, meter, traffic, mesh, the parameters of before
+    (``replaced``); with ``config.fp8``, scales, or what makes the context that another library's FP8 layers want around
+    forward (``fp8_region``); where sequences are shared, what splits its batches (``context``); where its shard degree
+    was planned, how (``auto_degree``, which who planned puts there)."""
 
     module: nn.Module
     mesh: SmpMesh
@@ -79,6 +79,7 @@ class ParallelModel:
     meter: CommMeter
     traffic: Traffic
     calls: Calls
+    replaced: ReplacedParameters
     activations: ActivationSavers = NOTHING_SAVED
     fp8: Fp8Model | None = None
     context: ContextParallel | None = None
@@ -87,6 +88,8 @@ class ParallelModel:
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
+        if self._world is not None:
+            self._world.follow_flags()
         with self.fp8_region():
             try:
                 for unit in self.units:
@@ -125,10 +128,16 @@ class ParallelModel:
         )
 
     def stepped(self, parameters: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """What holds the gradients of these parameters (default all): with ``optimizer_shard="world"`` masters of this
-        rank's part, otherwise they themselves."""
-        given = self.module.parameters() if parameters is None else parameters
+        """What holds the gradients of these parameters (default all; also those of before sharding): with
+        ``optimizer_shard="world"`` masters of this rank's part, otherwise they themselves."""
+        given = self.module.parameters() if parameters is None else map(self.replaced.current, parameters)
         return list(given) if self._world is None else self._world.stepped(given)
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has any of this model's parameters, those of before sharding included."""
+        own = set(map(id, self.module.parameters()))
+        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return any(id(model_parameter(self.replaced.current(parameter))) in own for parameter in stepped)
 
     def model_state(self) -> dict[str, Any]:
         """The module's state dict: sharded parameters as DTensors, the live ones; only where
@@ -158,49 +167,30 @@ class ParallelModel:
         finer = {} if self._world is None else self._world.weights()
         return {name: finer[id(p)] for name, p in self._parameters_by_name().items() if id(p) in finer}
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer over this model's parameters right for them.
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *others: ParallelModel) -> bool:
+        """Make an optimizer over this model's parameters right for them
+        (:mod:`smp_core.sharding.prepared_optimizer`). Collective over the world.
 
-        ``step`` closes an open window, and ``zero_grad`` also drops what it holds of the optimizer's parameters, as
-        without a window; a parameter group with plain and sharded tensors steps them one by one, because torch's fused
-        and foreach kernels take only one kind at a time; and with ``state_offload`` it steps on the host, with fused
-        kernels.
+        One that was made from the parameters of before sharding gets those of now. With ``optimizer_shard="world"`` it
+        steps masters of this rank's part from now on; ``state_dict`` and ``load_state_dict`` are collective then. With
+        ``state_offload="optimizer"`` it steps on the host. ``step`` closes an open window.
 
-        With ``optimizer_shard="world"`` it steps masters of this rank's part from now on; ``state_dict`` and
-        ``load_state_dict`` are collective then. With ``state_offload="optimizer"`` too, these masters and their states
-        are in host memory.
+        Args:
+            others: further models whose parameters it steps.
+
+        Returns:
+            False if it was prepared before, and nothing was to be done.
 
         Raises:
-            ValueError: ``optimizer_shard="world"`` and an optimizer that looks across a tensor.
+            ValueError: parameters of no model, an optimizer that cannot step shards, ``optimizer_shard="world"`` and
+                one that looks across a tensor or across tensors, states that cannot be saved.
         """
-        world = None
-        if self.config.optimizer_shard == "world":
-            assert isinstance(self.window, AccumulationWindow)
-            world = self.window.shard_over_world(on_host=self.config.state_offload == "optimizer")
-            world.take_over(optimizer)
-        window, kind = self.window, kind_of(optimizer)
-        optimizer.register_step_pre_hook(lambda *_: window.close())
-        overrides: dict[str, Callable[..., Any]] = {}
-        if self.config.state_offload == "optimizer":
-            overrides = offloaded_methods(optimizer, kind, self.mesh.device)
-        else:
-            _choose_kernels(optimizer, on_host=self.config.state_offload == "all")
-            if world is None:
-                optimizer.register_load_state_dict_post_hook(_without_masters)
-
-        def zero_grad(this: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-            window.drop((p for group in this.param_groups for p in group["params"]), set_to_none)
-            kind.zero_grad(this, set_to_none)
-
-        methods: dict[str, Any] = {"zero_grad": zero_grad, **overrides}
-        if world is not None:
-            methods.update(_world_methods(world, optimizer, kind, methods.get("load_state_dict", kind.load_state_dict)))
-        override_methods(optimizer, methods)
-        # A forward without backward (one network's inside the other one's step) leaves its roots gathered, as they were
-        # before this step.
-        optimizer.register_step_post_hook(lambda *_: self.reshard())
-        if self.fp8 is not None:
-            self.fp8.follow(optimizer)
+        models = (self, *others)
+        prepared = prepare_optimizer(optimizer, models)
+        for model in models:
+            if prepared and model.fp8 is not None:
+                model.fp8.follow(optimizer)
+        return prepared
 
     def describe(self) -> str:
         """A few lines for people: the layout, the units, what is replicated."""
@@ -257,6 +247,7 @@ def parallelize_model(
     """
     config.require_built()
     refuse_to_pickle_shards()
+    replaced = ReplacedParameters(model)
     plan = plan_units(model, config, entry=entry)
     by_name = dict(model.named_parameters())
     elements = [sum(by_name[name].numel() for name in unit.parameters) for unit in plan.units if unit.parameters]
@@ -327,6 +318,7 @@ def parallelize_model(
         states_on = torch.device("cpu") if config.state_offload == "all" else mesh.device
         materialize(model, states_on, seed=config.init_seed, init_fn=init_fn)
     move_plain_tensors(model, mesh.device)
+    replaced.settle(model)
     calls = Calls(model)
     if units:
         register_forward_methods(model, units, calls, config.forward_methods)
@@ -358,7 +350,20 @@ def parallelize_model(
         fp8.refresh_weights()  # before the first step; what is sent belongs to none
         fp8.all_reduce_max = _maximum(mesh, FlatMaxReduce(meter))
     return ParallelModel(
-        model, mesh, config, plan, tuple(units), window, meter, traffic, calls, savers, fp8, context, fp8_region
+        model,
+        mesh,
+        config,
+        plan,
+        tuple(units),
+        window,
+        meter,
+        traffic,
+        calls,
+        replaced,
+        savers,
+        fp8,
+        context,
+        fp8_region,
     )
 
 
@@ -376,32 +381,6 @@ def _stored_in(
         return config, None
     why = f"float32 weights are masters over all ranks; parameters are stored in {config.param_dtype}, as they compute"
     return config.with_resolved("optimizer_shard", "world", why), dtype
-
-
-def _without_masters(optimizer: torch.optim.Optimizer) -> None:
-    """A checkpoint of an optimizer with float32 masters has them in its states; here parameters are what is stepped."""
-    for entry in optimizer.state.values():
-        entry.pop(MASTER, None)
-
-
-def _world_methods(
-    world: WorldSharding, optimizer: torch.optim.Optimizer, kind: Any, load: Callable[..., None]
-) -> dict[str, Any]:
-    """What an optimizer that steps masters does differently. ``load``: takes a state dict of this rank's part."""
-
-    def state_dict(this: torch.optim.Optimizer) -> dict[str, Any]:
-        return world.whole_state(this, kind.state_dict(this))
-
-    def load_state_dict(this: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        load(this, world.own_state(this, saved))
-
-    def follow(*_: Any) -> None:
-        for shard in world.shards:
-            shard.follow_parameters()
-
-    optimizer.register_step_pre_hook(follow)
-    optimizer.register_step_post_hook(lambda this, *_: world.after_step(this))
-    return {"state_dict": state_dict, "load_state_dict": load_state_dict}
 
 
 def _to_fp8(
@@ -427,18 +406,6 @@ def _maximum(mesh: SmpMesh, reduce: FlatMaxReduce) -> Callable[[torch.Tensor], N
     return all_reduce_max
 
 
-def _choose_kernels(optimizer: torch.optim.Optimizer, *, on_host: bool) -> None:
-    for group in optimizer.param_groups:
-        kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
-        if len(kinds) > 1:
-            asked = [flag for flag in ("fused", "foreach") if group.get(flag)]
-            if asked:
-                logger.info("%s=True has no effect where 0-d or shared parameters are in the group", asked[0])
-            group.update({flag: False for flag in ("fused", "foreach") if flag in group})
-        elif on_host:
-            group.update(host_kernels(group, group["params"], type(optimizer)))
-
-
 def _with_reduce_dtype(config: SmpConfig, parameters: Iterable[nn.Parameter]) -> SmpConfig:
     """Settle ``reduce_dtype="auto"``: float32 where gradients would be half precision, else the gradients' own."""
     if config.reduce_dtype == "float16":
@@ -458,20 +425,6 @@ def _with_reduce_dtype(config: SmpConfig, parameters: Iterable[nn.Parameter]) ->
 def _dtype(name: str | None) -> torch.dtype | None:
     """``param_dtype="auto"`` has been settled by the trainer's precision, or means the parameters' own dtype here."""
     return None if name in (None, "auto") else getattr(torch, name)
-
-
-@torch.no_grad()
-def broadcast_from_rank_0(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Rank 0's values everywhere, one tensor at a time; meta tensors have none yet."""
-    if dist.get_world_size() == 1:
-        return
-    for tensor in tensors:
-        if tensor.is_meta or tensor.numel() == 0:
-            continue
-        there = tensor.detach().to(device).contiguous()
-        dist.broadcast(there, src=0)
-        if there.data_ptr() != tensor.data_ptr():
-            tensor.copy_(there)
 
 
 @torch.no_grad()

@@ -8,7 +8,9 @@ is as fresh after a resume as before it.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,9 +19,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.checkpoint.layout import CheckpointError
+from smp_core.checkpoint.layout import CheckpointError, TensorRecord
 from smp_core.checkpoint.lazy_state import Unread, as_it_lies
-from smp_core.checkpoint.reader import load_checkpoint, read_index, read_rest
+from smp_core.checkpoint.reader import load_checkpoint, read_rest, read_template
+from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
 from smp_core.module_names import clean_name
 
 
@@ -32,7 +35,9 @@ def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     names = parameter_names(model, optimizer)
     numbered = optimizer.state_dict()
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in numbered["param_groups"]]
-    return {"state": {names[i]: dict(entry) for i, entry in numbered["state"].items()}, "param_groups": groups}
+    # What an optimizer keeps for none of its parameters has a key of its own.
+    state = {names[key] if isinstance(key, int) else key: entry for key, entry in numbered["state"].items()}
+    return {"state": state, "param_groups": groups}
 
 
 def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -79,8 +84,8 @@ def load_named_optimizer_state(
     names = [name_there(name) for name in parameter_names(model, optimizer)]
     parameters = stepped_parameters(optimizer)
     by_name = dict(zip(names, parameters, strict=True))
-    rest = read_rest(path, prefix)
-    groups: list[dict[str, Any]] = (given or rest)["param_groups"]
+    groups: list[dict[str, Any]]
+    groups = read_rest(path, (*prefix, "param_groups")) if given is None else given["param_groups"]
     saved_names = [name for group in groups for name in group["params"]]
     if sorted(saved_names) != sorted(names):
         lacking, foreign = sorted(set(names) - set(saved_names)), sorted(set(saved_names) - set(names))
@@ -88,41 +93,41 @@ def load_named_optimizer_state(
             f"the optimizer saved in {os.fspath(path)} steps other parameters; only here: {lacking[:5]}, only there: "
             f"{foreign[:5]}. Build configure_optimizers as it was, or load the weights alone"
         )
-    state: dict[str, dict[str, Any]] = {name: dict(entry) for name, entry in rest.get("state", {}).items()}
-    index = read_index(path)
     on_host = hasattr(optimizer, "host_bytes")  # state_offload="optimizer": states never see the device
-    template: dict[str, dict[str, torch.Tensor]] = {}
-    stored: list[str] = []
-    for place, name in index.by_path().items():
-        if place[: len(prefix) + 1] == (*prefix, "state") and len(place) == len(prefix) + 3:
-            record = index.record(name)
-            owner, key = place[-2], place[-1]
-            made = like_parameter(by_name[owner], record.shape, record.dtype, on_host=on_host)
-            template.setdefault(owner, {})[key] = made
-            stored.append(name)
-    load_checkpoint(path, _nested((*prefix, "state"), template), only=stored, verify=verify)
-    for owner, entry in template.items():
-        state.setdefault(owner, {}).update(entry)
+    filled: list[str] = []
+
+    def empty(place: Path, name: str, record: TensorRecord) -> torch.Tensor:
+        filled.append(name)
+        if place[len(prefix)] != "state":  # a rate of a group, for example
+            return torch.empty(record.shape, dtype=record.dtype)
+        owner = by_name.get(place[len(prefix) + 1])
+        if owner is None:  # kept for none of the parameters
+            return torch.empty(record.shape, dtype=record.dtype)
+        return like_parameter(owner, record.shape, record.dtype, on_host=on_host)
+
+    saved = read_template(path, prefix, empty)
+    load_checkpoint(path, _nested(prefix, saved), only=filled, verify=verify)
+    state: dict[str, Any] = saved.get("state", {})
+    if given is None:
+        groups = saved["param_groups"]
     if given is not None:
         lying = as_it_lies(given["state"])
         state = {
-            owner: state[owner] if isinstance(entry, Unread) else _entry_like(by_name[owner], entry)
+            owner: state[owner] if isinstance(entry, Unread) else _entry_like(by_name.get(owner), entry)
             for owner, entry in lying.items()
         }
     number = {name: i for i, name in enumerate(names)}
     optimizer.load_state_dict(
         {
-            "state": {number[name]: entry for name, entry in state.items()},
+            "state": {number.get(name, name): entry for name, entry in state.items()},
             "param_groups": _groups_like(optimizer, groups),
         }
     )
 
 
-def _entry_like(parameter: torch.Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of the whole tensors of one parameter's state."""
-    return {
-        key: shard_like(parameter, value) if isinstance(value, torch.Tensor) else value for key, value in entry.items()
-    }
+def _entry_like(parameter: torch.Tensor | None, entry: Any) -> Any:
+    """This rank's part of the whole tensors of one parameter's state; None: it is kept for none of them."""
+    return entry if parameter is None else map_tensors(entry, functools.partial(shard_like, parameter))
 
 
 def names_between(prefix_here: str, prefix_there: str) -> Callable[[str], str]:
@@ -146,7 +151,21 @@ def _groups_like(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) 
             f"{sizes}; build configure_optimizers as it was"
         )
     numbers = itertools.count()
-    return [{**group, "params": list(itertools.islice(numbers, len(group["params"])))} for group in saved]
+    numbered = [{**group, "params": list(itertools.islice(numbers, len(group["params"])))} for group in saved]
+    return _on_their_devices(optimizer, numbered)
+
+
+def _on_their_devices(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Saved groups with tensors (a rate, betas) where the optimizer has them; where it has none, they stay."""
+    moved = []
+    for number, group in enumerate(saved):
+        own = optimizer.param_groups[number] if number < len(optimizer.param_groups) else {}
+        values = {}
+        for key, value in group.items():
+            device = next((tensor.device for _, tensor in iterate_tensors(own.get(key)) if key != "params"), None)
+            values[key] = value if device is None else map_tensors(value, operator.methodcaller("to", device))
+        moved.append(values)
+    return moved
 
 
 def like_parameter(
@@ -184,8 +203,12 @@ def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
 def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Load an ordinary numbered optimizer state of whole tensors: each rank keeps its own part. Local."""
     parameters = stepped_parameters(optimizer)
-    state = {number: _entry_like(parameters[number], entry) for number, entry in saved["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
+    state = {
+        key: _entry_like(parameters[key] if isinstance(key, int) else None, entry)
+        for key, entry in saved["state"].items()
+    }
+    groups = _on_their_devices(optimizer, saved["param_groups"])
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _nested(path: tuple[Any, ...], value: Any) -> dict[str, Any]:

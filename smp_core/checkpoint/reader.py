@@ -245,6 +245,26 @@ def read_rest(
         return _decode(opened, tree, lambda name: files.whole(name) if name in names else DROP, allow_pickle)
 
 
+def read_template(
+    path: str | os.PathLike[str], prefix: Path, tensor: Callable[[Path, str, TensorRecord], torch.Tensor]
+) -> Any:
+    """What was saved under a path, in the structure it had, with tensors to be loaded into. Not collective.
+
+    Args:
+        tensor: makes one, from the path it was saved at, its name and its record.
+
+    Raises:
+        CheckpointError: as in :func:`read_rest`.
+    """
+    opened = open_checkpoint(path)
+    places = {name: place for place, name in opened.index.by_path().items()}
+    try:
+        tree = subtree(opened.tree, ("state", *prefix))
+    except KeyError:
+        raise CheckpointError(f"{opened.address} has no {path_text(prefix)!r}") from None
+    return _decode(opened, tree, lambda name: tensor(places[name], name, opened.index.record(name)), False)
+
+
 def read_per_rank(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> list[Any]:
     """What each rank gave as ``per_rank``, by rank of the saving run.
 

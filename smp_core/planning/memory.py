@@ -109,7 +109,7 @@ def model_state_bytes(
                 tensors = 1 if config.state_offload else 2 + kept.whole
                 states += part * max(parameter.itemsize, 4) * tensors
             elif config.state_offload is None:
-                states += kept.elements(parameter, elements) * parameter.itemsize
+                states += kept.whole * elements * parameter.itemsize
             reduced_in = _reduce_dtype(parameter, config)
             if not config.reduce_every_micro_batch and shard_degree > 1 and parameter.ndim:
                 partial_sums += parameter.numel() * reduced_in.itemsize

@@ -21,36 +21,18 @@ class OptimizerStates:
     Attributes:
         name: of the optimizer, for people.
         whole: tensors of the parameter's shape.
-        factored: whether, on top, there is a second moment whose rows and columns are all that is kept of matrices
-            (Adafactor, arXiv 1804.04235); for vectors it is one tensor of their shape.
         origin: how this is known: "assumed", "found" or "given".
         known: False: ``whole`` is a guess.
     """
 
     name: str
     whole: int
-    factored: bool = False
     origin: str = "assumed"
     known: bool = True
 
-    def elements(self, parameter: torch.Tensor, held: int) -> int:
-        """Elements of all states on a device that holds ``held`` elements of the parameter (its rows, padded)."""
-        states = self.whole * held
-        if not self.factored:
-            return states
-        if parameter.ndim < 2 or not held:
-            return states + held
-        # The factor over a sharded dim has one number for each row held; the other one is whole.
-        across = parameter.shape[-1] if parameter.ndim == 2 else held // parameter.shape[-2]
-        return states + held // parameter.shape[-1] + across
-
     def describe(self) -> str:
         """As in "assumed adamw, 2 states for each trainable parameter"."""
-        if self.factored:
-            count = "rows and columns of a second moment" + (f" and {self.whole} more" if self.whole else "")
-        else:
-            count = f"{self.whole} state{'' if self.whole == 1 else 's'}"
-        count += " for each trainable parameter"
+        count = f"{self.whole} state{'' if self.whole == 1 else 's'} for each trainable parameter"
         if not self.known:
             return f"{self.origin} {self.name}, which is not known here: assumed {count}, as adamw has"
         return f"{self.origin} {self.name}, {count}"
@@ -61,16 +43,13 @@ _WHOLE = {
     "adamw-amsgrad": 3,
     "adam": 2,
     "adam-amsgrad": 3,
-    "adafactor": 0,
     "adagrad": 1,
     "rmsprop": 1,
     "lion": 1,
     "sgd-momentum": 1,
     "sgd": 0,
 }
-OPTIMIZERS: Mapping[str, OptimizerStates] = {
-    name: OptimizerStates(name, whole, factored=name == "adafactor") for name, whole in _WHOLE.items()
-}
+OPTIMIZERS: Mapping[str, OptimizerStates] = {name: OptimizerStates(name, whole) for name, whole in _WHOLE.items()}
 """By the names that plans are asked for with; the values of the knob `planned_optimizer`."""
 
 
@@ -82,7 +61,7 @@ def _if_set(*options: str) -> Callable[[Mapping[str, Any]], int]:
 _TORCHS: dict[str, tuple[int, Callable[[Mapping[str, Any]], int]]] = {
     "SGD": (0, _if_set("momentum")),
     **dict.fromkeys(("Adam", "AdamW"), (2, _if_set("amsgrad"))),
-    **dict.fromkeys(("NAdam", "RAdam", "Adamax", "Adadelta", "Rprop"), (2, _if_set())),
+    **dict.fromkeys(("NAdam", "RAdam", "Adamax", "Adadelta"), (2, _if_set())),
     **dict.fromkeys(("Adagrad", "ASGD", "Muon"), (1, _if_set())),
     "RMSprop": (1, _if_set("momentum", "centered")),
     "Lion": (1, _if_set()),  # of several libraries, which agree
@@ -95,9 +74,6 @@ def states_of(optimizer: torch.optim.Optimizer) -> OptimizerStates:
     groups = optimizer.param_groups
     for kind in type(optimizer).__mro__:
         name = kind.__name__
-        if name == "Adafactor":
-            momentum = any(group.get("beta1") is not None for group in groups)  # of Transformers'
-            return OptimizerStates(name, int(momentum), factored=True, origin="found")
         if name in _TORCHS:
             always, more = _TORCHS[name]
             asked = [words for option, words in _OPTIONS.items() if any(group.get(option) for group in groups)]
@@ -117,4 +93,4 @@ def planned_states(asked: str, optimizers: Sequence[torch.optim.Optimizer] = ())
         return replace(OPTIMIZERS[asked], origin="given")
     if not optimizers:
         return OPTIMIZERS["adamw"]
-    return max(map(states_of, optimizers), key=lambda states: (states.whole, states.factored))
+    return max(map(states_of, optimizers), key=lambda states: states.whole)

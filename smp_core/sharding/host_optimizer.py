@@ -1,8 +1,8 @@
 """Optimizer states on the host, and the step with them (ZeRO-Offload, arXiv 2101.06840, section 4).
 
-``offload_optimizer`` turns an optimizer over device parameters into one that steps copies of them in host memory: the
-states, and float32 masters of half precision parameters, never exist on the device. A step goes through the parameters
-chunk by chunk, so that on CUDA the copies run beside the arithmetic: while the host steps one chunk, gradients and
+An :class:`OnHost` is an optimizer over device parameters that steps copies of them in host memory: the states, and
+float32 masters of half precision parameters, never exist on the device. A step goes through the parameters chunk by
+chunk, so that on CUDA the copies run beside the arithmetic: while the host steps one chunk, gradients and
 parameters of the next come in on one stream and the results of the one before go out on another.
 
 To the outside the optimizer is what it was: its groups hold the device parameters (for clipping, schedulers, scalers),
@@ -14,7 +14,9 @@ With ``optimizer_shard="world"`` the device parameters are views of this rank's 
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -23,15 +25,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from smp_core.checkpoint.tree import iterate_tensors, map_tensors
 from smp_core.sharding.optimizer import MASTER, local_of
+from smp_core.sharding.optimizer_trial import KNOWN
 
 logger = logging.getLogger("smp")
 
 CHUNK_BYTES = 2**28
-
-_ELEMENT_BY_ELEMENT = frozenset(
-    ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
-)
 
 
 class _HostParameter:
@@ -103,20 +103,17 @@ class HostOptimizer:
         self._in = torch.cuda.Stream(device) if on_cuda else None
         self._hosted: dict[torch.Tensor, _HostParameter] = {}
         # Chunks of optimizers that look at several parameters together, or count steps per group, would change them.
-        known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENT_BY_ELEMENT
-        self._in_chunks = known
+        self._in_chunks = kind in KNOWN
         self._stepper = kind.__new__(kind)
-        # As if unpickled, which is torch's own way to make one without parameters. What the instance got since (hooks,
-        # and the step that a scheduler patched) stays outside.
-        own = {key: value for key, value in vars(optimizer).items() if "hooks" not in key and key != "step"}
-        self._stepper.__setstate__({**own, "state": defaultdict(dict), "param_groups": []})
+        # As if unpickled, which is torch's own way to make one without parameters.
+        self._stepper.__setstate__({**_attributes(optimizer), "state": defaultdict(dict), "param_groups": []})
 
     @property
     def n_bytes(self) -> int:
         """Host memory of masters, gradients and states."""
         entries = self._stepper.state.values()
-        states = (value for entry in entries for key, value in entry.items() if key not in ("step", MASTER))
-        held = sum(local_of(v).numel() * v.element_size() for v in states if isinstance(v, torch.Tensor))
+        states = ({key: value for key, value in entry.items() if key not in ("step", MASTER)} for entry in entries)
+        held = sum(local_of(v).numel() * v.element_size() for state in states for _, v in iterate_tensors(state))
         return held + sum(hosted.n_bytes for hosted in self._hosted.values())
 
     @torch.no_grad()
@@ -162,13 +159,11 @@ class HostOptimizer:
         for hosted in chunk:
             self._adopt_state(hosted)
             hosted.take_over()
-        groups = [
-            (group, made)
-            for group in self._optimizer.param_groups
-            for made in _groups(group, by_parameter, type(self._stepper))
-        ]
+        groups = [(group, made) for group in self._optimizer.param_groups for made in self._groups(group, by_parameter)]
         self._stepper.param_groups = [made for _, made in groups]
+        vars(self._stepper).update(_attributes(self._optimizer))
         self._stepper.step()
+        vars(self._optimizer).update(_attributes(self._stepper))
         for group, made in groups:
             group.update({key: made[key] for key in made if key not in (*_REPLACED, "params")})
         for hosted in chunk:
@@ -177,13 +172,32 @@ class HostOptimizer:
                 entry[MASTER] = hosted.stepped.detach()
             self._optimizer.state[hosted.parameter] = entry
 
+    def _groups(
+        self, group: Mapping[str, Any], chosen: Mapping[torch.Tensor, _HostParameter]
+    ) -> Iterator[dict[str, Any]]:
+        """The group with the host copies of its chosen parameters, sharded and plain ones apart: a fused kernel takes
+        one kind. SGD's takes momentum from all or from none, so those that it steps for the first time are apart too.
+        """
+        hosted = [chosen[parameter].stepped for parameter in group["params"] if parameter in chosen]
+        for sharded in (True, False):
+            members = [each for each in hosted if isinstance(each, DTensor) == sharded]
+            kernels = host_kernels(group, members, type(self._stepper))
+            begun = [bool(self._stepper.state.get(each)) or not kernels.get("fused") for each in members]
+            for apart in (True, False):
+                part = [each for each, has_begun in zip(members, begun, strict=True) if has_begun == apart]
+                if part:
+                    yield {**group, "params": part, **kernels}
+
     def _adopt_state(self, hosted: _HostParameter) -> None:
-        """A state that was put there by a loaded checkpoint replaces ours."""
+        """A state that was put there from outside (a loaded checkpoint), or taken away, replaces ours."""
         mine = self._stepper.state.get(hosted.stepped)
         given = self._optimizer.state.get(hosted.parameter)
-        if given is mine or not given:
+        if given is mine:
             return
-        entry = {key: to_host(value) for key, value in given.items()}
+        if not given:
+            self._stepper.state.pop(hosted.stepped, None)
+            return
+        entry = to_host(given)
         if MASTER in entry and hosted.low is not None:
             local_of(hosted.stepped).copy_(local_of(entry[MASTER]))
             entry[MASTER] = hosted.stepped.detach()
@@ -196,20 +210,19 @@ class HostOptimizer:
                 hosted.put_back()
 
 
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer's class keeps beside states and groups. What an instance got since (hooks, the step that a
+    scheduler patched, our own) stays outside."""
+    apart = ("state", "param_groups", "step")
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in apart and "hooks" not in key and not key.startswith("_smp_")
+    }
+
+
 # What a group asks of the device's kernels, and what the host's get instead.
 _REPLACED = ("fused", "foreach", "capturable")
-
-
-def _groups(
-    group: Mapping[str, Any], chosen: Mapping[torch.Tensor, _HostParameter], kind: type
-) -> Iterator[dict[str, Any]]:
-    """The group with the host copies of its chosen parameters, sharded and plain ones apart: a fused kernel takes one
-    kind."""
-    hosted = [chosen[parameter].stepped for parameter in group["params"] if parameter in chosen]
-    for sharded in (True, False):
-        members = [each for each in hosted if isinstance(each, DTensor) == sharded]
-        if members:
-            yield {**group, "params": members, **host_kernels(group, members, kind)}
 
 
 def host_kernels(group: Mapping[str, Any], members: Iterable[torch.Tensor], kind: type) -> dict[str, Any]:
@@ -225,47 +238,93 @@ def host_kernels(group: Mapping[str, Any], members: Iterable[torch.Tensor], kind
     return options
 
 
-def to_host(value: Any) -> Any:
-    return value.to("cpu") if isinstance(value, torch.Tensor) and value.device.type != "cpu" else value
+def to_host(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer state with its tensors in host memory."""
+    return {key: map_tensors(value, lambda tensor: tensor.to("cpu")) for key, value in entry.items()}
 
 
-def offloaded_methods(
-    optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], device: torch.device
-) -> dict[str, Callable[..., Any]]:
-    """What a subclass of ``kind`` overrides so that ``optimizer`` is stepped on the host; and ``host_bytes``, what that
-    takes there.
+def derive(kind: Any, methods: type, base: str) -> Any:
+    """A class derived from an optimizer's, with methods of another one, which find the optimizer's class by the name
+    ``base``.
 
-    Raises:
-        ValueError: the optimizer evaluates the loss several times in a step.
+    Not by ``super()``: with ``methods`` before ``kind`` in the order of bases, an optimizer whose class has several
+    bases of its own could not be made one of the derived class any more.
     """
-    if kind.__name__ == "LBFGS":
-        raise ValueError(
-            "state_offload='optimizer' steps once per gradient, LBFGS evaluates the loss several times in a step; "
-            "write state_offload='all' or use another optimizer"
-        )
-    host = HostOptimizer(optimizer, kind, device)
-    # GradScaler would hand its scale to a fused optimizer, whose kernel is not the one that runs. There is no public
-    # name for what it looks at, _step_supports_amp_scaling.
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    own = {name: value for name, value in vars(methods).items() if callable(value) and not name.startswith("__")}
+    facts = {base: kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind, methods), {**own, **facts})
 
-    def step(this: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+
+class OnHost:
+    """Methods of an optimizer whose step runs on the host. ``_smp_host`` is its part there."""
+
+    __slots__ = ()
+    _smp_on_device: Any
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        host.step()
+        self._smp_host.step()
         return loss
 
-    def load_state_dict(this: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """torch's own would cast the states to the parameters' dtype and bring them to the device."""
-        kind.load_state_dict(this, {**state_dict, "state": {}})  # type: ignore[attr-defined]
+        self._smp_on_device.load_state_dict(self, {**state_dict, "state": {}})
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in this.param_groups)
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(numbers, parameters, strict=True):
             if number in state_dict["state"]:
-                entry = state_dict["state"][number]
-                this.state[parameter] = {key: to_host(value) for key, value in entry.items()}
+                self.state[parameter] = to_host(state_dict["state"][number])
 
-    hooked = torch.optim.Optimizer.profile_hook_step(step)
-    hooked.hooked = True  # type: ignore[attr-defined]
-    return {"step": hooked, "load_state_dict": load_state_dict, "host_bytes": lambda this: host.n_bytes}
+    def host_bytes(self: Any) -> int:
+        """What the states, masters and gradients take in host memory."""
+        return self._smp_host.n_bytes  # type: ignore[no-any-return]
+
+    step = torch.optim.Optimizer.profile_hook_step(step)  # its hooks run around it, as around every optimizer's
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+def step_on_host(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Make an optimizer over parameters on ``device`` an :class:`OnHost`.
+
+    Raises:
+        ValueError: the optimizer evaluates the loss several times in a step.
+    """
+    kind: Any = type(optimizer)
+    if issubclass(kind, torch.optim.LBFGS):
+        raise ValueError(
+            "state_offload='optimizer' steps once per gradient, LBFGS evaluates the loss several times in a step; "
+            "write state_offload='all' or use another optimizer"
+        )
+    optimizer._smp_host = HostOptimizer(optimizer, kind, device)  # type: ignore[attr-defined]
+    # GradScaler would hand its scale to a fused optimizer, whose kernel is not the one that runs. There is no public
+    # name for what it looks at, _step_supports_amp_scaling.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    _take_step_from_the_class(optimizer)
+    optimizer.__class__ = _on_host(kind)
+
+
+@functools.cache
+def _on_host(kind: Any) -> Any:
+    return derive(kind, OnHost, "_smp_on_device")
+
+
+def _take_step_from_the_class(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler that was made before has put the step of the optimizer's class on the instance, wrapped, where it
+    hides what an :class:`OnHost` does. The same again, with the step of the class that it gets; ``_opt_called`` and
+    ``_wrapped_by_lr_sched`` are what schedulers look at, and have no public names."""
+    if not hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
+        return
+    del optimizer.step
+    this = weakref.ref(optimizer)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer = this()
+        assert optimizer is not None
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ With ``state_offload="optimizer"`` the states and masters of the part live in ho
 themselves, which take no memory; their gradients have the masters' dtype all the same.
 
 An optimizer that looks at one element at a time cannot tell the difference. One that looks across a tensor (Adafactor's
-factored moments, Muon, a trust ratio) can, and is refused.
+factored moments, Muon, a trust ratio) can, and is refused (:mod:`smp_core.sharding.optimizer_trial`).
 
 Where parameters are gathered in half precision (``param_dtype``) and stored in float32, they are stored in what they
 are gathered in from then on: computing sees the same numbers, the float32 masters are the weights that are saved.
@@ -22,7 +22,6 @@ To the outside the optimizer looks as if it stepped the parameters: ``state_dict
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,13 +29,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
 from smp_core.comm.background import Pending
 from smp_core.comm.replica_hop import ReplicaHop
 
 MASTER = "smp_master"
 """Entry of an optimizer state: the float32 values of a half precision parameter, so that checkpoints have them."""
-
-_ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 
 
 class FlatShard:
@@ -62,6 +60,7 @@ class FlatShard:
         self.n = sum(sizes)
         self._start, self.size = hop.own_part(self.n)
         self.masters = tuple(self._make_master(i) for i in range(len(self.parameters)))
+        self._trained = [parameter.requires_grad for parameter in self.parameters]  # as last seen on both
         self.holds_weights = False
         """Whether parameters were stored as finely as masters until they were made, and are what is computed with now:
         to the outside the masters are the weights."""
@@ -108,6 +107,17 @@ class FlatShard:
                 continue
             same = master.to(own.dtype) == own
             master.copy_(torch.where(same, master, own.to(master.dtype)))
+
+    def follow_flags(self) -> None:
+        """Let ``requires_grad`` be one flag of a parameter and its master, whichever it was set on since: who goes by
+        the optimizer's groups (Lightning's ``toggle_optimizer``) sets it on masters."""
+        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            set_on_master = master.requires_grad != self._trained[i]
+            self._trained[i] = (master if set_on_master else parameter).requires_grad
+            if parameter.requires_grad != self._trained[i]:
+                parameter.requires_grad_(self._trained[i])
+            if master.requires_grad != self._trained[i]:
+                master.requires_grad_(self._trained[i])
 
     # Gradients
 
@@ -197,35 +207,26 @@ class WorldSharding:
             found.append(parameter if place is None else place[0].masters[place[1]])
         return found
 
-    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the optimizer step masters.
-
-        Raises:
-            ValueError: it looks across a tensor.
-        """
-        require_elementwise(optimizer)
-        for shard in self.shards:
-            shard.follow_parameters()
-        state = dict(optimizer.state)
-        optimizer.state.clear()
-        for group in optimizer.param_groups:
-            before = list(group["params"])
-            group["params"] = self.stepped(before)
-            for old, new in zip(before, group["params"], strict=True):
-                if old in state:
-                    optimizer.state[new] = self._own_state(old, state[old])
-
-    def _own_state(self, parameter: torch.Tensor, entry: dict[str, Any]) -> dict[str, Any]:
+    def part_of_state(self, parameter: torch.Tensor, entry: Any) -> Any:
+        """This rank's part of what an optimizer state has for a parameter, which has a master."""
         place = self._place.get(id(parameter))
         if place is None:
             return entry
         shard, i = place
-        return {
-            key: shard.own_of(i, value)
-            if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape
-            else value
-            for key, value in entry.items()
-        }
+
+        def own(value: torch.Tensor) -> torch.Tensor:
+            return shard.own_of(i, value) if value.ndim and value.shape == parameter.shape else value
+
+        return map_tensors(entry, own)
+
+    def follow_parameters(self) -> None:
+        """Take up what was written into parameters from outside."""
+        for shard in self.shards:
+            shard.follow_parameters()
+
+    def follow_flags(self) -> None:
+        for shard in self.shards:
+            shard.follow_flags()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring what the optimizer has stepped into the parameters. Collective."""
@@ -236,23 +237,33 @@ class WorldSharding:
 
     def whole_state(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
         """A numbered state dict with tensors like parameters instead of parts. Collective."""
-        state = {number: dict(entry) for number, entry in numbered["state"].items()}
+        state = dict(numbered["state"])
         places = self._numbers(optimizer)
         for shard in self.shards:
             here = {i: number for number, (owner, i) in places.items() if owner is shard and number in state}
-            keys = {key for number in here.values() for key, value in state[number].items() if is_part(value)}
-            for key in sorted(keys):
-                parts = {i: state[number][key] for i, number in here.items() if is_part(state[number].get(key))}
-                for i, value in shard.put_together(parts).items():
-                    state[here[i]][key] = value
-            fine = not shard.holds_weights  # those are saved as weights
+            parts: dict[Path, dict[int, torch.Tensor]] = {}
+            for i, number in here.items():
+                for path, value in iterate_tensors(state[number]):
+                    if value.ndim:  # the others are counters and the like
+                        parts.setdefault(path, {})[i] = value
+            whole: dict[int, torch.Tensor] = {}
+            for path in sorted(parts, key=str):
+                for i, value in shard.put_together(parts[path]).items():
+                    whole[id(parts[path][i])] = value
+
+            def in_place_of(part: torch.Tensor, whole: dict[int, torch.Tensor] = whole) -> torch.Tensor:
+                return whole.get(id(part), part)
+
+            for number in here.values():
+                state[number] = map_tensors(state[number], in_place_of)
             finer = {
                 i: shard.masters[i].detach()
                 for i in here
-                if fine and shard.masters[i].dtype != shard.parameters[i].dtype
+                if not shard.holds_weights  # those are saved as weights
+                and shard.masters[i].dtype != shard.parameters[i].dtype
             }
             for i, value in shard.put_together(finer).items():
-                state[here[i]][MASTER] = value
+                state[here[i]] = {**state[here[i]], MASTER: value}
         return {**numbered, "state": state}
 
     @torch.no_grad()
@@ -264,7 +275,7 @@ class WorldSharding:
                 state[number] = entry
                 continue
             shard, i = places[number]
-            own = self._own_state(shard.parameters[i], entry)
+            own = dict(self.part_of_state(shard.parameters[i], entry))
             master = None if shard.on_host else own.pop(MASTER, None)
             if master is not None:
                 shard.masters[i].copy_(master)
@@ -304,10 +315,6 @@ def model_parameter(parameter: torch.Tensor) -> torch.Tensor:
     return getattr(parameter, "smp_model_parameter", parameter)
 
 
-def is_part(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 1
-
-
 def master_dtype(parameter: torch.Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
 
@@ -322,49 +329,3 @@ def like(parameter: torch.Tensor, local: torch.Tensor, on_host: bool = False) ->
     made = torch.empty_like(parameter, dtype=local.dtype, device="cpu" if on_host else None, requires_grad=False)
     local_of(made).copy_(local)
     return made
-
-
-def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update of an element depends on others.
-
-    torch's own elementwise ones are known; any other is tried: a small tensor stepped whole and in two halves has to
-    come out the same.
-
-    Raises:
-        ValueError: it does not, or it cannot be made to find out.
-    """
-    kind = type(optimizer)
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE:
-        return
-    complaint = (
-        f"optimizer_shard='world' gives each rank a part of every tensor, but {kind.__name__} %s; write "
-        "optimizer_shard='shard', or use an elementwise optimizer such as AdamW"
-    )
-    values = torch.linspace(-1.0, 1.0, 24).view(6, 4)
-    gradients = torch.sin(torch.arange(72.0)).view(3, 6, 4)
-    try:
-        whole = _stepped_alone(optimizer, [values], [[gradient] for gradient in gradients])
-        halves = _stepped_alone(
-            optimizer,
-            [values.view(-1)[:10], values.view(-1)[10:]],
-            [list(g.view(-1).split([10, 14])) for g in gradients],
-        )
-    except Exception as error:
-        raise ValueError(complaint % f"could not be tried on a part ({type(error).__name__}: {error})") from error
-    if not torch.allclose(torch.cat([part.view(-1) for part in whole]), torch.cat(halves), rtol=1e-5, atol=1e-7):
-        raise ValueError(complaint % "looks across a tensor")
-
-
-def _stepped_alone(
-    optimizer: torch.optim.Optimizer, values: list[torch.Tensor], gradients: list[list[torch.Tensor]]
-) -> list[torch.Tensor]:
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    tried: Any = type(optimizer)
-    taken = inspect.signature(tried).parameters
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key in taken and key != "params"}
-    tried = tried(parameters, **options)
-    for step in gradients:
-        for parameter, gradient in zip(parameters, step, strict=True):
-            parameter.grad = gradient.clone()
-        tried.step()
-    return [parameter.detach() for parameter in parameters]

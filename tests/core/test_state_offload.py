@@ -19,7 +19,7 @@ from smp_core.memory_report import MemoryReport
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import ParallelModel, parallelize_model
 from smp_core.sharding import host_optimizer
-from smp_core.sharding.host_optimizer import offloaded_methods
+from smp_core.sharding.host_optimizer import step_on_host
 from smp_core.sharding.optimizer import MASTER
 from smp_core.topology import Topology
 from tests.core.activations.models import DroppingGpt, assert_equal_bits, build, tokens, whole
@@ -255,9 +255,7 @@ def test_resume_from_a_folder_with_other_offloading(tmp_path: Any) -> None:
 
 def offloaded(parameters: list[nn.Parameter], make: Any, device: str = "cpu") -> torch.optim.Optimizer:
     optimizer = make(parameters)
-    kind = type(optimizer)
-    methods = offloaded_methods(optimizer, kind, torch.device(device))
-    optimizer.__class__ = type(kind.__name__, (kind,), methods)
+    step_on_host(optimizer, torch.device(device))
     return optimizer
 
 

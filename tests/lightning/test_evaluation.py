@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -167,3 +169,34 @@ def test_a_second_trainer_goes_on_with_the_same_module() -> None:
     runs = together(two_trainers, {"shard_degree": 2})
     assert_same(runs, expected)
     assert runs[0].extra["after"] == pytest.approx(expected.extra["after"], rel=0, abs=1e-12)
+
+
+def evaluate_in_inference_mode(folder: str, knobs: dict[str, Any] | None = None) -> Run:
+    """What a script does that wants no gradients anywhere, and then trains all the same, which one process, whose
+    parameters are inference tensors then, cannot."""
+    first = LanguageModule(batches=2)
+    trainer = make_trainer(knobs, **EXACT)
+    trainer.fit(first)
+    path = f"{folder}/saved"
+    trainer.save_checkpoint(path)
+    module = LanguageModule(batches=2)
+    with contextlib.nullcontext() if knobs is None else torch.inference_mode():
+        seen = make_trainer(knobs, **EXACT).test(module, ckpt_path=path, verbose=False)[0]
+        made_inside = LanguageModule(batches=2)
+        seen |= make_trainer(knobs, **EXACT).validate(made_inside, ckpt_path=path, verbose=False)[0]
+        make_trainer(knobs, **EXACT).predict(made_inside)
+        assert torch.is_inference_mode_enabled() == (knobs is not None)
+    trainer = make_trainer(knobs, **EXACT, num_sanity_val_steps=1)
+    trainer.fit(module)
+    make_trainer(knobs, **EXACT).fit(made_inside)
+    return report(trainer, module, seen=seen)
+
+
+def test_evaluation_called_in_inference_mode_can_be_followed_by_training(tmp_path: Path) -> None:
+    for name in ("alone", "ours"):
+        (tmp_path / name).mkdir()
+    expected = evaluate_in_inference_mode(str(tmp_path / "alone"))
+    for run in together(evaluate_in_inference_mode, str(tmp_path / "ours"), {"shard_degree": 2}, ranks=2):
+        # One process rounds the float64 weights that it loads to float32.
+        assert run.extra["seen"] == pytest.approx(expected.extra["seen"], rel=0, abs=1e-6)
+        assert_same(run, expected, tolerance=1e-6)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BackboneFinetuning, Timer
 from torch import nn
 
 from tests.lightning.modules import ScheduledModule
@@ -148,3 +151,47 @@ def test_without_strict_loading_what_fits_is_loaded_and_the_rest_kept(whole: boo
     # What is not in the checkpoint is rank 0's, the same on all.
     kept = {f"added.{name}": value for name, value in runs[0].extra["start"].items()}
     assert_same(runs, Run([], {**saved.weights, **kept}, saved.metrics))
+
+
+class WithBackbone(ScheduledModule):
+    """A layer that is frozen at first and has no part in the optimizer then."""
+
+    def build(self) -> None:
+        super().build()
+        self.backbone = nn.Linear(3, 4)
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        row = torch.ones(1, 3, dtype=torch.float64)
+        return super().loss(tokens) + self.backbone(row).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def fit_with_callbacks(
+    knobs: dict[str, Any] | None, epochs: int, load: str | None = None, save: str | None = None, timed: bool = False
+) -> Run:
+    """The backbone is unfrozen after the first epoch. ``timed``: with a timer that has run out when it is restored."""
+    module = WithBackbone(batches=BATCHES)
+    limit = timedelta(microseconds=1) if timed else timedelta(days=1)
+    callbacks = [BackboneFinetuning(1, backbone_initial_lr=1e-3, verbose=False), Timer(limit, verbose=False)]
+    trainer = make_trainer(knobs, max_epochs=epochs, precision="64-true", callbacks=callbacks)
+    trainer.fit(module, ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    return report(trainer, module, steps=trainer.global_step, rates=rates)
+
+
+def test_callbacks_have_their_states_when_a_resumed_fit_starts(tmp_path: Path) -> None:
+    """BackboneFinetuning makes its parameter groups anew, and Timer stops before the first step, as in one process,
+    which rounds float64 weights to float32 when it loads them."""
+    ours, theirs, knobs = str(tmp_path / "ours"), str(tmp_path / "theirs"), {"shard_degree": 2}
+    together(fit_with_callbacks, knobs, 2, save=ours)
+    fit_with_callbacks(None, 2, save=theirs)
+    expected = fit_with_callbacks(None, 3, load=theirs)
+    runs = together(fit_with_callbacks, knobs, 3, load=ours)
+    assert_same(runs, expected, tolerance=1e-6)
+    assert all(run.extra == expected.extra and len(run.extra["rates"]) == 2 for run in runs)
+    stopped = fit_with_callbacks(None, 3, load=theirs, timed=True).extra["steps"]
+    assert all(run.extra["steps"] == stopped for run in together(fit_with_callbacks, knobs, 3, load=ours, timed=True))

@@ -1,0 +1,284 @@
+"""Which optimizers can step what sharding gives them, found out before training by stepping small tensors.
+
+torch's elementwise optimizers are known. Of any other class an optimizer like the one at hand is made and stepped:
+
+- on parts of a tensor, each alone in an optimizer of its own, for ``optimizer_shard="world"``: it has to do what it
+  does to the whole tensor. What it reduces over all its parameters shows like this, too.
+- on likenesses of its sharded parameters, a shard of no elements included, in the place of this rank. Collectives go
+  to torch's fake process group, which does nothing, so that an optimizer that fails on some ranks only cannot leave the
+  others waiting; whether it failed anywhere is asked afterwards.
+
+The fake backend has no public name: ``torch.testing._internal.distributed.fake_pg`` registers it when it is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from smp_core.agreement import of_all_ranks
+from smp_core.checkpoint.tree import iterate_tensors
+
+logger = logging.getLogger("smp")
+
+KNOWN = frozenset(
+    (
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.ASGD,
+    )
+)
+"""Optimizers that step elements by themselves and sharded parameters like whole ones. The classes and no others: a
+class derived from one of them, or of the same name, may do something else."""
+
+# Beginnings and ends of names, in small letters. A few steps on a small tensor do not show that all of these look
+# across tensors: some begin to only after a number of steps.
+_ACROSS = (
+    *("adafactor", "came", "dadapt", "galore", "kfac", "kron", "lamb", "lars", "lbfgs", "muon", "prodigy", "sara"),
+    *("shampoo", "soap"),
+)
+_TORCHAO = "torchao"
+# The lengths of the parts are multiples of every processor's vectors, which would round what is left over differently.
+_WHOLE, _PARTS = (12, 8), (32, 64)
+_EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12, "equal_nan": True}
+_GRADIENT_SCALES = (1e-4, 1.0, 1e4)
+
+
+def refuse_unsaveable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers whose states checkpoints cannot hold.
+
+    Raises:
+        ValueError: it is one of torchao's, whose states are tensors of kinds of their own.
+    """
+    kind = type(optimizer)
+    if any(base.__module__.split(".")[0] == _TORCHAO for base in kind.__mro__):
+        raise ValueError(
+            f"{kind.__name__} is torchao's, whose states are tensors of a kind of its own that checkpoints cannot hold "
+            "yet; write torch.optim.AdamW, with optimizer_shard='world' or state_offload='optimizer' for less memory"
+        )
+
+
+def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose update of an element depends on others, and warn that one that was only tried could.
+    Collective over the world for what is not known.
+
+    Raises:
+        ValueError: it does, its name says that it does, or it cannot be made to find out. On all ranks.
+    """
+    kind = type(optimizer)
+    if kind in KNOWN:
+        return
+    refusal = (
+        f"optimizer_shard='world' gives each rank a part of every tensor, but {kind.__name__} %s; write "
+        "optimizer_shard='shard', or use an elementwise optimizer such as AdamW"
+    )
+    names = [base.__name__.lower() for base in kind.__mro__]
+    if any(name.startswith(_ACROSS) or name.endswith(_ACROSS) for name in names):
+        raise ValueError(refusal % "looks across a tensor")
+    _on_all_ranks(lambda: _difference(optimizer), refusal)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(
+            "optimizer_shard='world': %s is not known here. It stepped small tensors in parts as it stepped them "
+            "whole; if later steps look across a tensor, or across several, they are other ones than in one process, "
+            "without an error. In doubt write optimizer_shard='shard'",
+            kind.__name__,
+        )
+
+
+def require_steps_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that fails on sharded parameters, before the first step does. Collective over the world for
+    what is not known.
+
+    Raises:
+        ValueError: it fails on some rank. On all ranks.
+    """
+    kind = type(optimizer)
+    meshes = {p.device_mesh for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)}
+    if kind in KNOWN or len(meshes) != 1 or next(iter(meshes)).ndim != 1:
+        return
+    refusal = (
+        f"{kind.__name__} cannot step sharded parameters: a step on small ones %s; use another optimizer, such as "
+        "AdamW, or shard_degree=1, where parameters are whole"
+    )
+    _on_all_ranks(lambda: _failure_on_shards(optimizer, meshes.pop()), refusal)
+
+
+def _on_all_ranks(find_problem: Callable[[], str | None], refusal: str) -> None:
+    """Raise what any rank has found on all of them."""
+    for problem in of_all_ranks(find_problem()):
+        if problem is not None:
+            raise ValueError(refusal % problem)
+
+
+# Elements by themselves
+
+
+def _difference(optimizer: torch.optim.Optimizer) -> str | None:
+    """What an optimizer does to a tensor and not to its parts; None: nothing was found."""
+    values = torch.linspace(-1.0, 1.0, 96, dtype=torch.float64).view(_WHOLE)
+    for group in optimizer.param_groups:
+        for scale in _GRADIENT_SCALES:
+            gradients = [scale * gradient for gradient in _gradients(values)]
+            try:
+                with _without_traces(values.device):
+                    whole = _stepped(optimizer, group, values, gradients)
+                    parts = [
+                        _stepped(optimizer, group, value, list(each))
+                        for value, *each in zip(*(t.view(-1).split(_PARTS) for t in (values, *gradients)), strict=True)
+                    ]
+            except Exception as error:
+                return f"could not be tried on a part ({type(error).__name__}: {error})"
+            if any(each is None for each in (whole, *parts)):
+                return "keeps states that are not shaped like their parameter"
+            if not torch.allclose(whole.view(-1), torch.cat(parts), **_EXACT):
+                return "looks across a tensor, or across all its parameters"
+    return None
+
+
+def _gradients(values: torch.Tensor) -> list[torch.Tensor]:
+    """Falling ones at right angles to the weights, which is where some begin to project, then four of no pattern."""
+    waves = torch.sin(torch.arange(4 * values.numel(), dtype=values.dtype)).view(4, *values.shape)
+    across = torch.cos(torch.arange(values.numel(), dtype=values.dtype)).view_as(values)
+    across -= (across * values).sum() / (values * values).sum() * values
+    return [*(factor * across for factor in (8.0, 2.0, 0.5, 0.1, 0.02)), *waves]
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], values: torch.Tensor, gradients: list[torch.Tensor]
+) -> Any:
+    """What becomes of a tensor, alone in an optimizer; None: that keeps states of another shape."""
+    parameter = nn.Parameter(values.clone())
+    tried = _made_like(optimizer, [(group, [parameter])])
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        tried.step()
+    states = [tensor for _, tensor in iterate_tensors(dict(tried.state[parameter]))]
+    fits = all(state.ndim == 0 or state.shape == values.shape for state in states)
+    return parameter.detach() if fits else None
+
+
+# Sharded parameters
+
+
+def _failure_on_shards(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> str | None:
+    """What goes wrong when likenesses of the optimizer's parameters are stepped; None: nothing, or an optimizer like
+    this one cannot be made."""
+    with _fake_mesh(mesh) as fake, _without_traces(torch.device(mesh.device_type)):
+        groups = []
+        for group in optimizer.param_groups:
+            alike = {_likeness_key(parameter, mesh.size()): parameter for parameter in group["params"]}
+            groups.append((group, [_likeness(parameter, fake) for parameter in alike.values()]))
+        parameters = [parameter for _, members in groups for parameter in members]
+        try:
+            tried = _made_like(optimizer, groups)
+        except Exception as error:
+            logger.info("%s was not tried on shards: %s: %s", type(optimizer).__name__, type(error).__name__, error)
+            return None
+
+        def closure() -> torch.Tensor:
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            return torch.ones((), device=mesh.device_type)
+
+        try:
+            needs_closure = inspect.signature(tried.step).parameters.get("closure")
+            for _ in range(2):
+                if needs_closure is not None and needs_closure.default is inspect.Parameter.empty:
+                    tried.step(closure)
+                else:
+                    closure()
+                    tried.step()
+        except Exception as error:
+            return f"failed ({type(error).__name__}: {error})"
+    return None
+
+
+def _likeness_key(parameter: torch.Tensor, degree: int) -> Any:
+    sharded = isinstance(parameter, DTensor)
+    return sharded, _small_shape(parameter.shape, degree), parameter.dtype, parameter.requires_grad
+
+
+def _small_shape(shape: torch.Size, degree: int) -> tuple[int, ...]:
+    """Rows as many as there are ranks twice over, fewer than ranks, or uneven, as the parameter has them; and columns
+    more or fewer than rows."""
+    if not shape:
+        return ()
+    rows = min(shape[0], 2 * degree + (shape[0] % degree != 0))
+    return (rows, *(min(size, 4 * degree if size > shape[0] else degree) for size in shape[1:]))
+
+
+def _likeness(parameter: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    shape = _small_shape(parameter.shape, mesh.size())
+    device = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).device
+    values = torch.linspace(-1.0, 1.0, torch.Size(shape).numel(), device=device).to(parameter.dtype).view(shape)
+    if isinstance(parameter, DTensor):
+        step = -(-shape[0] // mesh.size())
+        own = values[mesh.get_local_rank() * step :][:step]
+        values = DTensor.from_local(
+            own, mesh, parameter.placements, run_check=False, shape=values.shape, stride=values.stride()
+        )
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+@contextmanager
+def _fake_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
+    """A mesh of the same ranks, whose collectives do nothing. It has a name of its own: DTensor remembers what it found
+    out for one mesh and uses it for all that are equal."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
+
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    group = dist.new_group(ranks, backend="fake", use_local_synchronization=True)
+    try:
+        yield DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(f"trial {group.group_name}",))
+    finally:
+        dist.destroy_process_group(group)
+
+
+# Optimizers like the one at hand
+
+
+def _made_like(optimizer: torch.optim.Optimizer, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> Any:
+    """An optimizer of the same class with the same options over other parameters, ready to step."""
+    kind: Any = type(optimizer)
+    taken = inspect.signature(kind).parameters
+    options = {key: value for key, value in optimizer.defaults.items() if key in taken}
+    made = kind([{**_options(group), "params": parameters} for group, parameters in groups], **copy.deepcopy(options))
+    if callable(getattr(made, "train", None)):
+        made.train()  # schedule-free ones refuse to step before
+    return made
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options as they were before schedulers, which may have begun with a rate of 0."""
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    rate = options.pop("initial_lr", options.get("lr"))
+    if "lr" in options:
+        options["lr"] = rate if rate != 0 else 1e-3
+    return options
+
+
+@contextmanager
+def _without_traces(device: torch.device) -> Iterator[None]:
+    """Leave the random states as they were; what there is to warn of comes with the first real step."""
+    devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

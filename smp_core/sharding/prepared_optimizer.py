@@ -1,0 +1,307 @@
+"""Optimizers over sharded parameters: what is made right for them, once and whenever their groups change.
+
+A prepared optimizer is of a class derived from its own. Before each step, and whenever parameters are added or states
+are loaded or saved, its groups are looked at again:
+
+- parameters that sharding has replaced since the optimizer was made give way to those that the model has now, and bring
+  their states along; a parameter of no model is an error
+- with ``optimizer_shard="world"`` parameters give way to masters of this rank's part
+- where plain and sharded tensors meet they are stepped one by one, because torch's fused and foreach kernels take only
+  one kind at a time
+
+With ``state_offload="optimizer"`` it steps on the host (:mod:`smp_core.sharding.host_optimizer`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.config import SmpConfig
+from smp_core.mesh import SmpMesh
+from smp_core.sharding.accumulation import AccumulationWindow
+from smp_core.sharding.given import NativeWindow
+from smp_core.sharding.host_optimizer import OnHost, derive, host_kernels, step_on_host
+from smp_core.sharding.optimizer import MASTER, WorldSharding, model_parameter
+from smp_core.sharding.optimizer_trial import refuse_unsaveable, require_elementwise, require_steps_shards
+from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.sharding.wrap import WrapPlan
+
+logger = logging.getLogger("smp")
+
+_KERNELS = ("fused", "foreach", "capturable")
+
+
+class SteppedModel(Protocol):
+    """What is asked of a parallelized model whose parameters an optimizer steps."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def mesh(self) -> SmpMesh: ...
+    @property
+    def config(self) -> SmpConfig: ...
+    @property
+    def window(self) -> AccumulationWindow | NativeWindow: ...
+    @property
+    def plan(self) -> WrapPlan: ...
+    @property
+    def replaced(self) -> ReplacedParameters: ...
+    def reshard(self) -> None: ...
+
+
+class Prepared:
+    """Methods of a prepared optimizer. ``_smp_homes`` has the models that its parameters are of."""
+
+    __slots__ = ()
+    _smp_unprepared: Any
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """Also drops what open windows hold of its parameters, as it would without a window."""
+        settle(self)
+        for window in self._smp_homes.windows:
+            window.drop((parameter for group in self.param_groups for parameter in group["params"]), set_to_none)
+        self._smp_unprepared.zero_grad(self, set_to_none)
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        before = {model_parameter(parameter) for group in self.param_groups for parameter in group["params"]}
+        self._smp_unprepared.add_param_group(self, param_group)
+        try:
+            settle(self)
+            if not before.isdisjoint(map(model_parameter, self.param_groups[-1]["params"])):
+                raise ValueError("some parameters appear in more than one parameter group")
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        """Collective with ``optimizer_shard="world"``."""
+        settle(self)
+        state: dict[str, Any] = self._smp_unprepared.state_dict(self)
+        for world in self._smp_homes.worlds:
+            state = world.whole_state(self, state)
+        return state
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """With which kernels an optimizer steps is this run's affair and not the checkpoint's."""
+        settle(self)
+        groups = state_dict["param_groups"]
+        if len(groups) == len(self.param_groups):
+            own = ({flag: group[flag] for flag in _KERNELS if flag in group} for group in self.param_groups)
+            state_dict = {**state_dict, "param_groups": [{**g, **flags} for g, flags in zip(groups, own, strict=True)]}
+        for world in self._smp_homes.worlds:
+            state_dict = world.own_state(self, state_dict)
+        self._smp_unprepared.load_state_dict(self, state_dict)
+        if not self._smp_homes.worlds and not isinstance(self, OnHost):
+            # A checkpoint of an optimizer with float32 masters has them in its states; here parameters are stepped.
+            for entry in self.state.values():
+                entry.pop(MASTER, None)
+
+
+class Homes:
+    """The models whose parameters an optimizer steps."""
+
+    def __init__(self, models: Sequence[SteppedModel]) -> None:
+        self._models = tuple(models)
+        self._own: dict[int, torch.Tensor] = {}
+
+    @property
+    def windows(self) -> list[AccumulationWindow | NativeWindow]:
+        return [model.window for model in self._models]
+
+    @property
+    def worlds(self) -> list[WorldSharding]:
+        windows = [window for window in self.windows if isinstance(window, AccumulationWindow)]
+        return [window.world for window in windows if window.world is not None]
+
+    def reshard(self) -> None:
+        """Also a forward without backward (one network's inside the other one's step) leaves its roots gathered."""
+        for model in self._models:
+            model.reshard()
+
+    def find_parameters(self) -> None:
+        """Note the models' parameters as they are, sharded."""
+        self.reshard()
+        self._own = {id(parameter): parameter for model in self._models for parameter in model.module.parameters()}
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        return id(model_parameter(parameter)) in self._own
+
+    def take_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer today's parameters in the place of replaced ones, with their states.
+
+        Raises:
+            ValueError: it has parameters of no model.
+        """
+        if all(self.owns(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        self.find_parameters()
+        for model in self._models:
+            replaced = model.replaced
+            old = [p for group in optimizer.param_groups for p in group["params"] if replaced.current(p) is not p]
+            states = [(parameter, optimizer.state.pop(parameter)) for parameter in old if parameter in optimizer.state]
+            for group in optimizer.param_groups:
+                group["params"] = [replaced.current(parameter) for parameter in group["params"]]
+            if old:
+                optimizer.state.update(replaced.current_states(states, model.mesh.device))
+        self._refuse_strangers(optimizer)
+
+    def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
+        strangers = {
+            number: [f"{list(p.shape)}" for p in group["params"] if not self.owns(p)]
+            for number, group in enumerate(optimizer.param_groups)
+        }
+        count = sum(map(len, strangers.values()))
+        if count:
+            groups = [f"group {n}: shapes {', '.join(shapes[:3])}" for n, shapes in strangers.items() if shapes]
+            raise ValueError(
+                f"the optimizer ({type(optimizer).__name__}) steps {count} parameters of no prepared model "
+                f"({'; '.join(groups)}), whose gradients nobody would synchronise; make it from model.parameters(): in "
+                "Lightning in configure_optimizers, under Accelerate before prepare(model, optimizer) or after "
+                "prepare(model)"
+            )
+
+    def give_masters(self, optimizer: torch.optim.Optimizer) -> None:
+        """With ``optimizer_shard="world"``: masters in the place of parameters, and their part of the states."""
+        for world in self.worlds:
+            for group in optimizer.param_groups:
+                before, group["params"] = group["params"], world.stepped(group["params"])
+                for old, new in zip(before, group["params"], strict=True):
+                    if new is not old and old in optimizer.state:
+                        optimizer.state[new] = world.part_of_state(old, optimizer.state.pop(old))
+
+    def choose_kernels(self, optimizer: torch.optim.Optimizer, stepped_there: bool) -> None:
+        """Kernels that take what is in each group (``stepped_there``: an :class:`OnHost` does that itself); and in all
+        of them, for ``zero_grad``, which goes by the defaults."""
+        on_host = any(model.config.state_offload == "all" for model in self._models)
+        for group in [] if stepped_there else optimizer.param_groups:
+            if _are_mixed(group["params"]):
+                asked = [flag for flag in ("fused", "foreach") if group.get(flag)]
+                if asked:
+                    logger.info("%s=True has no effect where 0-d or shared parameters are in the group", asked[0])
+                group.update({flag: False for flag in ("fused", "foreach") if flag in group})
+            elif on_host:
+                group.update(host_kernels(group, group["params"], type(optimizer)))
+        if _are_mixed(parameter for group in optimizer.param_groups for parameter in group["params"]):
+            optimizer.defaults.update({flag: False for flag in ("fused", "foreach") if flag in optimizer.defaults})
+
+    def bring_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """What the optimizer did to what it steps, into the models' parameters. Collective."""
+        for world in self.worlds:
+            world.after_step(optimizer)
+        self.reshard()
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[SteppedModel]) -> bool:
+    """Make an optimizer over the parameters of these models right for them. Collective over the world.
+
+    Returns:
+        False if it was prepared for them before, and nothing was to be done.
+
+    Raises:
+        ValueError: it has parameters of no model, it cannot step shards, with ``optimizer_shard="world"`` it looks
+            across a tensor or across tensors, or its states are of a kind that cannot be saved.
+    """
+    before: Homes | None = getattr(optimizer, "_smp_homes", None)
+    if before is not None:
+        if set(map(id, before.windows)) != {id(model.window) for model in models}:
+            raise ValueError(
+                f"the optimizer ({type(optimizer).__name__}) was prepared for other models; make a new one"
+            )
+        settle(optimizer)
+        return False
+    refuse_unsaveable(optimizer)
+    homes = Homes(models)
+    homes.take_in(optimizer)
+    host = any(model.config.state_offload == "optimizer" for model in models)
+    for model in models:
+        if model.config.optimizer_shard == "world":
+            assert isinstance(model.window, AccumulationWindow)
+            require_elementwise(optimizer)
+            first = model.window.world is None
+            model.window.shard_over_world(on_host=host).follow_parameters()
+            if first:
+                _follow_flags_in_calls(model, model.window.world)
+    homes.give_masters(optimizer)
+    homes.choose_kernels(optimizer, stepped_there=host)
+    if not homes.worlds:
+        require_steps_shards(optimizer)
+    if host:
+        step_on_host(optimizer, models[0].mesh.device)
+    optimizer._smp_homes = homes  # type: ignore[attr-defined]
+    # A class, not attributes of the instance: Lightning derives its own wrapper's class from it. One for all optimizers
+    # of a kind, by which LearningRateMonitor tells them apart.
+    kind: Any = type(optimizer)
+    optimizer.__class__ = _prepared(kind)
+    optimizer.register_step_pre_hook(_before_step)
+    optimizer.register_step_post_hook(_after_step)
+    return True
+
+
+def _follow_flags_in_calls(model: SteppedModel, world: WorldSharding | None) -> None:
+    """Before whatever a step calls: what masters were switched off, or on, for."""
+    assert world is not None
+    for unit in model.plan.units:
+        if unit.is_root:
+            module = model.module.get_submodule(unit.name)
+            module.register_forward_pre_hook(lambda *_: world.follow_flags(), prepend=True)
+
+
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Look at the groups of a prepared optimizer again: whatever was put there since.
+
+    Raises:
+        ValueError: a parameter of no model.
+    """
+    homes: Homes = optimizer._smp_homes  # type: ignore[attr-defined]
+    homes.take_in(optimizer)
+    homes.give_masters(optimizer)
+    homes.choose_kernels(optimizer, stepped_there=isinstance(optimizer, OnHost))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for window in optimizer._smp_homes.windows:  # type: ignore[attr-defined]
+        window.close()
+    _before_weights_change(optimizer)
+
+
+def _before_weights_change(optimizer: torch.optim.Optimizer) -> None:
+    settle(optimizer)
+    for world in optimizer._smp_homes.worlds:  # type: ignore[attr-defined]
+        world.follow_parameters()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    optimizer._smp_homes.bring_weights(optimizer)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _prepared(kind: Any) -> Any:
+    prepared = derive(kind, Prepared, "_smp_unprepared")
+    for name in ("train", "eval"):
+        if callable(getattr(kind, name, None)):
+            setattr(prepared, name, _moving(getattr(kind, name)))
+    return prepared
+
+
+def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Schedule-free optimizers change the weights between training and evaluation."""
+
+    @functools.wraps(method)
+    def moving(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _before_weights_change(self)
+        result = method(self, *args, **kwargs)
+        _after_step(self)
+        return result
+
+    return moving
+
+
+def _are_mixed(parameters: Iterable[torch.Tensor]) -> bool:
+    return len({isinstance(parameter, DTensor) for parameter in parameters}) > 1

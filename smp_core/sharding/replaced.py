@@ -1,0 +1,91 @@
+"""Parameters that sharding has put others in the place of, so that what was made from the old ones finds the new ones.
+
+An optimizer (or a list for clipping) that was made before the model was sharded holds parameters that the model has no
+longer: nothing it does would reach the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+
+from smp_core.agreement import of_all_ranks
+from smp_core.checkpoint.optimizers import shard_like
+from smp_core.checkpoint.tree import iterate_tensors, map_tensors, path_text
+from smp_core.sharding.rank_0 import broadcast_from_rank_0
+
+
+class ReplacedParameters:
+    """The parameters of a model before it was sharded -> those it has now, by name.
+
+    Made before anything is sharded. It keeps no parameter alive: what nobody holds is freed unit by unit.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        self._before = [(name, TensorWeakRef(parameter)) for name, parameter in named]
+        self._now = WeakIdKeyDictionary()
+
+    def settle(self, model: nn.Module) -> None:
+        """Note which parameters the model has now."""
+        after = dict(model.named_parameters(remove_duplicate=False))
+        for name, reference in self._before:
+            old, new = reference(), after.get(name)
+            if old is not None and new is not None and new is not old:
+                self._now[old] = new
+        self._before.clear()
+
+    def current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What stands in the place of a parameter now; one that was not replaced is itself."""
+        found: torch.Tensor = self._now.get(parameter, parameter)
+        return found
+
+    def current_states(
+        self, states: Iterable[tuple[torch.Tensor, Any]], device: torch.device
+    ) -> dict[torch.Tensor, Any]:
+        """Optimizer states of replaced parameters as those of the parameters that the model has now: rank 0's, as the
+        weights are; tensors of a parameter's shape become shards of it. Collective over the world.
+
+        Args:
+            states: (replaced parameter, its entry in ``optimizer.state``).
+            device: where tensors can be sent from.
+
+        Raises:
+            ValueError: ranks have different states, or a state is on the meta device.
+        """
+        states = list(states)
+        require_alike([entry for _, entry in states])
+        found = {}
+        for old, entry in states:
+            new = self.current(old)
+            tensors = [tensor for _, tensor in iterate_tensors(entry)]
+            if any(tensor.is_meta for tensor in tensors):
+                raise ValueError(
+                    "the optimizer made states of parameters on the meta device, which have no values; make it after "
+                    "the model was sharded: in Lightning in configure_optimizers, elsewhere after prepare(model)"
+                )
+            broadcast_from_rank_0(tensors, device)
+            found[new] = map_tensors(entry, functools.partial(shard_like, new))
+        return found
+
+
+def require_alike(entries: list[Any]) -> None:
+    """Compare what optimizer states consist of. Collective over the world.
+
+    Raises:
+        ValueError: ranks differ; the same error on all of them.
+    """
+    own = [
+        [f"{path_text(path)} {list(tensor.shape)} {tensor.dtype}" for path, tensor in iterate_tensors(entry)]
+        for entry in entries
+    ]
+    if any(said != own for said in of_all_ranks(own)):
+        raise ValueError(
+            "the optimizer has other states on some ranks than on others; prepare it before its first step, and bring "
+            "its states with a checkpoint"
+        )

@@ -1,0 +1,69 @@
+"""Optimizers as scripts bring them to ``prepare``: with states from a constructor, over two models, a second time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.accelerate.running import fresh_accelerator, full_weights
+from tests.harness import run_ranks
+
+STEPS = 3
+LAYOUTS: list[dict[str, Any]] = [
+    {"shard_degree": 2},
+    {"shard_degree": 1, "optimizer_shard": "world"},
+    {"shard_degree": 2, "state_offload": "optimizer"},
+]
+
+
+def models() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(5, 3).double(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()]
+
+
+def adagrad(parts: list[nn.Module]) -> torch.optim.Optimizer:
+    """torch makes its states in the constructor."""
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1)
+
+
+def rows(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def alone(world: int) -> list[dict[str, torch.Tensor]]:
+    first, second = parts = models()
+    optimizer = adagrad(parts)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(world):
+            (second(first(rows(step, rank))).square().mean() / world).backward()
+        optimizer.step()
+    return [full_weights(part) for part in parts]
+
+
+def together(knobs: dict[str, Any]) -> tuple[list[dict[str, torch.Tensor]], int]:
+    """Weights, and the steps that were counted."""
+    accelerator = fresh_accelerator(**knobs)
+    parts = models()
+    bare = adagrad(parts)
+    first, second, optimizer = accelerator.prepare(*parts, bare)
+    accelerator.prepare(bare)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        accelerator.backward(second(first(rows(step, accelerator.process_index))).square().mean())
+        optimizer.step()
+    assert accelerator._watch is not None
+    return [full_weights(part) for part in (first, second)], accelerator._watch.step
+
+
+def test_one_adagrad_over_two_models_prepared_twice_trains_as_in_one_process() -> None:
+    expected = alone(2)
+    for knobs in LAYOUTS:
+        for seen, steps in run_ranks(together, 2, knobs):
+            for ours, theirs in zip(seen, expected, strict=True):
+                for name, value in theirs.items():
+                    torch.testing.assert_close(ours[name], value, atol=1e-12, rtol=0)
+            assert steps == STEPS, "neither two models nor a second prepare counts a step twice"

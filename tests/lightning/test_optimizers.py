@@ -1,0 +1,79 @@
+"""Optimizers as users make them under Lightning: in ``__init__``, used by several fits, with rates that are tensors,
+beside schedules. All of them train as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lightning.modules import LanguageModule
+from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
+from tests.lightning.test_manual_optimization import Adversaries
+
+EXACT: dict[str, Any] = {"precision": "64-true"}
+WORLD: dict[str, Any] = {"shard_degree": 2, "optimizer_shard": "world"}
+
+
+class MadeInInit(LanguageModule):
+    def build(self) -> None:
+        super().build()
+        self.made = torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+def fit_twice(knobs: dict[str, Any] | None = None) -> Run:
+    module = MadeInInit(batches=2)
+    for _ in range(2):
+        trainer = make_trainer(knobs, **EXACT)
+        trainer.fit(module)
+    return report(trainer, module)
+
+
+@pytest.mark.parametrize("knobs", [{"shard_degree": 2}, WORLD], ids=str)
+def test_an_optimizer_made_in_init_trains_the_sharded_module_in_every_fit(knobs: dict[str, Any]) -> None:
+    assert_same(together(fit_twice, knobs), fit_twice())
+
+
+class TensorRate(LanguageModule):
+    """A rate that is a tensor, and a schedule that is made before the strategy sees the optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        rate = torch.tensor(0.01, dtype=torch.float64)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=rate, foreach=False)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def resumed(knobs: dict[str, Any], path: str) -> Run:
+    """One epoch, saved, and another one from there in a new run."""
+    for epoch, ckpt_path in ((1, None), (2, path)):
+        module = TensorRate(batches=2)
+        trainer = make_trainer(knobs, max_epochs=epoch, **EXACT)
+        trainer.fit(module, ckpt_path=ckpt_path)
+        if epoch == 1:
+            trainer.save_checkpoint(path)
+    on_host = getattr(trainer.optimizers[0], "host_bytes", int)()
+    return report(trainer, module, on_host=on_host, rate=float(trainer.optimizers[0].param_groups[0]["lr"]))
+
+
+@pytest.mark.parametrize("more", [{"state_offload": "optimizer"}, {**WORLD, "save_full_state_dict": True}], ids=str)
+def test_a_rate_that_is_a_tensor_and_its_schedule_go_on_after_a_resume(more: dict[str, Any], tmp_path: Path) -> None:
+    expected = fit(TensorRate, {"batches": 2}, max_epochs=2, **EXACT)
+    expected.losses = expected.losses[2:]
+    for run in together(resumed, {"shard_degree": 2, **more}, str(tmp_path / "ours.ckpt")):
+        assert_same(run, expected)
+        assert run.extra["rate"] == 0.01 * 0.5**4
+        assert ("state_offload" in more) == (run.extra["on_host"] > 0)
+
+
+@pytest.mark.parametrize("style", ["toggled", "cleared"])
+def test_two_optimizers_over_the_world_keep_their_gradients_apart(style: str) -> None:
+    """What an optimizer steps are masters then; switching them off has to switch off the parameters."""
+    assert_same(
+        together(fit, Adversaries, {"style": style}, WORLD, **EXACT), fit(Adversaries, {"style": style}, **EXACT)
+    )
