@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
@@ -33,12 +35,31 @@ from smp_core.checkpoint.optimizers import (
 )
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.comm.remainder_state import remainder_state
+from smp_core.config import SmpConfig
 from smp_core.module_names import uncompiled
 
 if TYPE_CHECKING:
     from lightning_smp.strategy import SmpShardedStrategy
 
 logger = logging.getLogger("smp")
+
+
+def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
+    """Say what part a CheckpointIO has.
+
+    Raises:
+        ValueError: it is one that only writes, and has none.
+    """
+    if config.save_full_state_dict or type(plugin) is TorchCheckpointIO:
+        return
+    name = type(plugin).__name__
+    if isinstance(plugin, AsyncCheckpointIO):
+        raise ValueError(
+            f"{name} writes ordinary .ckpt files, and sharded folders have a writer of their own: leave the plugin out "
+            "and write SmpShardedStrategy(async_save=True), or keep it with save_full_state_dict=True"
+        )
+    if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+        logger.warning("%s reads ordinary .ckpt files; it writes none without save_full_state_dict=True", name)
 
 
 def model_state(strategy: SmpShardedStrategy) -> dict[str, Any]:

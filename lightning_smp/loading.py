@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_smp.background import in_lightning_words
 from lightning_smp.resume import Resume
+from smp_core.averaging import fill
 from smp_core.checkpoint import (
     CheckpointError,
     find_checkpoints,
@@ -66,6 +67,14 @@ logger = logging.getLogger("smp")
 
 PER_RANK = "smp_per_rank"
 """In a file: what a folder has as each rank's own part."""
+CURRENT_MODEL = "current_model_state"
+"""Key of the trained weights where ``state_dict`` is an average of them (lightning_smp/averaging.py)."""
+FINER_AVERAGE = "smp_average"
+"""Key of the average where it is kept in a finer dtype than the weights."""
+MODELS = ("state_dict", CURRENT_MODEL, FINER_AVERAGE)
+_OF_SWA = ("average_model_state",)
+_NOT_READ = (*(f"{key}.*" for key in MODELS), f"callbacks.*.{_OF_SWA[0]}.*", "optimizer_states.*.state.*")
+Place = tuple[Any, ...]
 FP8_STATE = "smp_fp8"
 """Key of the FP8 scales in the checkpoint dictionary: plain tensors by module name."""
 
@@ -98,7 +107,7 @@ class Loading:
         self.content = self._source.content
         if module.trainer.state.fn == TrainerFn.FITTING:
             _check_complete(self.content, path)
-        self._given = as_it_lies(self.content["state_dict"])
+        self._given = as_it_lies(self.content["state_dict"])  # unless averages were saved: averaging.py
         self._strict = True
 
     def take_model_state(self, state: Mapping[str, Any], strict: bool) -> None:
@@ -116,7 +125,7 @@ class Loading:
         live, module = parallel.model_state(), parallel.module
         own_names = {clean_name(name): name for name in module.state_dict()}
         shown: dict[str, Any] = {}
-        streamed: dict[str, torch.Tensor] = {}
+        streamed: dict[Place, torch.Tensor] = {}
         for key, value in given.items():
             target = live.get(clean_name(key))
             if isinstance(value, Unread):
@@ -136,6 +145,18 @@ class Loading:
         parallel.take_model_state(live)
         parallel.reshard()
         self._load_fp8(parallel)
+
+    def load_into(self, tensors: Mapping[str, Any], given: Mapping[str, Any], device: torch.device) -> None:
+        """Fill tensors like those of the model's state from a part of the dictionary. Collective."""
+        streamed: dict[Place, torch.Tensor] = {}
+        for key, value in _agreed(as_it_lies(given), self._source.unread, device).items():
+            target = tensors.get(clean_name(key))
+            if isinstance(value, Unread) and isinstance(target, torch.Tensor) and value.shape == tuple(target.shape):
+                streamed[value.name] = target
+            elif isinstance(target, torch.Tensor):
+                fill(target, value.read() if isinstance(value, Unread) else value)
+        with in_lightning_words():
+            self._source.fill_weights(streamed)
 
     def _load_whole(
         self, module: nn.Module, shown: dict[str, Any], live: Mapping[str, Any]
@@ -186,9 +207,7 @@ class _Folder:
         self._path = path
         self._opened = open_checked(path, verify, Ranks(), f"checkpoint {os.fspath(path)} was not loaded")
         self._places = self._opened.index.by_path()
-        content = read_rest(
-            path, tensors=["*"], exclude=["state_dict.*", "optimizer_states.*.state.*", f"{REMAINDERS}.*"]
-        )
+        content = read_rest(path, tensors=["*"], exclude=[*_NOT_READ, f"{REMAINDERS}.*"])
         # A folder saved without a LightningModule around the model, by accelerate_smp, has names without its prefix.
         facts = self._opened.manifest.metadata
         prefix_there = facts.get("module_prefix", "")
@@ -199,8 +218,14 @@ class _Folder:
             content.setdefault("pytorch-lightning_version", lightning.__version__)
             content.setdefault("global_step", 0)
             logger.warning("%s was not saved by Lightning: weights and optimizers go on, loops start anew", path)
-        stored = {**dict.fromkeys(self._children("state_dict")), **content.get("state_dict", {})}
-        content["state_dict"] = LazyState({name_here(name): self.unread(name) for name in stored})
+        for key in MODELS:
+            stored = {**dict.fromkeys(self._children(key)), **content.get(key, {})}
+            if stored:
+                content[key] = LazyState({name_here(name): self.unread((key, name)) for name in stored})
+        for place in dict.fromkeys(path[:3] for path in self._places if path[0] == "callbacks" and path[2:3] == _OF_SWA):
+            names = self._children(*place)
+            lazy = LazyState({name_here(name): self.unread((*place, name)) for name in names})
+            content["callbacks"][place[1]][place[2]] = lazy
         for number, state in enumerate(content.get("optimizer_states", [])):
             self._make_lazy(number, state)
         self.content: dict[str, Any] = content
@@ -218,24 +243,29 @@ class _Folder:
         names = {**state.get("state", {}), **dict.fromkeys(self._children("optimizer_states", number, "state"))}
         state["state"] = LazyState({name: unread(name) for name in names})
 
-    def unread(self, name: str) -> Unread:
-        """A value of ``state_dict``, by its name in the folder."""
-        stored = self._places.get(("state_dict", name))
+    def unread(self, place: Place) -> Unread:
+        """A value by its place in the folder."""
+        stored = self._places.get(place)
         if stored is None:
-            return Unread(name, lambda: read_rest(self._path, ("state_dict", name), tensors=["*"]))
+            return Unread(place, lambda: read_rest(self._path, place, tensors=["*"]))
 
         def read() -> torch.Tensor:
             with TensorFiles(self._opened) as files:
                 return files.whole(stored)
 
-        return Unread(name, read, self._opened.index.record(stored).shape)
+        return Unread(place, read, self._opened.index.record(stored).shape)
 
-    def fill_weights(self, targets: dict[str, torch.Tensor]) -> None:
-        stored = {name: self._places["state_dict", name] for name in targets}
+    def fill_weights(self, targets: dict[Place, torch.Tensor]) -> None:
+        stored = {place: self._places[place] for place in targets}
         _say_what_is_cast(
-            self._path, targets, {name: self._opened.index.record(there).dtype for name, there in stored.items()}
+            self._path, targets, {place: self._opened.index.record(there).dtype for place, there in stored.items()}
         )
-        template = {"state_dict": targets}
+        template: dict[str, Any] = {}
+        for place, target in targets.items():
+            inner = template
+            for key in place[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[place[-1]] = target
         load_checkpoint(self._path, template, only=stored.values(), verify="sizes", allow_dtype_cast=True)
 
     def load_optimizer(
@@ -256,7 +286,7 @@ class _Folder:
         mine = [(name, p) for name, at, p in zip(names, there, parameters, strict=True) if at not in set(saved)]
         theirs = [name for name in saved if name not in set(there)]
         shapes = [tuple(parameter.shape) for _, parameter in mine]
-        if not mine or shapes != [self.unread(name).shape for name in theirs]:
+        if not mine or shapes != [self.unread(("state_dict", name)).shape for name in theirs]:
             return self.name_there  # or they do not fit, which is an error there
         partners = {name: old for (name, _), old in zip(mine, theirs, strict=True)}
         pairs = [f"{old} -> {name}" for name, old in partners.items()]
@@ -280,17 +310,21 @@ class _File:
             raise CheckpointError(
                 f"{path} is no Lightning checkpoint: it has no 'state_dict' but {sorted(content)[:8]}"
             )
-        self._path, self._weights = path, dict(content["state_dict"])
-        self.content = {**content, "state_dict": LazyState({name: self.unread(name) for name in self._weights})}
+        self._path = path
+        self._values = {(key, name): value for key in MODELS for name, value in content.get(key, {}).items()}
+        self.content = dict(content)
+        for key in MODELS:
+            if key in content:
+                self.content[key] = LazyState({name: self.unread((key, name)) for name in content[key]})
 
-    def unread(self, name: str) -> Unread:
-        value = self._weights[name]
-        return Unread(name, lambda: value, tuple(value.shape) if isinstance(value, torch.Tensor) else None)
+    def unread(self, place: Place) -> Unread:
+        value = self._values[place]
+        return Unread(place, lambda: value, tuple(value.shape) if isinstance(value, torch.Tensor) else None)
 
-    def fill_weights(self, targets: dict[str, torch.Tensor]) -> None:
-        _say_what_is_cast(self._path, targets, {name: self._weights[name].dtype for name in targets})
-        for name, target in targets.items():
-            copy_into(target, self._weights[name])
+    def fill_weights(self, targets: dict[Place, torch.Tensor]) -> None:
+        _say_what_is_cast(self._path, targets, {place: self._values[place].dtype for place in targets})
+        for place, target in targets.items():
+            copy_into(target, self._values[place])
 
     def load_optimizer(
         self, module: nn.Module, number: int, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
@@ -304,7 +338,7 @@ class _File:
         return list(self.content.get(PER_RANK, []))
 
 
-def _agreed(given: dict[str, Any], unread: Callable[[str], Unread], device: torch.device) -> dict[str, Any]:
+def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: torch.device) -> dict[str, Any]:
     """Rank 0's state dict on every rank: what a hook has made may have been drawn at random. Collective."""
 
     def described(value: Any) -> Any:
@@ -331,11 +365,11 @@ def _agreed(given: dict[str, Any], unread: Callable[[str], Unread], device: torc
     return agreed
 
 
-def _say_what_is_cast(path: Any, targets: Mapping[str, torch.Tensor], saved: Mapping[str, torch.dtype]) -> None:
+def _say_what_is_cast(path: Any, targets: Mapping[Place, torch.Tensor], saved: Mapping[Place, torch.dtype]) -> None:
     cast = [name for name, target in targets.items() if target.dtype != saved[name]]
     if cast:
         change = f"{saved[cast[0]]} to {targets[cast[0]].dtype}"
-        logger.warning("%s: %d tensors are cast, e.g. %s from %s", path, len(cast), cast[0], change)
+        logger.warning("%s: %d tensors are cast, e.g. %s from %s", path, len(cast), cast[0][-1], change)
 
 
 def main_module(module: nn.Module) -> tuple[str, nn.Module]:

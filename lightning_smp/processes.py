@@ -21,6 +21,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_smp.environment import PlatformEnvironment
+from smp_core.explanations import explain
 from smp_core.liveness import RankWatch
 from smp_core.topology import Topology
 
@@ -159,6 +160,7 @@ class ProcessGroupStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        explain(exception)
         if self._watch is not None and isinstance(exception, Exception):
             self._watch.report(exception)
 

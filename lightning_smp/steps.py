@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from torch import nn
 from typing_extensions import override
 
+from lightning_smp.batches import require_equal_evaluation
 from lightning_smp.precision import adapt_precision
 from lightning_smp.processes import ProcessGroupStrategy
 from lightning_smp.sequences import SharedSequences
@@ -45,6 +46,11 @@ class SteppingStrategy(ProcessGroupStrategy):
     def window(self) -> Any:
         """The :class:`smp_core.sharding.accumulation.AccumulationWindow`."""
         return self.parallel.window
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     @property
     @override
@@ -136,21 +142,24 @@ class SteppingStrategy(ProcessGroupStrategy):
     # Evaluation sees rank 0's BatchNorm statistics on every rank, and the weights as they are when it begins (averaged
     # ones may have been put in their place, also in the middle of a window), and leaves no stale gathered ones behind.
 
-    def _begin_evaluation(self) -> None:
+    def _begin_evaluation(self, limit: str, batches: Any) -> None:
+        require_equal_evaluation(limit, batches, self.mesh)
         self.parallel.reshard()
         self.parallel.broadcast_buffers()
 
     @override
     def on_validation_start(self) -> None:
-        self._begin_evaluation()
+        trainer = self._trainer
+        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._begin_evaluation("limit_val_batches", batches)
 
     @override
     def on_test_start(self) -> None:
-        self._begin_evaluation()
+        self._begin_evaluation("limit_test_batches", self._trainer.num_test_batches)
 
     @override
     def on_predict_start(self) -> None:
-        self._begin_evaluation()
+        self._begin_evaluation("limit_predict_batches", self._trainer.num_predict_batches)
 
     @override
     def on_validation_end(self) -> None:

@@ -30,7 +30,9 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_smp import checkpoints
+from lightning_smp.averaging import make_averages, take_over_callbacks
 from lightning_smp.background import BackgroundSaves
+from lightning_smp.batches import require_equal_training
 from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading
 from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, place_sampler
@@ -104,7 +106,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self._window_start: WindowStart | None = None
         self._loaders: dict[str, Any] = {}
         self.resume: Resume | None = None
-        self._loading: Loading | None = None
+        self.loading: Loading | None = None
         self._is_set_up = False
         self._run = contextlib.ExitStack()
         self.background_saves: BackgroundSaves | None = None
@@ -120,7 +122,7 @@ class SmpShardedStrategy(SteppingStrategy):
     @override
     def connect(self, model: LightningModule) -> None:
         """A run begins. It leaves inference mode, if it was called in it: FSDP2 cannot train on what was made there."""
-        self._loading, self._is_set_up = None, False
+        self.loading, self._is_set_up = None, False
         self._run = contextlib.ExitStack()
         if torch.is_inference_mode_enabled():
             self._run.enter_context(torch.inference_mode(False))
@@ -140,6 +142,12 @@ class SmpShardedStrategy(SteppingStrategy):
         assert self.lightning_module is not None
         with keeping_what_is_sharded(self.lightning_module):
             yield
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        take_over_callbacks(self.lightning_module.trainer)
+        super().setup_environment()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -173,16 +181,18 @@ class SmpShardedStrategy(SteppingStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 check_layer_sync(module, self._layer_sync)
             self._parallel, self.config = reattach(module, self.config, precision)
+        checkpoints.check_plugin(self.checkpoint_io, self.config)
         self._sequences.attach(self._parallel.context, module)
         self.model = module
         self.model_to_device()
         if self.config.async_save and self.background_saves is None:
             self.background_saves = BackgroundSaves(self.is_global_zero)
         self.resume = None
-        if self._loading is not None:
-            self._loading.load_weights(self._parallel)
+        if self.loading is not None:
+            self.loading.load_weights(self._parallel)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            make_averages(trainer, self.parallel, self.loading)
         self.setup_precision_plugin()
         self._is_set_up = True
 
@@ -223,6 +233,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def on_train_start(self) -> None:
+        require_equal_training(self._trainer)
         if self.resume is not None:
             assert self.lightning_module is not None
             self.resume.on_train_start(self.lightning_module.trainer)
@@ -288,20 +299,20 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self._loading = Loading(self, self.broadcast(checkpoint_path), weights_only)
-        return self._loading.content
+        self.loading = Loading(self, self.broadcast(checkpoint_path), weights_only)
+        return self.loading.content
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self._loading is not None
-        self._loading.take_model_state(checkpoint["state_dict"], strict)
+        assert self.loading is not None
+        self.loading.take_model_state(checkpoint["state_dict"], strict)
         if self._is_set_up:  # in the middle of a run: the learning rate finder puts back what it has tried out
-            self._loading.load_weights(self.parallel)
+            self.loading.load_weights(self.parallel)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._loading is not None
-        self._loading.load_training(self, checkpoint)
+        assert self.loading is not None
+        self.loading.load_training(self, checkpoint)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

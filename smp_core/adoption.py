@@ -15,6 +15,7 @@ from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.chunked_models import chunk_losses
+from smp_core.explanations import explain_uncaught_errors
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import (
     ParallelModel,
@@ -28,6 +29,7 @@ from smp_core.sharding.given import GivenSharding, NativeWindow
 from smp_core.sharding.pickling import refuse_to_pickle_shards
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.sharding.scalars import reduce_scalars
 from smp_core.sharding.stages import settle_stages
 from smp_core.sharding.wrap import PlannedUnit, WrapPlan
 from smp_core.sharding.zero_grad import drop_with_zero_grad
@@ -69,6 +71,8 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
     config.require_built()
     refuse_to_pickle_shards()
     replaced = ReplacedParameters(model)
+    reduce_scalars()
+    explain_uncaught_errors()
     if mesh.shard_degree != given.degree or dist.get_process_group_ranks(mesh.shard_group) != list(given.ranks):
         raise ValueError(
             f"shard_degree={mesh.shard_degree}, but the model came sharded over ranks {list(given.ranks)}; allowed: "

@@ -12,6 +12,7 @@ from typing import Any
 
 from smp_core import knob_values as read
 from smp_core.fp8.recipe import Fp8Recipe
+from smp_core.other_strategies import argument_of_another
 from smp_core.smp_parameters import SMP_OPTIONS
 
 _DEGREE = read.integer(minimum=1)
@@ -177,7 +178,8 @@ CONTRADICTIONS: list[tuple[Callable[[Any], bool], str]] = [
 
 
 def unknown_knob(name: str, *, arguments: Iterable[str] = ()) -> ValueError:
-    """The complaint about a name that is not a knob, with the nearest knob, or the way to read an option of SMP.
+    """The complaint about a name that is not a knob, with the nearest knob, the way to read an option of SMP, or what
+    to write in the place of another strategy's argument.
 
     Args:
         arguments: what else could have been meant where the name was written: the other arguments of a class.
@@ -188,4 +190,5 @@ def unknown_knob(name: str, *, arguments: Iterable[str] = ()) -> ValueError:
             f"SmpConfig.from_smp_parameters({{{name!r}: ...}}), or see docs/migrating-from-smp.md for the knob"
         )
     what = "argument" if arguments else "knob"
-    return read.unknown_name(what, name, (*READERS, *arguments), listed_in="docs/configuration.md")
+    nearest = read.unknown_name(what, name, (*READERS, *arguments), listed_in="docs/configuration.md")
+    return argument_of_another(name) or nearest

@@ -28,6 +28,12 @@ logger = logging.getLogger("smp")
 
 # Intervals that rank 0 keeps the store for ranks that end after it.
 _GOODBYES = 20
+_UNEVEN = (
+    "a rank that runs out of batches goes on to something else, and the others wait for it. Give every rank the same "
+    "number of batches (DistributedSampler, drop_last=True, limit_train_batches), and let all ranks make the same calls"
+)
+_last_store: dist.Store | None = None
+"""The store of the last watch that ended, so that rank 0's is there while others look why that rank has ended."""
 
 
 class RankWatch:
@@ -45,6 +51,7 @@ class RankWatch:
         self._store = store
         self._beats = 0
         self._reported = False
+        self._rank_0_ended = False
         self._stopped = threading.Event()
         self._beat()
         self._thread = threading.Thread(target=self._run, name="smp-rank-watch", daemon=True)
@@ -86,9 +93,12 @@ class RankWatch:
             self.meetings.leave()
             self._stopped.set()
             self._thread.join(timeout=2 * self.interval)
+            self._beat()
             self._try(lambda: self._store.set(f"bye/{self.rank}", "1"))
             if self.rank == 0 and not self._reported:
                 self._try(self._await_goodbyes)
+            global _last_store
+            _last_store = self._store
 
     def _await_goodbyes(self) -> None:
         """Keep the store, which is in this process, until the others are done with it: torch writes a page to stderr
@@ -118,7 +128,12 @@ class RankWatch:
 
     def _find_out(self) -> str | None:
         found = self._compare()
-        if found is None:
+        if found is None and self._rank_0_ended:
+            found, first = (
+                f"rank 0 ended the run, and rank {self.rank} is in optimizer step {self.step}: {_UNEVEN}",
+                True,
+            )
+        elif found is None:
             found = (
                 "rank 0 was lost, or ended before this rank looked (it kept the signs of life of the others; if "
                 "another rank wrote such a line before, that one has the cause)"
@@ -149,8 +164,12 @@ class RankWatch:
             before = after
         assert before is not None
         steps = {rank: state.get("step", 0) for rank, state in before.items()}
-        behind = [f"rank {rank}" for rank, step in steps.items() if step < max(steps.values())]
-        return f"all ranks are alive, but behind are: {', '.join(behind)}" if behind else ""
+        last = max(steps.values())
+        ended = [f"rank {rank} (after optimizer step {steps[rank]})" for rank in before if "bye" in before[rank]]
+        if ended:
+            return f"the run ended on {', '.join(ended)}, and goes on elsewhere (step {last}): {_UNEVEN}"
+        behind = [f"rank {rank} (in optimizer step {step} of {last})" for rank, step in steps.items() if step < last]
+        return f"all ranks are alive, but behind are: {', '.join(behind)}: {_UNEVEN}" if behind else ""
 
     def _await_signs(self) -> None:
         """Give every rank that lives the time for a sign: four intervals, and three signs of this rank's own, which has
@@ -178,6 +197,7 @@ class RankWatch:
             self._beats += 1
             if not self._beat():
                 return
+            self._rank_0_ended |= self._try(lambda: self._store.check(["bye/0"])) is True
 
     def _beat(self) -> bool:
         state = json.dumps({"beats": self._beats, "step": self.step, "forwards": self.meetings.forwards})

@@ -39,6 +39,7 @@ from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import ContextParallel
 from smp_core.context_parallel.build import build_context_parallel
 from smp_core.context_parallel.chunked_models import chunk_losses
+from smp_core.explanations import explain_uncaught_errors
 from smp_core.fp8.backends import convert_with
 from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.mesh import SmpMesh
@@ -56,8 +57,9 @@ from smp_core.sharding.pickling import refuse_to_pickle_shards
 from smp_core.sharding.prepared_optimizer import prepare_optimizer
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.sharding.scalars import reduce_scalars
 from smp_core.sharding.stages import settle_stages
-from smp_core.sharding.wrap import Entry, WrapPlan, plan_units
+from smp_core.sharding.wrap import Entry, WrapPlan, plan_units, units_with
 from smp_core.sharding.zero_grad import drop_with_zero_grad
 
 logger = logging.getLogger("smp")
@@ -248,7 +250,11 @@ def parallelize_model(
     config.require_built()
     refuse_to_pickle_shards()
     replaced = ReplacedParameters(model)
+    reduce_scalars()
+    explain_uncaught_errors()
     plan = plan_units(model, config, entry=entry)
+    for method in config.forward_methods:
+        units_with(plan.units, method)  # also where nothing is gathered and none has to be registered
     by_name = dict(model.named_parameters())
     elements = [sum(by_name[name].numel() for name in unit.parameters) for unit in plan.units if unit.parameters]
     own_dtype = next((p.dtype for p in by_name.values()), torch.float32)

@@ -12,12 +12,12 @@ class Unread:
     """A value that nobody has looked at.
 
     Attributes:
-        name: what it is called where it is stored.
+        name: what it is called where it is stored, or its place there.
         read: gives the value, tensors whole and on the CPU.
         shape: a tensor's; None for anything else.
     """
 
-    name: str
+    name: Any
     read: Callable[[], Any]
     shape: tuple[int, ...] | None = None
 

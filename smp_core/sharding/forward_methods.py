@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from smp_core.sharding.fsdp import Calls, ShardedUnit
+from smp_core.sharding.wrap import units_with
 
 # What Transformers and PEFT call besides forward. In PEFT's `generate` the adapted model is called, past the root, in
 # Transformers' the encoder.
@@ -36,19 +37,9 @@ def register_forward_methods(
     """
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
-    by_name = {unit.name: unit for unit in units}
     found = [(unit, name) for unit in units if unit.is_root for name in KNOWN_METHODS if name not in methods]
     for entry in methods:
-        owner, _, method = entry.rpartition(".")
-        targets = [by_name[owner]] if owner in by_name and owner else [u for u in units if u.is_root and not owner]
-        targets = [unit for unit in targets if callable(getattr(unit.module, method, None))]
-        if not targets:
-            names = ", ".join(repr(name) for name in by_name if name)
-            raise ValueError(
-                f"forward_methods={entry!r}: no unit has this method; write 'method' for a root's or 'unit.method', "
-                f"units are: {names}"
-            )
-        found += [(unit, method) for unit in targets]
+        found += [(unit, entry.rpartition(".")[2]) for unit in units_with(units, entry)]
     for unit, method in found:
         own = getattr(unit.module, method, None)
         if callable(own):

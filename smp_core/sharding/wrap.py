@@ -19,9 +19,9 @@ import difflib
 import fnmatch
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -319,3 +319,36 @@ def _main_dtypes(
             if parameter.requires_grad and parameter not in replicated:
                 counts[unit][parameter.dtype] += parameter.numel()
     return {unit: max(by_dtype, key=lambda dtype: by_dtype[dtype]) for unit, by_dtype in counts.items()}
+
+
+class _Unit(Protocol):
+    """A planned unit or a sharded one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def is_root(self) -> bool: ...
+
+
+AnyUnit = TypeVar("AnyUnit", bound=_Unit)
+
+
+def units_with(units: Iterable[AnyUnit], entry: str) -> list[AnyUnit]:
+    """The units that an entry of ``forward_methods`` means: ``"generate"`` every root that has it, ``"encoder.encode"``
+    the named unit.
+
+    Raises:
+        ValueError: none has the method.
+    """
+    owner, _, method = entry.rpartition(".")
+    candidates = [unit for unit in units if (unit.name == owner if owner else unit.is_root)]
+    found = [unit for unit in candidates if callable(getattr(unit.module, method, None))]
+    if not found:
+        names = ", ".join(repr(unit.name) for unit in units if unit.name)
+        raise ValueError(
+            f"forward_methods={entry!r}: no unit has this method; write 'method' for a root's or 'unit.method', units "
+            f"are: {names}"
+        )
+    return found

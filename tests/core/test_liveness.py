@@ -167,8 +167,43 @@ def rank_1_is_behind() -> Report:
 def test_when_all_live_the_ranks_that_are_behind_are_named() -> None:
     reports = run_ranks(rank_1_is_behind, 4)
     for rank in (0, 2):
-        assert reports[rank][0] == "all ranks are alive, but behind are: rank 1"
+        found = reports[rank][0]
+        assert found is not None
+        assert found.startswith("all ranks are alive, but behind are: rank 1 (in optimizer step 5 of 6): ")
+        assert "same number of batches" in found
     written(reports)
+
+
+def end_early(watching: RankWatch, rank: int) -> None:
+    watching.step = 5 if rank == 0 else 6
+    if rank == 0:
+        watching.stop()
+    watching._beat()
+
+
+def rank_0_ends_early(gone: bool) -> Report:
+    """And, if ``gone``, its process with the store."""
+
+    def prepare(watching: RankWatch, rank: int) -> None:
+        end_early(watching, rank)
+        if not gone:
+            return
+        while rank and not watching._rank_0_ended:
+            time.sleep(INTERVAL / 4)
+        dist.barrier()
+        if rank == 0:
+            liveness._last_store = None
+            del watching._store, watching.meetings._store
+            gc.collect()
+
+    return after(prepare, reporting=[1, 2], alive=[] if gone else [1, 2, 3])
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_rank_that_ran_out_of_batches_is_not_lost(gone: bool) -> None:
+    for found, _ in run_ranks(rank_0_ends_early, 4, gone)[1:3]:
+        assert found is not None and "lost" not in found
+        assert "ended" in found and "rank 0" in found and "same number of batches" in found
 
 
 def all_are_well() -> Report:

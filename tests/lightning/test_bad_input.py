@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_smp import SmpShardedStrategy
 from smp_core.config import SmpConfig
 from tests.harness import run_ranks
-from tests.lightning.modules import LanguageModule, LateModule, PictureModule
+from tests.lightning.modules import LanguageModule, LateModule, PictureModule, token_rows
 from tests.lightning.running import make_trainer
 
 
@@ -35,6 +41,18 @@ from tests.lightning.running import make_trainer
 def test_bad_knobs_are_refused_by_the_constructor(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SmpShardedStrategy(**arguments)
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy])
+def test_arguments_of_another_strategy_get_a_sentence_that_says_what_to_write_here(strategy: type) -> None:
+    own, knobs = inspect.signature(SmpShardedStrategy.__init__).parameters, SmpConfig.knobs()
+    theirs = [name for name in inspect.signature(strategy.__init__).parameters if name not in (*own, *knobs, "kwargs")]
+    assert theirs
+    for name in theirs:
+        with pytest.raises(
+            ValueError, match=rf"'{name}' is an argument of \w+, not a knob.*; (write|leave|tensor_par)"
+        ):
+            SmpShardedStrategy(**{name: None})
 
 
 def message_of(case: Callable[..., Any], *args: Any) -> str:
@@ -67,6 +85,49 @@ def test_a_degree_that_does_not_divide_the_world_is_refused() -> None:
 
 def test_a_wrap_rule_that_matches_nothing_names_the_classes() -> None:
     assert_says(fit_with, {"wrap": ("Blok",), "shard_degree": 2}, words=["wrap='Blok'", "did you mean 'Block'"])
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_forward_method_that_no_unit_has_is_refused_also_where_nothing_is_gathered(degree: int) -> None:
+    knobs = {"shard_degree": degree, "forward_methods": ["sampel"]}
+    assert_says(fit_with, knobs, words=["forward_methods='sampel'", "no unit has this method"])
+
+
+class Uneven(LanguageModule):
+    """Ranks that read other numbers of batches: options["train"], options["val"]: batches of the last rank, of 4."""
+
+    def _loader(self, batches: int) -> DataLoader[Any]:
+        last = dist.get_rank() == dist.get_world_size() - 1
+        return DataLoader(token_rows(batches if last else 4), batch_size=8)
+
+    def train_dataloader(self) -> Any:
+        return self._loader(self.options["train"])
+
+    def val_dataloader(self) -> Any:
+        return self._loader(self.options["val"])
+
+
+def fit_uneven(train: int, val: int, **flags: Any) -> None:
+    make_trainer({"shard_degree": 2}, use_distributed_sampler=False, **flags).fit(Uneven(train=train, val=val))
+
+
+def test_ranks_with_other_numbers_of_batches_end_at_once_and_not_after_a_timeout() -> None:
+    said = "rank 2: 4, rank 3: 3"
+    assert_says(fit_uneven, 3, 4, words=["rank 0: 4, rank 1: 4, " + said, "limit_train_batches=3"])
+    assert_says(fit_uneven, 4, 3, words=["rank 2: [4], rank 3: [3]", "limit_val_batches"])
+
+
+def test_other_numbers_of_batches_are_fine_where_no_rank_comes_to_its_last() -> None:
+    assert_says(functools.partial(fit_uneven, max_steps=2, limit_val_batches=2), 3, 3, words=["nothing was raised"])
+
+
+def fit_with_plugin(kind: type[CheckpointIO], full: bool) -> None:
+    make_trainer({"shard_degree": 2, "save_full_state_dict": full}, plugins=[kind()]).fit(LanguageModule(batches=1))
+
+
+def test_async_checkpoint_io_is_refused_for_what_it_does_not_write() -> None:
+    assert_says(fit_with_plugin, AsyncCheckpointIO, False, words=["AsyncCheckpointIO", "async_save=True"])
+    assert_says(fit_with_plugin, AsyncCheckpointIO, True, words=["nothing was raised"])
 
 
 def test_uneven_nodes_are_refused() -> None:

@@ -1,0 +1,201 @@
+"""Lightning's callbacks that average weights, over sharded ones; and those that no sharding allows.
+
+``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the LightningModule before it is
+sharded. Under our strategy an instance of one, or of a user's subclass, becomes an instance of a derived class whose
+average is a :class:`smp_core.averaging.ShardedAverage`, made when the module is sharded; when to average, to swap and
+to save is decided by the same code as ever.
+
+Private names: ``_average_model``, ``_device``, ``_use_buffers``, ``_kwargs``, ``_swap_models`` and
+``_copy_average_to_current`` of ``WeightAveraging``, and ``_average_model`` and ``_load_average_model_state`` of
+``StochasticWeightAveraging``: Lightning has no public way to say what the average is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_smp.loading import CURRENT_MODEL, FINER_AVERAGE, Loading
+from lightning_smp.steps import SteppingStrategy
+from smp_core.averaging import RankWeights, ShardedAverage, take_written
+from smp_core.parallelize import ParallelModel
+
+
+def take_over_callbacks(trainer: Trainer) -> None:
+    """Before any callback's ``setup``: make those that average weights do it on shards.
+
+    Raises:
+        ValueError: a callback that cannot work on a sharded module.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} masks whole weights, and parameters are shards under SmpShardedStrategy: "
+                "remove the callback; prune the trained model instead: `smp checkpoint consolidate DIR model.ckpt`, "
+                "YourModule.load_from_checkpoint('model.ckpt') and torch.nn.utils.prune"
+            )
+        kinds: Any = ((WeightAveraging, _Weight), (StochasticWeightAveraging, _Stochastic))
+        for stock, sharded in kinds:
+            if isinstance(callback, stock) and not isinstance(callback, sharded):
+                kind: Any = type(callback)
+                callback.__class__ = _derived(kind, sharded)
+
+
+def make_averages(trainer: Trainer, parallel: ParallelModel, loading: Loading | None) -> None:
+    """Once the module is sharded, its weights are loaded and its optimizers are made. Collective."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, (_Weight, _Stochastic)):
+            continue
+        callback.make_average(parallel)
+        if callback.saved is not None:
+            assert loading is not None
+            _load_average(callback, loading)
+
+
+def _load_average(callback: _Weight | _Stochastic, loading: Loading) -> None:
+    average: Any = callback._average_model
+    weights = average.weights()
+    assert callback.saved is not None
+    loading.load_into(weights, callback.saved, average.parallel.mesh.device)
+    average.take_weights(weights)
+    callback.saved = None
+
+
+@functools.cache
+def _derived(kind: Any, sharded: Any) -> Any:
+    # The user's class first: what it overrides stays so. The name is part of the key of the callback's state.
+    bases = (sharded,) if issubclass(sharded, kind) else (kind, sharded)
+    return type(kind.__name__, bases, {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "stock": kind})
+
+
+def _back_to_stock(callback: Any, trainer: Trainer) -> bool:
+    """Whether the callback came to a Trainer with another strategy and is what it was before."""
+    if isinstance(trainer.strategy, SteppingStrategy):
+        return False
+    callback.__class__ = callback.stock
+    return True
+
+
+def _load_now(callback: _Weight | _Stochastic, trainer: Trainer) -> None:
+    """In the middle of a run, where the learning rate finder puts back what it has tried out."""
+    average: Any = callback._average_model
+    if average is not None:
+        strategy: Any = trainer.strategy
+        callback.make_average(average.parallel)
+        _load_average(callback, strategy.loading)
+
+
+class _Weight(WeightAveraging):
+    """``WeightAveraging`` over shards."""
+
+    _average_model: ShardedAverage | None
+    saved: Mapping[str, Any] | None = None
+    """A checkpoint's average that is to be loaded."""
+    _saved_count = 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if _back_to_stock(self, trainer):
+            self.setup(trainer, pl_module, stage)
+        else:
+            self._average_model = None  # of an earlier fit
+
+    def make_average(self, parallel: ParallelModel) -> None:
+        device = None if self._device is None else torch.device(self._device)
+        average = ShardedAverage(parallel, device, use_buffers=self._use_buffers, **self._kwargs)
+        average.n_averaged.fill_(int(self._saved_count))
+        self._average_model, self._saved_count = average, 0
+
+    @override
+    def _swap_models(self, pl_module: LightningModule) -> None:
+        self._write(super()._swap_models)
+
+    @override
+    def _copy_average_to_current(self, pl_module: LightningModule) -> None:
+        self._write(super()._copy_average_to_current)
+
+    def _write(self, into: Callable[[Any], None]) -> None:
+        assert self._average_model is not None
+        into(RankWeights(self._average_model.parallel))
+        take_written(self._average_model.parallel)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self._average_model is None:
+            return
+        average, current = checkpoint["state_dict"], checkpoint[CURRENT_MODEL]
+        dtypes = {name: value.dtype for name, value in current.items()}
+        if any(value.dtype != dtypes[name] for name, value in average.items()):
+            checkpoint[FINER_AVERAGE] = average
+            checkpoint["state_dict"] = {name: value.to(dtypes[name]) for name, value in average.items()}
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        elif "averaging_state" not in checkpoint:
+            rank_zero_warn("The checkpoint holds no average of weights: averaging begins with the weights it holds.")
+        else:
+            self.saved = checkpoint[FINER_AVERAGE if FINER_AVERAGE in checkpoint else "state_dict"]
+            self._saved_count = checkpoint["averaging_state"]["n_averaged"]
+            trained = {"state_dict": checkpoint[CURRENT_MODEL]}
+            trainer.strategy.load_model_state_dict(trained, strict=pl_module.strict_loading)
+            _load_now(self, trainer)
+
+
+class _WholeModel(ShardedAverage):
+    """What ``StochasticWeightAveraging`` takes for a copy of the LightningModule."""
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return self.weights()
+
+
+class _Stochastic(StochasticWeightAveraging):
+    """``StochasticWeightAveraging`` over shards."""
+
+    saved: Mapping[str, Any] | None = None
+    """A checkpoint's average that is to be loaded."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if _back_to_stock(self, trainer):
+            self.setup(trainer, pl_module, stage)
+        else:
+            self._average_model = None
+
+    def make_average(self, parallel: ParallelModel) -> None:
+        self._average_model = _WholeModel(parallel, avg_fn=self._avg_fn)  # type: ignore[assignment]
+
+    @staticmethod
+    @override
+    def update_parameters(average_model: Any, model: Any, n_averaged: torch.Tensor, avg_fn: Any) -> None:
+        weights: Any = RankWeights(average_model.parallel)
+        StochasticWeightAveraging.update_parameters(average_model, weights, n_averaged, avg_fn)
+
+    @staticmethod
+    @override
+    def transfer_weights(src_pl_module: Any, dst_pl_module: Any) -> None:
+        weights: Any = RankWeights(src_pl_module.parallel)
+        StochasticWeightAveraging.transfer_weights(src_pl_module, weights)
+        take_written(src_pl_module.parallel)
+
+    @override
+    def _load_average_model_state(self, model_state: Any) -> None:
+        """The strategy loads it (:func:`make_averages`)."""
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if state is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.saved, state["average_model_state"] = state["average_model_state"], None
+            _load_now(self, trainer)

@@ -1,0 +1,55 @@
+"""Whether all ranks have the same number of batches, where data loaders tell it.
+
+A rank that has run out of batches never comes to the next gather or reduction, and the others wait for it until the
+timeout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from smp_core.mesh import SmpMesh
+
+
+def require_equal_training(trainer: Trainer) -> None:
+    """Before training. Collective.
+
+    Raises:
+        ValueError: an epoch has more batches on one rank than on another, and more than one of them are trained on.
+    """
+    counts: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(counts, trainer.num_training_batches)
+    windows = min(counts) // (trainer.accumulate_grad_batches or 1)
+    if len(set(counts)) > 1 and not 0 <= trainer.max_steps <= windows:
+        raise _uneven("limit_train_batches", dict(enumerate(counts)))
+
+
+def require_equal_evaluation(limit: str, batches: Any, mesh: SmpMesh) -> None:
+    """Before an evaluation: among ranks that gather parameters together. Collective.
+
+    Args:
+        limit: the Trainer's argument that bounds the number of batches.
+        batches: of each of this rank's data loaders.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if mesh.shard_degree == 1:
+        return
+    counts: list[Any] = [None] * mesh.topology.world_size
+    dist.all_gather_object(counts, batches)
+    for first in range(0, len(counts), mesh.shard_degree):
+        group = counts[first : first + mesh.shard_degree]
+        if any(each != group[0] for each in group):
+            raise _uneven(limit, dict(enumerate(group, first)))
+
+
+def _uneven(limit: str, counts: dict[int, Any]) -> ValueError:
+    shown = ", ".join(f"rank {rank}: {count}" for rank, count in list(counts.items())[:8])
+    return ValueError(
+        f"ranks have different numbers of batches ({shown}), and those that have more would wait for the others. Leave "
+        f"use_distributed_sampler at True, use drop_last=True, or write {limit}={min(counts.values())}"
+    )

@@ -1,0 +1,207 @@
+"""ShardedAverage: an average of weights (EMA, SWA) that is sharded as the weights are.
+
+Each rank averages what it steps: its shards or, with ``optimizer_shard="world"``, the masters of its part, in their
+precision. So the average takes as much memory as these and averaging sends nothing. ``torch.optim.swa_utils`` does the
+averaging; to it, and to whoever swaps weights, a :class:`RankWeights` is a module of plain tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+from smp_core.checkpoint.optimizers import clean_name, copy_into
+from smp_core.parallelize import ParallelModel
+from smp_core.sharding.optimizer import FlatShard, WorldSharding, like, local_of
+
+
+class RankWeights(nn.Module):
+    """This rank's part of every parameter, and all buffers, of a sharded module, in the module's order. The tensors are
+    plain and share memory with what this rank steps; a copy of the module (``copy.deepcopy``) has its own.
+
+    Args:
+        parallel: the sharded module's handle.
+    """
+
+    def __init__(self, parallel: ParallelModel) -> None:
+        super().__init__()
+        parallel.reshard()
+        world = _world_of(parallel)
+        for shard in () if world is None else world.shards:
+            shard.follow_parameters()
+        stepped = parallel.stepped(parallel.module.parameters())
+        self.parts = nn.ParameterList(nn.Parameter(local_of(each), requires_grad=False) for each in stepped)
+        for number, buffer in enumerate(parallel.module.buffers()):
+            self.register_buffer(str(number), buffer)
+
+    def finer(self) -> RankWeights:
+        """The same with copies in float32 of what is in half precision, in which small changes of an average are
+        lost."""
+        for part in self.parts:
+            if part.dtype in (torch.float16, torch.bfloat16):
+                part.data = part.data.float()
+        return self
+
+
+@torch.no_grad()
+def take_written(parallel: ParallelModel) -> None:
+    """Make the model compute with what was written into its :class:`RankWeights`. Collective."""
+    world = _world_of(parallel)
+    for shard in () if world is None else world.shards:
+        shard.update_parameters()
+    parallel.reshard()
+    parallel.broadcast_buffers()
+    if parallel.fp8 is not None:
+        parallel.fp8.refresh_weights()
+
+
+class ShardedAverage(AveragedModel):
+    """torch's ``AveragedModel`` of a sharded module.
+
+    Args:
+        parallel: the sharded module's handle, its optimizers prepared.
+        device: where the average is kept; default: with the weights. Of half precision weights it is float32.
+        options: of ``AveragedModel``: ``avg_fn``, ``multi_avg_fn``, ``use_buffers``.
+
+    Attributes:
+        parallel: the handle.
+
+    Raises:
+        ValueError: an averaging function that looks across a tensor.
+    """
+
+    def __init__(self, parallel: ParallelModel, device: torch.device | int | None = None, **options: Any) -> None:
+        for name in ("avg_fn", "multi_avg_fn"):
+            if options.get(name) is not None:
+                _require_elementwise(name, options[name])
+        super().__init__(RankWeights(parallel).finer(), device, **options)
+        self.parallel = parallel
+
+    def update_parameters(self, model: nn.Module | None = None) -> None:
+        """Average the module's present weights in. ``model`` is what callers of ``AveragedModel`` give; it is taken to
+        be the sharded module."""
+        super().update_parameters(RankWeights(self.parallel).finer())
+
+    def _parts(self) -> list[torch.Tensor]:
+        return list(cast(RankWeights, self.module).parts)
+
+    # Names: those of the module's state dict.
+
+    def weights(self) -> dict[str, Any]:
+        """The average as the module's state dict, copies: DTensors where parameters are sharded. Collective with
+        ``optimizer_shard="world"``."""
+        parallel, averages = self.parallel, self._parts()
+        number_of = {id(parameter): i for i, parameter in enumerate(parallel.module.parameters())}
+        whole: dict[int, torch.Tensor] = {}
+        world = _world_of(parallel)
+        for shard in () if world is None else world.shards:
+            numbers = [number_of[id(parameter)] for parameter in shard.parameters]
+            made = shard.put_together({i: averages[number] for i, number in enumerate(numbers)})
+            whole.update({numbers[i]: value for i, value in made.items()})
+        for parameter, number in zip(parallel.module.parameters(), number_of.values(), strict=True):
+            if number not in whole:
+                average = averages[number]
+                whole[number] = like(parameter, average, on_host=average.device.type == "cpu")
+        state = self._model_state()
+        state.update({name: whole[number] for name, number in self._named_parts() if name in state})
+        state.update({name: buffer.clone() for name, buffer in self._named_averaged_buffers() if name in state})
+        return state
+
+    @torch.no_grad()
+    def take_weights(self, state: Mapping[str, torch.Tensor]) -> None:
+        """The other way round: from a state dict with the module's names, of tensors as :meth:`weights` has them."""
+        parallel, averages = self.parallel, self._parts()
+        places = _places(_world_of(parallel))
+        parameters = list(parallel.module.parameters())
+        for name, number in self._named_parts():
+            if name in state:
+                place = places.get(id(parameters[number]))
+                value = local_of(state[name]) if place is None else place[0].own_of(place[1], state[name])
+                averages[number].copy_(value)
+        for name, buffer in self._named_averaged_buffers():
+            if name in state:
+                buffer.copy_(state[name])
+
+    def _model_state(self) -> dict[str, Any]:
+        return dict(get_model_state_dict(self.parallel.module))
+
+    def _named_parts(self) -> list[tuple[str, int]]:
+        """Every name of every parameter, and its place among the averages."""
+        module = self.parallel.module
+        number_of = {id(parameter): i for i, parameter in enumerate(module.parameters())}
+        named = module.named_parameters(remove_duplicate=False)
+        return [(clean_name(name), number_of[id(parameter)]) for name, parameter in named]
+
+    def _named_averaged_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        module, averages = self.parallel.module, list(self.module.buffers())
+        number_of = {id(buffer): i for i, buffer in enumerate(module.buffers())}
+        named = module.named_buffers(remove_duplicate=False)
+        return [(clean_name(name), averages[number_of[id(buffer)]]) for name, buffer in named]
+
+    # State dicts of AveragedModel
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """As of an ``AveragedModel`` of the whole module, with the tensors of :meth:`weights`."""
+        named = {f"module.{name}": value for name, value in self.weights().items()}
+        return {**named, "n_averaged": self.n_averaged}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """The other way round; whole tensors are welcome: each rank takes its part. Collective."""
+        template = self.weights()
+        for name, value in template.items():
+            saved = state_dict[f"module.{name}"]
+            if isinstance(value, torch.Tensor):
+                fill(value, saved)
+        self.take_weights(template)
+        self.n_averaged.copy_(state_dict["n_averaged"])
+
+
+@torch.no_grad()
+def fill(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a whole tensor, or a DTensor like ``target``, into ``target``."""
+    if isinstance(value, DTensor):
+        local_of(target).copy_(local_of(value))
+    else:
+        copy_into(target, value)
+
+
+def _world_of(parallel: ParallelModel) -> WorldSharding | None:
+    return getattr(parallel.window, "world", None)
+
+
+def _places(world: WorldSharding | None) -> dict[int, tuple[FlatShard, int]]:
+    shards = [] if world is None else world.shards
+    return {id(parameter): (shard, i) for shard in shards for i, parameter in enumerate(shard.parameters)}
+
+
+def _require_elementwise(name: str, function: Callable[..., Any]) -> None:
+    """Try an averaging function that is not torch's own on a small tensor, whole and in two halves."""
+    if function.__module__ == AveragedModel.__module__:
+        return
+    function = copy.deepcopy(function)  # it may count its calls
+    average, current = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4), torch.arange(24.0).double().sin()
+    count = torch.tensor(3)
+
+    def averaged(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        old = old.clone()
+        if name == "avg_fn":
+            return torch.as_tensor(function(old, new.clone(), count)).reshape(-1)
+        function([old], [new.clone()], count)
+        return old.reshape(-1)
+
+    whole = averaged(average, current.view(6, 4))
+    halves = [averaged(a, c) for a, c in zip(average.view(-1).split([10, 14]), current.split([10, 14]), strict=True)]
+    if not torch.allclose(whole, torch.cat(halves), rtol=1e-9, atol=1e-12):
+        shown = getattr(function, "__qualname__", repr(function))
+        raise ValueError(
+            f"{name}={shown}: an average of sharded weights is taken in parts, and this function looks across a "
+            "tensor; allowed: functions of one element at a time, such as get_ema_avg_fn(decay) of "
+            "torch.optim.swa_utils"
+        )

@@ -1,0 +1,57 @@
+"""What torch's and others' errors mean for a sharded model, and what to type, as a note under the error.
+
+They come from places that are not ours (an operator that meets a shard, a copy of a module), so they cannot be refused
+before. A note is printed with the traceback wherever the error is printed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import TracebackType
+
+_SUBMODULE = (
+    "parameters are shards outside of the model's forward, and a submodule or an operator was given one with a plain "
+    "tensor. Call the model itself; or put the call into a method of the model and name it, "
+    "forward_methods=['sample']; or, in Lightning, write trainer.strategy.parallel.run_as_forward(submodule, x). All "
+    "ranks have to make the call. To compute with a weight itself: parameter.full_tensor() on all ranks."
+)
+_COPY = (
+    "a sharded model cannot be copied. Copy it before it is prepared (in Lightning: in __init__ or configure_model), "
+    "and prepare the copy with it; for an average of weights use Lightning's EMAWeightAveraging, or "
+    "smp_core.averaging.ShardedAverage(parallel); for the weights alone, {name: p.detach().clone() for name, p in "
+    "model.named_parameters()}, which are shards as well."
+)
+_NO_SYNC = (
+    "no_sync is DistributedDataParallel's. To hold gradients back write `with accelerator.no_sync(model):`, or in "
+    "Lightning `with trainer.strategy.block_backward_sync():`. LocalSGD, which lets replicas drift apart, has no "
+    "counterpart: leave it out; gradient accumulation saves as many messages with one process's numbers."
+)
+_NOTES = {
+    "got mixed torch.Tensor and DTensor": _SUBMODULE,
+    "FSDP does not support deepcopy": _COPY,
+    "object has no attribute 'no_sync'": _NO_SYNC,
+}
+
+
+def explain(error: BaseException) -> None:
+    """Add the note that belongs to an error, if there is one and it has not got it."""
+    text = str(error)
+    for sign, note in _NOTES.items():
+        said = f"torch-smp: {note}"
+        if sign in text and said not in getattr(error, "__notes__", []):
+            add_note = getattr(error, "add_note", None)  # Python >= 3.11
+            if add_note is not None:
+                add_note(said)
+
+
+@functools.cache
+def explain_uncaught_errors() -> None:
+    """From here on, in this process."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        explain(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook

@@ -1,0 +1,24 @@
+"""``float(p.norm())``, ``p.mean().item()`` and ``if p.isnan().any():`` are numbers of whole tensors.
+
+torch's ``DTensor.item()`` gives this rank's part of a result that is not added up yet. Here it adds up first, over the
+ranks that hold the parameter together, as every other operation on such a result does; so they all have to ask.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+@functools.cache
+def reduce_scalars() -> None:
+    """From here on ``item()`` of a DTensor, and what asks it (``float``, ``bool``, ``int``, ``tolist``), is collective
+    over its mesh wherever its ranks hold parts."""
+    torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _item)
+
+
+def _item(kind: type, function: Any, types: Any, args: tuple[DTensor, ...], kwargs: Any = None) -> Any:
+    return function(args[0].full_tensor())
