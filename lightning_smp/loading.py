@@ -222,7 +222,9 @@ class _Folder:
             stored = {**dict.fromkeys(self._children(key)), **content.get(key, {})}
             if stored:
                 content[key] = LazyState({name_here(name): self.unread((key, name)) for name in stored})
-        for place in dict.fromkeys(path[:3] for path in self._places if path[0] == "callbacks" and path[2:3] == _OF_SWA):
+        for place in dict.fromkeys(
+            path[:3] for path in self._places if path[0] == "callbacks" and path[2:3] == _OF_SWA
+        ):
             names = self._children(*place)
             lazy = LazyState({name_here(name): self.unread((*place, name)) for name in names})
             content["callbacks"][place[1]][place[2]] = lazy
