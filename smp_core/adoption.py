@@ -26,6 +26,7 @@ from smp_core.sharding.forward_methods import register_forward_methods
 from smp_core.sharding.fsdp import Calls, adopt_units, explain_uncalled, given_policy, settle_given_parameters
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import GivenSharding, NativeWindow
+from smp_core.sharding.load_state_dict import load_own_parts
 from smp_core.sharding.pickling import refuse_to_pickle_shards
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
@@ -154,6 +155,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
         hold_gradients=not config.reduce_every_micro_batch,
     )
     drop_with_zero_grad(model, window.zero_grad)
+    load_own_parts(model, lambda: window.world)
     return ParallelModel(model, mesh, config, plan, tuple(units), window, meter, traffic, calls, replaced)
 
 

@@ -6,15 +6,15 @@ before. A note is printed with the traceback wherever the error is printed.
 
 from __future__ import annotations
 
-import functools
 import sys
 from types import TracebackType
+from typing import Any
 
 _SUBMODULE = (
     "parameters are shards outside of the model's forward, and a submodule or an operator was given one with a plain "
     "tensor. Call the model itself; or put the call into a method of the model and name it, "
-    "forward_methods=['sample']; or, in Lightning, write trainer.strategy.parallel.run_as_forward(submodule, x). All "
-    "ranks have to make the call. To compute with a weight itself: parameter.full_tensor() on all ranks."
+    "forward_methods=['sample']; or, in Lightning, write trainer.strategy.parallel.call(submodule, x). All ranks have "
+    "to make the call. To compute with a weight itself: parameter.full_tensor() on all ranks."
 )
 _COPY = (
     "a sharded model cannot be copied. Copy it before it is prepared (in Lightning: in __init__ or configure_model), "
@@ -45,13 +45,18 @@ def explain(error: BaseException) -> None:
                 add_note(said)
 
 
-@functools.cache
 def explain_uncaught_errors() -> None:
     """From here on, in this process."""
-    before = sys.excepthook
+    if not isinstance(sys.excepthook, _Explaining):
+        sys.excepthook = _Explaining(sys.excepthook)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+
+class _Explaining:
+    """The interpreter's hook for uncaught exceptions, with notes."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         explain(error)
-        before(kind, error, trace)
-
-    sys.excepthook = hook
+        self._before(kind, error, trace)

@@ -52,6 +52,7 @@ from smp_core.sharding.fsdp import Calls, ShardedUnit, explain_uncalled, name_un
 from smp_core.sharding.fsdp_options import apply_fsdp_options, settle_fsdp_options
 from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
+from smp_core.sharding.load_state_dict import load_own_parts
 from smp_core.sharding.optimizer import WorldSharding, model_parameter
 from smp_core.sharding.pickling import refuse_to_pickle_shards
 from smp_core.sharding.prepared_optimizer import prepare_optimizer
@@ -101,6 +102,16 @@ class ParallelModel:
             except RuntimeError as error:
                 name_uncalled(error, self.units)
                 raise
+
+    def call(self, submodule: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a submodule by itself, outside of the model's forward, with the parameters of its unit gathered.
+        Collective."""
+        name = next(name for name, module in self.module.named_modules() if module is submodule)
+        holding = [unit for unit in self.units if f"{name}.".startswith(f"{unit.name}." if unit.name else "")]
+        if not holding:
+            return submodule(*args, **kwargs)
+        unit = max(holding, key=lambda unit: len(unit.name))
+        return self.calls.run_as_forward(unit, submodule, *args, **kwargs)
 
     def reshard(self) -> None:
         """Free gathered parameters, e.g. after an evaluation or before weights are loaded."""
@@ -349,6 +360,7 @@ def parallelize_model(
         on_kept=functools.partial(calls.show_shards, kept=True),
     )
     drop_with_zero_grad(model, window.zero_grad)
+    load_own_parts(model, lambda: window.world)
     if fp8 is not None:
         fp8.device = mesh.device
         unmetered = CommMeter(mesh.topology, mesh.rank, enabled=False)

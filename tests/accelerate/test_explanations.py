@@ -1,0 +1,55 @@
+"""Errors of other libraries about a sharded model: what they mean, and what to type, stands under them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from typing import Any
+
+import pytest
+import torch
+from accelerate.local_sgd import LocalSGD
+
+from accelerate_smp import SmpAccelerator
+from tests.core.models import TroubledModel
+from tests.harness import run_ranks
+
+
+def message_with_notes(case: Callable[[], Any]) -> str:
+    """What is printed of an error that nobody catches."""
+    try:
+        case()
+    except Exception as error:
+        printed = io.StringIO()
+        with redirect_stderr(printed):
+            sys.excepthook(type(error), error, error.__traceback__)
+        return printed.getvalue()
+    return "nothing was raised"
+
+
+def explained() -> dict[str, str]:
+    accelerator = SmpAccelerator(smp_config={"shard_degree": 2})
+    model = TroubledModel()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def local_sgd() -> None:
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2):
+            raise AssertionError("replicas drift apart")
+
+    cases = {
+        "submodule": lambda: model.head(torch.randn(2, 8)),
+        "copy": lambda: copy.deepcopy(model),
+        "LocalSGD": local_sgd,
+    }
+    return {name: message_with_notes(case) for name, case in cases.items()}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_errors_that_are_not_ours_say_what_to_type() -> None:
+    for said in run_ranks(explained, 2):
+        assert "forward_methods=" in said["submodule"] and "parallel.call(" in said["submodule"]
+        assert "before it is prepared" in said["copy"]
+        assert "accelerator.no_sync(model)" in said["LocalSGD"] and "LocalSGD" in said["LocalSGD"]
