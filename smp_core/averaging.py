@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
-from smp_core.checkpoint.optimizers import clean_name, copy_into
+from smp_core.checkpoint.optimizers import copy_into
+from smp_core.module_names import clean_name
 from smp_core.parallelize import ParallelModel
 from smp_core.sharding.optimizer import FlatShard, WorldSharding, like, local_of
 

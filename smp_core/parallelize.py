@@ -265,7 +265,7 @@ def parallelize_model(
     explain_uncaught_errors()
     plan = plan_units(model, config, entry=entry)
     for method in config.forward_methods:
-        units_with(plan.units, method)  # also where nothing is gathered and none has to be registered
+        units_with(model, plan.units, method)  # also where nothing is gathered and none has to be registered
     by_name = dict(model.named_parameters())
     elements = [sum(by_name[name].numel() for name in unit.parameters) for unit in plan.units if unit.parameters]
     own_dtype = next((p.dtype for p in by_name.values()), torch.float32)

@@ -39,7 +39,7 @@ def register_forward_methods(
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
     found = [(unit, name) for unit in units if unit.is_root for name in KNOWN_METHODS if name not in methods]
     for entry in methods:
-        found += [(unit, entry.rpartition(".")[2]) for unit in units_with(units, entry)]
+        found += [(unit, entry.rpartition(".")[2]) for unit in units_with(model, units, entry)]
     for unit, method in found:
         own = getattr(unit.module, method, None)
         if callable(own):

@@ -327,15 +327,13 @@ class _Unit(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def module(self) -> nn.Module: ...
-    @property
     def is_root(self) -> bool: ...
 
 
 AnyUnit = TypeVar("AnyUnit", bound=_Unit)
 
 
-def units_with(units: Iterable[AnyUnit], entry: str) -> list[AnyUnit]:
+def units_with(model: nn.Module, units: Iterable[AnyUnit], entry: str) -> list[AnyUnit]:
     """The units that an entry of ``forward_methods`` means: ``"generate"`` every root that has it, ``"encoder.encode"``
     the named unit.
 
@@ -344,7 +342,7 @@ def units_with(units: Iterable[AnyUnit], entry: str) -> list[AnyUnit]:
     """
     owner, _, method = entry.rpartition(".")
     candidates = [unit for unit in units if (unit.name == owner if owner else unit.is_root)]
-    found = [unit for unit in candidates if callable(getattr(unit.module, method, None))]
+    found = [unit for unit in candidates if callable(getattr(model.get_submodule(unit.name), method, None))]
     if not found:
         names = ", ".join(repr(unit.name) for unit in units if unit.name)
         raise ValueError(
