@@ -260,7 +260,7 @@ def test_yaml_section_stands_beside_other_sections(tmp_path: Path) -> None:
         ("smp_config: [\n", "not a valid YAML file"),
         ("smp_config:\n  shard_degree: 2\n  shard_degree: 4\n", "'shard_degree' is written twice"),
         ("smp_config:\n  shard_degre: 2\n", "did you mean 'shard_degree'"),
-        ("shard_degree: 2\nmixed_precision: bf16\n", "unknown knob 'mixed_precision'"),
+        ("shard_degree: 2\nmixed_precision: bf16\n", "'mixed_precision' is an argument of FSDP, not a knob"),
         ("smp_config:\n  shard_degree: 2.5\n", "shard_degree=2.5 is not allowed"),
         ("smp_config: {shard_degree: 2, context_parallel_degree: 4}\n", "larger than shard_degree=2"),
     ],
