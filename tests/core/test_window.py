@@ -488,7 +488,7 @@ def evaluate_in_the_middle(**knobs) -> Gradients:
     parallel = net_on_ranks(PLAIN, **knobs)
     rank = parallel.mesh.data_rank
     with torch.inference_mode():  # the first gathers of all: what they made is trained with
-        PLAIN.loss(parallel.module, 4, rank)
+        SCENARIOS["a cell twice in one forward"].loss(parallel.module, 4, rank)
     with parallel.window.accumulate():
         PLAIN.loss(parallel.module, 0, rank).backward()
     for mode in (torch.no_grad, torch.inference_mode):
@@ -501,8 +501,12 @@ def evaluate_in_the_middle(**knobs) -> Gradients:
     return gradients(parallel.module)
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
-def test_evaluation_before_and_inside_a_window_changes_nothing(degree: int) -> None:
+@pytest.mark.parametrize(
+    "knobs",
+    [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 4}, {"shard_degree": 4, "reshard_after_forward": 2}],
+    ids=str,
+)
+def test_evaluation_before_and_inside_a_window_changes_nothing(knobs: dict[str, Any]) -> None:
     expected = alone(PLAIN, 4)
-    for seen in run_ranks(evaluate_in_the_middle, 4, shard_degree=degree, ranks_per_node=2):
+    for seen in run_ranks(evaluate_in_the_middle, 4, ranks_per_node=2, **knobs):
         assert differences(seen, expected) == []

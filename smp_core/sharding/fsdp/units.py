@@ -10,7 +10,8 @@ What is read here beyond the public API, and why no public one will do:
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
 - ``state._state_ctx``: whether an earlier backward pass failed;
-- ``unshard`` and ``wait_for_unshard`` of the group: every gather, in whatever mode forward runs;
+- ``unshard``, ``wait_for_unshard`` and ``reshard`` of the group: every gather and what is kept of it, in whatever mode
+  forward runs;
 - ``unsharded_accumulated_grad`` of parameters, and ``finalize_backward``, ``_training_state`` (``TrainingState`` of
   ``_fully_shard._fsdp_common``) and ``comm_ctx`` of the group: whole gradients that wait for the window's last backward
   pass, and their reduction where no pass does it;
@@ -82,6 +83,7 @@ class ShardedUnit:
             group.post_backward = self._noting(group.post_backward)
             group.unshard = outside_inference_mode(group.unshard)
             group.wait_for_unshard = outside_inference_mode(group.wait_for_unshard)
+            group.reshard = outside_inference_mode(group.reshard)
         if is_root:
             module.register_forward_pre_hook(self._refuse_after_failure, prepend=True)
 
@@ -341,8 +343,8 @@ class ShardedUnit:
 
 
 def outside_inference_mode(gather: Callable[..., None]) -> Callable[..., None]:
-    """What FSDP2 gathers into is made by the first gather and used by all that follow: made inside
-    ``torch.inference_mode`` it could not be trained with."""
+    """What FSDP2 gathers into is made by the first gather and used by all that follow, and a secondary shard is shown
+    until the next: made inside ``torch.inference_mode`` they could not be trained with."""
 
     def gathered(*args: Any, **kwargs: Any) -> None:
         if not torch.is_inference_mode_enabled():

@@ -153,7 +153,7 @@ class Residual(nn.Module):
         self.body = nn.Sequential(
             nn.Conv1d(6, 6, 3, padding=1, bias=False), nn.GroupNorm(2, 6), nn.SiLU(), nn.Conv1d(6, 6, 1)
         )
-        self.norm = nn.BatchNorm1d(6)
+        self.norm = nn.BatchNorm1d(6).eval()
 
     def train(self, mode: bool = True) -> Residual:
         """Statistics of batches differ from rank to rank: they stay as they are, as in fine-tuning."""
