@@ -14,7 +14,8 @@ _SUBMODULE = (
     "parameters are shards outside of the model's forward, and a submodule or an operator was given one with a plain "
     "tensor. Call the model itself; or put the call into a method of the model and name it, "
     "forward_methods=['sample']; or, in Lightning, write trainer.strategy.parallel.call(submodule, x). All ranks have "
-    "to make the call. To compute with a weight itself: parameter.full_tensor() on all ranks."
+    "to make the call. To compute with a weight itself: parameter.full_tensor() on all ranks; in a term of the loss, "
+    "term.full_tensor(), as in loss + 0.1 * sum(p.square().sum().full_tensor() for p in model.parameters())."
 )
 _COPY = (
     "a sharded model cannot be copied. Copy it before it is prepared (in Lightning: in __init__ or configure_model), "

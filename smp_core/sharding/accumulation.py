@@ -113,9 +113,6 @@ class AccumulationWindow:
         self._sums = [UnitSum() for _ in self._units]
         self._next = 0  # the unit whose sum is sent next
         self._replicated = ReplicatedGradients(replicated, mesh, world_hop, reduce_dtype, self._queue_end)
-        # ``.grad`` from before this backward pass; FSDP2 must not add to it. One dict for all units: two of them may
-        # manage the same tied parameter, and only the first sees what was there before.
-        self._kept: dict[nn.Parameter, torch.Tensor | None] = {}
         self._last = True
         self._running_pass: int | None = None
         self._reducing_held = False
@@ -224,6 +221,7 @@ class AccumulationWindow:
                 flats.append((position, unit, unit_sum.slots, unit.beside_parameters(unit_sum.flat)))
                 unit_sum.flat = None
             position += count
+        self._settle_own_gradients()
         if any(flat.device.type != self._mesh.device.type for _, _, _, flat in flats):
             torch.accelerator.synchronize()  # offloaded gradients are on their way to the host
         for first, unit, slots, flat in flats:
@@ -235,6 +233,18 @@ class AccumulationWindow:
         self._replicated.finish(None if seen is None else dict(zip(plain, seen[position:].tolist(), strict=False)))
         self._forget()
         self._on_close()
+
+    def _settle_own_gradients(self) -> None:
+        """Gradients that autograd left in ``.grad`` itself, of terms of the loss that are made of shards: sharded like
+        their parameters (torch may leave them replicated), and those of masters are the masters'."""
+        for unit in self._units:
+            for parameter in unit.parameters():
+                gradient = parameter.grad
+                if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+                    if gradient.placements != parameter.placements:
+                        parameter.grad = gradient.redistribute(placements=parameter.placements)
+        for shard in [] if self.world is None else self.world.units.values():
+            shard.take_gradients()
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -314,7 +324,6 @@ class AccumulationWindow:
             reshard(unit.module for unit in self._units)
         self._sums = [UnitSum() for _ in self._units]
         self._next = 0
-        self._kept.clear()
         self._replicated.forget()
         for unit in self._units:
             unit.end_of_window()
@@ -330,11 +339,7 @@ class AccumulationWindow:
             if not self._reducing_held:
                 self._queue_end()
             unit_sum = self._sums[number]
-            parameters = unit.parameters()
             slots = unit.slots(reduced.numel())
-            for parameter in parameters:
-                self._kept.setdefault(parameter, parameter.grad)
-                parameter.grad = None
             if unit_sum.in_flight is not None:
                 # FSDP2 reduces once more when an output gets its gradient after that of the unit's inputs is complete.
                 if reduced.any():
@@ -363,17 +368,11 @@ class AccumulationWindow:
         self.micro_batches += 1
         for unit in self._units:
             unit.end_of_pass()
-        self._restore_gradients()
         self._replicated.end_of_pass()
         if self._last:
             self.close()
         elif self._keep_gathered:
             self._on_kept()
-
-    def _restore_gradients(self) -> None:
-        for parameter, gradient in self._kept.items():
-            parameter.grad = gradient
-        self._kept.clear()
 
     def _reduce_held(self) -> None:
         """What the last backward pass did not come through, or all of it if there was none."""
@@ -384,7 +383,6 @@ class AccumulationWindow:
                     unit.reduce_held()
         finally:
             self._reducing_held = False
-        self._restore_gradients()
 
     def _await_sums(self) -> None:
         """What any replica has sent arrives: the others send as much, or it would meet sums of the next window."""

@@ -51,8 +51,12 @@ class _TakingOwnParts:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _nothing
 
-    def __reduce__(self) -> str:
-        return "_nothing"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _inert, ()
+
+
+def _inert() -> Callable[..., None]:
+    return _nothing
 
 
 def _nothing(*_: Any) -> None:

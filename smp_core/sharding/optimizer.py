@@ -143,6 +143,14 @@ class FlatShard:
                 master.grad = gradient if master.grad is None else master.grad + gradient
         self._sum = None
 
+    def take_gradients(self) -> None:
+        """Move gradients that autograd left in the parameters' own ``.grad``, equal on all replicas, to the masters."""
+        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            if parameter.grad is not None:
+                gradient = self.own_of(i, parameter.grad).to(master_dtype(parameter))
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                parameter.grad = None
+
     def forget(self) -> None:
         """Drop sums and gradients."""
         self.wait()

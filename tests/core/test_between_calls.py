@@ -175,6 +175,22 @@ def hooks_on_parameters(side: Side) -> None:
     side.step()
 
 
+def penalizes_weights(side: Side) -> None:
+    """A term of the loss that is made of the parameters themselves, before the model's own and after it."""
+
+    def penalty() -> torch.Tensor:
+        terms = [p.square().sum() for p in side.model.parameters()]
+        return 0.1 * sum(term.full_tensor() if isinstance(term, DTensor) else term for term in terms)
+
+    for number in range(2):
+        with side.accumulate():
+            (penalty() + side.loss(number)).backward()
+        loss = side.loss(number + 2)
+        (loss + penalty()).backward()
+        side.clip()
+        side.step()
+
+
 def zeroes_modules(side: Side) -> None:
     for set_to_none in (True, False):
         for zeroed in (side.model, side.model.cells[0], side.model.cells, side.model.leave):
@@ -208,6 +224,7 @@ PROCEDURES: list[Callable[[Side], None]] = [
     edits_in_a_window,
     clips_after_a_forward,
     hooks_on_parameters,
+    penalizes_weights,
     zeroes_modules,
     zeroes_at_the_end,
 ]

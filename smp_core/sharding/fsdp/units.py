@@ -22,7 +22,8 @@ What is read here beyond the public API, and why no public one will do:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -298,7 +299,8 @@ class ShardedUnit:
                     self._reached_in_pass.add(index)
             if self._on_hold is None:
                 self._complete_gradients(used)
-                post_backward(*args)
+                with self._without_visible_gradients():
+                    post_backward(*args)
             elif used:  # FSDP2 would look for the whole parameters of one that never ran
                 self.awaits_reduction = True
                 self.was_trainable |= {i for i, each in enumerate(used) if each._unsharded_param.requires_grad}
@@ -307,6 +309,20 @@ class ShardedUnit:
                 post_backward(*args)
 
         return noted
+
+    @contextlib.contextmanager
+    def _without_visible_gradients(self) -> Iterator[None]:
+        """Around what FSDP2 reduces: it adds the sum to ``.grad``, which is what it was before the window, and what
+        autograd adds to it when a term of the loss is made of shards (a penalty on weights)."""
+        shards = self.parameters()
+        before = [shard.grad for shard in shards]
+        for shard in shards:
+            shard.grad = None
+        try:
+            yield
+        finally:
+            for shard, gradient in zip(shards, before, strict=True):
+                shard.grad = gradient
 
     def _complete_gradients(self, used: Sequence[Any]) -> None:
         """A gradient for every parameter that all ranks reduce now, in one dtype."""
