@@ -29,14 +29,16 @@ def register_forward_methods(
     """Let methods gather parameters as forward does: ``"decode"`` of every root that has it, ``"encoder.encode"`` of
     the named unit, and of roots those that are known.
 
-    Also tells Transformers that forward is collective (``_is_fsdp_managed_module``, as its own sharding does): ranks
-    then generate as long as any of them needs to, and none leaves out a layer by chance.
+    Also tells Transformers that forward is collective (``_is_fsdp_managed_module``, as its own sharding does; Dynamo
+    wants ``_fsdp_use_orig_params`` with it): ranks then generate as long as any of them needs to, and none leaves out a
+    layer by chance.
 
     Raises:
         ValueError: no unit has the method.
     """
     for module in model.modules():
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        module._fsdp_use_orig_params = True  # type: ignore[assignment]
     found = [(unit, name) for unit in units if unit.is_root for name in KNOWN_METHODS if name not in methods]
     for entry in methods:
         found += [(unit, entry.rpartition(".")[2]) for unit in units_with(model, units, entry)]

@@ -232,8 +232,8 @@ def host_kernels(group: Mapping[str, Any], members: Iterable[torch.Tensor], kind
     if "fused" in group and not group.get("differentiable"):
         sharded = any(isinstance(member, DTensor) for member in members)
         fused = not sharded or any(base in kind.__mro__ for base in (torch.optim.Adam, torch.optim.AdamW))
-        # torch's fused SGD has no first step of some parameters beside later steps of others.
-        fused = fused and not group.get("momentum")
+        # torch's fused SGD has no first step of some parameters beside later steps of others; who asks for it has that.
+        fused = fused and (bool(group["fused"]) or not group.get("momentum"))
         options |= {"fused": fused, "foreach": False}
     return options
 

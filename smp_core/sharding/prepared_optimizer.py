@@ -120,6 +120,10 @@ class Homes:
         windows = [window for window in self.windows if isinstance(window, AccumulationWindow)]
         return [window.world for window in windows if window.world is not None]
 
+    def close_windows(self) -> None:
+        for window in self.windows:
+            window.close()
+
     def reshard(self) -> None:
         """Also a forward without backward (one network's inside the other one's step) leaves its roots gathered."""
         for model in self._models:
@@ -265,10 +269,21 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
     homes.choose_kernels(optimizer, stepped_there=isinstance(optimizer, OnHost))
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for window in optimizer._smp_homes.windows:  # type: ignore[attr-defined]
-        window.close()
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Gradients are complete before weights are stepped: now, or when the closure has run its backward passes."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        optimizer._smp_homes.close_windows()
+        _before_weights_change(optimizer)
+        return None
+
+    def closed() -> Any:
+        result = closure()
+        optimizer._smp_homes.close_windows()
+        return result
+
     _before_weights_change(optimizer)
+    return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
 
 
 def _before_weights_change(optimizer: torch.optim.Optimizer) -> None:

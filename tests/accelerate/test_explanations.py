@@ -39,10 +39,17 @@ def explained() -> dict[str, str]:
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2):
             raise AssertionError("replicas drift apart")
 
+    def penalty() -> None:
+        loss = model(torch.zeros(2, 4, dtype=torch.long)).sum() + sum(
+            parameter.square().sum() for parameter in model.parameters()
+        )
+        accelerator.backward(loss)
+
     cases = {
         "submodule": lambda: model.head(torch.randn(2, 8)),
         "copy": lambda: copy.deepcopy(model),
         "LocalSGD": local_sgd,
+        "penalty": penalty,
     }
     return {name: message_with_notes(case) for name, case in cases.items()}
 
@@ -51,5 +58,6 @@ def explained() -> dict[str, str]:
 def test_errors_that_are_not_ours_say_what_to_type() -> None:
     for said in run_ranks(explained, 2):
         assert "forward_methods=" in said["submodule"] and "parallel.call(" in said["submodule"]
+        assert "sum(p.square().sum().full_tensor() for p in model.parameters())" in said["penalty"]
         assert "before it is prepared" in said["copy"]
         assert "accelerator.no_sync(model)" in said["LocalSGD"] and "LocalSGD" in said["LocalSGD"]
