@@ -261,7 +261,13 @@ def on_ranks(name: str) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# The random runs draw these two as well.
+OFTEN_DRAWN = ("unsharded after forward", "whole gradients held")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in OFTEN_DRAWN else name for name in LAYOUTS]
+)
 def test_what_is_done_between_calls_is_as_in_one_process(name: str) -> None:
     [ours, *_] = run_ranks(on_ranks, 4, name, ranks_per_node=2)
     for procedure in PROCEDURES:

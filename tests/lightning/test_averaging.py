@@ -141,7 +141,9 @@ def interrupted(kind: str, knobs: dict[str, Any] | None, there: dict[str, Any], 
     ("kind", "knobs", "there"),
     [
         ("ema", {"shard_degree": 2}, {"shard_degree": 4, "optimizer_shard": "world"}),
-        ("multi", {"shard_degree": 2, "save_full_state_dict": True}, {"shard_degree": 1}),
+        pytest.param(
+            "multi", {"shard_degree": 2, "save_full_state_dict": True}, {"shard_degree": 1}, marks=pytest.mark.slow
+        ),
         ("swa", {"shard_degree": 2, "optimizer_shard": "world"}, {"shard_degree": 2}),
     ],
 )
@@ -165,7 +167,7 @@ def resumed_in_half_precision(knobs: dict[str, Any], folder: str) -> bool:
     return all(torch.equal(value, resumed.weights[name]) for name, value in whole.weights.items())
 
 
-@pytest.mark.parametrize("shard", ["shard", "world"])
+@pytest.mark.parametrize("shard", [pytest.param("shard", marks=pytest.mark.slow), "world"])
 def test_an_average_of_half_precision_weights_loses_nothing_by_a_resume(shard: str, tmp_path: Path) -> None:
     """It is float32, while the weights in the checkpoint are of the model's dtype."""
     knobs = {"shard_degree": 2, "optimizer_shard": shard}
