@@ -17,10 +17,7 @@ from smp_core.config import SmpConfig
 from smp_core.context_parallel.chunked_models import chunk_losses
 from smp_core.explanations import explain_uncaught_errors
 from smp_core.mesh import SmpMesh
-from smp_core.parallelize import (
-    ParallelModel,
-    move_plain_tensors,
-)
+from smp_core.parallelize import ParallelModel, move_plain_tensors
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.forward_methods import register_forward_methods
 from smp_core.sharding.fsdp import Calls, adopt_units, explain_uncalled, given_policy, settle_given_parameters

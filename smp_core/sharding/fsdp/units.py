@@ -4,8 +4,8 @@ What is read here beyond the public API, and why no public one will do:
 
 - ``module._get_fsdp_state()._fsdp_param_group.fsdp_params``: which parameters, in which order and padding, make up the
   flat tensor that ``set_all_reduce_hook`` hands out, and ``group._reduce_dtype``, its dtype;
-- ``pre_forward`` and ``post_backward`` of that group, which every way into a unit goes through (forward, methods
-  registered with ``register_fsdp_forward_method``, :meth:`ShardedUnit.run_as_forward`): how often a unit is used, and
+- ``pre_forward`` and ``post_backward`` of that group, which every way into a unit goes through (forward, and
+  :meth:`ShardedUnit.run_as_forward`, which methods of ``forward_methods`` go through): how often a unit is used, and
   which of its parameters a backward pass reached, by ``_unsharded_param.grad``;
 - ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
   whose signature Lightning misreads;
