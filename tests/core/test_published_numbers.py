@@ -63,7 +63,7 @@ def test_memory_modes_are_those_of_the_result() -> None:
 
 
 def test_link_fits_are_those_of_the_results() -> None:
-    text = page("docs/communication.md")
+    text = page("docs/sharding.md")
     for name in ("links-2x2", "links-2x4"):
         found = Links.load(RESULTS / f"{name}.json")
         for place in ("inter", "flat"):
