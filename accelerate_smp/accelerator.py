@@ -44,7 +44,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accelerate_smp.attachment import attach, parallel_of
 from accelerate_smp.config import check_world, engines_off, refuse_engines, resolve_config
-from accelerate_smp.endings import count_forwards, stop_watching, watch_ranks
 from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.parallelism import SmpParallelism
 from accelerate_smp.saved_states import SavedStatesAccelerator
@@ -60,6 +59,7 @@ from smp_core.knob_rules import unknown_knob
 from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
 from smp_core.parallelize import ParallelModel
+from smp_core.rank_watch import count_forwards, stop_watching, watch_ranks
 from smp_core.sharding.grad_norm import clip_grad_norm_, clip_grad_value_, grad_norm, settle_nonfinite
 from smp_core.sharding.grad_scaler import ShardedGradScaler
 from smp_core.topology import Topology

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 
 from accelerate_smp import checkpoints
 from accelerate_smp.attachment import parallel_of
-from accelerate_smp.endings import meet
 from smp_core.checkpoint import AsyncCheckpointer
+from smp_core.rank_watch import meet
 
 if TYPE_CHECKING:
     from accelerate_smp.accelerator import SmpAccelerator

@@ -28,13 +28,13 @@ from transformers.trainer_pt_utils import LabelSmoother
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.attachment import parallel_of
 from accelerate_smp.callbacks import SmpMonitorCallback
-from accelerate_smp.endings import meet
 from accelerate_smp.fp8_monitor import Fp8MonitorCallback
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from accelerate_smp.whole_weights import whole_state
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import active_split
+from smp_core.rank_watch import meet
 
 OLDEST_TRANSFORMERS = "5.20"
 

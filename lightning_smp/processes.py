@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_smp.environment import PlatformEnvironment
 from smp_core.explanations import explain
 from smp_core.liveness import RankWatch
+from smp_core.rank_watch import report, watch_ranks
 from smp_core.topology import Topology
 
 
@@ -86,8 +87,10 @@ class ProcessGroupStrategy(ParallelStrategy):
         self._init_process_group()
         if self._topology is None:
             self._topology = Topology.discover()
-        if self._watch is None:
-            self._watch = RankWatch.start()
+        self._watch = watch_ranks(self._timeout)
+        if self._watch is not None:
+            assert self.lightning_module is not None and self.lightning_module.trainer.state.fn is not None
+            self._watch.begin_run(f"trainer.{self.lightning_module.trainer.state.fn.value}(...)")
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -161,16 +164,15 @@ class ProcessGroupStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
         explain(exception)
-        if self._watch is not None and isinstance(exception, Exception):
-            self._watch.report(exception)
+        report(exception)
 
     @override
     def teardown(self) -> None:
-        """The module stays where it is: it can be evaluated, saved or trained on by a next call."""
+        """The module stays where it is: it can be evaluated, saved or trained on by a next call, of all ranks, which
+        the watch goes on to look after."""
         assert self.cluster_environment is not None and self.accelerator is not None
         if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+            self._watch.end_run()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

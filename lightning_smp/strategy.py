@@ -43,6 +43,7 @@ from smp_core.checkpoint import CheckpointError
 from smp_core.command_line import console
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
+from smp_core.rank_watch import meet_between_runs
 
 logger = logging.getLogger("smp")
 
@@ -182,6 +183,8 @@ class SmpShardedStrategy(SteppingStrategy):
                 check_layer_sync(module, self._layer_sync)
             self._parallel, self.config = reattach(module, self.config, precision)
         checkpoints.check_plugin(self.checkpoint_io, self.config)
+        if self._watch is not None:
+            self._watch.meetings.add_group(self.mesh.shard_ranks)
         self._sequences.attach(self._parallel.context, module)
         self.model = module
         self.model_to_device()
@@ -269,6 +272,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        meet_between_runs("trainer.save_checkpoint(...)")
         self.parallel.reshard()
         self.parallel.broadcast_buffers()
         return checkpoints.model_state(self)

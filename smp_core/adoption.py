@@ -129,7 +129,9 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
         plan = WrapPlan((), tuple(plain), "as it came")
         native = NativeWindow(model)
         drop_with_zero_grad(model, native.drop)
-        return ParallelModel(model, mesh, config, plan, (), native, meter, traffic, Calls(model), replaced)
+        return ParallelModel(
+            model, mesh, config, plan, (), native, meter, traffic, Calls(model, mesh.shard_ranks), replaced
+        )
     _first_replicas_weights(model, mesh)
     units = adopt_units(model, traffic.all_gather, traffic.reduce_scatter)
     explain_uncalled(units)
@@ -138,7 +140,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, config: SmpConfig, give
     apply_fsdp_options(model, config)
     planned = tuple(PlannedUnit(unit.name, unit.parameter_names, unit.module is model) for unit in units)
     plan = WrapPlan(planned, tuple(plain), "as it came")
-    calls = Calls(model)
+    calls = Calls(model, mesh.shard_ranks)
     register_forward_methods(model, units, calls, config.forward_methods)
     window = AccumulationWindow(
         units,

@@ -28,10 +28,17 @@ _NO_SYNC = (
     "Lightning `with trainer.strategy.block_backward_sync():`. LocalSGD, which lets replicas drift apart, has no "
     "counterpart: leave it out; gradient accumulation saves as many messages with one process's numbers."
 )
+_NOT_TOGETHER = (
+    "another rank did not come to this collective, or has ended. Every rank has to make each call into a sharded model, "
+    "and equally often: take it out of `if rank == 0:`, give all ranks as many batches. Where a rank failed, its own error "
+    "or a line of torch-smp above names it."
+)
 _NOTES = {
     "got mixed torch.Tensor and DTensor": _SUBMODULE,
     "FSDP does not support deepcopy": _COPY,
     "object has no attribute 'no_sync'": _NO_SYNC,
+    "Connection closed by peer": _NOT_TOGETHER,
+    "Timed out waiting": _NOT_TOGETHER,
 }
 
 

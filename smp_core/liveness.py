@@ -26,12 +26,14 @@ from smp_core.meeting import Meetings
 
 logger = logging.getLogger("smp")
 
-# Intervals that rank 0 keeps the store for ranks that end after it.
+# Intervals that rank 0 keeps the store for ranks that do not notice that it ends.
 _GOODBYES = 20
 _UNEVEN = (
     "a rank that runs out of batches goes on to something else, and the others wait for it. Give every rank the same "
     "number of batches (DistributedSampler, drop_last=True, limit_train_batches), and let all ranks make the same calls"
 )
+# What the store raises when it is out of reach.
+_GONE = (dist.DistError, RuntimeError, ConnectionError)
 _last_store: dist.Store | None = None
 """The store of the last watch that ended, so that rank 0's is there while others look why that rank has ended."""
 
@@ -42,16 +44,19 @@ class RankWatch:
     Attributes:
         step: set by the trainer to the optimizer step it is in; travels with the signs of life.
         meetings: where all ranks have to be before a collective that scripts make on one rank by mistake.
+        between_runs: whether a Trainer's run has ended here and no other has begun; travels too.
     """
 
     def __init__(self, rank: int, world_size: int, store: dist.Store, interval: float) -> None:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self.step = 0
+        self.between_runs = False
         self.meetings = Meetings(rank, world_size, store, interval)
         self._store = store
         self._beats = 0
+        self._runs = 0
         self._reported = False
-        self._rank_0_ended = False
+        self._left = False
         self._stopped = threading.Event()
         self._beat()
         self._thread = threading.Thread(target=self._run, name="smp-rank-watch", daemon=True)
@@ -74,7 +79,8 @@ class RankWatch:
         where: list[Any] = [store.port if store is not None else None]
         dist.broadcast_object_list(where, src=0)
         if store is None:
-            store = cls._try(lambda: dist.TCPStore(host, where[0], world, False, timeout=limit, wait_for_workers=False))
+            with contextlib.suppress(*_GONE):
+                store = dist.TCPStore(host, where[0], world, False, timeout=limit, wait_for_workers=False)
         reached: list[Any] = [None] * world
         dist.all_gather_object(reached, store is not None)
         if store is None or not all(reached):
@@ -86,6 +92,22 @@ class RankWatch:
         watch = cls(rank, world, store, interval or max(0.5, world / 500))
         dist.barrier()
         return watch
+
+    def begin_run(self, call: str) -> None:
+        """A Trainer begins a run with ``call``, where all ranks meet unless this is the first run. Collective.
+
+        Raises:
+            RuntimeError: a rank is elsewhere.
+        """
+        if self.between_runs:
+            self.meetings.meet_in_all_groups(call)
+        self._try(lambda: self._store.delete_key(f"failed/{self.rank}"))
+        self._runs += 1
+        self.step, self.between_runs, self._reported = 0, False, False
+
+    def end_run(self) -> None:
+        """The run has ended on this rank, well or not."""
+        self.between_runs = True
 
     def stop(self) -> None:
         """No more signs of life: this rank ends in good order."""
@@ -102,12 +124,13 @@ class RankWatch:
 
     def _await_goodbyes(self) -> None:
         """Keep the store, which is in this process, until the others are done with it: torch writes a page to stderr
-        when it goes away under them. A rank that says nothing is not waited for long."""
+        when it goes away under them. They have ended too, or have noticed that this rank has. One that says nothing is
+        not waited for long."""
         others = set(range(1, self.world_size))
         deadline = time.monotonic() + _GOODBYES * self.interval
         while others and time.monotonic() < deadline:
-            ended = {n for n in others if self._store.check([f"bye/{n}"]) or self._store.check([f"failed/{n}"])}
-            others -= ended
+            signs = ("bye", "failed", "left")
+            others -= {n for n in others if any(self._store.check([f"{sign}/{n}"]) for sign in signs)}
             time.sleep(0.01 if others else 0.0)
 
     def report(self, error: BaseException) -> str | None:
@@ -128,7 +151,7 @@ class RankWatch:
 
     def _find_out(self) -> str | None:
         found = self._compare()
-        if found is None and self._rank_0_ended:
+        if found is None and self.meetings.rank_0_ended:
             found, first = (
                 f"rank 0 ended the run, and rank {self.rank} is in optimizer step {self.step}: {_UNEVEN}",
                 True,
@@ -141,7 +164,7 @@ class RankWatch:
             first = True
         else:
             # Only a rank that found something may speak for all.
-            first = bool(found) and bool(self._try(lambda: self._store.add("claimed", 1) == 1))
+            first = bool(found) and bool(self._try(lambda: self._store.add(f"claimed/{self._runs}", 1) == 1))
         if first:
             sys.stderr.write(f"torch-smp, rank {self.rank}: {found}\n")
             sys.stderr.flush()
@@ -165,7 +188,8 @@ class RankWatch:
         assert before is not None
         steps = {rank: state.get("step", 0) for rank, state in before.items()}
         last = max(steps.values())
-        ended = [f"rank {rank} (after optimizer step {steps[rank]})" for rank in before if "bye" in before[rank]]
+        elsewhere = [rank for rank, state in before.items() if "bye" in state or state["between"] > self.between_runs]
+        ended = [f"rank {rank} (after optimizer step {steps[rank]})" for rank in elsewhere]
         if ended:
             return f"the run ended on {', '.join(ended)}, and goes on elsewhere (step {last}): {_UNEVEN}"
         behind = [f"rank {rank} (in optimizer step {step} of {last})" for rank, step in steps.items() if step < last]
@@ -197,10 +221,26 @@ class RankWatch:
             self._beats += 1
             if not self._beat():
                 return
-            self._rank_0_ended |= self._try(lambda: self._store.check(["bye/0"])) is True
+            if self._try(lambda: self._store.check(["bye/0"])):
+                self.meetings.rank_0_ended = True
+                if not self._reported:  # else this rank still looks what the store has
+                    self._leave_store()
+                    return
+
+    def _leave_store(self) -> None:
+        """Rank 0, which ends, need not wait for this rank."""
+        self._try(lambda: self._store.set(f"left/{self.rank}", "1"))
+        self._left = True
 
     def _beat(self) -> bool:
-        state = json.dumps({"beats": self._beats, "step": self.step, "forwards": self.meetings.forwards})
+        state = json.dumps(
+            {
+                "beats": self._beats,
+                "step": self.step,
+                "forwards": self.meetings.forwards,
+                "between": self.between_runs,
+            }
+        )
 
         def tell() -> bool:
             self._store.set(f"beat/{self.rank}", state)
@@ -224,12 +264,13 @@ class RankWatch:
 
         return self._try(read)
 
-    @staticmethod
-    def _try(action: Any) -> Any:
+    def _try(self, action: Any) -> Any:
         """The store goes away with rank 0; that is an answer, not an error."""
+        if self._left:
+            return None
         try:
             return action()
-        except (dist.DistError, RuntimeError, ConnectionError):
+        except _GONE:
             return None
 
 

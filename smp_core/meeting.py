@@ -4,7 +4,7 @@
 one meet first, in the store that keeps the signs of life (smp_core/liveness.py): the first rank writes where it is, the
 last one says that all are there, and one that is somewhere else (at another such call, at the end of its process) says
 so to all. A rank that waits also looks at the next one: whether that one lives, and whether it has begun a forward pass
-that it cannot end alone.
+that it cannot end alone. Calls that only a partition group makes together meet among its ranks.
 """
 
 from __future__ import annotations
@@ -21,43 +21,59 @@ _SILENCE = 40
 
 
 class Meetings:
-    """The meetings of one rank with all others.
+    """The meetings of one rank with others.
 
     Attributes:
         forwards: forward passes begun that need all of ``peers``; counted by whoever makes them collective.
         peers: the ranks that make forward passes together with this one.
+        limit: seconds that a rank waits for others that live and do not come; None: forever.
+        rank_0_ended: whether the process that has the store has ended, or is about to.
     """
 
     def __init__(self, rank: int, world_size: int, store: dist.Store, interval: float) -> None:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self.forwards = 0
         self.peers: Sequence[int] = ()
+        self.limit: float | None = None
+        self.rank_0_ended = False
         self._store = store
-        self._held = 0
+        self._held: dict[tuple[int, ...], int] = {}
         self._over = False
+        self.add_group(range(world_size))
 
-    def meet(self, place: str) -> None:
-        """Wait until every rank is at ``place``. Collective.
+    def add_group(self, ranks: Sequence[int]) -> None:
+        """Some ranks, this one among them, that will make calls together: the others learn where this one is."""
+        if len(ranks) > 1:
+            self._held.setdefault(tuple(ranks), 0)
+
+    def meet(self, place: str, ranks: Sequence[int] | None = None) -> None:
+        """Wait until every rank is at ``place``. Collective over ``ranks``.
 
         Args:
             place: the call as a user types it, ``"model.save_pretrained(...)"``; the same on all ranks.
+            ranks: those that make the call together, this one among them; by default all.
 
         Raises:
             RuntimeError: a rank is at another place, has ended, was lost or goes on with the training; on all ranks
                 that wait.
         """
-        if self._over:
+        group = tuple(range(self.world_size) if ranks is None else ranks)
+        if self._over or len(group) == 1:
             return
-        self._held += 1
-        key = f"meeting/{self._held}"
+        self.add_group(group)
+        self._held[group] += 1
         try:
-            if not self._arrive(key, place):
-                self._wait(key, place)
-            said = self._store.get(f"{key}/verdict").decode()
+            said = "" if self.rank_0_ended else self._arrive(group, place)
+            said = said or self._wait(group, place)
         except (dist.DistError, ConnectionError):
             return  # the store went away with rank 0; the collective that comes next says so
         if said != "all":
             raise RuntimeError(said)
+
+    def meet_in_all_groups(self, place: str) -> None:
+        """:meth:`meet` with all ranks; the ranks of a smaller group that wait for this one elsewhere learn it too."""
+        for group in sorted(self._held, key=len):
+            self.meet(place, group)
 
     def leave(self) -> None:
         """Say to those that wait, now or later, that this rank comes to no further meeting. Does not wait."""
@@ -65,40 +81,64 @@ class Meetings:
             return
         self._over = True
         try:
-            self._arrive(f"meeting/{self._held + 1}", _END)
+            for group in self._held if not self.rank_0_ended else ():
+                self._held[group] += 1
+                self._arrive(group, _END)
         except (dist.DistError, RuntimeError, ConnectionError):
             return  # nobody is left to tell
 
-    def _arrive(self, key: str, place: str) -> bool:
-        """Write where this rank is. Returns whether that settles the meeting."""
-        first, rank = json.loads(self._store.compare_set(f"{key}/first", "", json.dumps([place, self.rank])))
-        verdict = ""
-        if first != place:
-            verdict = _apart(self.rank, place, rank, first) if first == _END else _apart(rank, first, self.rank, place)
-        elif self._store.add(f"{key}/arrived", 1) == self.world_size:
-            verdict = "all"
-        if verdict:
-            self._store.set(f"{key}/verdict", verdict)
-        return bool(verdict)
+    def _key(self, group: tuple[int, ...], number: int) -> str:
+        return f"meeting/{group[0]}-{group[-1]}-{len(group)}/{number}"  # mesh axes: such ranks are evenly spaced
 
-    def _wait(self, key: str, place: str) -> None:
+    def _arrive(self, group: tuple[int, ...], place: str) -> str:
+        """Write where this rank is. Returns the verdict, if that settles the meeting."""
+        key = self._key(group, self._held[group])
+        first, rank = json.loads(self._store.compare_set(f"{key}/first", "", json.dumps([place, self.rank])))
+        if first != place:
+            ours, theirs = (self.rank, place), (rank, first)
+            return self._settle(key, _apart(*ours, *theirs) if first == _END else _apart(*theirs, *ours))
+        if self._store.add(f"{key}/arrived", 1) < len(group):
+            return ""
+        before = self._key(group, self._held[group] - 1)  # which everybody has left
+        for entry in ("first", "arrived", "verdict"):
+            self._store.delete_key(f"{before}/{entry}")
+        return self._settle(key, "all")
+
+    def _settle(self, key: str, verdict: str) -> str:
+        """The first verdict holds, for everybody."""
+        return self._store.compare_set(f"{key}/verdict", "", verdict).decode()
+
+    def _wait(self, group: tuple[int, ...], place: str) -> str:
+        key = self._key(group, self._held[group])
+        neighbour = group[(group.index(self.rank) + 1) % len(group)]
         pause, before, since = 0.001, -1, 0
-        while not self._store.check([f"{key}/verdict"]):
+        begun = time.monotonic()
+        while not self.rank_0_ended:
+            if self._store.check([f"{key}/verdict"]):
+                return self._store.get(f"{key}/verdict").decode()
             time.sleep(pause)
             pause = min(2 * pause, self.interval / 4)
-            rank = (self.rank + 1) % self.world_size
-            ours, theirs = (json.loads(self._store.get(f"beat/{number}")) for number in (self.rank, rank))
-            if rank in self.peers and theirs["forwards"] > self.forwards:
-                self._store.set(f"{key}/verdict", _apart(self.rank, place, rank, "the model's next forward pass"))
+            ours, theirs = (json.loads(self._store.get(f"beat/{rank}")) for rank in (self.rank, neighbour))
+            if neighbour in self.peers and theirs["forwards"] > self.forwards:
+                self._settle(key, _apart(self.rank, place, neighbour, "the model's next forward pass"))
             elif theirs["beats"] != before:
                 before, since = theirs["beats"], ours["beats"]
             elif ours["beats"] - since > _SILENCE:
-                lost = f"rank {rank} was lost: it gives no sign of life, and rank {self.rank} waits for it at {place}"
-                self._store.set(f"{key}/verdict", lost)
+                lost = f"rank {neighbour} was lost: it gives no sign of life, and rank {self.rank} waits for it at "
+                self._settle(key, lost + place)
+            if self.limit is not None and time.monotonic() - begun > self.limit:
+                others = ", ".join(str(rank) for rank in group if rank != self.rank)
+                missing = f"not all others ({others}) have come there in {self.limit:g} s"
+                self._settle(key, f"rank {self.rank} is at {place} and {missing}: {_ALL_OF_THEM}")
+        # Nobody but rank 0 has the store; where it is one of the group, it has just said so to those that wait.
+        return _apart(self.rank, place, 0, _END) if 0 in group else "all"
+
+
+_ALL_OF_THEM = (
+    "every rank has to make this call, because each holds a part of the model; take it out of `if rank == 0:` and its "
+    "like (is_main_process, is_global_zero; files are written by rank 0 alone)"
+)
 
 
 def _apart(rank: int, call: str, other: int, place: str) -> str:
-    return (
-        f"rank {rank} is at {call} and rank {other} at {place}: every rank has to make this call, because each holds a "
-        "part of the model; take it out of `if accelerator.is_main_process:` (files are written by rank 0 alone)"
-    )
+    return f"rank {rank} is at {call} and rank {other} at {place}: {_ALL_OF_THEM}"

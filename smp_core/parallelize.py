@@ -336,7 +336,7 @@ def parallelize_model(
         materialize(model, states_on, seed=config.init_seed, init_fn=init_fn)
     move_plain_tensors(model, mesh.device)
     replaced.settle(model)
-    calls = Calls(model)
+    calls = Calls(model, mesh.shard_ranks)
     if units:
         register_forward_methods(model, units, calls, config.forward_methods)
     by_name = dict(model.named_parameters())

@@ -45,7 +45,11 @@ def explained() -> dict[str, str]:
         )
         accelerator.backward(loss)
 
+    def peer_gone() -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:49052.")
+
     cases = {
+        "peer": peer_gone,
         "submodule": lambda: model.head(torch.randn(2, 8)),
         "copy": lambda: copy.deepcopy(model),
         "LocalSGD": local_sgd,
@@ -57,6 +61,7 @@ def explained() -> dict[str, str]:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
 def test_errors_that_are_not_ours_say_what_to_type() -> None:
     for said in run_ranks(explained, 2):
+        assert "Every rank has to make each call" in said["peer"]
         assert "forward_methods=" in said["submodule"] and "parallel.call(" in said["submodule"]
         assert "sum(p.square().sum().full_tensor() for p in model.parameters())" in said["penalty"]
         assert "before it is prepared" in said["copy"]

@@ -14,7 +14,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import nn
 from transformers import GPT2LMHeadModel
 
-from accelerate_smp.endings import stop_watching
+from smp_core.rank_watch import stop_watching
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import make_dataset, make_model
 from tests.harness import run_ranks
@@ -126,7 +126,7 @@ def refused(folder: str) -> dict[str, str]:
     if main:
         seen["forward"] = said(lambda: unwrapped.save_pretrained(f"{folder}/x"))
     accelerator._watch.meetings.forwards += 1
-    accelerator._watch.meetings._held += not main
+    accelerator._watch.meetings._held[0, 1] += not main
     accelerator.wait_for_everyone()
     if main:
         seen["end"] = said(lambda: unwrapped.save_pretrained(f"{folder}/x"))

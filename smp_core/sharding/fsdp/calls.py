@@ -6,6 +6,9 @@ then would have tensors that are thrown away. So when the outermost call has end
 is still there for backward; and the next call gathers again what an earlier one left, because weights may have been
 edited in between in ways that nothing records (``p.data.mul_()``, foreach and fused kernels).
 
+Between a Trainer's runs the outermost call begins with a meeting of the ranks that hold the parts of the model: one
+that only some of them make (`if rank == 0: model(batch)`) would wait for the others forever.
+
 What is read here beyond the public API, and why no public one will do:
 
 - ``module._get_fsdp_state()``, its ``_fsdp_param_group`` and ``_state_ctx.iter_forward_root``: which call is the
@@ -22,13 +25,15 @@ What is read here beyond the public API, and why no public one will do:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from smp_core.module_names import clean_name
+from smp_core.rank_watch import meet_between_runs
 from smp_core.sharding.fsdp.passes import backward_pass, drop_gather
 from smp_core.sharding.fsdp.units import ShardedUnit
 
@@ -43,9 +48,13 @@ class Calls:
 
     Args:
         model: with all its units sharded by ``fully_shard``.
+        ranks: the partition group, which makes calls together.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ranks: Sequence[int]) -> None:
+        self._name = type(model).__name__.removeprefix("FSDP")
+        self._names = {id(module): clean_name(name) for name, module in model.named_modules()}
+        self._ranks = ranks
         self._depth = 0
         self._units: dict[int, _Unit] = {}
         for module in model.modules():
@@ -53,10 +62,12 @@ class Calls:
                 group: Any = module._get_fsdp_state()._fsdp_param_group
                 if group is not None and id(group) not in self._units:
                     self._units[id(group)] = _Unit(group)
+                module.register_forward_pre_hook(self._before_forward, prepend=True)
                 module.register_forward_hook(self._after_forward, always_call=True)
 
     def run_as_forward(self, unit: ShardedUnit, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method with the unit's parameters gathered: one call, whatever forwards there are in it."""
+        self._meet(unit.module, getattr(method, "__name__", None))
         self._depth += 1
         try:
             return unit.run_as_forward(method, *args, **kwargs)
@@ -75,12 +86,25 @@ class Calls:
             unit.show_shards(kept)
 
     @torch.compiler.disable
+    def _before_forward(self, module: nn.Module, *_: Any) -> None:
+        self._meet(module)
+
+    @torch.compiler.disable
     def _after_forward(self, module: nn.Module, *_: Any) -> None:
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
         # FSDP2 has forgotten the outermost forward by now; one that raised is still there.
-        outermost = self._depth == 0 and state._state_ctx.iter_forward_root in (None, state)
-        if outermost and backward_pass() == -1:  # recomputed ones find what is gathered
+        if self._is_outermost(module):
             self.show_shards()
+
+    def _meet(self, module: nn.Module, method: str | None = None) -> None:
+        if self._is_outermost(module):
+            parts = (self._name, self._names[id(module)], method)
+            meet_between_runs(".".join(filter(None, parts)) + "(...)", self._ranks)
+
+    def _is_outermost(self, module: nn.Module) -> bool:
+        """Whether no other call goes on, nor a backward pass, whose recomputed forwards find what is gathered."""
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        within = self._depth > 0 or state._state_ctx.iter_forward_root not in (None, state)
+        return not within and backward_pass() == -1
 
 
 class _Unit:

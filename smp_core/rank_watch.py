@@ -1,0 +1,110 @@
+"""The watch over the ranks of this process's group, from its start to the end of the process, for both faces.
+
+There is one :class:`smp_core.liveness.RankWatch` for each process group, however many accelerators and Trainers stand
+on it. It outlives a run, because what scripts do after one (a prediction on rank 0 alone, another run) needs all ranks
+as much. What nobody catches is printed as ever, and then the watch finds out which rank was lost or failed: a bare loop
+has no hook for exceptions but the interpreter's own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from smp_core.liveness import RankWatch
+
+_watch: RankWatch | None = None
+_watched: weakref.ref[dist.ProcessGroup] | None = None
+_REPORTED = "_smp_reported"
+
+
+def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
+    """The watch over the ranks of the default process group, started if there is none yet. Collective then.
+
+    Args:
+        limit: how long a rank waits for others that live and do not come to a call; by default forever.
+    """
+    global _watch, _watched
+    if not _is_current():
+        if _watched is None:
+            sys.excepthook = _Reporting(sys.excepthook)
+            atexit.register(stop_watching)
+        stop_watching()
+        _watch, _watched = RankWatch.start(), weakref.ref(cast(dist.ProcessGroup, dist.group.WORLD))
+    if _watch is not None and limit is not None:
+        _watch.meetings.limit = limit.total_seconds()
+    return _watch
+
+
+def stop_watching() -> None:
+    """This rank ends in good order; the others are not to miss it."""
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
+
+
+def report(error: BaseException) -> None:
+    """Find out, once for an error, what happened to the other ranks, and write it to stderr."""
+    if _watch is not None and isinstance(error, Exception) and not hasattr(error, _REPORTED):
+        setattr(error, _REPORTED, True)
+        _watch.report(error)
+
+
+def meet(place: str) -> None:
+    """Wait until every rank has come to ``place``, a call as a user types it. Collective.
+
+    Raises:
+        RuntimeError: one is elsewhere, e.g. because only the main process makes the call.
+    """
+    if _watch is not None:
+        _watch.meetings.meet(place)
+
+
+def meet_between_runs(place: str, ranks: Sequence[int] | None = None) -> None:
+    """The same in a script that lets a Trainer run, outside of its runs; inside them nothing waits.
+
+    Args:
+        ranks: those who make the call together; by default all, who then are in no call of a part of them either.
+    """
+    if _watch is None or not _watch.between_runs or not _is_current():
+        return
+    if ranks is None:
+        _watch.meetings.meet_in_all_groups(place)
+    else:
+        _watch.meetings.meet(place, ranks)
+
+
+def count_forwards(model: nn.Module, peers: Sequence[int]) -> None:
+    """From here on a rank that waits sees by a forward pass of ``peers`` that they do not come."""
+
+    def begun(*_: Any) -> None:
+        if _watch is not None:
+            _watch.meetings.forwards += 1
+
+    if _watch is not None and len(peers) > 1:
+        _watch.meetings.peers = peers
+        model.register_forward_pre_hook(begun, prepend=True)
+
+
+def _is_current() -> bool:
+    return _watched is not None and _watched() is not None and _watched() is dist.group.WORLD
+
+
+class _Reporting:
+    """The interpreter's hook for uncaught exceptions, and then the report."""
+
+    def __init__(self, before: object) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._before(kind, error, trace)  # type: ignore[operator]
+        report(error)
