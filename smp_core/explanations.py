@@ -29,9 +29,9 @@ _NO_SYNC = (
     "counterpart: leave it out; gradient accumulation saves as many messages with one process's numbers."
 )
 _NOT_TOGETHER = (
-    "another rank did not come to this collective, or has ended. Every rank has to make each call into a sharded model, "
-    "and equally often: take it out of `if rank == 0:`, give all ranks as many batches. Where a rank failed, its own error "
-    "or a line of torch-smp above names it."
+    "another rank did not come to this collective, or has ended. Every rank has to make each call into a sharded "
+    "model, and equally often: take it out of `if rank == 0:`, give all ranks as many batches. Where a rank failed, its "
+    "own error or a line of torch-smp names it."
 )
 _NOTES = {
     "got mixed torch.Tensor and DTensor": _SUBMODULE,
