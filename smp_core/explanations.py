@@ -30,7 +30,7 @@ _NO_SYNC = (
 )
 _NOT_TOGETHER = (
     "another rank did not come to this collective, or has ended. Every rank has to make each call into a sharded "
-    "model, and equally often: take it out of `if rank == 0:`, give all ranks as many batches. Where a rank failed, its "
+    "model, equally often: take it out of `if rank == 0:`, give all ranks as many batches. Where a rank failed, its "
     "own error or a line of torch-smp names it."
 )
 _NOTES = {
