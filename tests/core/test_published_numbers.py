@@ -1,4 +1,4 @@
-"""Tables of README.md and docs/ have the numbers of the results that are committed under benchmarks/results/."""
+"""README.md, docs/ and benchmarks/ have the numbers of the results that are committed under benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -38,13 +38,17 @@ def test_the_cluster_tables_are_those_of_the_result(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "cluster_bench", bench)
     spec.loader.exec_module(bench)
     found = result("cluster")
-    made = {
-        "docs/performance.md": bench.page(found["machine"], found["rows"], found["scaling"]),
-        "README.md": bench.ratios(found["rows"]),
-    }
-    for name, table in made.items():
+    rows, report = found["rows"], "run benchmarks/cluster/bench.py --report"
+    made = {"docs/performance.md": bench.page(found["machine"], rows), "README.md": bench.headline(rows)}
+    for name, text in made.items():
         shown = page(name).split(bench.BEGIN, 1)[1].split(bench.END, 1)[0]
-        assert shown.strip() == table.strip(), f"{name}: run benchmarks/cluster/bench.py --report"
+        assert shown.strip() == text.strip(), f"{name}: {report}"
+    every_row = bench.every_row(rows, found["scaling"])
+    assert page("benchmarks/results/cluster.md") == every_row, f"benchmarks/results/cluster.md: {report}"
+    lines = [line.split(" | ")[1:] for line in bench.ratios(rows).rstrip(" |").splitlines()[2:]]
+    for column in zip(*lines, strict=True):
+        ratios = [float(cell.rstrip(" |")) for cell in column if cell.rstrip(" |") != "-"]
+        assert f"| {min(ratios):.2f} to {max(ratios):.2f} |" in page("docs/performance.md")
 
 
 def test_memory_modes_are_those_of_the_result() -> None:
@@ -97,7 +101,7 @@ def test_fp8_parity_is_that_of_the_result() -> None:
 
 
 def test_the_scaling_model_is_that_of_the_result() -> None:
-    found, text = result("scaling_model"), page("docs/performance.md")
+    found, text = result("scaling_model"), page("benchmarks/README.md")
     schemes = ("fsdp2", "hsdp", "mics", "ours-world", "ours-world-int8", "ours-node")
     for devices in (16, 64, 256, 1024):
         at = found["devices"].index(devices)
