@@ -55,10 +55,12 @@ from accelerate_smp.whole_weights import WholeWeightsAccelerator, save_whole
 from smp_core.command_line import console
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
+from smp_core.engine import build_mesh
 from smp_core.knob_rules import unknown_knob
 from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
+from smp_core.planning.auto_degree import missed
 from smp_core.rank_watch import count_forwards, stop_watching, watch_ranks
 from smp_core.sharding.grad_norm import clip_grad_norm_, clip_grad_value_, grad_norm, settle_nonfinite
 from smp_core.sharding.grad_scaler import ShardedGradScaler
@@ -125,6 +127,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         if self.smp_config.save_full_state_dict:
             why = "save_state writes folders; whole weights: save_model, or `smp checkpoint consolidate`"
             self.smp_config = self.smp_config.with_resolved("save_full_state_dict", False, why)
+        self._asked = self.smp_config
         with engines_off():
             super().__init__(**arguments)
         engine = str(self.distributed_type).rpartition(".")[2]
@@ -139,7 +142,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
             self._topology = Topology.discover()
             self._watch = watch_ranks()
             if self.smp_config.shard_degree != "auto":
-                mesh, self.smp_config = SmpMesh.build(self.smp_config, self._topology, self.device)
+                mesh, self.smp_config = build_mesh(self._asked, self._topology, self.device)
                 self._adopt_mesh(mesh)
         elif self.smp_config != SmpConfig():
             lost = "nothing is sharded" + (" or computed in FP8" if self.smp_config.fp8 is not None else "")
@@ -204,7 +207,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
     def _parallelize(self, model: nn.Module) -> ParallelModel:
         assert self._topology is not None
         first = all(parallel_of(prepared) is None for prepared in self._models)
-        handle = shard(model, self.smp_config, self._topology, self, self.smp_mesh, self._prepared_together)
+        handle = shard(model, self._asked, self._topology, self, self.smp_mesh, self._prepared_together)
         if self.smp_mesh is None:
             self._adopt_mesh(handle.mesh)
         if first:
@@ -258,9 +261,9 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         if not first.prepare_optimizer(optimizer, *others):
             return
         for handle in stepped:
-            missed = None if handle.auto_degree is None else handle.auto_degree.missed([optimizer])
-            if missed is not None and self.is_main_process:
-                logger.warning("%s", missed)
+            said = missed(handle.plan, [optimizer])
+            if said is not None and self.is_main_process:
+                logger.warning("%s", said)
             optimizer.register_step_pre_hook(self._before_step(handle))
         optimizer.register_step_post_hook(self._after_step(stepped))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from smp_core.module_names import uncompiled
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 
 _ATTACHED = "_smp_parallel"
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.context_parallel.transformers_models import shifts_labels
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 
 
 class SharedSequencesAccelerator(Accelerator):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +10,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from smp_core.adoption import adopt_sharded_model
 from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
 from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
-from smp_core.planning.auto_degree import AutoDegree
-from smp_core.sharding.given import given_sharding
-from smp_core.sharding.wrap import plan_units
+from smp_core.parallel_model import ParallelModel
+from smp_core.planning.dtype_rules import Precision
 from smp_core.topology import Topology
 
 
@@ -37,36 +34,20 @@ def shard(
         optimizers: prepared together with models; memory is planned for those that step this one.
 
     Raises:
-        ValueError: what :func:`smp_core.parallelize.parallelize_model` refuses; context ranks and a model that came
-            sharded.
+        ValueError: what :func:`smp_core.engine.parallelize` refuses.
     """
     device = accelerator.device  # first: it says so when Accelerate's state was reset since
-    if accelerator.scaler is not None:
-        config = config.with_resolved("on_nonfinite_grad_norm", "ignore", "the gradient scaler skips such steps")
-    given = given_sharding(model)
-    if given is None and config.param_dtype == "auto":
-        precision = accelerator.mixed_precision
-        mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(precision) if accelerator.native_amp else None
-        config = config.with_resolved("param_dtype", mixed, f"mixed_precision={precision!r}")
-    auto = None
-    if mesh is None:
-        if given is not None:
-            config = config.with_resolved("shard_degree", given.degree, "as the model came")
-        elif config.shard_degree == "auto":
-            own = [optimizer for optimizer in optimizers if steps(optimizer, model)]
-            auto = AutoDegree(model, topology, config, device, plan_units(model, config).unit_parameters(), own)
-            config = auto.settle()
-        mesh, config = SmpMesh.build(config, topology, device)
-    if given is not None and mesh.context_degree > 1:
-        raise ValueError(
-            f"context_parallel_degree={mesh.context_degree} and a model that came sharded "
-            f"({type(model).__name__}); load it whole, SmpAccelerator shards it"
-        )
-    if given is not None:
-        handle = adopt_sharded_model(model, mesh, config, given)
-    else:
-        handle = parallelize_model(model, mesh, config, cast_forward_inputs=not accelerator.native_amp)
-        handle = dataclasses.replace(handle, auto_degree=auto)
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    precision = Precision(
+        mixed if accelerator.native_amp else None,
+        f"mixed_precision={accelerator.mixed_precision!r}",
+        cast_forward_inputs=not accelerator.native_amp,
+        skips_steps=accelerator.scaler is not None,
+    )
+    own = [optimizer for optimizer in optimizers if steps(optimizer, model)]
+    handle = parallelize(
+        model, config, device=device, topology=topology, mesh=mesh, precision=precision, optimizers=own
+    )
     _gather_anew_for_evaluation(model, handle)
     _count_evaluations_apart(model, handle)
     return handle

@@ -26,7 +26,7 @@ from accelerate_smp.attachment import parallel_of
 from smp_core.checkpoint import full_state_dict
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 from smp_core.rank_watch import meet
 from smp_core.sharding.pickling import is_a_part
 

@@ -43,9 +43,8 @@ from smp_core.context_parallel.attention import attention
 from smp_core.context_parallel.kernels import count_attention_work
 from smp_core.context_parallel.plan import SequencePlan
 from smp_core.context_parallel.traffic import register_group
+from smp_core.engine import parallelize
 from smp_core.memory_report import MemoryReport
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
 from smp_core.topology import Topology
 
 RANKS = 4
@@ -129,11 +128,10 @@ def one_degree(options: argparse.Namespace, degree: int) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
     world = dist.get_world_size()
     config = SmpConfig(shard_degree=world, context_parallel_degree=degree)
-    mesh, config = SmpMesh.build(config, Topology.uniform(world, world), device)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = LlamaForCausalLM(LlamaConfig(**MODEL, max_position_embeddings=options.length)).to(dtype)
-    parallel = parallelize_model(model, mesh, config)
+    parallel = parallelize(model, config, device=device, topology=Topology.uniform(world, world))
     tokens = torch.randint(MODEL["vocab_size"], (1, options.length), device=device)
 
     def step() -> None:

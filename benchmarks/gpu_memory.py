@@ -39,10 +39,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
 from smp_core.memory_report import MemoryReport
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
-from smp_core.topology import Topology
 
 GIB = 2**30
 SIZES = {
@@ -193,8 +191,7 @@ def built(name: str, sizes: Mapping[str, int], length: int, on: Cuda | Cpu) -> I
     torch.manual_seed(0)
     with on.device:
         model = Llama(**sizes, length=length).to(torch.bfloat16)
-    mesh, config = SmpMesh.build(SmpConfig(shard_degree=1, **MODES[name]), Topology.discover(), on.device)
-    parallel = parallelize_model(model, mesh, config)
+    parallel = parallelize(model, SmpConfig(shard_degree=1, **MODES[name]), device=on.device)
     if "save_on_cpu" in name:
         model.around = lambda: torch.autograd.graph.save_on_cpu(pin_memory=on.pinned)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

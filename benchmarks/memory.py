@@ -32,11 +32,9 @@ from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
 from smp_core.memory_log import MIB
 from smp_core.memory_report import MemoryReport
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
-from smp_core.topology import Topology
 
 BLOCKS, WIDTH, SAMPLES, LENGTH = 12, 192, 4, 256
 OFFLOAD: dict[str, Any] = {"activation_checkpointing": "full", "activation_offloading": True}
@@ -57,8 +55,7 @@ def measure(knobs: dict[str, Any], steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
     sizes = {"n_layer": BLOCKS, "n_embd": WIDTH, "n_head": 6, "n_positions": LENGTH, "vocab_size": 1024}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False))
-    mesh, config = SmpMesh.build(SmpConfig(shard_degree=1, **knobs), Topology.discover(), "cpu")
-    parallel = parallelize_model(model.train(), mesh, config)
+    parallel = parallelize(model.train(), SmpConfig(shard_degree=1, **knobs))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     parallel.prepare_optimizer(optimizer)
     report = MemoryReport(parallel, [optimizer])

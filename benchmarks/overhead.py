@@ -40,7 +40,7 @@ from lightning_smp import SmpShardedStrategy
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
 from smp_core.comm.meter import CommMeter
 from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
+from smp_core.engine import build_mesh
 from smp_core.topology import Topology
 
 GOAL = 0.97
@@ -107,10 +107,10 @@ def fit(args: argparse.Namespace, strategy: Any, ranks: int) -> float:
 
 
 def bare_loop(args: argparse.Namespace) -> float:
-    mesh, _ = SmpMesh.build(SmpConfig(shard_degree=4), Topology.discover(), "cpu")
-    assert mesh.intra_group is not None and mesh.inter_group is not None
+    mesh, _ = build_mesh(SmpConfig(shard_degree=4), Topology.discover(), "cpu")
+    assert mesh.partition_stages is not None
     meter = CommMeter(mesh.topology, mesh.rank)
-    groups = (mesh.intra_group, mesh.inter_group)
+    groups = mesh.partition_stages
     comm = (HierarchicalAllGather(meter, *groups), HierarchicalReduceScatter(meter, *groups))
     model = gpt2()
     for unit in [*model.transformer.h, model]:

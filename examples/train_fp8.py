@@ -29,10 +29,9 @@ from rich.progress import track
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
 from smp_core.fp8 import Fp8Recipe
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
-from smp_core.topology import Topology
+from smp_core.planning.dtype_rules import Precision
 
 
 def train(corpus: Corpus, flags: argparse.Namespace, recipe: Fp8Recipe | None) -> list[float]:
@@ -52,8 +51,8 @@ def train(corpus: Corpus, flags: argparse.Namespace, recipe: Fp8Recipe | None) -
         )
     ).to(device)
     config = SmpConfig(shard_degree=1, fp8=recipe, **memory_knobs(flags))
-    mesh, config = SmpMesh.build(config, Topology.discover(), device)
-    parallel = parallelize_model(model, mesh, config, cast_forward_inputs=False)  # autocast casts
+    autocast_casts = Precision(cast_forward_inputs=False)
+    parallel = parallelize(model, config, device=device, precision=autocast_casts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0.1)
     parallel.prepare_optimizer(optimizer)  # new scales after every step
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))

@@ -51,8 +51,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_smp import SmpMonitor, SmpShardedStrategy
 from smp_core.config import SmpConfig
 from smp_core.launch import launch_environment
+from smp_core.planning.auto_degree import plans_of_all_degrees
+from smp_core.planning.cluster import GIB, Cluster
 from smp_core.planning.memory import plan_table
-from smp_core.sharding.wrap import plan_units
+from smp_core.planning.shapes import Shapes
 from smp_core.topology import Topology
 
 MODELS: dict[str, dict[str, int]] = {
@@ -235,15 +237,8 @@ def print_plan(flags: argparse.Namespace) -> None:
     gathered = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(flags.precision)
     devices, nodes = flags.devices
     smp_config = SmpConfig.from_dict({"param_dtype": gathered, **memory_knobs(flags)})
-    Console().print(
-        plan_table(
-            model,
-            Topology.uniform(devices * nodes, devices),
-            smp_config,
-            int(flags.device_memory_gib * 2**30),
-            units=plan_units(model, smp_config).unit_parameters(),
-        )
-    )
+    cluster = Cluster(Topology.uniform(devices * nodes, devices), "cuda", int(flags.device_memory_gib * GIB))
+    Console().print(plan_table(plans_of_all_degrees(Shapes.of(model, smp_config), smp_config, cluster)))
 
 
 def gpt2_config(flags: argparse.Namespace, vocab_size: int, end_of_text: int) -> GPT2Config:

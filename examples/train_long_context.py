@@ -45,8 +45,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from lightning_smp import SmpShardedStrategy
 from smp_core.config import SmpConfig
 from smp_core.memory_report import MemoryReport
+from smp_core.planning.auto_degree import plans_of_all_degrees
+from smp_core.planning.cluster import GIB, Cluster
 from smp_core.planning.memory import plan_table
-from smp_core.sharding.wrap import plan_units
+from smp_core.planning.shapes import Shapes
 from smp_core.topology import Topology
 
 LLAMA_3_1_8B = {
@@ -248,8 +250,8 @@ def plan(flags: argparse.Namespace) -> None:
         model = LlamaForCausalLM(LlamaConfig(**LLAMA_3_1_8B)).to(torch.bfloat16)
     console = Console()
     console.print(config.effective_table())
-    units = plan_units(model, config).unit_parameters()
-    console.print(plan_table(model, Topology.uniform(8, 8), config, 80 * 2**30, units=units))
+    cluster = Cluster(Topology.uniform(8, 8), "cuda", 80 * GIB)
+    console.print(plan_table(plans_of_all_degrees(Shapes.of(model, config), config, cluster)))
     tokens = LLAMA_3_1_8B["max_position_embeddings"] // config.context_parallel_degree
     layers, width, kv = 32, 4096, 2 * 8 * 128
     console.print(

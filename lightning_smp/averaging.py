@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_smp.loading import CURRENT_MODEL, FINER_AVERAGE, Loading
 from lightning_smp.steps import SteppingStrategy
 from smp_core.averaging import RankWeights, ShardedAverage, take_written
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 
 
 def take_over_callbacks(trainer: Trainer) -> None:

@@ -21,7 +21,7 @@ from smp_core.comm.meter import LINK_CLASSES, LinkClass
 from smp_core.memory_log import KINDS
 from smp_core.memory_watch import MemoryWatch, WatchesMemory
 from smp_core.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 
 logger = logging.getLogger("smp")
 

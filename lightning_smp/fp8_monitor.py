@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from smp_core.fp8.monitoring import Fp8Watch
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 
 
 class Fp8Monitor(Callback):

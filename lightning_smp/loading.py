@@ -56,7 +56,7 @@ from smp_core.checkpoint.verify import open_checked
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state
 from smp_core.module_names import clean_name
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.own_parts import load_whole_state
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 

@@ -22,17 +22,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_smp.precision import Fp8Precision, autocast_dtype
 from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
 from smp_core.fp8.recipe import Fp8Recipe
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
-from smp_core.planning.auto_degree import AutoDegree
+from smp_core.parallel_model import ParallelModel
+from smp_core.planning import dtype_rules as planning
+from smp_core.planning.next_run import knobs_of_next_run
 from smp_core.sharding.batch_norm import CpuSyncBatchNorm, sync_batch_norm_on_cpu
-from smp_core.sharding.wrap import Entry, plan_units
 from smp_core.topology import Topology
 
 _ATTACHED = "_smp_parallel"
-# Knobs that do not depend on how a module was sharded.
-_OF_EACH_RUN = ("save_full_state_dict", "async_save", "verify_checkpoint", "allow_batch_change")
 
 
 def is_sharded(module: LightningModule) -> bool:
@@ -87,7 +85,7 @@ def shard(
         init_fn: of :class:`~lightning_smp.SmpShardedStrategy`.
 
     Raises:
-        ValueError: what :func:`smp_core.parallelize.parallelize_model` refuses.
+        ValueError: what :func:`smp_core.engine.parallelize` refuses.
     """
     _leave_inference_mode(module)
     whole: nn.Module = module
@@ -97,22 +95,15 @@ def shard(
         sync = sync_batch_norm_on_cpu if device.type == "cpu" else layer_sync.apply
         whole = sync(whole)
     whole = precision.convert_module(whole)
-    entry: Entry = "steps" if module.automatic_optimization else "children"
-    config = _with_precision(config, precision, device)
-    auto = None
-    if config.shard_degree == "auto":
-        auto = AutoDegree(whole, topology, config, device, plan_units(whole, config, entry=entry).unit_parameters())
-        config = auto.settle()
-    mesh, config = SmpMesh.build(config, topology, device)
-    parallel = parallelize_model(
+    parallel = parallelize(
         whole,
-        mesh,
         config,
-        entry=entry,
-        cast_forward_inputs=autocast_dtype(precision) is None,
+        device=device,
+        topology=topology,
+        entry="steps" if module.automatic_optimization else "children",
+        precision=_meant_by(precision, device),
         init_fn=init_fn,
     )
-    parallel = dataclasses.replace(parallel, auto_degree=auto)
     object.__setattr__(module, _ATTACHED, (parallel, str(precision.precision)))
     return parallel
 
@@ -133,22 +124,15 @@ def _leave_inference_mode(module: nn.Module) -> None:
                 setattr(child, name, ordinary(tensor))
 
 
-def _with_precision(config: SmpConfig, plugin: Precision, device: torch.device) -> SmpConfig:
-    """``param_dtype="auto"``: under autocast parameters are gathered in autocast's dtype, half the bytes; not on
-    CPU, whose autocast lets ``layer_norm`` meet a float32 input and a half precision weight, which it refuses."""
-    if config.param_dtype == "auto":
-        gathered, why = None, f"precision={plugin.precision!r}"
-        under = autocast_dtype(plugin)
-        if under is not None:
-            gathered = str(under).removeprefix("torch.")
-            if device.type == "cpu":
-                gathered, why = None, f"{why} on CPU: autocast there does not mix dtypes in norms"
-        config = config.with_resolved("param_dtype", gathered, why)
-    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-        config = config.with_resolved(
-            "on_nonfinite_grad_norm", "ignore", "the gradient scaler of 16-mixed skips such steps itself"
-        )
-    return config
+def _meant_by(plugin: Precision, device: torch.device) -> planning.Precision:
+    """Under autocast parameters are gathered in autocast's dtype, half the bytes; not on CPU, whose autocast lets
+    ``layer_norm`` meet a float32 input and a half precision weight, which it refuses."""
+    gathered, why = autocast_dtype(plugin), f"precision={plugin.precision!r}"
+    casts_inputs = gathered is None
+    if gathered is not None and device.type == "cpu":
+        gathered, why = None, f"{why} on CPU: autocast there does not mix dtypes in norms"
+    scales = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
+    return planning.Precision(gathered, why, cast_forward_inputs=casts_inputs, skips_steps=scales)
 
 
 def reattach(module: LightningModule, asked: SmpConfig, precision: Precision) -> tuple[ParallelModel, SmpConfig]:
@@ -166,19 +150,7 @@ def reattach(module: LightningModule, asked: SmpConfig, precision: Precision) ->
             f"precision={precision.precision!r}: this LightningModule was sharded before with "
             f"precision={kept_precision!r} and keeps that; use the same, or a new module and ckpt_path=..."
         )
-    config = attached.config
-    defaults, kept = SmpConfig().to_dict(), attached.config.to_dict()
-    for knob, value in asked.to_dict().items():
-        if knob in _OF_EACH_RUN:
-            if value != defaults[knob]:
-                config = config.with_resolved(knob, value, "asked by this run")
-        elif value not in (defaults[knob], getattr(attached.config, knob), kept[knob]):
-            raise ValueError(
-                f"{knob}={value!r}: this LightningModule was sharded before with {knob}="
-                f"{getattr(attached.config, knob)!r} and keeps that; use the same value, or a new module and "
-                "trainer.fit(..., ckpt_path=...)"
-            )
-    return attached, config
+    return attached, knobs_of_next_run(attached.plan, asked, "LightningModule")
 
 
 def check_layer_sync(module: LightningModule, layer_sync: LayerSync | None) -> None:

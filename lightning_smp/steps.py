@@ -18,7 +18,7 @@ from lightning_smp.processes import ProcessGroupStrategy
 from lightning_smp.sequences import SharedSequences
 from smp_core.config import SmpConfig
 from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.grad_norm import settle_nonfinite
 
 

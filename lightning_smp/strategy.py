@@ -3,7 +3,7 @@
 Thin: each hook calls the core. What Lightning leaves to a strategy and where it is done:
 
     setup_environment     process group, topology, watch over the ranks (lightning_smp/processes.py)
-    setup                 precision, mesh, parallelize_model (lightning_smp/sharding.py), optimizers
+    setup                 precision, parallelize (lightning_smp/sharding.py), optimizers
     *_step                run with the LightningModule's own parameters gathered, if it has any
     batch_to_device       where sequences are shared: this rank's part (lightning_smp/sequences.py)
     block_backward_sync   a micro-batch that is not its window's last
@@ -43,6 +43,7 @@ from smp_core.checkpoint import CheckpointError
 from smp_core.command_line import console
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
+from smp_core.planning.auto_degree import missed
 from smp_core.rank_watch import meet_between_runs
 
 logger = logging.getLogger("smp")
@@ -211,10 +212,8 @@ class SmpShardedStrategy(SteppingStrategy):
         self._reset_optimizers_and_schedulers()
         self.parallel.reshard()
         super().setup_optimizers(trainer)
-        auto = self.parallel.auto_degree
-        missed = None if auto is None else auto.missed(self.optimizers)
-        if missed is not None and self.global_rank == 0:
-            logger.warning("%s", missed)
+        if (said := missed(self.parallel.plan, self.optimizers)) is not None and self.global_rank == 0:
+            logger.warning("%s", said)
         for optimizer in self.optimizers:
             self.parallel.prepare_optimizer(optimizer)
         # Assigning makes Lightning's wrappers anew, from the optimizers as they are now.
@@ -222,7 +221,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """parallelize_model has done it; torchmetrics and the like follow here."""
+        """Sharding has done it; torchmetrics and the like follow here."""
         for child in self.parallel.module.modules():
             if not any(True for _ in child.parameters()) and child is not self.parallel.module:
                 child.to(self.root_device)

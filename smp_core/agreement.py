@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same configuration.
+"""Whether all ranks mean the same: the knobs, the measured links, the model, and what follows from them.
 
 Asked before the first process group is made by it: a rank with another degree makes other groups, one with another
 payload sends other bytes, and then all wait for one another in different collectives until a timeout ends them.
@@ -7,6 +7,7 @@ payload sends other bytes, and then all wait for one another in different collec
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,24 +33,49 @@ def of_all_ranks(own: T) -> list[T]:
     return everyone
 
 
-def require_agreement(config: SmpConfig) -> None:
-    """Compare the knobs in effect, and the file that ``SMP_LINKS`` names. Collective over the world.
+def agreed(asked: SmpConfig, decide: Callable[[], T], model: Callable[[T], str] = lambda _: "") -> T:
+    """What ``decide()`` gives, if every rank was given the same and came to the same. Collective over the world.
+
+    Args:
+        asked: the knobs that it decides by; the file that ``SMP_LINKS`` names is compared too.
+        decide: no collective in it. What it refuses on one rank is an error on all of them.
+        model: a word for the model that was decided about, equal for equal models.
 
     Raises:
-        ValueError: something differs; the same error on all ranks, which names it, its values and who has them.
+        ValueError: something differs, which is named with its values and who has them; or what ``decide`` raised.
     """
-    own = {knob: value for knob, value in config.effective().items() if knob != _OF_A_HOST}
-    if callable(config.wrap):  # the text of an object may have its address
-        own["wrap"] = getattr(config.wrap, "__qualname__", type(config.wrap).__qualname__)
+    own = {knob: value for knob, value in asked.effective().items() if knob != _OF_A_HOST}
+    if callable(asked.wrap):  # the text of an object may have its address
+        own["wrap"] = getattr(asked.wrap, "__qualname__", type(asked.wrap).__qualname__)
     own[LINKS_VARIABLE] = _links_file()
-    everyone = of_all_ranks(own)
-    differences = [
-        f"{knob} differs between ranks ({by_rank([said[knob] for said in everyone])})"
-        for knob in own
-        if any(said[knob] != own[knob] for said in everyone)
-    ]
+    refusal, decided = None, None
+    try:
+        decided = decide()
+        own["the model"] = model(decided)
+    except ValueError as error:
+        refusal = error
+    everyone = of_all_ranks((own, None if refusal is None else str(refusal)))
+    knobs = [name for name in own if name != "the model"]
+    differences = _differences([said for said, _ in everyone], knobs)
+    if not differences and refusal is None and all(theirs is None for _, theirs in everyone):
+        differences = _differences([said for said, _ in everyone], ["the model"])
     if differences:
         raise ValueError(f"{'; '.join(differences)}; start every rank with the same configuration")
+    if refusal is not None:
+        raise refusal
+    for rank, (_, theirs) in enumerate(everyone):
+        if theirs is not None:
+            raise ValueError(f"rank {rank}: {theirs}")
+    assert decided is not None
+    return decided
+
+
+def _differences(everyone: list[dict[str, object]], names: list[str]) -> list[str]:
+    return [
+        f"{name} differs between ranks ({by_rank([said[name] for said in everyone])})"
+        for name in names
+        if any(said[name] != everyone[0][name] for said in everyone)
+    ]
 
 
 def _links_file() -> str | None:

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from smp_core.checkpoint.optimizers import copy_into
 from smp_core.module_names import clean_name
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.optimizer import FlatShard, WorldSharding, like, local_of
 
 

@@ -406,7 +406,7 @@ class SmpConfig:
             table.add_column(column, overflow="fold", no_wrap=column == "knob")
         defaults = []
         for knob in READERS:
-            value, why = _shown(getattr(self, knob)), self._why(knob)
+            value, why = _shown(getattr(self, knob)), self.why(knob)
             if why == _DEFAULT:
                 defaults.append(f"{knob}={value}")
             else:
@@ -415,7 +415,8 @@ class SmpConfig:
             table.caption = f"At their defaults: {', '.join(defaults)}"
         return table
 
-    def _why(self, knob: str) -> str:
+    def why(self, knob: str) -> str:
+        """Why the knob has the value in effect: "default", "as asked", where it was asked, or what settled it."""
         origin = self._origins.get(knob)
         if knob in self._resolved:
             why = self._resolved[knob][1]

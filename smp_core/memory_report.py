@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.activations.selective import kept_outputs_shown_to
 from smp_core.memory_log import KINDS, MIB, StepMemory, draw
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -85,7 +85,7 @@ class MemoryReport:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         modules: list[nn.Module] = [self._parallel.module, *(unit.module for unit in self._parallel.units)]
-        modules += [each.module for each in self._parallel.activations.checkpointed]
+        modules += [self._parallel.module.get_submodule(each.name) for each in self._parallel.activations.checkpointed]
         for module in dict.fromkeys(modules):
             self._watching.callback(module.register_forward_pre_hook(self._sample).remove)
             self._watching.callback(module.register_forward_hook(self._sample).remove)

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from smp_core.agreement import require_agreement
-from smp_core.config import SmpConfig
 from smp_core.layout import DATA, GRADIENTS, PARTITION, Layout, Ranks, split, stages
 from smp_core.topology import Topology
 
@@ -28,16 +26,12 @@ class SmpMesh:
         shard_mesh: its 1-D slice over this rank's partition group: what FSDP2 gets.
         replicate_group: ranks that hold the same shard. No other collectives use its communicator: replicas may send a
             unit's sum before or after what all ranks send in one order.
-        hierarchical: whether collectives over the partition group run in two stages.
-        intra_group: ranks of the partition group on this node; None unless hierarchical.
-        inter_group: ranks of the partition group with this local rank; None unless hierarchical.
+        partition_stages: for a partition group with several ranks on a node and several nodes: its ranks on this node,
+            and its ranks with this place on their nodes. None: its collectives have one stage.
         context_group: ranks that share this rank's sequences; None when the context degree is 1.
         gradient_group: ranks whose gradients are added up.
-        replica_stages: for a replication group with several ranks on a node and several nodes: its ranks on this node,
-            and its ranks with this place on their nodes. None: its sums have one stage.
+        replica_stages: the same for the replication group.
         gradient_stages: the same for all ranks whose gradients are added up.
-        secondary_mesh: (across, secondary) over the partition group: ranks that each hold a whole copy, sharded among
-            them, between forward and backward. None unless ``reshard_after_forward`` asks for one.
     """
 
     topology: Topology
@@ -46,51 +40,38 @@ class SmpMesh:
     device: torch.device
     device_mesh: DeviceMesh
     replicate_group: dist.ProcessGroup
-    hierarchical: bool
-    intra_group: dist.ProcessGroup | None
-    inter_group: dist.ProcessGroup | None
-    context_group: dist.ProcessGroup | None
-    gradient_group: dist.ProcessGroup
+    partition_stages: Stages | None
     replica_stages: Stages | None
     gradient_stages: Stages | None
-    secondary_mesh: DeviceMesh | None
+    context_group: dist.ProcessGroup | None
+    gradient_group: dist.ProcessGroup
+    _groups: _Groups
 
     @classmethod
-    def build(cls, config: SmpConfig, topology: Topology, device: torch.device | str) -> tuple[SmpMesh, SmpConfig]:
-        """Make axes and groups. Collective over the world.
+    def build(
+        cls,
+        layout: Layout,
+        topology: Topology,
+        device: torch.device | str,
+        *,
+        in_stages: bool = True,
+        secondary: int | None = None,
+    ) -> SmpMesh:
+        """Make the groups of a layout. Collective over the world.
 
         Args:
-            config: ``shard_degree`` may be an int, "node" or "world"; "auto" has been resolved before
-                (:func:`smp_core.planning.memory.smallest_shard_degree`).
             device: this rank's device.
-
-        Returns:
-            the mesh, and the config with the degrees and ``hierarchical`` in effect; measured links may take "auto"
-            back to one stage once a model is known (:mod:`smp_core.sharding.stages`).
+            in_stages: make groups for collectives in two stages too, where there are two.
+            secondary: ranks that hold a copy between forward and backward; None: no such copy.
 
         Raises:
-            ValueError: a degree that does not divide the world or straddles nodes, a context degree that does not
-                divide the shard degree, ``hierarchical=True`` for a group that has only one stage, a configuration that
-                is not the same on all ranks.
+            ValueError: the topology is another world's.
         """
-        device = torch.device(device)
-        world, rank = topology.world_size, dist.get_rank()
-        if dist.get_world_size() != world:
-            raise ValueError(f"the topology has {world} ranks but the process group has {dist.get_world_size()}")
-        require_agreement(config)
-        degree = topology.resolve_shard_degree(config.shard_degree)
-        if degree != config.shard_degree:
-            config = config.with_resolved(
-                "shard_degree",
-                degree,
-                f"{config.shard_degree!r} of {topology.num_nodes} x {topology.ranks_per_node} ranks",
+        device, rank = torch.device(device), dist.get_rank()
+        if dist.get_world_size() != topology.world_size:
+            raise ValueError(
+                f"the topology has {topology.world_size} ranks but the process group has {dist.get_world_size()}"
             )
-        layout = Layout.of_world(world, degree, config.context_parallel_degree)
-        in_stages = config.hierarchical is not False
-        hierarchical, why = _resolve_hierarchical(config.hierarchical, degree, topology)
-        if hierarchical is not config.hierarchical:
-            config = config.with_resolved("hierarchical", hierarchical, why)
-
         sizes = (layout.size("replicate"), layout.size(*PARTITION))
         device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
         groups = _Groups(rank)
@@ -100,20 +81,10 @@ class SmpMesh:
         replicate = device_mesh.get_group("replicate")
         if layout.size(*GRADIENTS) == layout.replicate > 1:  # the same ranks: torch gives the same group
             replicate = groups.make(replications)
-        partition_stages = groups.own_stages(partitions, topology) if hierarchical else None
-        replica_stages = groups.own_stages(replications, topology) if in_stages else None
-        gradient_stages = groups.own_stages(layout.groups(*GRADIENTS), topology) if in_stages else None
-        intra, inter = partition_stages or (None, None)
-        config = _with_secondary_degree(config, degree, topology)
-        secondary = None
-        if type(config.reshard_after_forward) is int:
-            columns, rows = split(partitions, config.reshard_after_forward)
-            held, across = groups.own(rows), groups.own(columns)
-            grid = torch.tensor(layout.ranks(rank, *PARTITION)).view(-1, config.reshard_after_forward)
-            secondary = DeviceMesh.from_group(
-                [across, held], device.type, mesh=grid, mesh_dim_names=("across", "secondary")
-            )
-        sharing = groups.own(layout.groups("context")) if layout.context > 1 else None
+
+        def in_two(members: Sequence[Ranks]) -> Stages | None:
+            return groups.own_stages(members, topology) if in_stages else None
+
         mesh = cls(
             topology=topology,
             layout=layout,
@@ -121,16 +92,26 @@ class SmpMesh:
             device=device,
             device_mesh=device_mesh,
             replicate_group=replicate,
-            hierarchical=intra is not None,
-            intra_group=intra,
-            inter_group=inter,
-            context_group=sharing,
+            partition_stages=in_two(partitions),
+            replica_stages=in_two(replications),
+            gradient_stages=in_two(layout.groups(*GRADIENTS)),
+            context_group=groups.own(layout.groups("context")) if layout.context > 1 else None,
             gradient_group=groups.own(layout.groups(*GRADIENTS)),
-            replica_stages=replica_stages,
-            gradient_stages=gradient_stages,
-            secondary_mesh=secondary,
+            _groups=groups,
         )
-        return mesh, config
+        if secondary is not None:
+            mesh.secondary(secondary)
+        return mesh
+
+    def secondary(self, degree: int) -> DeviceMesh:
+        """(across, secondary) over the partition group: ``degree`` neighbours that each hold a part of a copy of it,
+        between forward and backward. Collective over the world at its first use."""
+        columns, rows = split(self.layout.groups(*PARTITION), degree)
+        held, across = self._groups.own(rows), self._groups.own(columns)
+        grid = torch.tensor(self.shard_ranks).view(-1, degree)
+        return DeviceMesh.from_group(
+            [across, held], self.device.type, mesh=grid, mesh_dim_names=("across", "secondary")
+        )
 
     @property
     def shard_degree(self) -> int:
@@ -196,52 +177,6 @@ class SmpMesh:
 
 def _world_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.group.WORLD)
-
-
-def two_stages(degree: int, topology: Topology) -> bool:
-    """Whether partition groups of ``degree`` ranks span nodes with several of their ranks on each."""
-    return degree > topology.ranks_per_node > 1
-
-
-def _resolve_hierarchical(asked: bool | str, degree: int, topology: Topology) -> tuple[bool, str]:
-    k, nodes = topology.ranks_per_node, topology.num_nodes
-    replicas_meet = degree < k and nodes > 1
-    if asked == "auto":
-        if two_stages(degree, topology):
-            return True, f"the partition group spans {degree // k} nodes with {k} ranks each"
-        if degree > k:
-            return False, "one rank per node: there is only one stage"
-        if replicas_meet:
-            return True, f"the replication group spans {nodes} nodes with {k // degree} ranks each"
-        return False, "the partition group lies inside one node"
-    if asked and not two_stages(degree, topology) and not replicas_meet:
-        raise ValueError(
-            "hierarchical=True needs a partition or replication group that spans nodes with more than one rank on "
-            f"each, but with shard_degree={degree} on nodes of {k} ranks there is none; write hierarchical='auto' or "
-            "False, or a larger shard_degree"
-        )
-    return bool(asked), "as asked"
-
-
-def _with_secondary_degree(config: SmpConfig, degree: int, topology: Topology) -> SmpConfig:
-    """Settle how many ranks hold a copy after forward: an integer below the shard degree, True or False."""
-    asked = config.reshard_after_forward
-    if isinstance(asked, bool):
-        return config
-    k = topology.ranks_per_node
-    if asked == "node" and degree <= k:
-        return config.with_resolved("reshard_after_forward", True, "the partition group lies inside one node already")
-    if asked == "node" and k == 1:
-        return config.with_resolved("reshard_after_forward", False, "one rank per node: its copy is a whole one")
-    if asked == "node":
-        return config.with_resolved("reshard_after_forward", k, f"a copy sharded over the {k} ranks of each node")
-    assert isinstance(asked, int)
-    if degree % asked:
-        allowed = ", ".join(["true", "false", *(str(n) for n in range(2, degree + 1) if degree % n == 0)])
-        raise ValueError(f"reshard_after_forward={asked} does not divide shard_degree={degree}; allowed: {allowed}")
-    if asked == degree:
-        return config.with_resolved("reshard_after_forward", True, "as many ranks as the partition group has")
-    return config
 
 
 class _Groups:

@@ -150,13 +150,11 @@ class Run:
         if scheme in OURS:
             # Here and not above: DeepSpeed's environment runs this file too, without what smp_core needs.
             from smp_core.config import SmpConfig
-            from smp_core.mesh import SmpMesh
-            from smp_core.parallelize import parallelize_model
-            from smp_core.topology import Topology
+            from smp_core.engine import parallelize
 
             config = SmpConfig(**OURS[scheme], param_dtype=param_dtype, forward_prefetch=1)
-            mesh, config = SmpMesh.build(config, Topology.discover(), "cpu")
-            parallel = parallelize_model(model, mesh, config)
+            parallel = parallelize(model, config)
+            mesh = parallel.mesh
             self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
             parallel.prepare_optimizer(self.optimizer)
             self.before = lambda last: parallel.window.accumulate(not last)

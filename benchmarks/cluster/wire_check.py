@@ -30,8 +30,8 @@ from rich.table import Table
 from torch import nn
 
 from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
+from smp_core.engine import parallelize
+from smp_core.parallel_model import ParallelModel
 from smp_core.topology import Topology
 
 FRAME_HEADER = 66
@@ -78,8 +78,8 @@ def train(parallel: ParallelModel, optimizer: torch.optim.Optimizer, micro_batch
 def measure(asked: argparse.Namespace, knobs: dict[str, object]) -> list[dict[str, float]]:
     """Per node and step: metered bytes, the card's bytes, and the card's bytes without frame headers."""
     topology = Topology.discover()
-    mesh, config = SmpMesh.build(SmpConfig(**knobs), topology, "cpu")  # type: ignore[arg-type]
-    parallel = parallelize_model(Transformer(asked.vocabulary, asked.width, asked.layers), mesh, config)
+    model = Transformer(asked.vocabulary, asked.width, asked.layers)
+    parallel = parallelize(model, SmpConfig(**knobs), topology=topology)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(parallel.module.parameters(), lr=1e-3)
     train(parallel, optimizer, asked.micro_batches, asked.vocabulary)  # connections are made by the first messages
     parallel.meter.close_step()

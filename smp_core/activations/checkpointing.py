@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
-from smp_core.activations.plan import CheckpointedModule
 from smp_core.activations.selective import ContextPair, selective_contexts
 from smp_core.module_names import uncompiled
+from smp_core.planning.checkpointed import CheckpointedModule
 
 logger = logging.getLogger("smp")
 
@@ -38,13 +38,10 @@ class NotDeterministicError(RuntimeError):
     """A module gave other values when it was computed again; its gradients would be wrong."""
 
 
-def checkpoints_itself(model: nn.Module) -> bool:
-    """Whether the model's own checkpointing (``gradient_checkpointing`` of Transformers) is on in any module."""
-    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
-
-
-def apply_checkpointing(chosen: CheckpointedModule, *, check: bool = False, to_the_end: bool = False) -> None:
-    """Make the module recompute. In place, before ``fully_shard``.
+def apply_checkpointing(
+    model: nn.Module, chosen: CheckpointedModule, *, check: bool = False, to_the_end: bool = False
+) -> None:
+    """Make a module of ``model`` recompute. In place, before ``fully_shard``.
 
     Args:
         check: compare the outputs of every recomputation with those of forward, bit by bit (costs the part of
@@ -52,7 +49,7 @@ def apply_checkpointing(chosen: CheckpointedModule, *, check: bool = False, to_t
         to_the_end: run recomputations to the end of forward, not only as far as values are needed. For modules with
             FSDP units inside, whose hooks come in pairs.
     """
-    module = uncompiled(chosen.module)
+    module = uncompiled(model.get_submodule(chosen.name))
     kind: Any = type(module)
     module.__class__ = _checkpointed(kind, chosen.mode == "selective", chosen.name if check else None, to_the_end)
 

@@ -6,13 +6,12 @@ no free buffer is large enough, a smaller free one makes room for a larger.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-GIB = 2**30
+from smp_core.planning.cluster import GIB
 
 
 class HostMemoryError(RuntimeError):
@@ -85,15 +84,3 @@ class HostPool:
         self.n_bytes += capacity
         self.allocations += 1
         return HostBuffer(made)
-
-
-def available_host_bytes() -> int:
-    """What the machine could give to new allocations now (Linux: MemAvailable; elsewhere all memory there is)."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

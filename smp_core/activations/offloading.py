@@ -30,8 +30,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from smp_core.activations.host_pool import HostBuffer, HostPool
-from smp_core.activations.plan import CheckpointedModule
 from smp_core.module_names import compiled_of
+from smp_core.planning.checkpointed import CheckpointedModule
 
 
 class _Parked:
@@ -206,12 +206,12 @@ class Offloader:
         return tensor
 
 
-def park_inputs(chosen: CheckpointedModule, offloader: Offloader) -> None:
+def park_inputs(model: nn.Module, chosen: CheckpointedModule, offloader: Offloader) -> None:
     """Give the inputs of a checkpointed module to ``offloader``. In place, before ``fully_shard``.
 
     The hooks are around ``torch.compile``, not inside: what a compiled module saves for backward passes through them.
     """
-    module: Any = chosen.module
+    module: Any = model.get_submodule(chosen.name)
     if compiled_of(module):  # what torch.compile returns has its forward as an attribute of the instance
         module.forward = _watched(module.forward, offloader, skip=0)
         return

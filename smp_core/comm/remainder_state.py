@@ -38,7 +38,7 @@ def remainder_state(traffic: Traffic) -> dict[str, Any]:
 
 def load_remainder_state(traffic: Traffic, path: str | os.PathLike[str]) -> None:
     """Take up what a checkpoint folder has of them, if it was saved on the same layout. Collective."""
-    if not traffic.config.error_feedback or KEY not in read_rest(path):
+    if not traffic.keeps_remainders or KEY not in read_rest(path):
         return
     if read_rest(path, KEY)["layout"] != traffic.layout():
         logger.warning("%s: remainders of error feedback are of another layout of ranks and are left out", path)

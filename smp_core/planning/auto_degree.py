@@ -1,89 +1,98 @@
-"""`shard_degree="auto"`: planned before a model is sharded, compared with the optimizers that are made after it.
+"""`shard_degree="auto"`: the smallest partition group whose model states fit, found by deciding for every degree.
 
 Under Accelerate the optimizer stands beside the model in ``prepare`` and is planned with. Lightning makes optimizers in
 ``configure_optimizers``, from sharded parameters. To ask for them twice would run the user's code twice, with what it
 does beside (schedulers, counters, parameter groups by name), so the plan is made with an assumption that the knob
-`planned_optimizer` replaces, and whoever it misled is told.
+`planned_optimizer` replaces, and whoever it misled is told (:func:`missed`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 
 import torch
-from torch import nn
 
-from smp_core.agreement import of_all_ranks, require_agreement
 from smp_core.config import SmpConfig
-from smp_core.planning.memory import GIB, MemoryEstimate, device_memory_bytes, smallest_shard_degree
-from smp_core.planning.optimizers import OPTIMIZERS, OptimizerStates, planned_states
-from smp_core.topology import Topology
+from smp_core.planning.cluster import GIB, Cluster
+from smp_core.planning.decide import TRAINERS_OWN, Plan, decide
+from smp_core.planning.dtype_rules import Precision
+from smp_core.planning.memory import device_memory, estimate, fitting
+from smp_core.planning.optimizers import OPTIMIZERS, planned_states
+from smp_core.planning.shapes import Shapes
 
 
-@dataclass(frozen=True, eq=False)
-class AutoDegree:
-    """The choice of a shard degree for one model.
+def plans_of_all_degrees(
+    shapes: Shapes, asked: SmpConfig, cluster: Cluster, precision: Precision = TRAINERS_OWN
+) -> list[Plan]:
+    """A plan for every allowed shard degree: parts of a node, then whole nodes, that hold whole context groups.
 
-    Attributes:
-        model: not sharded yet when :meth:`settle` is called; afterwards its shapes are what they were.
-        config: as it is before the choice; later conversions settle more knobs, which would change the figures.
-        device: of this rank.
-        units: names of the parameters of each unit (`WrapPlan.unit_parameters`).
-        optimizers: of this model, where they are known already.
+    Raises:
+        ValueError: none is allowed with these knobs.
     """
-
-    model: nn.Module
-    topology: Topology
-    config: SmpConfig
-    device: torch.device
-    units: Sequence[Sequence[str]]
-    optimizers: Sequence[torch.optim.Optimizer] = ()
-
-    def settle(self) -> SmpConfig:
-        """The configuration with a number for `shard_degree`, and what it was planned for as `planned_optimizer`.
-        Collective over the world.
-
-        Raises:
-            ValueError: the model fits no number of ranks that there are, or ranks were given different configurations.
-        """
-        require_agreement(self.config)  # or some ranks would plan, and others go on without
-        kept = self._planned_for()
-        degree, why, _ = self._chosen(kept)
-        config = self.config.with_resolved("shard_degree", degree, why)
-        if config.planned_optimizer == "auto" and self._memory is not None:
-            config = config.with_resolved("planned_optimizer", kept.name, kept.describe())
-        return config
-
-    def missed(self, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-        """A sentence for people if these optimizers, made after the choice, would have led to another one."""
-        if self.config.planned_optimizer != "auto" or self.optimizers or not optimizers or self._memory is None:
-            return None
-        planned, kept = self._planned_for(), planned_states("auto", optimizers)
-        before = self._chosen(planned)[0]
-        said = f'shard_degree="auto" was planned for {planned.name} and gave {before}; {kept.describe()}: '
+    topology, context = cluster.topology, asked.context_parallel_degree
+    degrees = [degree for degree in topology.allowed_shard_degrees() if degree % context == 0]
+    if not degrees:
+        raise ValueError(
+            f"context_parallel_degree={context} fits no partition group of {topology.num_nodes} x "
+            f"{topology.ranks_per_node} ranks; it must divide one of: "
+            f"{', '.join(map(str, topology.allowed_shard_degrees()))}"
+        )
+    plans, refused = [], []
+    for degree in degrees:
         try:
-            degree, _, estimate = self._chosen(kept)
-        except ValueError as error:
-            return said + str(error)
-        if degree == before:
-            return None
-        return (
-            f"{said}{degree} would be chosen ({estimate.total / GIB:.2g} GiB on each device). Write "
-            f"shard_degree={degree}, or planned_optimizer=... with one of {', '.join(OPTIMIZERS)}"
-        )
+            plans.append(
+                decide(shapes, asked.with_resolved("shard_degree", degree, "tried"), cluster, precision=precision)
+            )
+        except ValueError as error:  # e.g. reshard_after_forward=4 of two ranks
+            refused.append(error)
+    if not plans:
+        raise refused[-1]
+    return plans
 
-    @cached_property
-    def _memory(self) -> int | None:
-        """Of the smallest device, so that all ranks choose alike. Collective at its first use, in :meth:`settle`."""
-        everyone = of_all_ranks(device_memory_bytes(self.device, self.config))
-        return min((memory for memory in everyone if memory is not None), default=None)
 
-    def _planned_for(self) -> OptimizerStates:
-        return planned_states(self.config.planned_optimizer, self.optimizers)
+def decide_with_smallest_degree(
+    shapes: Shapes,
+    asked: SmpConfig,
+    cluster: Cluster,
+    *,
+    precision: Precision = TRAINERS_OWN,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+) -> Plan:
+    """:func:`smp_core.planning.decide.decide` with the smallest shard degree at which model states fit.
 
-    def _chosen(self, kept: OptimizerStates) -> tuple[int, str, MemoryEstimate]:
-        return smallest_shard_degree(
-            self.model, self.topology, self.config, self._memory, units=self.units, optimizer=kept
-        )
+    Args:
+        optimizers: of this model, where they are known already.
+
+    Raises:
+        ValueError: the model fits no number of ranks that there are; and what `decide` refuses.
+    """
+    states = planned_states(asked.planned_optimizer, optimizers)
+    chosen, why = fitting(plans_of_all_degrees(shapes, asked, cluster, precision), states)
+    settled = asked.with_resolved("shard_degree", chosen.shard_degree, why)
+    if device_memory(chosen) is None:
+        return decide(shapes, settled, cluster, precision=precision)
+    if asked.planned_optimizer == "auto":
+        settled = settled.with_resolved("planned_optimizer", states.name, states.describe())
+    return replace(decide(shapes, settled, cluster, precision=precision), optimizer=states)
+
+
+def missed(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+    """A sentence for people if these optimizers, made after the plan, would have led to another degree."""
+    planned = plan.optimizer
+    if planned is None or planned.origin != "assumed" or not optimizers:
+        return None
+    found = planned_states("auto", optimizers)
+    before = plan.shard_degree
+    said = f'shard_degree="auto" was planned for {planned.name} and gave {before}; {found.describe()}: '
+    asked = SmpConfig.from_dict(plan.knobs.to_dict())
+    try:
+        chosen, _ = fitting(plans_of_all_degrees(plan.shapes, asked, plan.cluster, plan.precision), found)
+    except ValueError as error:
+        return said + str(error)
+    if chosen.shard_degree == before:
+        return None
+    return (
+        f"{said}{chosen.shard_degree} would be chosen ({estimate(chosen, found).total / GIB:.2g} GiB on each device). "
+        f"Write shard_degree={chosen.shard_degree}, or planned_optimizer=... with one of {', '.join(OPTIMIZERS)}"
+    )

@@ -28,18 +28,20 @@ one that only other ranks reached gets their gradient. Ranks tell each other whi
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.comm.replica_hop import ReplicaHop
-from smp_core.mesh import SmpMesh
+from smp_core.comm.traffic import Traffic
+from smp_core.planning.decide import Plan
 from smp_core.sharding.fsdp import (
     FAILED_PASS,
+    Calls,
     ShardedUnit,
     Slot,
     at_end_of_backward,
@@ -69,50 +71,43 @@ class AccumulationWindow:
     pass itself; call it by hand only to end a window whose micro-batches all ran inside ``accumulate``.
 
     Args:
-        units: the sharded units.
-        replicated: groups of plain parameters, equal on all ranks, by name.
-        mesh: partition and replication groups.
-        hop: adds up over the replication group.
-        world_hop: adds up over all ranks.
-        reduce_dtype: what sums of plain gradients are sent in; None: their own dtype. (FSDP2 has it for the units.)
+        model: that the gradients are of.
+        units: its sharded units.
+        traffic: what adds up over the replication group, and over all ranks whose gradients are added up.
+        plan: its knobs and dtypes.
+        calls: told about passes that leave units gathered for the window's next one.
         veto: asked when the window closes: a 0-d bool tensor, whether this rank wants the window's gradients dropped.
             If any rank does, ``.grad`` is None everywhere after it, so that the optimizer step changes nothing.
-        on_close: called when a window's gradients are complete.
-        over_world: whether :meth:`shard_over_world` has to be called before the first window closes.
-        stored_in: what it then stores float32 parameters of units in (what they are computed with); None: as they are.
-        keep_gathered: whether units stay gathered from the window's first micro-batch to its last.
-        hold_gradients: whether units hold whole gradients between micro-batches, and are reduced by the last one only.
-        on_kept: called after passes that leave units gathered for the window's next one.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         units: Sequence[ShardedUnit],
-        replicated: Sequence[Mapping[str, nn.Parameter]],
-        mesh: SmpMesh,
-        hop: ReplicaHop,
-        world_hop: ReplicaHop,
-        reduce_dtype: torch.dtype | None = None,
+        traffic: Traffic,
+        plan: Plan,
+        calls: Calls,
         veto: Callable[[], torch.Tensor] | None = None,
-        on_close: Callable[[], None] = lambda: None,
-        over_world: bool = False,
-        stored_in: torch.dtype | None = None,
-        keep_gathered: bool = False,
-        hold_gradients: bool = False,
-        on_kept: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_close, self._on_kept = on_close, on_kept
-        self._keep_gathered, self._hold_gradients = keep_gathered, hold_gradients
+        mesh, knobs = traffic.mesh, plan.knobs
+        by_name = dict(model.named_parameters())
+        replicated = [{name: by_name[name] for name in names} for names in plan.replicated_parameters]
+        self._on_close = traffic.step_done
+        self._on_kept = functools.partial(calls.show_shards, kept=True)
+        self._keep_gathered = not knobs.reshard_after_backward
+        self._hold_gradients = not knobs.reduce_every_micro_batch
         self._first_window = True
-        self._stored_in = stored_in
-        self._over_world = over_world
+        self._stored_in = plan.dtypes.stored
+        self._over_world = knobs.optimizer_shard == "world"
         self._units = list(units)
         self._veto = veto
         self._mesh = mesh
-        self._hop = hop
+        self._hop = traffic.hop
         self._sums = [UnitSum() for _ in self._units]
         self._next = 0  # the unit whose sum is sent next
-        self._replicated = ReplicatedGradients(replicated, mesh, world_hop, reduce_dtype, self._queue_end)
+        self._replicated = ReplicatedGradients(
+            replicated, mesh, traffic.world_hop, plan.dtypes.reduced, self._queue_end
+        )
         self._last = True
         self._running_pass: int | None = None
         self._reducing_held = False

@@ -8,31 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from smp_core.planning.given_rules import GivenSharding
 from smp_core.sharding.fsdp import forget_partial_sums, given_policy, holds_partial_sums
-
-
-@dataclass(frozen=True)
-class GivenSharding:
-    """How a model came.
-
-    Attributes:
-        ranks: of this rank's partition group.
-        two_dimensional: sharded on a (replicate, shard) mesh: torch reduces across replicas.
-    """
-
-    ranks: tuple[int, ...]
-    two_dimensional: bool
-
-    @property
-    def degree(self) -> int:
-        return len(self.ranks)
 
 
 def given_sharding(model: nn.Module) -> GivenSharding | None:
@@ -60,13 +43,14 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
             f"{kind} is sharded as {placements}; allowed: (Shard(0),), or (Replicate(), Shard(0)); with "
             "DistributedConfig write fsdp_size and dp_replicate_size only"
         )
-    if given_policy(model).offloads:
+    policy = given_policy(model)
+    if policy.offloads:
         raise ValueError(f"{kind} is sharded with its shards in host memory; write fsdp_cpu_offload=False")
     mesh, two = first.device_mesh, len(placements) == 2
     ranks = mesh[mesh.mesh_dim_names[-1]].mesh if two and mesh.mesh_dim_names else mesh.mesh
     if ranks.ndim != 1:
         raise ValueError(f"{kind} is sharded over {mesh}, whose axes have no names; give it mesh_dim_names")
-    return GivenSharding(tuple(ranks.tolist()), two)
+    return GivenSharding(tuple(ranks.tolist()), two, policy.param_dtype, policy.reduce_dtype)
 
 
 class NativeWindow:

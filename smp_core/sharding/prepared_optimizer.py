@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
 from smp_core.mesh import SmpMesh
+from smp_core.planning.decide import Plan
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.host_optimizer import OnHost, derive, host_kernels, step_on_host
 from smp_core.sharding.optimizer import MASTER, WorldSharding, model_parameter
 from smp_core.sharding.optimizer_trial import refuse_unsaveable, require_elementwise, require_steps_shards
 from smp_core.sharding.replaced import ReplacedParameters
-from smp_core.sharding.wrap import WrapPlan
 
 logger = logging.getLogger("smp")
 
@@ -50,7 +50,7 @@ class SteppedModel(Protocol):
     @property
     def window(self) -> AccumulationWindow | NativeWindow: ...
     @property
-    def plan(self) -> WrapPlan: ...
+    def plan(self) -> Plan: ...
     @property
     def replaced(self) -> ReplacedParameters: ...
     def reshard(self) -> None: ...

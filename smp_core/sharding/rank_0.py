@@ -9,14 +9,20 @@ import torch.distributed as dist
 
 
 @torch.no_grad()
-def broadcast_from_rank_0(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Rank 0's values everywhere, one tensor at a time; meta tensors have none yet. Collective over the world."""
-    if dist.get_world_size() == 1:
+def broadcast_from_rank_0(
+    tensors: Iterable[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """Give all ranks of a group the values of its first one, one tensor at a time; meta tensors have none yet.
+
+    Args:
+        group: the ranks that hold the same tensors; default the world. Collective over it.
+    """
+    if dist.get_world_size(group) == 1:
         return
     for tensor in tensors:
         if tensor.is_meta or tensor.numel() == 0:
             continue
         there = tensor.detach().to(device).contiguous()
-        dist.broadcast(there, src=0)
+        dist.broadcast(there, group_src=0, group=group)
         if there.data_ptr() != tensor.data_ptr():
             tensor.copy_(there)

@@ -98,8 +98,8 @@ def train_given(folder: Path, sizes: dict[str, int], **knobs: Any) -> dict[str, 
         handle.meter.per_step().get("reduce_scatter/calls", 0),
         sum(bool(unit.parameters()) for unit in handle.units),
     )
-    seen["stages"] = accelerator.mesh.hierarchical and handle.config.hierarchical
-    seen["in effect"] = (handle.mesh.hierarchical, handle.config.hierarchical)
+    seen["stages"] = handle.plan.hierarchical and handle.config.hierarchical
+    seen["in effect"] = (handle.plan.hierarchical, handle.config.hierarchical)
     seen["layout"] = (accelerator.mesh.replicate_degree, accelerator.mesh.shard_degree)
     seen["state"] = accelerator.get_state_dict(model)
     return seen

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_smp.parallelism import SmpParallelism
 from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
+from smp_core.engine import build_mesh
 from smp_core.topology import Topology
 from tests.accelerate.running import fresh_accelerator
 from tests.core.models import TroubledModel
@@ -91,7 +91,7 @@ def shared_sequences() -> list[tuple[Any, ...]]:
     seen = []
     for degree, context in ((4, 2), (2, 2), (4, 4)):
         config = SmpConfig(shard_degree=degree, context_parallel_degree=context)
-        mesh, _ = SmpMesh.build(config, Topology.discover(), "cpu")
+        mesh, _ = build_mesh(config, Topology.discover(), "cpu")
         layout = SmpParallelism.of(mesh)
         loader = DataLoader([torch.tensor(n) for n in range(8)], batch_size=1)
         mine = prepare_data_loader(loader, put_on_device=False, torch_device_mesh=layout.device_mesh)

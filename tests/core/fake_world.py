@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
 
 from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
+from smp_core.engine import build_mesh, parallelize
 from smp_core.topology import Topology
 from tests.core.gpt import SmallGpt
 from tests.core.recording import CallRecorder
@@ -31,10 +30,10 @@ MICRO_BATCHES = 2
 def main(world: int, ranks_per_node: int, rank: int, knobs: dict[str, Any]) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     topology = Topology.uniform(world, ranks_per_node)
-    mesh, config = SmpMesh.build(SmpConfig(**knobs), topology, "cpu")
+    mesh, config = build_mesh(SmpConfig(**knobs), topology, "cpu")
     groups_made = len(dist.distributed_c10d._world.pg_map)
     torch.manual_seed(0)
-    parallel = parallelize_model(SmallGpt(), mesh, config)
+    parallel = parallelize(SmallGpt(), config, mesh=mesh)
     optimizer = torch.optim.SGD(parallel.module.parameters(), lr=0.0)
     parallel.prepare_optimizer(optimizer)
     parallel.meter.close_step()
@@ -46,8 +45,8 @@ def main(world: int, ranks_per_node: int, rank: int, knobs: dict[str, Any]) -> N
         optimizer.zero_grad()
     parallel.meter.close_step()
     named = {"shard": mesh.shard_group, "replicate": mesh.replicate_group}
-    if mesh.intra_group is not None and mesh.inter_group is not None:
-        named.update(intra=mesh.intra_group, inter=mesh.inter_group)
+    if mesh.partition_stages is not None:
+        named.update(intra=mesh.partition_stages[0], inter=mesh.partition_stages[1])
     if mesh.replica_stages is not None:
         named.update(replicas_here=mesh.replica_stages[0], replicas_across=mesh.replica_stages[1])
     calls = Counter((call.kind, len(call.ranks)) for call in recorder.calls if call.dtype != "int32")

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
+from smp_core.engine import build_mesh, parallelize
 from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
+from smp_core.parallel_model import ParallelModel
 from smp_core.topology import Topology
 
 WIDTH = 6
@@ -266,8 +267,8 @@ def parallel_model(model: nn.Module, **knobs) -> ParallelModel:
     if key not in _meshes:
         for old in [old for old in _meshes if old[0] is not dist.group.WORLD]:
             del _meshes[old]
-        _meshes[key], _ = SmpMesh.build(config, Topology.discover(), "cpu")
-    return parallelize_model(model, _meshes[key], config)
+        _meshes[key], _ = build_mesh(config, Topology.discover(), "cpu")
+    return parallelize(model, config, mesh=_meshes[key])
 
 
 def allowed(degree: int) -> list[str]:

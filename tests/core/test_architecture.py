@@ -285,14 +285,16 @@ def test_conversions_come_in_the_order_that_is_told() -> None:
     path = ROOT / "smp_core" / "parallelize.py"
     tree = parsed(path)
     told = re.findall(r"^\d+\. +(\w+):", ast.get_docstring(tree) or "", re.MULTILINE)
-    page = PAGE.read_text(encoding="utf-8").split("converts the model, in this order:", 1)[1].split(". What each", 1)[0]
+    page = (
+        PAGE.read_text(encoding="utf-8").split("does what was decided, in this order:", 1)[1].split(". What each", 1)[0]
+    )
     assert re.findall(r"`(\w+)`", page) == told
     (function,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "parallelize_model")
     calls = [n for statement in function.body for n in calls_outside_functions(statement)]
     first = {name: min(n.lineno for n in calls if n.func.id == name) for name in {n.func.id for n in calls}}
     assert told == sorted(told, key=first.__getitem__)
     # What changes the model or what is made of it: a new one has to be told.
-    verbs = ("plan", "settle", "build", "convert", "chunk", "save", "shard", "apply", "materialize", "move", "register")
+    verbs = ("plan", "settle", "build", "convert", "chunk", "save", "shar", "apply", "materialize", "move", "register")
     untold = {name for name in first if name.startswith(verbs)} - set(told)
     assert not untold, f"tell where {sorted(untold)} comes"
 

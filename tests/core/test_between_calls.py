@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 from tests.core.scenarios import parallel_model
 from tests.harness import run_ranks
 

@@ -20,7 +20,7 @@ from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
 from smp_core.comm.meter import CommMeter
 from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
+from smp_core.engine import build_mesh
 from smp_core.topology import Topology
 from tests.harness import RanksFailed, run_ranks
 
@@ -34,13 +34,12 @@ class Cluster:
 
     def __init__(self) -> None:
         topology = Topology.discover()
-        self.mesh, _ = SmpMesh.build(SmpConfig(shard_degree="world"), topology, "cpu")
-        assert self.mesh.hierarchical
+        self.mesh, _ = build_mesh(SmpConfig(shard_degree="world"), topology, "cpu")
         self.meter = CommMeter(topology, self.mesh.rank)
         self.on_one_node = CommMeter(Topology.uniform(topology.world_size, topology.world_size), self.mesh.rank)
         self.group, self.size, self.rank = self.mesh.shard_group, dist.get_world_size(), dist.get_rank()
-        assert self.mesh.intra_group is not None and self.mesh.inter_group is not None
-        self.stages = (self.mesh.intra_group, self.mesh.inter_group)
+        assert self.mesh.partition_stages is not None
+        self.stages = self.mesh.partition_stages
 
     def all_gathers(self) -> dict[str, Callable[[torch.Tensor, torch.Tensor], Any]]:
         two_stage = HierarchicalAllGather(self.meter, *self.stages)

@@ -285,7 +285,7 @@ def test_environment_overrides_its_config_file(tmp_path: Path) -> None:
     environ = {"SMP_CONFIG_FILE": str(path), "SMP_SHARD_DEGREE": "8", "SMP_RANKS_PER_NODE": "2", "HOME": "/nowhere"}
     config = SmpConfig.from_env(environ)
     assert (config.shard_degree, config.init_seed, config.context_parallel_degree) == (8, 7, 4)
-    assert (config._why("shard_degree"), config._why("init_seed")) == ("SMP_SHARD_DEGREE", "smp.yaml")
+    assert (config.why("shard_degree"), config.why("init_seed")) == ("SMP_SHARD_DEGREE", "smp.yaml")
 
 
 def test_a_variable_that_some_part_reads_is_not_called_without_effect(caplog: pytest.LogCaptureFixture) -> None:
@@ -322,7 +322,7 @@ def test_a_resolved_knob_remembers_what_was_asked_and_why_it_changed() -> None:
     config = config.with_resolved("hierarchical", False, "the group stays inside one node")
     again = config.with_resolved("shard_degree", 8, "grown")
     assert (config.shard_degree, config.asked("shard_degree")) == (4, "auto")
-    assert (again.shard_degree, again.asked("shard_degree"), again._why("shard_degree")) == (8, "auto", "grown")
+    assert (again.shard_degree, again.asked("shard_degree"), again.why("shard_degree")) == (8, "auto", "grown")
     assert config.effective() == {**asked.effective(), "shard_degree": 4, "hierarchical": False}
     assert asked.shard_degree == "auto", "the original is unchanged"
     assert SmpConfig.from_dict(again.to_dict()) == asked, "to_dict gives what was asked for"

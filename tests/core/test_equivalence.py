@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
-from smp_core.topology import Topology
+from smp_core.engine import parallelize
+from smp_core.parallel_model import ParallelModel
 from tests.core.gpt import SmallGpt
 from tests.core.models import Trajectory, TroubledModel, global_batches, loss_of, train_alone
 from tests.harness import run_ranks
@@ -31,8 +30,7 @@ HELD = {"reduce_every_micro_batch": False}
 def build(dtype: torch.dtype, **knobs) -> ParallelModel:
     torch.manual_seed(dist.get_rank())
     model = TroubledModel().to(dtype)
-    mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
-    return parallelize_model(model, mesh, config)
+    return parallelize(model, SmpConfig(**knobs))
 
 
 def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -164,8 +162,8 @@ def train_prepared(cases: list[dict]) -> list[Trajectory]:
         torch.manual_seed(0)
         with torch.device("meta" if knobs.get("delayed_init") else "cpu"):
             model = SmallGpt(layers=2)
-        mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
-        parallel = parallelize_model(model, mesh, config)
+        parallel = parallelize(model, SmpConfig(**knobs))
+        mesh = parallel.mesh
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         parallel.prepare_optimizer(optimizer)
         seen = Trajectory()

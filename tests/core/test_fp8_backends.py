@@ -12,11 +12,9 @@ import torch
 from torch import nn
 
 from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
 from smp_core.fp8 import Fp8Recipe, convert_to_fp8
 from smp_core.fp8.backends import convert_with
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
-from smp_core.topology import Topology
 from tests.core import transformer_engine_stand_in as stand_in
 from tests.core.gpt import SmallGpt
 from tests.core.test_fp8_numbers import decibels
@@ -198,8 +196,7 @@ def delayed(recipe: Fp8Recipe | None) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = SmallGpt(vocabulary=VOCABULARY, width=WIDTH, layers=2, heads=2, length=LENGTH - 1)
     config = SmpConfig(shard_degree=2, delayed_init=True, fp8=recipe)
-    mesh, config = SmpMesh.build(config, Topology.discover(), "cpu")
-    parallel = parallelize_model(model, mesh, config)
+    parallel = parallelize(model, config)
     weights = whole(parallel.module)
     train(parallel, batches(1))
     return weights

@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
 from smp_core.fp8 import Fp8Recipe
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
-from smp_core.topology import Topology
+from smp_core.parallel_model import ParallelModel
 from tests.core.gpt import SmallGpt
 from tests.harness import run_ranks
 
@@ -46,8 +45,7 @@ def build(*, dtype: torch.dtype = torch.float32, recompute: bool = False, **knob
     model = SmallGpt(vocabulary=VOCABULARY, width=WIDTH, layers=2, heads=2, length=LENGTH - 1).to(dtype)
     if recompute:
         model.blocks = nn.ModuleList(Recomputing(block) for block in model.blocks)
-    mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
-    return parallelize_model(model, mesh, config)
+    return parallelize(model, SmpConfig(**knobs))
 
 
 def batches(steps: int, samples: int = 4) -> torch.Tensor:
@@ -351,8 +349,7 @@ def own_scales_and_meta() -> dict:
     saved = own.fp8.state_dict()
     with torch.device("meta"):
         model = SmallGpt(vocabulary=VOCABULARY, width=WIDTH, layers=2, heads=2, length=LENGTH - 1)
-    mesh, config = SmpMesh.build(SmpConfig(shard_degree=2, delayed_init=True, fp8=RECIPE), Topology.discover(), "cpu")
-    late = parallelize_model(model, mesh, config)
+    late = parallelize(model, SmpConfig(shard_degree=2, delayed_init=True, fp8=RECIPE))
     largest = [getattr(module, name).full_tensor().abs().max() for module, name, _ in late.fp8.sites]
     fits = all(448 / 2 < amax * scale <= 448 for amax, scale in zip(largest, late.fp8.state.scale[:, 1], strict=True))
     return {

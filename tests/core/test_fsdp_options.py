@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from smp_core.config import SmpConfig
 from smp_core.links import Collectives, LinkFit, Links
-from smp_core.mesh import SmpMesh
-from smp_core.sharding import fsdp_options
-from smp_core.sharding.fsdp_options import MOST_IN_FLIGHT, settle_fsdp_options, units_in_flight
+from smp_core.planning import cluster, link_rules
+from smp_core.planning.cluster import Cluster
+from smp_core.planning.decide import decide
+from smp_core.planning.link_rules import MOST_IN_FLIGHT, units_in_flight
+from smp_core.planning.shapes import ParameterShape, Shapes
+from smp_core.planning.units import PlannedUnit, WrapPlan
 from smp_core.topology import Topology
 from tests.core.gpt import SmallGpt
 from tests.core.scenarios import parallel_model
@@ -40,35 +42,41 @@ def test_units_in_flight_cover_latency_times_bandwidth(
     assert units_in_flight(LinkFit(latency, bandwidth), message) == expected
 
 
-def settled(shard_degree: int, knobs: dict[str, Any]) -> list[tuple[Any, str]]:
-    mesh, config = SmpMesh.build(SmpConfig(shard_degree=shard_degree, **knobs), Topology.discover(), "cpu")
-    config = settle_fsdp_options(config, mesh, [10_000, 40_000, 1_000_000], torch.float32)
-    rows = dict(zip(config.effective_table().columns[0].cells, config.effective_table().columns[3].cells, strict=True))
-    return [(getattr(config, knob), str(rows.get(knob))) for knob in DEPTHS]
+def three_units() -> Shapes:
+    """Of 10,000, 40,000 and 1,000,000 float32 elements."""
+    sizes = {"a": 10_000, "b": 40_000, "c": 1_000_000}
+    parameters = tuple(ParameterShape(name, (size,), torch.float32, True) for name, size in sizes.items())
+    units = tuple(PlannedUnit(name, (name,), name == "c") for name in sizes)
+    return Shapes("Three", parameters, WrapPlan(units, (), "as told"))
 
 
-def test_depths_follow_the_link_that_the_partition_group_uses(tmp_path: Path) -> None:
+def settled(links: Links | None, shard_degree: int, knobs: dict[str, Any]) -> list[tuple[Any, str]]:
+    """What two nodes of two ranks decide."""
+    asked = SmpConfig(shard_degree=shard_degree, **knobs)
+    config = decide(three_units(), asked, Cluster(Topology.uniform(4, 2), links=links)).knobs
+    return [(getattr(config, knob), config.why(knob)) for knob in DEPTHS]
+
+
+def test_depths_follow_the_link_that_the_partition_group_uses() -> None:
     """40,000 float32 elements of the median unit: 40 KB from each of four ranks, 80 KB from each of two."""
-    path = tmp_path / "links.json"
     between, inside = LinkFit(1e-3, 100e6), LinkFit(1e-6, 1e9)  # 100 KB and 1 KB on their way
     inside_node, between_nodes = (Collectives(2, *[fit] * 3) for fit in (inside, between))
-    Links(2, 2, inside_node, between_nodes, Collectives(4, *[LinkFit(1e-3, 50e6)] * 3)).save(path)
-    env = {"SMP_LINKS": str(path)}
-    for forward, backward, buffers in run_ranks(settled, 4, 4, {}, ranks_per_node=2, env=env):
-        assert forward[0] == backward[0] == 3
-        assert "98 KiB are on their way between nodes, a unit's message has 39 KiB" in forward[1]
-        assert buffers[0] == 1 and "cpu" in buffers[1]
-    for forward, _, _ in run_ranks(settled, 4, 4, {"quantized_all_gather": "int8"}, ranks_per_node=2, env=env):
-        assert forward[0] == MOST_IN_FLIGHT, "a quarter of the bytes, four times as many"
-    for forward, _, _ in run_ranks(settled, 4, 4, {"hierarchical": False}, ranks_per_node=2, env=env):
-        assert forward[0] == 2 and "49 KiB are on their way over all ranks" in forward[1]
-    for forward, _, _ in run_ranks(settled, 4, 2, {"forward_prefetch": 2}, ranks_per_node=2, env=env):
-        assert forward == (2, "as asked")
-    for forward, backward, _ in run_ranks(settled, 4, 2, {}, ranks_per_node=2, env=env):
-        assert (forward[0], backward[0]) == (1, 1) and "inside a node" in forward[1]
-    for forward, backward, buffers in run_ranks(settled, 4, 4, {}, ranks_per_node=2):
-        assert (forward[0], backward[0], buffers[0]) == (0, 1, 1)
-        assert all("no measured links of 2 x 2 ranks (SMP_LINKS)" in why for _, why in (forward, backward, buffers))
+    links = Links(2, 2, inside_node, between_nodes, Collectives(4, *[LinkFit(1e-3, 50e6)] * 3))
+    forward, backward, buffers = settled(links, 4, {"hierarchical": True})
+    assert forward[0] == backward[0] == 3
+    assert "98 KiB are on their way between nodes, a unit's message has 39 KiB" in forward[1]
+    assert buffers[0] == 1 and "cpu" in buffers[1]
+    forward, _, _ = settled(links, 4, {"hierarchical": True, "quantized_all_gather": "int8"})
+    assert forward[0] == MOST_IN_FLIGHT, "a quarter of the bytes, four times as many"
+    forward, _, _ = settled(links, 4, {"hierarchical": False})
+    assert forward[0] == 2 and "49 KiB are on their way over all ranks" in forward[1]
+    forward, _, _ = settled(links, 2, {"forward_prefetch": 2})
+    assert forward == (2, "as asked")
+    forward, backward, _ = settled(links, 2, {})
+    assert (forward[0], backward[0]) == (1, 1) and "inside a node" in forward[1]
+    forward, backward, buffers = settled(None, 4, {})
+    assert (forward[0], backward[0], buffers[0]) == (0, 1, 1)
+    assert all("no measured links of 2 x 2 ranks (SMP_LINKS)" in why for _, why in (forward, backward, buffers))
 
 
 CUDA_ONLY = [
@@ -80,8 +88,8 @@ CUDA_ONLY = [
 
 def refusals(cases: list[dict[str, Any]], old_torch: bool) -> list[str]:
     said = []
-    has = fsdp_options.fsdp_has
-    fsdp_options.fsdp_has = (lambda method: False) if old_torch else has  # type: ignore[assignment]
+    has = cluster.fsdp_has
+    cluster.fsdp_has = (lambda method: False) if old_torch else has  # type: ignore[assignment]
     try:
         for knobs in cases:
             try:
@@ -90,7 +98,7 @@ def refusals(cases: list[dict[str, Any]], old_torch: bool) -> list[str]:
             except ValueError as error:
                 said.append(str(error))
     finally:
-        fsdp_options.fsdp_has = has
+        cluster.fsdp_has = has
     return said
 
 
@@ -111,7 +119,7 @@ def handed_over(knobs: dict[str, Any]) -> tuple[list[str], float, list[Any]]:
         called.append(type(module._get_fsdp_state()._fsdp_param_group._all_gather_comm).__name__)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp_options, "_missing", lambda *_: None)
+        patch.setattr(link_rules, "missing_option", lambda *_: None)
         patch.setattr(FSDPModule, "set_symm_mem_for_comm", symmetric)
         gradients = []
         for options in ({}, knobs):
@@ -153,10 +161,6 @@ def test_options_reach_fsdp2() -> None:
 def test_they_do_not_go_with_communication_objects_of_our_own(knobs: dict[str, Any], named: str) -> None:
     """Asked on CUDA, two nodes of two ranks each in one partition group."""
 
-    class Mesh:
-        topology, device, shard_degree, shard_ranks = Topology.uniform(4, 2), torch.device("cuda"), 4, range(4)
-        hierarchical = knobs.get("hierarchical", True)
-
-    mesh: Any = Mesh()
+    two_nodes = Cluster(Topology.uniform(4, 2), "cuda")
     with pytest.raises(ValueError, match=named):
-        settle_fsdp_options(SmpConfig(shard_degree=4, **knobs), mesh, [100], torch.float32)
+        decide(three_units(), SmpConfig(shard_degree=4, **knobs), two_nodes)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.grad_norm import NonfiniteGradNormError, clip_grad_value_, grad_norm
 from tests.core.scenarios import Gradients, gradients, parallel_model
 from tests.core.zoo import Mlp

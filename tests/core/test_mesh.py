@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from smp_core.config import SmpConfig
+from smp_core.engine import build_mesh, parallelize
 from smp_core.links import LINKS_VARIABLE
-from smp_core.mesh import SmpMesh
-from smp_core.planning.auto_degree import AutoDegree
 from smp_core.topology import Topology
 from tests.harness import run_ranks
 
@@ -40,10 +39,12 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int] | None:
 
 
 def look(knobs: dict[str, Any]) -> Seen:
-    mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
+    mesh, config = build_mesh(SmpConfig(**knobs), Topology.discover(), "cpu")
     sums = {}
-    for name in ("shard", "replicate", "intra", "inter", "context"):
-        group = getattr(mesh, f"{name}_group")
+    intra, inter = mesh.partition_stages or (None, None)
+    stages = (ranks_of(intra), ranks_of(inter))
+    named = {"shard": mesh.shard_group, "replicate": mesh.replicate_group, "intra": intra, "inter": inter}
+    for name, group in {**named, "context": mesh.context_group}.items():
         if group is not None:  # the group works, and is the one it says
             total = torch.tensor(float(10**mesh.rank))
             dist.all_reduce(total, group=group)
@@ -51,17 +52,17 @@ def look(knobs: dict[str, Any]) -> Seen:
     assert mesh.world_group is dist.group.WORLD
     assert mesh.shard_mesh.ndim == 1
     assert mesh.shard_mesh.mesh.tolist() == ranks_of(mesh.shard_group)
-    named = ("shard_rank", "replicate_rank", "context_rank", "data_rank", "data_size")
+    places = ("shard_rank", "replicate_rank", "context_rank", "data_rank", "data_size")
     degrees = ("shard_degree", "replicate_degree", "context_degree")
     return Seen(
         shard=ranks_of(mesh.shard_group) or [],
         replicate=ranks_of(mesh.replicate_group) or [],
-        intra=ranks_of(mesh.intra_group),
-        inter=ranks_of(mesh.inter_group),
+        intra=stages[0],
+        inter=stages[1],
         context=ranks_of(mesh.context_group),
-        ranks={name: getattr(mesh, name) for name in (*named, *degrees)},
+        ranks={name: getattr(mesh, name) for name in (*places, *degrees)},
         sums=sums,
-        effective={**config.effective(), "in effect": mesh.hierarchical},
+        effective={**config.effective(), "in effect": mesh.partition_stages is not None},
         axes=mesh.device_mesh.mesh_dim_names,
     )
 
@@ -162,13 +163,13 @@ def refusals(cases: list[dict[str, Any]]) -> list[str]:
     found = []
     for knobs in cases:
         try:
-            SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
+            build_mesh(SmpConfig(**knobs), Topology.discover(), "cpu")
         except ValueError as error:
             found.append(str(error))
         else:
             found.append("accepted")
     try:
-        SmpMesh.build(SmpConfig(shard_degree=2), Topology.uniform(8, 2), "cpu")
+        build_mesh(SmpConfig(shard_degree=2), Topology.uniform(8, 2), "cpu")
     except ValueError as error:
         found.append(str(error))
     return found
@@ -198,7 +199,7 @@ def build_with_ones_own(knobs: list[dict[str, Any]], links: list[str]) -> str:
     if links[rank]:
         os.environ[LINKS_VARIABLE] = links[rank]
     try:
-        SmpMesh.build(SmpConfig(**{"shard_degree": 2, **knobs[rank]}), Topology.discover(), "cpu")
+        build_mesh(SmpConfig(**{"shard_degree": 2, **knobs[rank]}), Topology.discover(), "cpu")
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -234,9 +235,7 @@ def test_a_configuration_that_differs_between_ranks_is_an_error_on_all_of_them(
 def build_with_or_without_planning(knobs: list[dict[str, Any]]) -> str:
     config, topology, device = SmpConfig(**knobs[dist.get_rank()]), Topology.discover(), torch.device("cpu")
     try:
-        if config.shard_degree == "auto":
-            config = AutoDegree(torch.nn.Linear(2, 2), topology, config, device, []).settle()
-        SmpMesh.build(config, topology, device)
+        parallelize(torch.nn.Linear(2, 2), config, topology=topology, device=device)
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -265,7 +264,7 @@ def test_a_context_degree_above_the_shard_degree_is_refused_before_any_mesh() ->
 
 def degrees_over_three_ranks_a_node() -> str:
     with pytest.raises(ValueError) as caught:
-        SmpMesh.build(SmpConfig(shard_degree=2), Topology.discover(), "cpu")
+        build_mesh(SmpConfig(shard_degree=2), Topology.discover(), "cpu")
     return str(caught.value)
 
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from smp_core.comm.meter import CommMeter
 from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
+from smp_core.engine import parallelize
 from smp_core.topology import Topology
 from tests.core.gpt import SmallGpt
 from tests.core.recording import Call, CallRecorder, bytes_by_link
@@ -36,8 +35,8 @@ class Step:
 
 def train_one_step(world_micro_batches: int, precision: str | None = None, *, prepared: bool = False, **knobs) -> Step:
     torch.manual_seed(0)
-    mesh, config = SmpMesh.build(SmpConfig(param_dtype=precision, **knobs), Topology.discover(), "cpu")
-    parallel = parallelize_model(SmallGpt(layers=LAYERS), mesh, config)
+    parallel = parallelize(SmallGpt(layers=LAYERS), SmpConfig(param_dtype=precision, **knobs))
+    mesh = parallel.mesh
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3)
     if prepared:
         parallel.prepare_optimizer(optimizer)

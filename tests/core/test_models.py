@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
-from smp_core.topology import Topology
+from smp_core.engine import parallelize
 from tests.core.zoo import SPECIMENS, build
 from tests.harness import run_ranks
 
@@ -60,8 +58,8 @@ def train_together(names: list[str], **knobs) -> dict[str, Trained]:
 def train_one(name: str, **knobs) -> Trained:
     specimen = SPECIMENS[name]
     torch.manual_seed(0 if dist.get_rank() == 0 else 5)
-    mesh, config = SmpMesh.build(SmpConfig(**knobs, **specimen.knobs), Topology.discover(), "cpu")
-    parallel = parallelize_model(build(name), mesh, config, entry=specimen.entry)
+    parallel = parallelize(build(name), SmpConfig(**knobs, **specimen.knobs), entry=specimen.entry)
+    mesh = parallel.mesh
     model = parallel.module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     parallel.prepare_optimizer(optimizer)

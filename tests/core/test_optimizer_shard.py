@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import load_checkpoint, save_checkpoint
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.optimizer import model_parameter
 from smp_core.sharding.optimizer_trial import require_elementwise
 from tests.core.gpt import SmallGpt
@@ -297,7 +297,7 @@ def half_precision_run(
     fine = {name: named["state"][name].get("smp_master", state[name]) for name in names}
     weights = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in fine.items()}
     stored = {parameter.dtype for parameter in parallel.module.parameters()}
-    return HalfPrecisionRun(weights, stored, sent, str(parallel.config._why("optimizer_shard")))
+    return HalfPrecisionRun(weights, stored, sent, str(parallel.config.why("optimizer_shard")))
 
 
 def half_precision_runs(recipe: str, cases: list[dict[str, Any]]) -> list[HalfPrecisionRun]:

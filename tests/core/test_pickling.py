@@ -10,18 +10,15 @@ import torch
 
 from smp_core.checkpoint import full_state_dict
 from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
-from smp_core.topology import Topology
+from smp_core.engine import parallelize
 from tests.harness import run_ranks
 
 
 def pickled(degree: int, **knobs: Any) -> dict[str, Any]:
     """What each way to pickle says, or the whole sum of what it wrote."""
     config = SmpConfig(shard_degree=degree, **knobs)
-    mesh, config = SmpMesh.build(config, Topology.discover(), torch.device("cpu"))
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
-    handle = parallelize_model(model, mesh, config)
+    handle = parallelize(model, config)
     optimizer = torch.optim.AdamW(model.parameters())
     handle.prepare_optimizer(optimizer)
     model(torch.ones(2, 6)).sum().backward()

@@ -11,10 +11,15 @@ from rich.console import Console
 from torch import nn
 
 from smp_core.config import SmpConfig
-from smp_core.planning.auto_degree import AutoDegree
-from smp_core.planning.memory import GIB, MemoryEstimate, model_state_bytes, plan_table, smallest_shard_degree
+from smp_core.planning.auto_degree import decide_with_smallest_degree, missed, plans_of_all_degrees
+from smp_core.planning.cluster import GIB, Cluster
+from smp_core.planning.decide import Plan, decide
+from smp_core.planning.memory import MemoryEstimate, plan_table
+from smp_core.planning.memory import estimate as estimate_of
 from smp_core.planning.optimizers import OPTIMIZERS as KNOWN
 from smp_core.planning.optimizers import planned_states, states_of
+from smp_core.planning.shapes import Shapes
+from smp_core.planning.units import PlannedUnit, WrapPlan
 from smp_core.topology import Topology
 
 
@@ -32,13 +37,45 @@ class TwoBlocks(nn.Module):
         self.register_buffer("counts", torch.zeros(5, dtype=torch.int64))
 
 
-UNITS = [["first.weight", "first.bias"], ["second.weight"]]
+Units = list[list[str]]
+UNITS: Units = [["first.weight", "first.bias"], ["second.weight"]]
+
+
+def shapes_of(model: nn.Module, units: Units | None = None) -> Shapes:
+    """With these units and a root that has the rest."""
+    units = units or []
+    inside = {name for unit in units for name in unit}
+    rest = tuple(name for name, parameter in model.named_parameters() if name not in inside and parameter.ndim)
+    planned = [PlannedUnit(str(number), tuple(unit), False) for number, unit in enumerate(units)]
+    scalars = tuple(name for name, parameter in model.named_parameters() if not parameter.ndim)
+    return Shapes.with_units(model, WrapPlan((*planned, PlannedUnit("", rest, True)), scalars, "as told"))
+
+
+def plan_of(
+    model: nn.Module, shard_degree: int = 1, world_size: int = 0, units: Units | None = None, **knobs: Any
+) -> Plan:
+    cluster = Cluster(Topology.uniform(world_size or shard_degree, world_size or shard_degree))
+    return decide(shapes_of(model, units), SmpConfig(shard_degree=shard_degree, **knobs), cluster)
+
+
+def plans(
+    model: nn.Module, topology: Topology, device_memory: int, units: Units | None = None, **knobs: Any
+) -> list[Plan]:
+    return plans_of_all_degrees(shapes_of(model, units), SmpConfig(**knobs), Cluster(topology, "cpu", device_memory))
+
+
+def smallest(
+    model: nn.Module, topology: Topology, device_memory: int | None, units: Units | None = None, **knobs: Any
+) -> tuple[int, str, MemoryEstimate]:
+    cluster = Cluster(topology, "cpu", device_memory)
+    plan = decide_with_smallest_degree(shapes_of(model, units), SmpConfig(**knobs), cluster)
+    return plan.shard_degree, plan.knobs.why("shard_degree"), estimate_of(plan)
 
 
 def estimate(shard_degree: int, dtype: torch.dtype = torch.float32, **knobs: Any) -> MemoryEstimate:
     with torch.device("meta"):
         model = TwoBlocks().to(dtype)
-    return model_state_bytes(model, SmpConfig(**knobs), shard_degree=shard_degree, units=UNITS)
+    return estimate_of(plan_of(model, shard_degree, units=UNITS, **knobs))
 
 
 def test_every_part_on_three_ranks_counts_padding_frozen_and_tied_parameters() -> None:
@@ -71,8 +108,8 @@ def test_a_smaller_degree_does_when_the_optimizer_is_offloaded() -> None:
     degrees = {}
     for offload in (None, "optimizer"):
         # 4 MiB each of parameters, gradients and gathered ones, 8 MiB of states.
-        config = SmpConfig(memory_headroom=0.0, device_memory_gib=12 / 1024, state_offload=offload)
-        degrees[offload], why, _ = smallest_shard_degree(model, Topology.uniform(4, 4), config, None)
+        knobs: dict[str, Any] = {"memory_headroom": 0.0, "device_memory_gib": 12 / 1024, "state_offload": offload}
+        degrees[offload], why, _ = smallest(model, Topology.uniform(4, 4), None, **knobs)
         assert ("on the host" in why) == (offload is not None) and "adamw" in why
     assert degrees == {None: 2, "optimizer": 1}
 
@@ -108,7 +145,7 @@ def test_half_precision_parameters_are_summed_in_float32_unless_told_otherwise()
 @pytest.mark.parametrize(("optimizer", "states"), [("adamw", 2), ("sgd-momentum", 1), ("sgd", 0)])
 def test_optimizer_states(optimizer: str, states: int) -> None:
     model = nn.Linear(4, 4, bias=False)
-    assert model_state_bytes(model, SmpConfig(), optimizer).optimizer_states == states * 64
+    assert estimate_of(plan_of(model), KNOWN[optimizer]).optimizer_states == states * 64
 
 
 OPTIMIZERS: list[tuple[Any, int, str]] = [
@@ -147,9 +184,9 @@ class Unheard(torch.optim.Optimizer):
 def test_an_optimizer_that_is_not_known_is_assumed_to_be_like_adamw_and_the_plan_says_so() -> None:
     model = nn.Linear(4, 4, bias=False)
     kept = states_of(Unheard(model.parameters()))
-    assert model_state_bytes(model, SmpConfig(), kept).optimizer_states == 2 * 64
+    assert estimate_of(plan_of(model), kept).optimizer_states == 2 * 64
     output = io.StringIO()
-    table = plan_table(model, Topology.uniform(2, 2), SmpConfig(), GIB, optimizer=kept)
+    table = plan_table(plans(model, Topology.uniform(2, 2), GIB), kept)
     Console(file=output, width=200).print(table)
     assert "found Unheard, which is not known here: assumed 2 states" in output.getvalue()
 
@@ -168,33 +205,36 @@ def test_the_plan_follows_the_knob_then_the_optimizers_and_else_adamw() -> None:
     assert all(repr(name) in str(refused.value) for name in KNOWN)
 
 
-def auto(optimizers: list[torch.optim.Optimizer], **knobs: Any) -> AutoDegree:
+def auto(optimizers: list[torch.optim.Optimizer], **knobs: Any) -> Plan:
     model = nn.Linear(1024, 1024, bias=False, device="meta")
-    # 4 MiB each of parameters, gradients, gathered ones and every state; degree 2 has half of all but the gathered.
+    # 4 MiB each of parameters, gradients and every state; degree 2 has half of them, and 4 MiB of gathered parameters.
     config = SmpConfig(memory_headroom=0.0, device_memory_gib=12 / 1024, **knobs)
-    return AutoDegree(model, Topology.uniform(4, 4), config, torch.device("cpu"), [], optimizers)
+    cluster = Cluster(Topology.uniform(4, 4))
+    return decide_with_smallest_degree(shapes_of(model), config, cluster, optimizers=optimizers)
 
 
 def test_the_degree_is_chosen_for_the_optimizer_that_is_known() -> None:
     parameters = [nn.Parameter(torch.zeros(2, 2))]
-    settled = auto([torch.optim.SGD(parameters, lr=0.1)]).settle()
+    settled = auto([torch.optim.SGD(parameters, lr=0.1)]).knobs
     assert (settled.shard_degree, settled.planned_optimizer) == (1, "SGD")
-    settled = auto([]).settle()
+    settled = auto([]).knobs
     assert (settled.shard_degree, settled.planned_optimizer) == (2, "adamw")
-    assert auto([], planned_optimizer="sgd").settle().shard_degree == 1
+    assert auto([], planned_optimizer="sgd").shard_degree == 1
 
 
 def test_a_plan_that_an_optimizer_of_later_does_not_fit_says_so() -> None:
     parameters = [nn.Parameter(torch.zeros(2, 2))]
     sgd, adamw = torch.optim.SGD(parameters, lr=0.1), torch.optim.AdamW(parameters)
-    said = auto([]).missed([sgd])
+    said = missed(auto([]), [sgd])
     assert said is not None and "planned for adamw and gave 2" in said and "found SGD" in said and "1 would be" in said
-    assert auto([]).missed([adamw]) is None
-    assert auto([sgd]).missed([adamw]) is None, "it was planned for the first one"
-    assert auto([], planned_optimizer="adamw").missed([sgd]) is None, "who asked for a plan knows it"
-    without_memory = AutoDegree(nn.Linear(2, 2), Topology.uniform(4, 4), SmpConfig(), torch.device("cpu"), [])
-    assert without_memory.missed([sgd]) is None
-    assert without_memory.settle().planned_optimizer == "auto"
+    assert missed(auto([]), [adamw]) is None
+    assert missed(auto([sgd]), [adamw]) is None, "it was planned for the first one"
+    assert missed(auto([], planned_optimizer="adamw"), [sgd]) is None, "who asked for a plan knows it"
+    without_memory = decide_with_smallest_degree(
+        shapes_of(nn.Linear(2, 2)), SmpConfig(), Cluster(Topology.uniform(4, 4))
+    )
+    assert missed(without_memory, [sgd]) is None
+    assert without_memory.knobs.planned_optimizer == "auto"
 
 
 def test_states_over_the_world_are_divided_by_it() -> None:
@@ -202,23 +242,19 @@ def test_states_over_the_world_are_divided_by_it() -> None:
     8 + 1, has a master, its gradient and two states of 4 bytes; the 0-d one has two states of 2 bytes."""
     with torch.device("meta"):
         model = TwoBlocks().bfloat16()
-    config = SmpConfig(optimizer_shard="world")
-    seen = model_state_bytes(model, config, shard_degree=2, world_size=8, units=UNITS)
+    seen = estimate_of(plan_of(model, 2, 8, UNITS, optimizer_shard="world"))
     assert seen.optimizer_states == (10 + 8 + 1) * 4 * 4 + 2 * 2
-    alone = model_state_bytes(model, config, shard_degree=8, world_size=8, units=UNITS)
-    plain = model_state_bytes(model, SmpConfig(), shard_degree=8, world_size=8, units=UNITS)
+    alone = estimate_of(plan_of(model, 8, 8, UNITS, optimizer_shard="world"))
+    plain = estimate_of(plan_of(model, 8, 8, UNITS))
     assert alone == plain, "one replica has nothing to divide by"
     # Masters and states on the host: what remains is the gradient of the part.
-    config = SmpConfig(optimizer_shard="world", state_offload="optimizer")
-    offloaded = model_state_bytes(model, config, shard_degree=2, world_size=8, units=UNITS)
+    offloaded = estimate_of(plan_of(model, 2, 8, UNITS, optimizer_shard="world", state_offload="optimizer"))
     assert offloaded.optimizer_states == (10 + 8 + 1) * 4
 
 
-def test_unknown_optimizer_and_parameter_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"optimizer='adamv'.*allowed: adamw"):
-        model_state_bytes(nn.Linear(2, 2), SmpConfig(), "adamv")
+def test_units_of_parameters_that_are_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'wieght', which Linear does not have"):
-        model_state_bytes(nn.Linear(2, 2), SmpConfig(), units=[["wieght"]])
+        shapes_of(nn.Linear(2, 2), [["wieght"]])
 
 
 class Gpt2Shapes(nn.Module):
@@ -258,7 +294,7 @@ def test_gpt2_of_30_billion_parameters_needs_four_nodes_of_eight_40_gib_devices(
     # A block has 12 d^2 + 13 d = 616,655,872 parameters, the root (50257 + 1024) d + 2 d = 367,596,544;
     # together 48 * 616,655,872 + 367,596,544 = 29,967,078,400.
     block, root = 616_655_872, 367_596_544
-    degree, why, at32 = smallest_shard_degree(model, Topology.uniform(256, 8), SmpConfig(), 40 * GIB, units=units)
+    degree, why, at32 = smallest(model, Topology.uniform(256, 8), 40 * GIB, units)
     assert degree == 32
     # All rows but the embedding's 50257 divide by 32: it is padded to 32 * 1571 = 50272, 15 rows more.
     padding = 15 * 7168
@@ -280,35 +316,33 @@ def test_memory_knob_overrides_the_device_and_headroom_moves_the_limit(
     model, units = gpt2_30b
     topology = Topology.uniform(256, 8)
     # Over 8 ranks: 55.818 + 5.964 = 61.78 GiB, which is 77.2 % of 80 GiB
-    for config, degree in [
-        (SmpConfig(device_memory_gib=80, memory_headroom=0.22), 8),
-        (SmpConfig(device_memory_gib=80, memory_headroom=0.23), 16),
-    ]:
-        assert smallest_shard_degree(model, topology, config, 40 * GIB, units=units)[0] == degree
+    for headroom, degree in [(0.22, 8), (0.23, 16)]:
+        knobs = {"device_memory_gib": 80, "memory_headroom": headroom}
+        assert smallest(model, topology, 40 * GIB, units, **knobs)[0] == degree
 
 
 def test_degrees_are_parts_of_a_node_and_then_whole_nodes() -> None:
-    # 3072 x 1024 in float32: 12 MiB gathered and 48 / p MiB of states; 24 divides the rows. 8 ranks straddle nodes.
+    # 3072 x 1024 in float32: 12 MiB gathered (none by one rank) and 48 / p MiB of states; 24 divides the rows. 8 ranks
+    # straddle nodes.
     model = nn.Linear(1024, 3072, bias=False, device="meta")
-    needs = {1: 60, 2: 36, 3: 28, 6: 20, 12: 16, 24: 14}
+    needs = {1: 48, 2: 36, 3: 28, 6: 20, 12: 16, 24: 14}
     larger = [*needs][1:]
     for degree, mib in needs.items():
-        enough = SmpConfig(memory_headroom=0.0)
-        assert smallest_shard_degree(model, Topology.uniform(24, 6), enough, mib * 2**20)[0] == degree
+        topology = Topology.uniform(24, 6)
+        assert smallest(model, topology, mib * 2**20, memory_headroom=0.0)[0] == degree
         if degree < 24:
-            one_byte_less = smallest_shard_degree(model, Topology.uniform(24, 6), enough, mib * 2**20 - 1)
+            one_byte_less = smallest(model, topology, mib * 2**20 - 1, memory_headroom=0.0)
             assert one_byte_less[0] == larger[[*needs].index(degree)]
 
 
 def test_degree_holds_whole_context_groups() -> None:
-    config = SmpConfig(context_parallel_degree=4)
-    assert smallest_shard_degree(nn.Linear(2, 2), Topology.uniform(16, 8), config, GIB)[0] == 4
+    assert smallest(nn.Linear(2, 2), Topology.uniform(16, 8), GIB, context_parallel_degree=4)[0] == 4
     with pytest.raises(ValueError, match=r"context_parallel_degree=3 fits no partition group of 2 x 8 ranks"):
-        smallest_shard_degree(nn.Linear(2, 2), Topology.uniform(16, 8), SmpConfig(context_parallel_degree=3), GIB)
+        smallest(nn.Linear(2, 2), Topology.uniform(16, 8), GIB, context_parallel_degree=3)
 
 
 def test_cpu_takes_the_ranks_of_a_node() -> None:
-    degree, why, estimate = smallest_shard_degree(nn.Linear(2, 2), Topology.uniform(8, 4), SmpConfig(), None)
+    degree, why, estimate = smallest(nn.Linear(2, 2), Topology.uniform(8, 4), None)
     assert degree == estimate.shard_degree == 4
     assert "CPU" in why and estimate.budget is None
 
@@ -321,9 +355,9 @@ def test_model_that_fits_nowhere_is_refused_with_figures_and_a_way_out(
     with pytest.raises(
         ValueError, match=r"61\.8 GiB per device even sharded over 8 ranks.*26\.0 GiB.*about 3 nodes of 8"
     ):
-        smallest_shard_degree(model, Topology.uniform(8, 8), SmpConfig(), 40 * GIB, units=units)
+        smallest(model, Topology.uniform(8, 8), 40 * GIB, units)
     with pytest.raises(ValueError, match=r"More ranks do not help.*wrap smaller modules"):
-        smallest_shard_degree(model, Topology.uniform(8, 8), SmpConfig(), 40 * GIB)
+        smallest(model, Topology.uniform(8, 8), 40 * GIB)
 
 
 def test_plan_table_shows_every_allowed_degree_and_marks_the_choice(
@@ -331,7 +365,7 @@ def test_plan_table_shows_every_allowed_degree_and_marks_the_choice(
 ) -> None:
     model, units = gpt2_30b
     output = io.StringIO()
-    table = plan_table(model, Topology.uniform(256, 8), SmpConfig(), 40 * GIB, units=units)
+    table = plan_table(plans(model, Topology.uniform(256, 8), 40 * GIB, units))
     Console(file=output, width=140).print(table)
     text = output.getvalue()
     rows = [line.replace("│", " ").split() for line in text.splitlines() if line.startswith("│")]

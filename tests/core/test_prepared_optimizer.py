@@ -25,7 +25,7 @@ from smp_core.checkpoint.optimizers import (
     load_whole_optimizer_state,
     named_optimizer_state,
 )
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.optimizer_trial import require_elementwise
 from tests.core.scenarios import parallel_model
 from tests.harness import run_ranks

@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
-from smp_core.topology import Topology
+from smp_core.engine import parallelize
+from smp_core.parallel_model import ParallelModel
 from tests.core.gpt import SmallGpt
 from tests.core.models import Trajectory, global_batches, train_alone
 from tests.core.scenarios import parallel_model
@@ -316,8 +315,7 @@ def test_a_secondary_shard_needs_no_process_group_per_unit() -> None:
 def effective_values(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for knobs in cases:
-        mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
-        found.append(parallelize_model(SmallGpt(layers=1), mesh, config).config.effective())
+        found.append(parallelize(SmallGpt(layers=1), SmpConfig(**knobs)).config.effective())
     return found
 
 

@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import enabled
 from smp_core.context_parallel.attention import attention
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
-from smp_core.topology import Topology
+from smp_core.engine import parallelize
 from tests.core.scenarios import Net, samples
 from tests.harness import run_ranks
 
@@ -35,8 +33,8 @@ class Attention(torch.nn.Module):
 
 
 def train_and_drop(degree: int) -> list[str]:
-    mesh, config = SmpMesh.build(SmpConfig(shard_degree=degree, wrap=("Cell",)), Topology.discover(), "cpu")
-    parallel = parallelize_model(Net().double(), mesh, config)
+    parallel = parallelize(Net().double(), SmpConfig(shard_degree=degree, wrap=("Cell",)))
+    mesh = parallel.mesh
     optimizer = torch.optim.AdamW(parallel.module.parameters())
     parallel.prepare_optimizer(optimizer)
     for micro in range(2):
@@ -55,8 +53,8 @@ def split_train_and_drop() -> list[str]:
     """Two runs, the second after the first: numbers of groups are not used again."""
     left: list[str] = []
     for _ in range(2):
-        mesh, config = SmpMesh.build(SmpConfig(shard_degree=2, context_parallel_degree=2), Topology.discover(), "cpu")
-        parallel = parallelize_model(Attention().double(), mesh, config)
+        parallel = parallelize(Attention().double(), SmpConfig(shard_degree=2, context_parallel_degree=2))
+        mesh = parallel.mesh
         assert parallel.context is not None
         split = parallel.context.split(torch.ones(1, 8, 4, dtype=torch.float64).split(1))
         with enabled(split):

@@ -13,7 +13,7 @@ from smp_core.comm.codec import BLOCK, Blockwise, CodeName, codec
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
+from smp_core.engine import build_mesh
 from smp_core.topology import Topology
 from tests.harness import run_ranks
 
@@ -74,8 +74,8 @@ class Replicas:
 
     def __init__(self) -> None:
         topology = Topology.discover()
-        self.mesh, _ = SmpMesh.build(SmpConfig(shard_degree=1), topology, "cpu")
-        pairs, _ = SmpMesh.build(SmpConfig(shard_degree=2), topology, "cpu")
+        self.mesh, _ = build_mesh(SmpConfig(shard_degree=1), topology, "cpu")
+        pairs, _ = build_mesh(SmpConfig(shard_degree=2), topology, "cpu")
         self.meter = CommMeter(topology, self.mesh.rank)
         assert self.mesh.replica_stages is not None and pairs.replica_stages is None
         self.groups = {

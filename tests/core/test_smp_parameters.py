@@ -197,7 +197,7 @@ def test_one_line_of_the_log_for_each_option(caplog: pytest.LogCaptureFixture) -
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert [line.partition("=")[0] for line in lines] == list(block)
     assert 'Trainer(precision="bf16-true")' in caplog.text
-    assert config._why("shard_degree") == "SMP sharded_data_parallel_degree=4"
+    assert config.why("shard_degree") == "SMP sharded_data_parallel_degree=4"
 
 
 @pytest.mark.parametrize(

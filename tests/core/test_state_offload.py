@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint import load_checkpoint, save_checkpoint
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
 from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
 from smp_core.memory_report import MemoryReport
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
+from smp_core.parallel_model import ParallelModel
 from smp_core.sharding import host_optimizer
 from smp_core.sharding.host_optimizer import step_on_host
 from smp_core.sharding.optimizer import MASTER
-from smp_core.topology import Topology
 from tests.core.activations.models import DroppingGpt, assert_equal_bits, build, tokens, whole
 from tests.core.test_equivalence import train_together
 from tests.harness import run_ranks
@@ -104,8 +103,7 @@ WORLD_IN_BFLOAT16: dict[str, Any] = {"shard_degree": 2, "optimizer_shard": "worl
 
 def in_bfloat16(**knobs: Any) -> tuple[ParallelModel, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
-    parallel = parallelize_model(DroppingGpt(2).bfloat16(), mesh, config)
+    parallel = parallelize(DroppingGpt(2).bfloat16(), SmpConfig(**knobs))
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3, fused=True)
     parallel.prepare_optimizer(optimizer)
     return parallel, optimizer

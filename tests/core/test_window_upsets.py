@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.parallelize import ParallelModel
+from smp_core.parallel_model import ParallelModel
 from tests.core.scenarios import (
     SCENARIOS,
     Gradients,

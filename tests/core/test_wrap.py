@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from smp_core.config import SmpConfig
-from smp_core.sharding.wrap import Entry, WrapPlan, plan_units
+from smp_core.planning.units import Entry, WrapPlan, plan_units
 from tests.core import zoo
 
 

@@ -12,8 +12,8 @@ from smp_core.sharding.fsdp.adopted import (
     adopt_units,
     forget_partial_sums,
     given_policy,
+    given_units,
     holds_partial_sums,
-    settle_given_parameters,
 )
 from smp_core.sharding.fsdp.calls import POST_ACCUMULATE, Calls
 from smp_core.sharding.fsdp.passes import FAILED_PASS, at_end_of_backward, backward_pass, forget_passes, reshard
@@ -35,9 +35,9 @@ __all__ = [
     "forget_partial_sums",
     "forget_passes",
     "given_policy",
+    "given_units",
     "holds_partial_sums",
     "name_uncalled",
     "reshard",
-    "settle_given_parameters",
     "shard_units",
 ]

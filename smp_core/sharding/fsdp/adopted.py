@@ -12,15 +12,17 @@ What is read here beyond the public API, and why no public one will do: of ``mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
-from smp_core.comm.flat import CommObject
+from smp_core.comm.traffic import Traffic
+from smp_core.planning.units import PlannedUnit, WrapPlan
 from smp_core.sharding.fsdp.units import ShardedUnit
 
 
@@ -41,13 +43,10 @@ def given_policy(model: nn.Module) -> GivenPolicy:
     return GivenPolicy(group.mp_policy.param_dtype, group.mp_policy.reduce_dtype, offloads)
 
 
-def adopt_units(
-    model: nn.Module,
-    all_gather: Callable[[ShardedUnit], CommObject],
-    reduce_scatter: Callable[[ShardedUnit], CommObject],
-) -> list[ShardedUnit]:
-    """The units of a model that somebody else gave to ``fully_shard``, with our communication objects. Modules that
-    were sharded together are one unit, named after the last of them."""
+def given_units(model: nn.Module) -> WrapPlan:
+    """The units of a model that somebody else gave to ``fully_shard``. Modules that were sharded together are one unit,
+    named after the last of them."""
+    _see_parameters_of_now(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     inner = {m for outer in model.modules() if isinstance(outer, FSDPModule) for m in outer.modules() if m is not outer}
     units, known = [], set()
@@ -60,17 +59,27 @@ def adopt_units(
         known.add(state)
         group = state._fsdp_param_group
         own = [] if group is None else [names[parameter.sharded_param] for parameter in group.fsdp_params]
-        unit = ShardedUnit(name, cast(nn.Module, module), own, module not in inner, in_order=True)
-        module.set_custom_all_gather(all_gather(unit))  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(reduce_scatter(unit))  # type: ignore[arg-type]
+        units.append(PlannedUnit(name, tuple(own), module not in inner))
+    plain = tuple(name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor))
+    return WrapPlan(tuple(units), plain, "as it came")
+
+
+def adopt_units(model: nn.Module, planned: Iterable[PlannedUnit], traffic: Traffic) -> list[ShardedUnit]:
+    """Give the units of :func:`given_units` our communication objects."""
+    units = []
+    for each in planned:
+        module: Any = model.get_submodule(each.name)
+        unit = ShardedUnit(each.name, module, each.parameters, each.is_root, in_order=True)
+        module.set_custom_all_gather(traffic.all_gather(unit))
+        module.set_custom_reduce_scatter(traffic.reduce_scatter(unit))
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         units.append(unit)
     return units
 
 
-def settle_given_parameters(model: nn.Module) -> None:
-    """Let the units of a model that came sharded see its parameters as they are now.
+def _see_parameters_of_now(model: nn.Module) -> None:
+    """Let the units see the model's parameters as they are now.
 
     A parameter that two units manage, because it was tied after they were sharded, has to have one shard: where its
     rows do not divide evenly each unit would pad a copy of its own, and gather that one for ever.

@@ -16,7 +16,7 @@ What is read here beyond the public API, and why no public one will do:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -26,60 +26,57 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.utils._python_dispatch import _disable_current_modes
 
-from smp_core.comm.flat import CommObject
+from smp_core.comm.traffic import Traffic
 from smp_core.fp8.gathered import WeightGather
+from smp_core.mesh import SmpMesh
+from smp_core.planning.decide import Plan
 from smp_core.sharding.fsdp.travelling import travel
 from smp_core.sharding.fsdp.units import ShardedUnit
-from smp_core.sharding.wrap import WrapPlan
+from smp_core.sharding.rank_0 import broadcast_from_rank_0
 
 
 def shard_units(
     model: nn.Module,
-    plan: WrapPlan,
-    mesh: DeviceMesh,
+    plan: Plan,
+    mesh: SmpMesh,
+    traffic: Traffic,
     *,
-    mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool,
-    secondary_mesh: DeviceMesh | None = None,
-    all_gather: Callable[[ShardedUnit], CommObject],
-    reduce_scatter: Callable[[ShardedUnit], CommObject],
-    before_shard: Callable[[nn.Module, Iterable[nn.Parameter]], None] | None = None,
     recomputed: Container[str] = (),
-    offload: bool = False,
     gather_of: Callable[[nn.Module, str], WeightGather | None] | None = None,
-    symmetric_memory: bool = False,
 ) -> list[ShardedUnit]:
-    """``fully_shard`` every planned unit, innermost first, with our communication objects.
+    """``fully_shard`` every planned unit over the partition group, innermost first, with our communication objects.
+    Each gets rank 0's weights just before.
 
     Args:
-        mesh: the 1-D mesh over the partition group.
-        secondary_mesh: (across, secondary), the ranks that keep a copy, sharded among them, after forward.
-        all_gather, reduce_scatter: make a unit's communication objects.
-        before_shard: called with each unit's module and its parameters just before they are sharded, while they are
-            whole (equal initial weights are made there, one unit at a time).
+        traffic: makes the units' communication objects.
         recomputed: names of units that lie inside checkpointed modules.
-        offload: shards of parameters, gradients and so optimizer states live in host memory.
         gather_of: (module, parameter's name in it) -> how the parameter travels, if not as it is.
-        symmetric_memory: torch's own communication objects on symmetric memory instead of ours.
 
     Returns:
         the units in the plan's order; roots keep their parameters gathered after forward, as FSDP2 does.
     """
+    knobs, keep = plan.knobs, plan.knobs.reshard_after_forward
+    secondary_mesh = mesh.secondary(keep) if type(keep) is int else None
+    policy = MixedPrecisionPolicy(
+        param_dtype=plan.dtypes.gathered,
+        reduce_dtype=plan.dtypes.reduced,
+        cast_forward_inputs=plan.precision.cast_forward_inputs,
+    )
+    # Without pages of a GPU's driver there is nothing to pin.
+    on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     modules: dict[str, nn.Module] = dict(model.named_modules())
     by_name = dict(model.named_parameters())
     replicated = {by_name[name] for name in plan.replicated}
     units = []
     for planned in plan.units:
         unit_module = modules[planned.name]
-        if before_shard is not None:
-            before_shard(unit_module, [by_name[name] for name in planned.parameters])
+        broadcast_from_rank_0((by_name[name] for name in planned.parameters), mesh.device, mesh.gradient_group)
         fully_shard(
             unit_module,
-            mesh=mesh,
-            reshard_after_forward=None if planned.is_root and reshard_after_forward else reshard_after_forward,
-            mp_policy=mp_policy,
-            # Without pages of a GPU's driver there is nothing to pin.
-            offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
+            mesh=mesh.shard_mesh,
+            reshard_after_forward=None if planned.is_root and keep else bool(keep),
+            mp_policy=policy,
+            offload_policy=on_host if knobs.state_offload == "all" else OffloadPolicy(),
             ignored_params=replicated,
         )
         assert isinstance(unit_module, FSDPModule)
@@ -88,11 +85,11 @@ def shard_units(
         unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root)
         unit_module.set_force_sum_reduction_for_comms(True)
         unit_module.set_gradient_divide_factor(1.0)
-        if symmetric_memory:
+        if knobs.symmetric_memory:
             unit_module.set_symm_mem_for_comm()  # its reductions only add up, which is why that is set before
         else:
-            unit_module.set_custom_all_gather(all_gather(unit))  # type: ignore[arg-type]
-            unit_module.set_custom_reduce_scatter(reduce_scatter(unit))  # type: ignore[arg-type]
+            unit_module.set_custom_all_gather(traffic.all_gather(unit))  # type: ignore[arg-type]
+            unit_module.set_custom_reduce_scatter(traffic.reduce_scatter(unit))  # type: ignore[arg-type]
         if planned.name in recomputed:
             _hide_hooks_from_modes(unit_module)
         if gather_of is not None:

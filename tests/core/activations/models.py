@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
-from smp_core.topology import Topology
+from smp_core.engine import parallelize
+from smp_core.parallel_model import ParallelModel
 from tests.core.gpt import GptBlock
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 37, 20, 5, 12
@@ -53,8 +52,7 @@ class DroppingGpt(nn.Module):
 def build(layers: int = 4, dropout: float = 0.0, **knobs: Any) -> ParallelModel:
     torch.manual_seed(0)
     model = DroppingGpt(layers, dropout)
-    mesh, config = SmpMesh.build(SmpConfig(**knobs), Topology.discover(), "cpu")
-    return parallelize_model(model, mesh, config)
+    return parallelize(model, SmpConfig(**knobs))
 
 
 def tokens(seed: int, samples: int = 3, length: int = LENGTH) -> torch.Tensor:

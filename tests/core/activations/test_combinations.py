@@ -10,10 +10,9 @@ import torch
 
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import enabled
+from smp_core.engine import parallelize
 from smp_core.fp8.recipe import Fp8Recipe
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
-from smp_core.topology import Topology
+from smp_core.parallel_model import ParallelModel
 from tests.core.activations.models import DroppingGpt, assert_equal_bits, build, observe, whole
 from tests.core.activations.test_offloading import OFFLOADED
 from tests.core.context_parallel import model_cases
@@ -78,8 +77,7 @@ def test_fp8_weights_in_host_memory_travel_in_fp8() -> None:
 
 def context_gradients(**knobs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], ParallelModel]:
     config = SmpConfig(shard_degree=2, context_parallel_degree=2, **knobs)
-    mesh, config = SmpMesh.build(config, Topology.discover(), "cpu")
-    parallel = parallelize_model(model_cases.build("llama"), mesh, config)
+    parallel = parallelize(model_cases.build("llama"), config)
     assert parallel.context is not None
     split = parallel.context.split(model_cases.whole_batch(model_cases.Run("llama", 2, 2, "packed")))
     with enabled(split):
@@ -113,8 +111,7 @@ def as_smp_says() -> list[int]:
     block = {"sharded_data_parallel_degree": 2, "offload_activations": True, "activation_loading_horizon": 4}
     torch.manual_seed(0)
     config = dataclasses.replace(SmpConfig.from_smp_parameters(block), activation_offloading_min_bytes=0)
-    mesh, config = SmpMesh.build(config, Topology.discover(), "cpu")
-    parallel = parallelize_model(DroppingGpt(6, 0.1), mesh, config)
+    parallel = parallelize(DroppingGpt(6, 0.1), config)
     assert_equal_bits(observe(parallel), expected, str(block))
     offloader = parallel.activations.offloader
     assert offloader is not None
@@ -131,8 +128,7 @@ def delayed_weights() -> list[dict[str, torch.Tensor]]:
     for saver in ({}, *SAVERS[2:5]):
         with torch.device("meta"):
             model = DroppingGpt(2)
-        mesh, config = SmpMesh.build(SmpConfig(shard_degree=2, delayed_init=True, **saver), Topology.discover(), "cpu")
-        parallel = parallelize_model(model, mesh, config)
+        parallel = parallelize(model, SmpConfig(shard_degree=2, delayed_init=True, **saver))
         found.append({name: whole(parameter) for name, parameter in parallel.module.named_parameters()})
     return found
 

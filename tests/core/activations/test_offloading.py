@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp_core.activations.checkpointing import apply_checkpointing
 from smp_core.activations.host_pool import HostMemoryError, HostPool
 from smp_core.activations.offloading import Offloader, park_inputs
-from smp_core.activations.plan import plan_checkpointing
 from smp_core.config import SmpConfig
+from smp_core.planning.checkpointed import plan_checkpointing
 from tests.core.activations.models import WIDTH, DroppingGpt, assert_equal_bits, build, observe, tokens
 from tests.harness import run_ranks
 
@@ -58,8 +58,8 @@ def parked(
     pool = HostPool(limit, pinned=False, lower="lower the batch size")
     offloader = Offloader(torch.device("cpu"), horizon, pool, min_bytes=min_bytes)
     for chosen in plan_checkpointing(model, [f"blocks.{i}" for i in range(layers)], mode):
-        apply_checkpointing(chosen)
-        park_inputs(chosen, offloader)
+        apply_checkpointing(model, chosen)
+        park_inputs(model, chosen, offloader)
     return model, offloader
 
 
@@ -95,7 +95,7 @@ def _checkpointed(layers: int, mode: str) -> DroppingGpt:
     torch.manual_seed(0)
     model = DroppingGpt(layers)
     for chosen in plan_checkpointing(model, [f"blocks.{i}" for i in range(layers)], mode):
-        apply_checkpointing(chosen)
+        apply_checkpointing(model, chosen)
     return model
 
 
@@ -205,8 +205,8 @@ def test_an_input_of_several_modules_leaves_once() -> None:
 
     expected = gradients()
     for chosen in plan_checkpointing(model, [], {"blocks.*": "full"}):
-        apply_checkpointing(chosen)
-        park_inputs(chosen, offloader)
+        apply_checkpointing(model, chosen)
+        park_inputs(model, chosen, offloader)
     assert all(map(torch.equal, gradients(), expected))
     assert offloader.bytes_out == (4 + 1) * 2 * 3 * 8 * 4
 
@@ -235,8 +235,8 @@ def test_inputs_of_different_sizes_share_the_pool_from_step_to_step() -> None:
     pool = HostPool(2**20, pinned=False, lower="")
     offloader = Offloader(torch.device("cpu"), 1, pool, min_bytes=0)
     for chosen in plan_checkpointing(model, [], {"blocks.*": "full"}):
-        apply_checkpointing(chosen)
-        park_inputs(chosen, offloader)
+        apply_checkpointing(model, chosen)
+        park_inputs(model, chosen, offloader)
     for x, expected in zip(steps, plain, strict=True):
         found = torch.autograd.grad(model(x.requires_grad_()), list(model.parameters()))
         assert all(map(torch.equal, found, expected))
@@ -278,8 +278,8 @@ def test_an_input_changed_in_place_is_an_error_and_no_wrong_gradient(horizon: in
     model = nn.Sequential(nn.Linear(8, 8), *(InPlace() for _ in range(3)))
     offloader = Offloader(torch.device("cpu"), horizon, HostPool(2**20, pinned=False, lower=""), min_bytes=0)
     for chosen in plan_checkpointing(model, [], {"InPlace": "full"}):
-        apply_checkpointing(chosen)
-        park_inputs(chosen, offloader)
+        apply_checkpointing(model, chosen)
+        park_inputs(model, chosen, offloader)
     with pytest.raises(RuntimeError, match="changed in place"):
         model(torch.randn(2, 8)).sum().backward()
 
@@ -301,8 +301,8 @@ def test_compiled_blocks() -> None:
                 model.blocks[number] = torch.compile(block, backend="aot_eager")
         offloader = Offloader(torch.device("cpu"), 1, HostPool(2**20, pinned=False, lower=""), min_bytes=0)
         for chosen in plan_checkpointing(model, ["blocks.0", "blocks.1", "blocks.2"], mode):
-            apply_checkpointing(chosen)
-            park_inputs(chosen, offloader)
+            apply_checkpointing(model, chosen)
+            park_inputs(model, chosen, offloader)
         found = gradients(model, compiled=not layer_by_layer)
         assert offloader.bytes_in == 2 * INPUT_BYTES, f"{mode}, compiled {'blocks' if layer_by_layer else 'model'}"
         # As in test_checkpointing: the compiler adds up in another order.

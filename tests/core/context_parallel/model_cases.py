@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import enabled
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
-from smp_core.topology import Topology
+from smp_core.engine import parallelize
+from smp_core.parallel_model import ParallelModel
 
 VOCABULARY, ROWS = 47, 8
 _COMMON = {
@@ -220,8 +219,8 @@ def on_ranks(run: Run) -> tuple[ParallelModel, Any]:
         for place, layer in enumerate(layers):
             layers[place] = torch.compile(layer, backend=run.compiled, fullgraph=True)
     config = SmpConfig(shard_degree=run.shard, context_parallel_degree=run.context)
-    mesh, config = SmpMesh.build(config, Topology.discover(), "cpu")
-    parallel = parallelize_model(model, mesh, config)
+    parallel = parallelize(model, config)
+    mesh = parallel.mesh
     mine = {key: value.chunk(mesh.data_size)[mesh.data_rank] for key, value in whole_batch(run).items()}
     if parallel.context is None:
         targets = F.pad(mine["labels"], (0, 1), value=-100)[:, 1:]

@@ -15,9 +15,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import enabled
 from smp_core.context_parallel.chunked_models import PendingLogits, chunk_losses, loss_only, smoothed, use_chunked_loss
-from smp_core.mesh import SmpMesh
-from smp_core.parallelize import parallelize_model
-from smp_core.topology import Topology
+from smp_core.engine import parallelize
 from tests.core.context_parallel.model_cases import _COMMON, VOCABULARY, Run, build, whole_batch
 from tests.harness import run_ranks
 
@@ -152,9 +150,9 @@ def step_of(
     run = Run(kind, 2, context, "packed")
     wanted = {"wrap": ("LlamaDecoderLayer", "lm_head")} if head_alone else {}
     config = SmpConfig(shard_degree=2, context_parallel_degree=context, chunked_cross_entropy=chunk, **wanted)
-    mesh, config = SmpMesh.build(config, Topology.discover(), "cpu")
     model: Any = made(kind)
-    parallel = parallelize_model(model, mesh, config)
+    parallel = parallelize(model, config)
+    mesh = parallel.mesh
     mine = {key: value.chunk(mesh.data_size)[mesh.data_rank] for key, value in whole_batch(run).items()}
     split = None if parallel.context is None else parallel.context.split(mine)
     inputs = mine if split is None else split.batch

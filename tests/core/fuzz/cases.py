@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from smp_core.activations.plan import plan_checkpointing
 from smp_core.config import SmpConfig
-from smp_core.mesh import two_stages
-from smp_core.sharding.wrap import plan_units
+from smp_core.planning.checkpointed import plan_checkpointing
+from smp_core.planning.layout_rules import two_stages
+from smp_core.planning.units import plan_units
 from smp_core.topology import Topology
 from tests.core.fuzz.models import FAMILIES, Family
 from tests.core.fuzz.optimizers import WITH_FUSED_KERNELS, WITH_TENSOR_LR

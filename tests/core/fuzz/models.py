@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp_core.sharding.wrap import Entry
+from smp_core.planning.units import Entry
 
 WIDTH, LENGTH, VOCABULARY = 6, 4, 11
 

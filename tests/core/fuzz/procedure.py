@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint import load_checkpoint, save_checkpoint
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
 from smp_core.config import SmpConfig
+from smp_core.engine import build_mesh, parallelize
 from smp_core.mesh import SmpMesh
-from smp_core.parallelize import ParallelModel, parallelize_model
+from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
 from smp_core.sharding.grad_norm import NonfiniteGradNormError, clip_grad_value_
@@ -243,7 +244,7 @@ class OnRanks(Run):
         for module in self.models:
             mesh, config = self._mesh(config_of(knobs))
             entry: Any = "forward" if self.case.entry == "apart" else self.case.entry
-            self.handles.append(parallelize_model(module, mesh, config, entry=entry))
+            self.handles.append(parallelize(module, config, mesh=mesh, entry=entry))
         self.optimizers = [make_optimizer(spec, self.model) for spec in self.case.optimizers]
         for number, optimizer in enumerate(self.optimizers):
             self._handle_of(number).prepare_optimizer(optimizer)
@@ -253,7 +254,7 @@ class OnRanks(Run):
         decisive = ("shard_degree", "hierarchical", "reshard_after_forward")
         key = tuple((knob, type(value), value) for knob in decisive for value in [getattr(config, knob)])
         if key not in self._meshes:
-            self._meshes[key] = SmpMesh.build(config, Topology.discover(), "cpu")
+            self._meshes[key] = build_mesh(config, Topology.discover(), "cpu")
         mesh, resolved = self._meshes[key]
         for knob in decisive:
             if getattr(resolved, knob) != getattr(config, knob):

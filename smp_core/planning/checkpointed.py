@@ -26,8 +26,12 @@ class CheckpointedModule:
     of the operations in :mod:`smp_core.activations.selective` ("selective")."""
 
     name: str
-    module: nn.Module
     mode: Mode
+
+
+def checkpoints_itself(model: nn.Module) -> bool:
+    """Whether the model's own checkpointing (``gradient_checkpointing`` of Transformers) is on in any module."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
 def plan_checkpointing(
@@ -36,7 +40,7 @@ def plan_checkpointing(
     """The modules to be checkpointed, in the model's order.
 
     Args:
-        blocks: names of the model's wrapped blocks (:attr:`smp_core.sharding.wrap.WrapPlan.blocks`).
+        blocks: names of the model's wrapped blocks (:attr:`smp_core.planning.units.WrapPlan.blocks`).
         setting: the knob ``activation_checkpointing``.
 
     Raises:
@@ -50,30 +54,29 @@ def plan_checkpointing(
                 f"activation_checkpointing={setting!r}: {type(model).__name__} has no repeated blocks to checkpoint; "
                 'name the classes in wrap=["MyBlock"], or the modules in activation_checkpointing={"layers.*": "full"}'
             )
-        by_name = dict(model.named_modules())
-        return _of_group([(name, by_name[name]) for name in blocks], setting)
+        return _of_group(blocks, setting)
     groups = _claimed(model, setting)
     chosen = [each for pattern, members in groups.items() for each in _of_group(members, setting[pattern])]
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
     return sorted(chosen, key=lambda each: order[each.name])
 
 
-def _of_group(members: Sequence[tuple[str, nn.Module]], setting: str) -> list[CheckpointedModule]:
+def _of_group(members: Sequence[str], setting: str) -> list[CheckpointedModule]:
     if setting == "none":
         return []
     every = int(setting.removeprefix("every:")) if setting.startswith("every:") else 1
     mode: Mode = "selective" if setting == "selective" else "full"
-    return [CheckpointedModule(name, module, mode) for name, module in members[::every]]
+    return [CheckpointedModule(name, mode) for name in members[::every]]
 
 
-def _claimed(model: nn.Module, setting: Mapping[str, str]) -> dict[str, list[tuple[str, nn.Module]]]:
-    groups: dict[str, list[tuple[str, nn.Module]]] = {pattern: [] for pattern in setting}
+def _claimed(model: nn.Module, setting: Mapping[str, str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {pattern: [] for pattern in setting}
 
     def visit(name: str, module: nn.Module) -> None:
         if name:
             for pattern in setting:
                 if _matches(pattern, name, module):
-                    groups[pattern].append((name, module))
+                    groups[pattern].append(name)
                     return
         for child_name, child in module.named_children():
             visit(f"{name}.{child_name}" if name else child_name, child)

@@ -1,0 +1,125 @@
+"""The one entry: from a model and knobs to a parallel model.
+
+look      Shapes of the model, Cluster of the machines
+decide    a Plan: pure, the same on every rank
+agree     every rank was given the same and came to the same
+mesh      the process groups of its layout
+do        parallelize_model(), or adopt_sharded_model() for one that came sharded
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from smp_core.adoption import adopt_sharded_model
+from smp_core.agreement import agreed
+from smp_core.config import SmpConfig
+from smp_core.layout import Layout
+from smp_core.mesh import SmpMesh
+from smp_core.parallel_model import ParallelModel
+from smp_core.parallelize import parallelize_model
+from smp_core.planning.auto_degree import decide_with_smallest_degree
+from smp_core.planning.cluster import Cluster
+from smp_core.planning.decide import TRAINERS_OWN, Plan, decide
+from smp_core.planning.draft import Draft
+from smp_core.planning.dtype_rules import Precision
+from smp_core.planning.layout_rules import settle_layout
+from smp_core.planning.shapes import Shapes
+from smp_core.planning.units import Entry
+from smp_core.sharding.fsdp import given_units
+from smp_core.sharding.given import given_sharding
+from smp_core.topology import Topology
+
+logger = logging.getLogger("smp")
+
+
+def parallelize(
+    model: nn.Module,
+    asked: SmpConfig,
+    *,
+    device: torch.device | str = "cpu",
+    topology: Topology | None = None,
+    mesh: SmpMesh | None = None,
+    entry: Entry = "forward",
+    precision: Precision = TRAINERS_OWN,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    init_fn: Callable[[nn.Module], None] | None = None,
+) -> ParallelModel:
+    """Shard a model, and everything else that the knobs ask for. In place; collective over the world.
+
+    Args:
+        model: on any device or on meta; or sharded by FSDP2 already, which it keeps.
+        device: this rank's.
+        topology: default: the ranks are asked where they sit.
+        mesh: of a model before this one, which is then shared; its topology and device count.
+        entry: what a step calls (:func:`smp_core.planning.units.plan_units`).
+        precision: what the trainer's precision means for dtypes.
+        optimizers: that step this model, where they are known already; ``shard_degree="auto"`` plans memory for them.
+        init_fn: initialises one module in place, for modules on meta that cannot do it themselves.
+
+    Returns:
+        the handle whose ``window``, ``clip_grad_norm_`` and ``meter`` a training loop uses.
+
+    Raises:
+        ValueError: what :func:`smp_core.planning.decide.decide` and :func:`smp_core.parallelize.parallelize_model`
+            refuse, ranks that were given different configurations or models; on all ranks.
+    """
+    device = torch.device(device) if mesh is None else mesh.device
+    topology = topology or (Topology.discover() if mesh is None else mesh.topology)
+    given = given_sharding(model)
+    observe = Cluster.observer(topology, device)
+    if mesh is not None and asked.shard_degree == "auto":
+        asked = asked.with_resolved("shard_degree", mesh.shard_degree, "as the model before")
+
+    def settle() -> Plan:
+        if given is not None:
+            return decide(
+                Shapes.with_units(model, given_units(model)), asked, observe(), given=given, precision=precision
+            )
+        shapes = Shapes.of(model, asked, entry)
+        if asked.shard_degree == "auto":
+            return decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
+        return decide(shapes, asked, observe(), precision=precision)
+
+    plan = agreed(asked, settle, lambda plan: plan.shapes.word)
+    if mesh is None:
+        mesh = _mesh_of(plan.knobs, plan.layout, topology, device)
+    if mesh.rank == 0:
+        for line in plan.warnings:
+            logger.warning("%s", line)
+    if given is not None:
+        return adopt_sharded_model(model, mesh, plan, given)
+    return parallelize_model(model, mesh, plan, init_fn=init_fn)
+
+
+def build_mesh(asked: SmpConfig, topology: Topology, device: torch.device | str) -> tuple[SmpMesh, SmpConfig]:
+    """The mesh before there is a model: ``shard_degree`` is a number, "node" or "world". Collective over the world.
+
+    Returns:
+        the mesh, and the knobs of the layout as they take effect.
+
+    Raises:
+        ValueError: degrees that do not fit the world, ranks that were given different configurations; on all ranks.
+    """
+
+    def settle() -> tuple[Draft, Layout]:
+        draft = Draft(asked)
+        return draft, settle_layout(draft, topology)
+
+    draft, layout = agreed(asked, settle)
+    return _mesh_of(draft.knobs, layout, topology, torch.device(device)), draft.knobs
+
+
+def _mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.device) -> SmpMesh:
+    keep = knobs.reshard_after_forward
+    return SmpMesh.build(
+        layout,
+        topology,
+        device,
+        in_stages=knobs.asked("hierarchical") is not False,
+        secondary=keep if type(keep) is int else None,
+    )

@@ -1,0 +1,199 @@
+"""ParallelModel: the handle of a parallelized module, which both faces, loops of one's own and checkpoints use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from smp_core.activations.savers import NOTHING_SAVED, ActivationSavers
+from smp_core.comm.meter import CommMeter
+from smp_core.comm.traffic import Traffic
+from smp_core.config import SmpConfig
+from smp_core.context_parallel.batch import ContextParallel
+from smp_core.fp8.convert import Fp8Model
+from smp_core.mesh import SmpMesh
+from smp_core.module_names import clean_name
+from smp_core.planning.decide import Plan
+from smp_core.sharding.accumulation import AccumulationWindow
+from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
+from smp_core.sharding.given import NativeWindow
+from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
+from smp_core.sharding.optimizer import WorldSharding, model_parameter
+from smp_core.sharding.prepared_optimizer import prepare_optimizer
+from smp_core.sharding.rank_0 import broadcast_from_rank_0
+from smp_core.sharding.replaced import ReplacedParameters
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelModel:
+    """A parallelized module with what steps it.
+
+    Attributes:
+        plan: what was decided about it, and why.
+        units: its sharded units.
+        window: the gradients between a step's first micro-batch and the step.
+        replaced: the parameters of before sharding.
+        fp8: scales of FP8 layers of ours; None without.
+        context: splits its batches where ranks share sequences; None elsewhere.
+        fp8_region: makes the context that another library's FP8 layers want around forward.
+    """
+
+    module: nn.Module
+    mesh: SmpMesh
+    plan: Plan
+    units: tuple[ShardedUnit, ...]
+    window: AccumulationWindow | NativeWindow
+    meter: CommMeter
+    traffic: Traffic
+    calls: Calls
+    replaced: ReplacedParameters
+    activations: ActivationSavers = NOTHING_SAVED
+    fp8: Fp8Model | None = None
+    context: ContextParallel | None = None
+    fp8_region: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def config(self) -> SmpConfig:
+        """The knobs in effect, with what was asked and why."""
+        return self.plan.knobs
+
+    def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
+        if self._world is not None:
+            self._world.follow_flags()
+        with self.fp8_region():
+            try:
+                for unit in self.units:
+                    if unit.module is self.module:
+                        return self.calls.run_as_forward(unit, method, *args, **kwargs)
+                return method(*args, **kwargs)
+            except RuntimeError as error:
+                name_uncalled(error, self.units)
+                raise
+
+    def call(self, submodule: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a submodule by itself, outside of the model's forward, with the parameters of its unit gathered.
+        Collective."""
+        name = next(name for name, module in self.module.named_modules() if module is submodule)
+        holding = [unit for unit in self.units if f"{name}.".startswith(f"{unit.name}." if unit.name else "")]
+        if not holding:
+            return submodule(*args, **kwargs)
+        unit = max(holding, key=lambda unit: len(unit.name))
+        return self.calls.run_as_forward(unit, submodule, *args, **kwargs)
+
+    def reshard(self) -> None:
+        """Free gathered parameters, e.g. after an evaluation or before weights are loaded."""
+        reshard(self.module.modules())
+        self.traffic.weights_changed()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+    ) -> torch.Tensor:
+        """Clip by the norm over all ranks (see :func:`smp_core.sharding.grad_norm.clip_grad_norm_`); closes the window
+        if it is open. ``parameters``: only these, e.g. one optimizer's; default all."""
+        self.window.close()
+        return clip_grad_norm_(
+            self.stepped(parameters),
+            max_norm,
+            norm_type=norm_type,
+            shard_group=self.mesh.shard_group,
+            on_nonfinite=self.config.on_nonfinite_grad_norm,
+        )
+
+    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
+        """The gradients' norm over all ranks: a plain 0-d tensor, equal everywhere."""
+        return grad_norm(
+            self.stepped(parameters),
+            shard_group=self.mesh.shard_group,
+            norm_type=norm_type,
+        )
+
+    def stepped(self, parameters: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """What holds the gradients of these parameters (default all; also those of before sharding): with
+        ``optimizer_shard="world"`` masters of this rank's part, otherwise they themselves."""
+        given = self.module.parameters() if parameters is None else map(self.replaced.current, parameters)
+        return list(given) if self._world is None else self._world.stepped(given)
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer has any of this model's parameters, those of before sharding included."""
+        own = set(map(id, self.module.parameters()))
+        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return any(id(model_parameter(self.replaced.current(parameter))) in own for parameter in stepped)
+
+    def model_state(self) -> dict[str, Any]:
+        """The module's state dict: sharded parameters as DTensors, the live ones; only where
+        ``optimizer_shard="world"`` keeps finer weights than parameters, copies of those. Collective then."""
+        state: dict[str, Any] = get_model_state_dict(self.module)
+        for name, weight in self._finer_weights().items():
+            if name in state:
+                state[name] = weight
+        return state
+
+    def take_model_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what was loaded into the tensors of :meth:`model_state`."""
+        world = self._world
+        if world is None:
+            return
+        parameters = self._parameters_by_name()
+        world.take_weights({id(p): state[name] for name, p in parameters.items() if name in state})
+
+    @property
+    def _world(self) -> WorldSharding | None:
+        return self.window.world if isinstance(self.window, AccumulationWindow) else None
+
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
+        return {clean_name(name): p for name, p in self.module.named_parameters(remove_duplicate=False)}
+
+    def _finer_weights(self) -> dict[str, torch.Tensor]:
+        finer = {} if self._world is None else self._world.weights()
+        return {name: finer[id(p)] for name, p in self._parameters_by_name().items() if id(p) in finer}
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *others: ParallelModel) -> bool:
+        """Make an optimizer over this model's parameters right for them
+        (:mod:`smp_core.sharding.prepared_optimizer`). Collective over the world.
+
+        One that was made from the parameters of before sharding gets those of now. With ``optimizer_shard="world"`` it
+        steps masters of this rank's part from now on; ``state_dict`` and ``load_state_dict`` are collective then. With
+        ``state_offload="optimizer"`` it steps on the host. ``step`` closes an open window.
+
+        Args:
+            others: further models whose parameters it steps.
+
+        Returns:
+            False if it was prepared before, and nothing was to be done.
+
+        Raises:
+            ValueError: parameters of no model, an optimizer that cannot step shards, ``optimizer_shard="world"`` and
+                one that looks across a tensor or across tensors, states that cannot be saved.
+        """
+        models = (self, *others)
+        prepared = prepare_optimizer(optimizer, models)
+        for model in models:
+            if prepared and model.fp8 is not None:
+                model.fp8.follow(optimizer)
+        return prepared
+
+    def describe(self) -> str:
+        """A few lines for people: the layout, the units, what is replicated."""
+        lines = self.plan.describe()
+        lines += self.activations.describe()
+        if self.fp8 is not None:
+            lines.append(self.fp8.describe())
+        return "\n".join(lines)
+
+    @torch.no_grad()
+    def broadcast_buffers(self) -> None:
+        """Give every rank rank 0's persistent buffers (BatchNorm statistics), as DDP does: before evaluation and
+        saving. What is not saved (``_non_persistent_buffers_set`` is the only list of it) is not state and is left
+        alone."""
+        for module in self.module.modules():
+            passing = module._non_persistent_buffers_set
+            own = module.named_buffers(recurse=False)
+            saved = (buffer for name, buffer in own if name not in passing)
+            broadcast_from_rank_0(saved, self.mesh.device, self.mesh.gradient_group)

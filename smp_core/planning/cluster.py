@@ -1,0 +1,72 @@
+"""Cluster: what is decided by of the machines: nodes, devices, memory, measured links, and what this torch can do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from smp_core.agreement import of_all_ranks
+from smp_core.compat import FSDP_METHODS, fsdp_has
+from smp_core.links import Links
+from smp_core.topology import Topology
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines of one run, the same on every rank but for `host_memory`.
+
+    Attributes:
+        topology: nodes and their ranks.
+        device: type of the devices: "cpu", "cuda".
+        device_memory: bytes of the smallest device; None: there is none to plan for.
+        host_memory: bytes that this rank's node has available now.
+        links: measured on a cluster of this shape.
+        fsdp_methods: those of `smp_core.compat.FSDP_METHODS` that this torch has.
+    """
+
+    topology: Topology
+    device: str = "cpu"
+    device_memory: int | None = None
+    host_memory: int = 0
+    links: Links | None = None
+    fsdp_methods: frozenset[str] = frozenset(FSDP_METHODS)
+
+    @classmethod
+    def observer(cls, topology: Topology, device: torch.device) -> Callable[[], Cluster]:
+        """Ask all ranks for the memory of their devices, collectively; what is left to do is this rank's own, and may
+        raise `ValueError` (a file of links that is none)."""
+        sizes = of_all_ranks(_device_memory(device))
+        smallest = min((size for size in sizes if size is not None), default=None)
+
+        def observe() -> Cluster:
+            return cls(
+                topology,
+                device.type,
+                smallest,
+                available_host_bytes(),
+                Links.stored(topology),
+                frozenset(filter(fsdp_has, FSDP_METHODS)),
+            )
+
+        return observe
+
+
+def _device_memory(device: torch.device) -> int | None:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def available_host_bytes() -> int:
+    """What the machine could give to new allocations now (Linux: MemAvailable; elsewhere all memory there is)."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

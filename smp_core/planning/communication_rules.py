@@ -1,0 +1,80 @@
+"""Rules for what is gathered and reduced, how often, and compressed how. A knob that can save nothing here (nothing to
+gather, no link between nodes to spare) becomes what does take effect."""
+
+from __future__ import annotations
+
+from smp_core.comm.codec import CodeName
+from smp_core.layout import PARTITION, Layout
+from smp_core.planning.draft import Draft
+from smp_core.topology import Topology
+
+
+def settle_compression(draft: Draft, layout: Layout, topology: Topology) -> CodeName | None:
+    """Settle the compressed payloads and error feedback.
+
+    Returns:
+        the payload of sums across replicas, None where they travel as they are.
+    """
+    knobs = draft.knobs
+    degree = layout.size(*PARTITION)
+    gathers_cross = topology.spans_nodes(layout.ranks(0, *PARTITION))
+    sums_cross = topology.spans_nodes(layout.ranks(0, "replicate"))
+    if knobs.quantized_all_gather is not None:
+        if degree == 1:
+            draft.drop("quantized_all_gather", None, "shard_degree=1: nothing is gathered")
+        elif not gathers_cross and not knobs.quantize_inside_nodes:
+            why = "the partition group lies inside one node; quantize_inside_nodes=true encodes there too"
+            draft.drop("quantized_all_gather", None, why)
+    if knobs.replica_reduce_dtype is not None and not sums_cross:
+        several = layout.replicate > 1
+        why = "replicas are on one node" if several else "there is one replica: no sums across"
+        draft.drop("replica_reduce_dtype", None, why)
+    if knobs.quantized_reduce is not None and not gathers_cross and not sums_cross:
+        draft.drop("quantized_reduce", None, "no gradients cross between nodes")
+    compressed = draft.knobs.quantized_reduce
+    if knobs.error_feedback == "auto" or (knobs.error_feedback and compressed is None):
+        why = "gradients are quantised" if compressed else "no gradients are quantised"
+        draft.settle("error_feedback", compressed is not None, why)
+    if not sums_cross:
+        return None
+    return compressed or ("bfloat16" if draft.knobs.replica_reduce_dtype else None)
+
+
+def settle_gathering(draft: Draft, layout: Layout, cast_forward_inputs: bool) -> bool:
+    """Settle what is gathered and how often gradients are reduced.
+
+    Returns:
+        whether units are sharded by FSDP2. A partition group of one has nothing to gather, and FSDP2 would copy every
+        parameter for each use; it is still needed where it casts parameters to another dtype, and where it brings them
+        from the host.
+    """
+    if layout.size(*PARTITION) > 1:
+        return True
+    knobs = draft.knobs
+    casts = knobs.param_dtype is not None and cast_forward_inputs
+    if not knobs.reduce_every_micro_batch:
+        why = "shard_degree=1: nothing is reduced inside a partition group"
+        draft.settle("reduce_every_micro_batch", True, why)
+    if casts or knobs.state_offload == "all":
+        return True
+    why = "shard_degree=1: parameters are whole, nothing is gathered"
+    draft.settle("param_dtype", None, why)
+    draft.settle("reshard_after_forward", False, why)
+    if not knobs.reshard_after_backward:
+        draft.settle("reshard_after_backward", True, why)
+    return False
+
+
+def settle_optimizer_shard(draft: Draft, layout: Layout) -> None:
+    """Settle ``optimizer_shard="world"`` where there is one replica."""
+    if draft.knobs.optimizer_shard == "world" and layout.replicate == 1:
+        why = "there is one replica: optimizer states are sharded over all ranks already"
+        draft.settle("optimizer_shard", "shard", why)
+
+
+def settle_head_groups(draft: Draft, device: str) -> None:
+    """Settle in how many groups of heads keys and values travel between context ranks."""
+    if draft.knobs.context_head_groups == "auto":
+        on_cpu = device == "cpu"
+        why = "on CPU nothing runs behind anything" if on_cpu else "one group's gather behind the other's attention"
+        draft.settle("context_head_groups", 1 if on_cpu else 2, why)

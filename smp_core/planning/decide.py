@@ -1,0 +1,177 @@
+"""decide(): everything about one model on one cluster, settled once.
+
+A :class:`Plan` comes of what a model is (:class:`~smp_core.planning.shapes.Shapes`), what was asked, and what the
+cluster is (:class:`~smp_core.planning.cluster.Cluster`), by rules that stand in the files beside this one. No process
+group, no module, no collective: the same three give the same plan on every rank, on a laptop, and in a planner's loop.
+:mod:`smp_core.parallelize` does what it says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smp_core.comm.codec import CodeName
+from smp_core.config import SmpConfig
+from smp_core.layout import GRADIENTS, PARTITION, Layout
+from smp_core.planning.activation_rules import ActivationPlan, settle_activations
+from smp_core.planning.cluster import Cluster
+from smp_core.planning.communication_rules import (
+    settle_compression,
+    settle_gathering,
+    settle_head_groups,
+    settle_optimizer_shard,
+)
+from smp_core.planning.draft import Draft
+from smp_core.planning.dtype_rules import (
+    Dtypes,
+    Precision,
+    dtype_of,
+    settle_precision,
+    settle_reduce_dtype,
+    settle_stored_dtype,
+)
+from smp_core.planning.given_rules import GivenSharding, settle_given
+from smp_core.planning.layout_rules import settle_layout, two_stages
+from smp_core.planning.link_rules import settle_prefetch, settle_stages
+from smp_core.planning.optimizers import OptimizerStates
+from smp_core.planning.shapes import Shapes
+from smp_core.planning.units import PlannedUnit
+
+TRAINERS_OWN = Precision()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done to one model. Made by :func:`decide`.
+
+    Attributes:
+        knobs: all in effect, with what was asked and why each became what it is.
+        shapes, cluster, precision: what it was decided by.
+        layout: the axes of the run.
+        in_stages: collectives over groups that span nodes with several ranks on each run in two stages.
+        gathers: units are sharded by FSDP2; False: every parameter is replicated.
+        dtypes: of parameters and sums.
+        replica_payload: how sums across replicas travel between nodes; None: as they are.
+        activations: what is recomputed and offloaded.
+        warnings: about knobs that were asked for and have no effect.
+        given: how the model came, if it came sharded.
+        optimizer: what the shard degree was chosen for, where it was.
+    """
+
+    knobs: SmpConfig
+    shapes: Shapes
+    cluster: Cluster
+    precision: Precision
+    layout: Layout
+    gathers: bool
+    dtypes: Dtypes
+    replica_payload: CodeName | None
+    activations: ActivationPlan
+    warnings: tuple[str, ...] = ()
+    given: GivenSharding | None = None
+    optimizer: OptimizerStates | None = None
+
+    @property
+    def units(self) -> tuple[PlannedUnit, ...]:
+        """Modules to be sharded and gathered as a whole, by their names."""
+        return self.shapes.units.units
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """Names of parameters that no unit can hold."""
+        return self.shapes.units.replicated
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks of a partition group, context ranks included."""
+        return self.layout.size(*PARTITION)
+
+    @property
+    def gradient_degree(self) -> int:
+        """Ranks whose gradients are added up."""
+        return self.layout.size(*GRADIENTS)
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether collectives over the partition group run in two stages."""
+        return bool(self.knobs.hierarchical) and two_stages(self.shard_degree, self.cluster.topology)
+
+    @property
+    def replicated_parameters(self) -> list[tuple[str, ...]]:
+        """Names of parameters that every rank holds whole, in the groups that are added up together."""
+        of_units = [] if self.gathers else [unit.parameters for unit in self.units]
+        return [self.replicated, *of_units]
+
+    def describe(self) -> list[str]:
+        """Lines for people: the nodes, the layout, the units, what is replicated."""
+        layout = self.layout
+        total = sum(parameter.elements for parameter in self.shapes.parameters)
+        lines = [
+            self.cluster.topology.describe(),
+            f"{layout.replicate} x {self.shard_degree}: {layout.replicate} replicas of the model states, "
+            f"each over {self.shard_degree} ranks" + (", collectives in two stages" if self.hierarchical else ""),
+        ]
+        if layout.context > 1:
+            lines.append(f"sequences over {layout.context} ranks")
+        lines.append(f"{total:,} parameters, units: {len(self.units)} ({self.shapes.units.why})")
+        if self.replicated:
+            lines.append(f"whole on every rank: {', '.join(self.replicated)}")
+        return lines
+
+
+def decide(
+    shapes: Shapes,
+    asked: SmpConfig,
+    cluster: Cluster,
+    *,
+    precision: Precision = TRAINERS_OWN,
+    given: GivenSharding | None = None,
+) -> Plan:
+    """Settle everything about one model.
+
+    Args:
+        asked: ``shard_degree="auto"`` has been replaced by a number
+            (:func:`smp_core.planning.auto_degree.decide_with_smallest_degree`), unless the model came sharded.
+        precision: what the trainer's precision means.
+        given: how the model came sharded; it pins what was decided then.
+
+    Raises:
+        ValueError: a knob that is not built yet, a value that does not fit the model or the cluster; names the knob,
+            its value, and what to write.
+    """
+    asked.require_built()
+    topology = cluster.topology
+    draft = Draft(asked)
+    # Dtypes as the trainer or the model's maker wants them, then the degrees.
+    if given is not None:
+        settle_given(draft, given, shapes)
+    settle_precision(draft, precision)
+    settle_reduce_dtype(draft, shapes)
+    layout = settle_layout(draft, topology)
+    # What is sent, in which form and over which stages.
+    settle_stages(draft, shapes, layout, cluster)
+    payload = settle_compression(draft, layout, topology)
+    settle_optimizer_shard(draft, layout)
+    settle_head_groups(draft, cluster.device)
+    gathers = given is not None or settle_gathering(draft, layout, precision.cast_forward_inputs)
+    # Memory, and what is in flight.
+    activations = settle_activations(draft, shapes, cluster)
+    settle_prefetch(draft, shapes, layout, cluster, gathers)
+    if draft.knobs.delayed_init and not shapes.on_meta:
+        why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
+        draft.drop("delayed_init", False, why)
+    stored = settle_stored_dtype(draft, shapes, gathers) if given is None else None
+    knobs = draft.knobs
+    return Plan(
+        knobs=knobs,
+        shapes=shapes,
+        cluster=cluster,
+        precision=precision,
+        layout=layout,
+        gathers=gathers,
+        dtypes=Dtypes(dtype_of(knobs.param_dtype), dtype_of(knobs.reduce_dtype), stored),
+        replica_payload=payload,
+        activations=activations,
+        warnings=tuple(draft.warnings),
+        given=given,
+    )

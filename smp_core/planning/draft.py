@@ -1,0 +1,29 @@
+"""Draft: the knobs of one run while they are decided, each with what it became and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smp_core.config import SmpConfig
+
+
+class Draft:
+    """What the rules of :mod:`smp_core.planning.decide` write into.
+
+    Attributes:
+        knobs: as they are by now.
+        warnings: sentences for people, about knobs that were asked for and have no effect.
+    """
+
+    def __init__(self, asked: SmpConfig) -> None:
+        self.knobs = asked
+        self.warnings: list[str] = []
+
+    def settle(self, knob: str, value: Any, why: str) -> None:
+        """The knob has this value in effect."""
+        self.knobs = self.knobs.with_resolved(knob, value, why)
+
+    def drop(self, knob: str, value: Any, why: str) -> None:
+        """What was asked for has no effect here, which is said."""
+        self.warnings.append(f"{knob}={getattr(self.knobs, knob)!r} has no effect: {why}")
+        self.settle(knob, value, why)

@@ -1,0 +1,102 @@
+"""Rules for a model that came sharded: what was decided then is pinned, what comes too late is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smp_core.config import SmpConfig
+from smp_core.planning.draft import Draft
+from smp_core.planning.dtype_rules import name_of
+from smp_core.planning.shapes import Shapes
+
+_WHY = "as the model came"
+_PINNED = ("wrap", "wrap_min_parameters", "reshard_after_forward", "reshard_after_backward", "delayed_init")
+_TOO_LATE = ("fp8", "activation_checkpointing", "activation_offloading", "symmetric_memory")
+# On a (replicate, shard) mesh torch gathers and reduces.
+_TORCHS: dict[str, Any] = {
+    "reduce_every_micro_batch": True,
+    "hierarchical": False,
+    "comm_meter": False,
+    "replica_reduce_dtype": None,
+    "quantized_all_gather": None,
+    "error_feedback": False,
+    "quantized_reduce": None,
+    "optimizer_shard": "shard",
+    "forward_prefetch": 0,
+    "backward_prefetch": 1,
+    "reduce_scatter_buffers": 1,
+    "separate_reduce_scatter_group": False,
+    "forward_methods": (),
+}
+
+
+@dataclass(frozen=True)
+class GivenSharding:
+    """How a model came.
+
+    Attributes:
+        ranks: of this rank's partition group.
+        two_dimensional: sharded on a (replicate, shard) mesh: torch reduces across replicas.
+        param_dtype, reduce_dtype: what it computes and reduces in; None: the parameters' own.
+    """
+
+    ranks: tuple[int, ...]
+    two_dimensional: bool
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def degree(self) -> int:
+        return len(self.ranks)
+
+
+def settle_given(draft: Draft, given: GivenSharding, shapes: Shapes) -> None:
+    """Pin what the model came with.
+
+    Raises:
+        ValueError: a knob that comes too late, another shard degree, shared sequences, or trainable plain parameters
+            beside a 2-D mesh.
+    """
+    knobs, defaults = draft.knobs, SmpConfig()
+    for knob in _TOO_LATE:
+        if getattr(knobs, knob) != getattr(defaults, knob):
+            raise ValueError(
+                f"{knob}={getattr(knobs, knob)!r} has to be applied before a model is sharded, and this one came "
+                f"sharded; leave {knob} out, or load the model without distributed_config and let torch-smp shard it"
+            )
+    if knobs.state_offload == "all":
+        raise ValueError(
+            "state_offload='all' has to be applied when a model is sharded, and this one came sharded; allowed: none, "
+            "'optimizer'; or load the model without distributed_config and let torch-smp shard it"
+        )
+    if knobs.context_parallel_degree > 1:
+        raise ValueError(
+            f"context_parallel_degree={knobs.context_parallel_degree} and a model that came sharded ({shapes.kind}); "
+            "load it whole, SmpAccelerator shards it"
+        )
+    draft.settle("shard_degree", given.degree, _WHY)
+    for knob in _PINNED:
+        draft.settle(knob, getattr(defaults, knob), _WHY)
+    draft.settle("param_dtype", name_of(given.param_dtype), _WHY)
+    draft.settle("reduce_dtype", name_of(given.reduce_dtype), _WHY)
+    if given.two_dimensional:
+        _leave_to_torch(draft, shapes)
+
+
+def _leave_to_torch(draft: Draft, shapes: Shapes) -> None:
+    trainable = [name for name in shapes.units.replicated if shapes.of_name(name).trainable]
+    if trainable:
+        raise ValueError(
+            f"trainable parameters that every rank holds whole ({', '.join(trainable)}) beside a model sharded in two "
+            "dimensions; write DistributedConfig(fsdp_size=...) without dp_replicate_size"
+        )
+    for knob, value in _TORCHS.items():
+        draft.settle(knob, value, "torch gathers and reduces: the model came with its own replicas")
+    draft.warnings.append(
+        "the model came sharded on a (replicate, shard) mesh: torch gathers and reduces, also across replicas, "
+        f"and {', '.join((*_TORCHS, *_PINNED))} have no effect; load it without distributed_config, and torch-smp "
+        "shards it"
+    )

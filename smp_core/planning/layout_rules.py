@@ -1,0 +1,76 @@
+"""Rules for the layout: how large a partition group is, whether collectives run in two stages, and how many ranks hold
+a copy of gathered parameters between forward and backward."""
+
+from __future__ import annotations
+
+from smp_core.layout import Layout
+from smp_core.planning.draft import Draft
+from smp_core.topology import Topology
+
+
+def settle_layout(draft: Draft, topology: Topology) -> Layout:
+    """Settle ``shard_degree`` ("auto" has a number by now), ``hierarchical`` and ``reshard_after_forward``.
+
+    Raises:
+        ValueError: a degree that does not divide the world or straddles nodes, a context degree that does not divide
+            the shard degree, ``hierarchical=True`` for a group that has only one stage.
+    """
+    asked = draft.knobs.shard_degree
+    degree = topology.resolve_shard_degree(asked)
+    if degree != asked:
+        draft.settle("shard_degree", degree, f"{asked!r} of {topology.num_nodes} x {topology.ranks_per_node} ranks")
+    layout = Layout.of_world(topology.world_size, degree, draft.knobs.context_parallel_degree)
+    _settle_hierarchical(draft, degree, topology)
+    _settle_secondary_degree(draft, degree, topology)
+    return layout
+
+
+def two_stages(degree: int, topology: Topology) -> bool:
+    """Whether partition groups of ``degree`` ranks span nodes with several of their ranks on each."""
+    return degree > topology.ranks_per_node > 1
+
+
+def replicas_share_nodes(degree: int, topology: Topology) -> bool:
+    """Whether replication groups span nodes with several of their ranks on each."""
+    return degree < topology.ranks_per_node and topology.num_nodes > 1
+
+
+def _settle_hierarchical(draft: Draft, degree: int, topology: Topology) -> None:
+    asked, k, nodes = draft.knobs.hierarchical, topology.ranks_per_node, topology.num_nodes
+    several = two_stages(degree, topology) or replicas_share_nodes(degree, topology)
+    if asked == "auto":
+        if two_stages(degree, topology):
+            why = f"the partition group spans {degree // k} nodes with {k} ranks each"
+        elif replicas_share_nodes(degree, topology):
+            why = f"the replication group spans {nodes} nodes with {k // degree} ranks each"
+        elif degree > k:
+            why = "one rank per node: there is only one stage"
+        else:
+            why = "the partition group lies inside one node"
+        draft.settle("hierarchical", several, why)
+    elif asked and not several:
+        raise ValueError(
+            "hierarchical=True needs a partition or replication group that spans nodes with more than one rank on "
+            f"each, but with shard_degree={degree} on nodes of {k} ranks there is none; write hierarchical='auto' or "
+            "False, or a larger shard_degree"
+        )
+
+
+def _settle_secondary_degree(draft: Draft, degree: int, topology: Topology) -> None:
+    """How many ranks hold a copy after forward: an integer below the shard degree, True or False."""
+    asked, k = draft.knobs.reshard_after_forward, topology.ranks_per_node
+    if isinstance(asked, bool):
+        return
+    if asked == "node":
+        if degree <= k:
+            draft.settle("reshard_after_forward", True, "the partition group lies inside one node already")
+        elif k == 1:
+            draft.settle("reshard_after_forward", False, "one rank per node: its copy is a whole one")
+        else:
+            draft.settle("reshard_after_forward", k, f"a copy sharded over the {k} ranks of each node")
+        return
+    if degree % asked:
+        allowed = ", ".join(["true", "false", *(str(n) for n in range(2, degree + 1) if degree % n == 0)])
+        raise ValueError(f"reshard_after_forward={asked} does not divide shard_degree={degree}; allowed: {allowed}")
+    if asked == degree:
+        draft.settle("reshard_after_forward", True, "as many ranks as the partition group has")

@@ -1,0 +1,138 @@
+"""Shapes: what is decided by of a model: names, shapes and dtypes, and which modules its units are. No tensors, no
+modules; the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import xxhash
+from torch import nn
+
+from smp_core.config import SmpConfig
+from smp_core.planning.checkpointed import CheckpointedModule, checkpoints_itself, plan_checkpointing
+from smp_core.planning.units import Entry, WrapPlan, plan_units
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter: its first name in the model, the shape of the whole tensor, and its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks hold rows of it; 0-d and empty parameters are replicated."""
+        return self.elements > 0 and bool(self.shape)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model as :func:`smp_core.planning.decide.decide` sees it.
+
+    Attributes:
+        kind: the model's class, for messages.
+        parameters: each once, in the model's order.
+        units: which modules become FSDP units, and what stays replicated.
+        checkpointed: modules that ``activation_checkpointing`` names.
+        units_recomputed: names of units inside a checkpointed module, by the name of that module.
+        checkpoints_itself: the model has recomputation of its own switched on.
+        on_meta: something of it is on the meta device.
+        buffer_bytes: of all buffers.
+        aliases: further names of parameters -> their first name.
+    """
+
+    kind: str
+    parameters: tuple[ParameterShape, ...]
+    units: WrapPlan
+    checkpointed: tuple[CheckpointedModule, ...] = ()
+    checkpoints_itself: bool = False
+    on_meta: bool = False
+    buffer_bytes: int = 0
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for unit in self.units.units:
+            for name in unit.parameters:
+                if self.aliases.get(name, name) not in self.by_name:
+                    raise ValueError(f"units name the parameter {name!r}, which {self.kind} does not have")
+
+    @classmethod
+    def of(cls, model: nn.Module, asked: SmpConfig, entry: Entry = "forward") -> Shapes:
+        """Read a model that is not sharded yet; its tensors may be on the meta device.
+
+        Args:
+            asked: ``wrap``, ``wrap_min_parameters`` and ``activation_checkpointing`` choose modules.
+            entry: what a step calls (:func:`smp_core.planning.units.plan_units`).
+
+        Raises:
+            ValueError: a wrap or checkpointing rule that matches nothing, a model without parameters.
+        """
+        units = plan_units(model, asked, entry=entry)
+        # A rule that matches nothing is an error also where the model's own checkpointing will take its place.
+        itself = asked.activation_checkpointing != "none" and checkpoints_itself(model)
+        checkpointed = () if itself else tuple(plan_checkpointing(model, units.blocks, asked.activation_checkpointing))
+        return cls.with_units(model, units, checkpointed, itself)
+
+    @classmethod
+    def with_units(
+        cls,
+        model: nn.Module,
+        units: WrapPlan,
+        checkpointed: Sequence[CheckpointedModule] = (),
+        checkpoints_itself: bool = False,
+    ) -> Shapes:
+        """Read a model whose units are known."""
+        first_names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+        aliases = {
+            name: first_names[parameter]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name != first_names[parameter]
+        }
+        parameters = tuple(
+            ParameterShape(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()
+        )
+        return cls(
+            type(model).__name__,
+            parameters,
+            units,
+            tuple(checkpointed),
+            checkpoints_itself,
+            on_meta=any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]),
+            buffer_bytes=sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
+            aliases=aliases,
+        )
+
+    @cached_property
+    def by_name(self) -> dict[str, ParameterShape]:
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    @cached_property
+    def unit_elements(self) -> list[int]:
+        """Elements of each unit that has parameters."""
+        sizes = [sum(self.of_name(name).elements for name in unit.parameters) for unit in self.units.units]
+        return [size for size in sizes if size]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first parameter, which most others have too."""
+        return next((parameter.dtype for parameter in self.parameters), torch.float32)
+
+    @cached_property
+    def word(self) -> str:
+        """Equal for models whose parameters and units have the same names, shapes and dtypes."""
+        said = repr([(p.name, p.shape, p.dtype) for p in self.parameters] + [self.units.units])
+        return f"{self.kind} with {len(self.parameters)} parameters, {xxhash.xxh3_64_hexdigest(said.encode())}"
+
+    def of_name(self, name: str) -> ParameterShape:
+        return self.by_name[self.aliases.get(name, name)]

@@ -1,0 +1,284 @@
+"""decide() without processes: what it settles, what it refuses, and that its plans tile the world."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from smp_core.config import SmpConfig
+from smp_core.layout import DATA, GRADIENTS, PARTITION
+from smp_core.links import Collectives, LinkFit, Links
+from smp_core.planning.auto_degree import decide_with_smallest_degree
+from smp_core.planning.cluster import GIB, Cluster
+from smp_core.planning.decide import Plan, decide
+from smp_core.planning.dtype_rules import Precision
+from smp_core.planning.given_rules import GivenSharding
+from smp_core.planning.shapes import Shapes
+from smp_core.topology import Topology
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+
+class Tower(nn.Module):
+    """Four blocks and a 0-d parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def plan_of(model: nn.Module | None = None, links: Links | None = None, **knobs: Any) -> Plan:
+    """On two nodes of four ranks, by default sharded within them."""
+    asked = SmpConfig(**{"shard_degree": 4, **knobs})
+    machines = Cluster(Topology.uniform(8, 4), host_memory=10 * GIB, links=links)
+    return decide(Shapes.of(model or Tower(), asked), asked, machines)
+
+
+# Knobs, and what becomes of which one and why: on two nodes of four ranks.
+SETTLED: list[tuple[dict[str, Any], str, Any, str]] = [
+    ({"shard_degree": "node"}, "shard_degree", 4, "'node' of 2 x 4 ranks"),
+    ({"shard_degree": "world"}, "shard_degree", 8, "'world' of 2 x 4 ranks"),
+    ({"shard_degree": 8}, "hierarchical", True, "the partition group spans 2 nodes with 4 ranks each"),
+    ({"shard_degree": 2}, "hierarchical", True, "the replication group spans 2 nodes with 2 ranks each"),
+    ({"shard_degree": 4}, "hierarchical", False, "lies inside one node"),
+    ({"shard_degree": 8, "hierarchical": False}, "hierarchical", False, "as asked"),
+    ({"shard_degree": 8, "reshard_after_forward": "node"}, "reshard_after_forward", 4, "over the 4 ranks of each node"),
+    ({"shard_degree": 4, "reshard_after_forward": "node"}, "reshard_after_forward", True, "inside one node already"),
+    ({"shard_degree": 4, "reshard_after_forward": 4}, "reshard_after_forward", True, "as many ranks as the partition"),
+    ({"shard_degree": 1}, "reshard_after_forward", False, "nothing is gathered"),
+    ({"shard_degree": 1, "reduce_every_micro_batch": False}, "reduce_every_micro_batch", True, "nothing is reduced"),
+    ({"shard_degree": 4}, "reduce_dtype", None, "the gradients' own dtype"),
+    ({"param_dtype": "bfloat16"}, "reduce_dtype", "float32", "half precision"),
+    ({"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}, "reduce_dtype", "bfloat16", "as asked"),
+    ({"shard_degree": 1, "quantized_all_gather": "int8"}, "quantized_all_gather", None, "nothing is gathered"),
+    ({"shard_degree": 4, "quantized_all_gather": "int8"}, "quantized_all_gather", None, "lies inside one node"),
+    ({"shard_degree": 8, "quantized_all_gather": "int8"}, "quantized_all_gather", "int8", "as asked"),
+    ({"shard_degree": 8, "replica_reduce_dtype": "bf16"}, "replica_reduce_dtype", None, "there is one replica"),
+    ({"shard_degree": 4, "replica_reduce_dtype": "bf16"}, "replica_reduce_dtype", "bf16", "as asked"),
+    ({"shard_degree": 4, "quantized_reduce": "int8"}, "error_feedback", True, "gradients are quantised"),
+    ({"shard_degree": 4}, "error_feedback", False, "no gradients are quantised"),
+    ({"shard_degree": 8, "optimizer_shard": "world"}, "optimizer_shard", "shard", "there is one replica"),
+    ({"optimizer_shard": "world", "param_dtype": "bfloat16"}, "optimizer_shard", "world", "stored in bfloat16"),
+    ({}, "context_head_groups", 1, "on CPU nothing runs behind"),
+    ({"activation_checkpointing": "full"}, "activation_checkpointing", "full", "as asked"),
+    ({"activation_checkpointing_check": True}, "activation_checkpointing_check", False, "nothing is recomputed"),
+    ({"activation_loading_horizon": 3}, "activation_loading_horizon", 3, "nothing is offloaded"),
+    (
+        {"activation_checkpointing": "full", "activation_offloading": True, "activation_loading_horizon": 4},
+        *("activation_offloading", False, "the inputs of all 4 checkpointed modules may stay"),
+    ),
+    (
+        {"activation_checkpointing": "full", "activation_offloading": True},
+        *("activation_offloading_host_gib", 2.0, "four fifths"),
+    ),
+    ({"delayed_init": True}, "delayed_init", False, "nothing was on the meta device"),
+    ({}, "forward_prefetch", 0, "no measured links"),
+    ({"shard_degree": 1, "reduce_scatter_buffers": 2}, "reduce_scatter_buffers", 1, "shard_degree=1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "knob", "value", "why"), SETTLED, ids=[f"{knob} of {knobs}" for knobs, knob, *_ in SETTLED]
+)
+def test_a_knob_becomes_what_takes_effect_and_says_why(knobs: dict[str, Any], knob: str, value: Any, why: str) -> None:
+    plan = plan_of(**knobs)
+    assert getattr(plan.knobs, knob) == value and type(getattr(plan.knobs, knob)) is type(value)
+    assert why in plan.knobs.why(knob)
+
+
+DROPPED = [(knobs, knob) for knobs, knob, value, why in SETTLED if value in (None, False) and knob in knobs]
+
+
+@pytest.mark.parametrize(("knobs", "knob"), DROPPED, ids=[knob for _, knob in DROPPED])
+def test_what_has_no_effect_is_a_warning(knobs: dict[str, Any], knob: str) -> None:
+    said = [line for line in plan_of(**knobs).warnings if line.startswith(f"{knob}=")]
+    assert len(said) == (knobs[knob] is not False) and all("has no effect" in line for line in said)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"shard_degree": 3}, r"shard_degree=3 does not divide the world of 8 ranks; allowed: 1, 2, 4, 8"),
+    ({"shard_degree": 16}, r"shard_degree=16.*allowed: 1, 2, 4, 8"),
+    ({"shard_degree": "auto"}, r"shard_degree.*'auto'.*allowed here"),
+    ({"shard_degree": 4, "hierarchical": True}, r"hierarchical=True needs.*write hierarchical='auto'"),
+    ({"shard_degree": 8, "reshard_after_forward": 3}, r"reshard_after_forward=3 does not divide shard_degree=8"),
+    ({"shard_degree": "node", "reshard_after_forward": 3}, r"reshard_after_forward=3 does not divide shard_degree=4"),
+    ({"shard_degree": "node", "context_parallel_degree": 3}, r"context_parallel_degree=3 does not divide"),
+    ({"shard_degree": 2, "context_parallel_degree": 4}, r"context_parallel_degree=4.*shard_degree=2"),
+    ({"reduce_dtype": "float16"}, r"reduce_dtype='float16'.*allowed: 'auto', 'float32', 'bfloat16'"),
+    ({"tensor_parallel_degree": 2}, r"tensor_parallel_degree=2.*not built yet"),
+    ({"pipeline_parallel_degree": 2}, r"pipeline_parallel_degree=2.*not built yet"),
+    ({"symmetric_memory": True}, r"symmetric_memory=True.*write symmetric_memory=false"),
+    ({"reduce_scatter_buffers": 2}, r"reduce_scatter_buffers=2.*write reduce_scatter_buffers=1"),
+    ({"separate_reduce_scatter_group": True}, r"separate_reduce_scatter_group=True.*device is cpu"),
+    ({"optimizer_shard": "world", "state_offload": "all"}, r"optimizer_shard='world'.*state_offload='optimizer'"),
+    ({"reshard_after_backward": False}, r"reshard_after_backward=false.*write reshard_after_forward=false"),
+    ({"quantized_reduce": "int8", "replica_reduce_dtype": "bf16"}, r"quantized_reduce and replica_reduce_dtype"),
+    ({"error_feedback": True}, r"error_feedback=true.*write quantized_reduce"),
+    ({"quantize_after_steps": 2}, r"quantize_after_steps says how quantized_all_gather works"),
+    ({"wrap": ["Blok"]}, r"Blok"),
+    ({"activation_checkpointing": {"Blok": "full"}}, r"activation_checkpointing\['Blok'\] matches no"),
+    ({"activation_offloading": True}, r"activation_offloading=true"),
+]
+
+
+@pytest.mark.parametrize(("knobs", "said"), REFUSED, ids=[str(knobs) for knobs, _ in REFUSED])
+def test_what_cannot_be_is_refused_with_what_to_write(knobs: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan_of(**knobs)
+
+
+def test_a_model_that_checkpoints_itself_keeps_doing_so_but_is_not_offloaded() -> None:
+    model = Tower()
+    model.gradient_checkpointing = True  # type: ignore[assignment]
+    plan = plan_of(model=model, activation_checkpointing="full")
+    assert plan.knobs.activation_checkpointing == "none" and not plan.activations.checkpointed and plan.warnings
+    with pytest.raises(ValueError, match=r"activation_offloading=true: the model's own"):
+        plan_of(model=model, activation_checkpointing="full", activation_offloading=True)
+
+
+GIVEN: list[tuple[dict[str, Any], bool, str]] = [
+    ({"fp8": True}, False, r"fp8=.*before a model is sharded"),
+    ({"activation_checkpointing": "full"}, False, r"activation_checkpointing='full'.*before a model is sharded"),
+    ({"symmetric_memory": True}, False, r"symmetric_memory=True has to be applied before"),
+    ({"state_offload": "all"}, False, r"state_offload='all'.*allowed: none, 'optimizer'"),
+    ({"context_parallel_degree": 2}, False, r"context_parallel_degree=2 and a model that came sharded"),
+    ({}, True, r"trainable parameters that every rank holds whole \(scale\)"),
+]
+
+
+@pytest.mark.parametrize(("knobs", "two_dimensional", "said"), GIVEN)
+def test_what_comes_too_late_for_a_model_that_came_sharded_is_refused(
+    knobs: dict[str, Any], two_dimensional: bool, said: str
+) -> None:
+    asked = SmpConfig(**knobs)
+    came = GivenSharding((0, 1), two_dimensional)
+    with pytest.raises(ValueError, match=said):
+        decide(Shapes.of(Tower(), SmpConfig()), asked, Cluster(Topology.uniform(4, 2)), given=came)
+
+
+def test_what_a_model_came_with_is_pinned() -> None:
+    came = GivenSharding((0, 1), False, torch.bfloat16, torch.float32)
+    asked = SmpConfig(wrap=["Block"], delayed_init=True)
+    plan = decide(Shapes.of(Tower(), asked), asked, Cluster(Topology.uniform(4, 2)), given=came)
+    assert plan.shard_degree == 2 and plan.dtypes.gathered == torch.bfloat16 and plan.dtypes.reduced == torch.float32
+    assert plan.knobs.why("wrap") == plan.knobs.why("shard_degree") == "as the model came"
+    assert plan.gathers and plan.knobs.delayed_init is False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_the_trainers_precision_is_what_auto_means(dtype: torch.dtype | None) -> None:
+    asked = SmpConfig(shard_degree=4, on_nonfinite_grad_norm="raise")
+    precision = Precision(dtype, "precision='x'", skips_steps=True)
+    plan = decide(Shapes.of(Tower(), asked), asked, Cluster(Topology.uniform(8, 4)), precision=precision)
+    assert plan.dtypes.gathered == dtype and plan.knobs.why("param_dtype") == "precision='x'"
+    assert plan.knobs.on_nonfinite_grad_norm == "ignore"
+
+
+def measured(two_stages_pay: bool) -> Links:
+    fast, slow = LinkFit(1e-6, 100e9), LinkFit(1e-4, 1e9)
+    inside, between = (fast, slow) if two_stages_pay else (slow, fast)
+    return Links(2, 4, Collectives(4, *[inside] * 3), Collectives(2, *[between] * 3), Collectives(8, *[between] * 3))
+
+
+@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("degree", [8, 2])
+def test_measured_links_say_whether_two_stages_pay(pays: bool, degree: int) -> None:
+    plan = plan_of(shard_degree=degree, links=measured(pays))
+    assert plan.knobs.hierarchical is pays and "SMP_LINKS" in plan.knobs.why("hierarchical")
+    forced = plan_of(shard_degree=degree, hierarchical=True, links=measured(pays))
+    assert forced.knobs.hierarchical is True
+
+
+KNOBS: dict[str, Any] = {
+    "shard_degree": st.sampled_from([1, 2, 3, 4, 6, 8, 16, "node", "world", "auto"]),
+    "context_parallel_degree": st.sampled_from([1, 1, 2, 4]),
+    "hierarchical": st.sampled_from([True, False, "auto"]),
+    "reshard_after_forward": st.sampled_from([True, False, "node", 2, 4]),
+    "reshard_after_backward": st.booleans(),
+    "reduce_every_micro_batch": st.booleans(),
+    "reduce_scatter_buffers": st.sampled_from(["auto", 1, 2]),
+    "symmetric_memory": st.booleans(),
+    "param_dtype": st.sampled_from(["auto", None, "bfloat16", "float32"]),
+    "reduce_dtype": st.sampled_from(["auto", None, "bfloat16"]),
+    "replica_reduce_dtype": st.sampled_from([None, "bf16"]),
+    "quantized_all_gather": st.sampled_from([None, "int8", "fp8"]),
+    "quantized_reduce": st.sampled_from([None, "int8", "int4"]),
+    "error_feedback": st.sampled_from(["auto", True, False]),
+    "optimizer_shard": st.sampled_from(["shard", "world"]),
+    "state_offload": st.sampled_from([None, "optimizer", "all"]),
+    "activation_checkpointing": st.sampled_from(["none", "full", "every:2"]),
+    "activation_offloading": st.booleans(),
+    "fp8": st.sampled_from([None, True]),
+    "delayed_init": st.booleans(),
+}
+# Some at a time: nearly all combinations of many are refused.
+SOME = st.sets(st.sampled_from(sorted(KNOBS)), max_size=4).flatmap(
+    lambda names: st.fixed_dictionaries({name: KNOBS[name] for name in sorted(names)})
+)
+
+
+@settings(max_examples=150)
+@given(
+    nodes=st.sampled_from([1, 2, 3, 16]),
+    ranks_per_node=st.sampled_from([1, 2, 4, 8]),
+    device=st.sampled_from(["cpu", "cuda"]),
+    device_memory=st.sampled_from([None, 20_000, 80 * GIB]),
+    knobs=SOME,
+)
+def test_a_plan_tiles_the_world_or_the_error_names_a_knob(
+    nodes: int, ranks_per_node: int, device: str, device_memory: int | None, knobs: dict[str, Any]
+) -> None:
+    cluster = Cluster(Topology.uniform(nodes * ranks_per_node, ranks_per_node), device, device_memory, 10 * GIB)
+    try:
+        asked = SmpConfig(**knobs)
+        shapes = Shapes.of(Tower(), asked)
+        choose = decide_with_smallest_degree if asked.shard_degree == "auto" else decide
+        plan = choose(shapes, asked, cluster)
+    except ValueError as error:
+        assert any(knob in str(error) for knob in SmpConfig.knobs()), error
+        return
+    for axes in (PARTITION, DATA, GRADIENTS, ("replicate",), ("context",)):
+        ranks = [rank for group in plan.layout.groups(*axes) for rank in group]
+        assert sorted(ranks) == list(range(cluster.topology.world_size))
+    # What is in effect is all settled, decides the same again, and nothing of the model is held on to.
+    left = {knob: value for knob, value in plan.knobs.effective().items() if value == "auto"}
+    assert set(left) <= {"wrap", "verify_checkpoint", "planned_optimizer"}
+    again = decide(shapes, plan.knobs, cluster)
+    assert dataclasses.replace(again, warnings=()) == dataclasses.replace(plan, warnings=(), optimizer=None)
+    assert again.knobs.effective() == plan.knobs.effective()
+
+
+def test_nothing_is_settled_outside_of_planning() -> None:
+    """`with_resolved` is called by rules, by who knows the layout of a model before, and by a face before it asks."""
+    allowed = ("smp_core/planning/", "smp_core/config.py", "smp_core/engine.py", "accelerate_smp/accelerator.py")
+    calling = [
+        str(path.relative_to(ROOT))
+        for package in ("smp_core", "lightning_smp", "accelerate_smp")
+        for path in (ROOT / package).rglob("*.py")
+        if re.search(r"\.with_resolved\(", path.read_text(encoding="utf-8"))
+    ]
+    assert calling and [path for path in calling if not path.startswith(allowed)] == []
+
+
+def test_deciding_imports_nothing_that_talks() -> None:
+    for path in (ROOT / "smp_core" / "planning").glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"torch\.distributed|smp_core\.mesh|device_mesh", text), path.name
