@@ -22,7 +22,6 @@ from smp_core.sharding.fsdp_options import apply_fsdp_options
 from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
-from smp_core.sharding.zero_grad import drop_with_zero_grad
 
 
 def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: GivenSharding) -> ParallelModel:
@@ -56,9 +55,9 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: Give
     replaced.settle(model)
     traffic = Traffic(mesh, meter, plan)
     if given.two_dimensional:
-        native = NativeWindow(model)
-        drop_with_zero_grad(model, native.drop)
-        return ParallelModel(model, mesh, plan, (), native, meter, traffic, Calls(model, mesh.shard_ranks), replaced)
+        torchs = NativeWindow(model)
+        follow_window(model, torchs)
+        return ParallelModel(model, mesh, plan, (), torchs, meter, traffic, Calls(model, mesh.shard_ranks), replaced)
     _first_replicas_weights(model, mesh)
     units = adopt_units(model, plan.units, traffic)
     explain_uncalled(units)

@@ -174,7 +174,7 @@ def fill(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _world_of(parallel: ParallelModel) -> WorldSharding | None:
-    return getattr(parallel.window, "world", None)
+    return parallel.window.world
 
 
 def _places(world: WorldSharding | None) -> dict[int, tuple[FlatShard, int]]:

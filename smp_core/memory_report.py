@@ -172,9 +172,9 @@ class MemoryReport:
         everything_offloaded = self._parallel.config.state_offload == "all"
         on_device = [p for p in self._own_parameters() if not (everything_offloaded and isinstance(p, DTensor))]
         gradients = [p.grad for p in on_device if p.grad is not None]
-        held = getattr(self._parallel.window, "held_bytes", int)()
+        held = self._parallel.window.held_bytes()
         states = 0 if self._parallel.config.state_offload else self._state_bytes()
-        world = getattr(self._parallel.window, "world", None)
+        world = self._parallel.window.world
         states += sum(shard.master_bytes for shard in ([] if world is None else world.shards))
         return {
             "parameters": sum(map(_bytes, on_device)),

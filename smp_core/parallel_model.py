@@ -20,14 +20,13 @@ from smp_core.fp8.convert import Fp8Model
 from smp_core.mesh import SmpMesh
 from smp_core.module_names import clean_name
 from smp_core.planning.decide import Plan
-from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
-from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
-from smp_core.sharding.optimizer import WorldSharding, model_parameter
+from smp_core.sharding.optimizer import model_parameter
 from smp_core.sharding.prepared_optimizer import prepare_optimizer
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.sharding.window import Window
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +47,7 @@ class ParallelModel:
     mesh: SmpMesh
     plan: Plan
     units: tuple[ShardedUnit, ...]
-    window: AccumulationWindow | NativeWindow
+    window: Window
     meter: CommMeter
     traffic: Traffic
     calls: Calls
@@ -65,8 +64,8 @@ class ParallelModel:
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
-        if self._world is not None:
-            self._world.follow_flags()
+        if self.window.world is not None:
+            self.window.world.follow_flags()
         with self.fp8_region():
             try:
                 for unit in self.units:
@@ -118,7 +117,7 @@ class ParallelModel:
         """What holds the gradients of these parameters (default all; also those of before sharding): with
         ``optimizer_shard="world"`` masters of this rank's part, otherwise they themselves."""
         given = self.module.parameters() if parameters is None else map(self.replaced.current, parameters)
-        return list(given) if self._world is None else self._world.stepped(given)
+        return list(given) if self.window.world is None else self.window.world.stepped(given)
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer has any of this model's parameters, those of before sharding included."""
@@ -137,21 +136,17 @@ class ParallelModel:
 
     def take_model_state(self, state: Mapping[str, Any]) -> None:
         """Take up what was loaded into the tensors of :meth:`model_state`."""
-        world = self._world
+        world = self.window.world
         if world is None:
             return
         parameters = self._parameters_by_name()
         world.take_weights({id(p): state[name] for name, p in parameters.items() if name in state})
 
-    @property
-    def _world(self) -> WorldSharding | None:
-        return self.window.world if isinstance(self.window, AccumulationWindow) else None
-
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         return {clean_name(name): p for name, p in self.module.named_parameters(remove_duplicate=False)}
 
     def _finer_weights(self) -> dict[str, torch.Tensor]:
-        finer = {} if self._world is None else self._world.weights()
+        finer = {} if self.window.world is None else self.window.world.weights()
         return {name: finer[id(p)] for name, p in self._parameters_by_name().items() if id(p) in finer}
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *others: ParallelModel) -> bool:

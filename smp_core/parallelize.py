@@ -49,6 +49,7 @@ from smp_core.sharding.pickling import refuse_to_pickle_shards
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.scalars import reduce_scalars
+from smp_core.sharding.window import Window
 from smp_core.sharding.zero_grad import drop_with_zero_grad
 
 logger = logging.getLogger("smp")
@@ -132,7 +133,7 @@ def change_this_process() -> None:
     explain_uncaught_errors()
 
 
-def follow_window(model: nn.Module, window: AccumulationWindow) -> None:
+def follow_window(model: nn.Module, window: Window) -> None:
     """Let ``zero_grad`` and ``load_state_dict`` of the model's modules mean what the window holds, too."""
     drop_with_zero_grad(model, window.zero_grad)
     load_own_parts(model, lambda: window.world)

@@ -31,7 +31,7 @@ def remainder_state(traffic: Traffic) -> dict[str, Any]:
     if not remainders:
         return {}
     device = next(iter(remainders.values())).device.type
-    mesh = DeviceMesh.from_group(traffic.world_hop.group, device)
+    mesh = DeviceMesh.from_group(traffic.of_replicated.group, device)
     tensors = {name: DTensor.from_local(t, mesh, [Shard(0)], run_check=False) for name, t in remainders.items()}
     return {KEY: {"layout": traffic.layout(), "remainders": tensors}}
 
@@ -45,7 +45,7 @@ def load_remainder_state(traffic: Traffic, path: str | os.PathLike[str]) -> None
         return
     index, world = read_index(path), dist.get_world_size()
     device = traffic.device
-    mesh = DeviceMesh.from_group(traffic.world_hop.group, device.type)
+    mesh = DeviceMesh.from_group(traffic.of_replicated.group, device.type)
     template = {}
     for place, name in index.by_path().items():
         if place[:2] == (KEY, "remainders"):

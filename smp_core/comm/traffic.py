@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,12 +31,35 @@ class Unit(Protocol):
     def local_shards(self) -> Sequence[torch.Tensor]: ...
 
 
+@dataclass(frozen=True)
+class Route:
+    """The way of a gradient from this rank's sum to ``.grad``: added up over a group, in stages and compressed as its
+    ``hop`` does it, then divided once.
+
+    Attributes:
+        hop: adds up over the group.
+        divisor: ranks whose gradients are in the sum, those that were added up before included.
+    """
+
+    hop: ReplicaHop
+    divisor: int
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.hop.group
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether there is anybody to add up with."""
+        return dist.get_world_size(self.group) > 1
+
+
 class Traffic:
     """Makes the communication objects of one model.
 
     Attributes:
-        hop: sums over the replication group.
-        world_hop: sums over all ranks, for parameters that every rank holds whole.
+        of_units: the route of units' sums, over the replication group: FSDP2 has added up inside the partition group.
+        of_replicated: that of parameters that every rank holds whole, over all ranks whose gradients are added up.
         steps: optimizer steps so far.
     """
 
@@ -59,12 +83,13 @@ class Traffic:
         payload = None if plan.replica_payload is None else codec(plan.replica_payload)
         background, feedback = Background(mesh.device), bool(knobs.error_feedback)
         replica_stages = mesh.replica_stages if knobs.hierarchical else None
-        self.hop = ReplicaHop(meter, mesh.replicate_group, replica_stages, background, payload, feedback)
-        self.world_hop = self.hop
+        over_replicas = ReplicaHop(meter, mesh.replicate_group, replica_stages, background, payload, feedback)
+        self.of_units = self.of_replicated = Route(over_replicas, mesh.gradient_degree)
         if mesh.shard_degree > 1:
             # 0-d and shared parameters: few, and gradients of what is shared matter most.
             gradient_stages = mesh.gradient_stages if knobs.hierarchical else None
-            self.world_hop = ReplicaHop(meter, mesh.gradient_group, gradient_stages, background)
+            over_all = ReplicaHop(meter, mesh.gradient_group, gradient_stages, background)
+            self.of_replicated = Route(over_all, mesh.gradient_degree)
 
     def all_gather(self, unit: Unit) -> CommObject:
         """The object that gathers this unit's parameters."""
@@ -122,7 +147,7 @@ class Traffic:
         ``"reductions"``, ``"replica hop"``. Empty where nothing was."""
         found = dict(self._policy.fallbacks) if self._policy is not None else {}
         found["reductions"] = sum(reduction.fallbacks for reduction in self._reductions.values())
-        found["replica hop"] = self.hop.fallbacks
+        found["replica hop"] = self.of_units.hop.fallbacks
         return {name: count for name, count in found.items() if count}
 
     @property
@@ -140,7 +165,7 @@ class Traffic:
         if not self.keeps_remainders:
             return {}
         own = {f"reduce {name}": made.residual for name, made in self._reductions.items() if made.residual is not None}
-        for key, (to_owners, from_owner) in self.hop.residuals.items():
+        for key, (to_owners, from_owner) in self.of_units.hop.residuals.items():
             own[f"hop {key}, to owners"], own[f"hop {key}, from owner"] = to_owners, from_owner
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, {name: (tuple(t.shape), t.dtype) for name, t in own.items()})
@@ -157,7 +182,7 @@ class Traffic:
         """Take up what :meth:`error_feedback` gave; names of units that are not here are left out."""
         if not self.keeps_remainders:
             return
-        m = dist.get_world_size(self.hop.between)
+        m = dist.get_world_size(self.of_units.hop.between)
         columns = dist.get_world_size(self.mesh.shard_group if self._stages is None else self._stages[1])
         for name, tensor in saved.items():
             kind, _, rest = name.partition(" ")
@@ -166,4 +191,4 @@ class Traffic:
             elif kind == "hop" and rest.endswith(", to owners"):
                 key = rest.removesuffix(", to owners")
                 from_owner = saved[f"hop {key}, from owner"].clone()
-                self.hop.residuals[key] = (tensor.clone().view(m, -1), from_owner)
+                self.of_units.hop.residuals[key] = (tensor.clone().view(m, -1), from_owner)

@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from smp_core.comm.traffic import Traffic
 from smp_core.planning.decide import Plan
@@ -43,25 +42,17 @@ from smp_core.sharding.fsdp import (
     FAILED_PASS,
     Calls,
     ShardedUnit,
-    Slot,
     at_end_of_backward,
     backward_pass,
     forget_passes,
     reshard,
 )
-from smp_core.sharding.optimizer import FlatShard, WorldSharding, model_parameter
-from smp_core.sharding.reached import reached_all, tell_what_was_reached
+from smp_core.sharding.optimizer import WorldSharding, model_parameter
+from smp_core.sharding.received_gradients import received_all, tell_what_was_received
 from smp_core.sharding.replicated import ReplicatedGradients
-from smp_core.sharding.unit_sum import UnitSum
+from smp_core.sharding.unit_window import UnitWindow
 
 logger = logging.getLogger("smp")
-
-# Other ranks of the partition group can have taken a way through the unit on which its parameters are used later.
-TOO_LATE = (
-    "unit %r: gradients came after its sum had been sent to the other replicas, because ranks of one partition group "
-    "took different ways through it; let all of them use the same parameters, or run this backward pass inside "
-    "window.accumulate() and call window.close() after it"
-)
 
 
 class AccumulationWindow:
@@ -99,15 +90,11 @@ class AccumulationWindow:
         self._first_window = True
         self._stored_in = plan.dtypes.stored
         self._over_world = knobs.optimizer_shard == "world"
-        self._units = list(units)
         self._veto = veto
         self._mesh = mesh
-        self._hop = traffic.hop
-        self._sums = [UnitSum() for _ in self._units]
+        self._units = [UnitWindow(unit, traffic.of_units) for unit in units]
         self._next = 0  # the unit whose sum is sent next
-        self._replicated = ReplicatedGradients(
-            replicated, mesh, traffic.world_hop, plan.dtypes.reduced, self._queue_end
-        )
+        self._replicated = ReplicatedGradients(replicated, traffic.of_replicated, plan.dtypes.reduced, self._queue_end)
         self._last = True
         self._running_pass: int | None = None
         self._reducing_held = False
@@ -116,29 +103,16 @@ class AccumulationWindow:
         """Masters of this rank's part, where optimizer states are sharded over the world."""
         self.micro_batches = 0
         """Backward passes whose gradients are held and not closed yet."""
-        for number, unit in enumerate(self._units):
-            unit.module.set_all_reduce_hook(self._hook(number))  # type: ignore[operator]
+        for each in self._units:
+            each.unit.module.set_all_reduce_hook(self._hook(each))  # type: ignore[operator]
 
     def shard_over_world(self, on_host: bool = False) -> WorldSharding:
         """From now on sums are scattered over replicas, and gradients are those of masters
         (:mod:`smp_core.sharding.optimizer`; ``on_host``: see there). What is trainable now can be trained."""
         if self.world is None:
-            units = {}
-            for number, unit in enumerate(self._units):
-                slots, parameters = unit.window_slots(), unit.parameters()
-                if slots:
-                    units[number] = FlatShard(
-                        [unit.names[slot.index] for slot in slots],
-                        [parameters[slot.index] for slot in slots],
-                        [slot.padded for slot in slots],
-                        self._hop,
-                        on_host,
-                    )
-                    if self._stored_in is not None and parameters[slots[0].index].dtype == torch.float32:
-                        unit.store_in(self._stored_in, [slot.index for slot in slots])
-                        units[number].holds_weights = True
-            plain = self._replicated.shard_over_world(on_host) if self._mesh.shard_degree == 1 else {}
-            self.world = WorldSharding(units, plain)
+            made = [each.make_masters(on_host, self._stored_in) for each in self._units]
+            plain = self._replicated.shard_over_world(on_host) if self._mesh.shard_degree == 1 else []
+            self.world = WorldSharding([*(shard for shard in made if shard is not None), *plain])
         return self.world
 
     @property
@@ -148,9 +122,9 @@ class AccumulationWindow:
 
     def held_bytes(self) -> int:
         """Bytes of partial sums, of whole gradients and of masters' gradients: what no parameter's ``.grad`` shows."""
-        sums = sum(each.flat.numel() * each.flat.element_size() for each in self._sums if each.flat is not None)
+        sums = sum(each.sum_bytes + each.unit.held_bytes() for each in self._units)
         parts = [] if self.world is None else self.world.shards
-        return sums + sum(unit.held_bytes() for unit in self._units) + sum(shard.gradient_bytes for shard in parts)
+        return sums + sum(shard.gradient_bytes for shard in parts)
 
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:
@@ -165,11 +139,11 @@ class AccumulationWindow:
     def _announce(self, last: bool) -> None:
         """Whether the backward passes from here on are their window's last."""
         self._last = last
-        for unit in self._units:
+        for each in self._units:
             if self._keep_gathered:
-                unit.module.set_reshard_after_backward(last, recurse=False)  # type: ignore[operator]
+                each.unit.module.set_reshard_after_backward(last, recurse=False)  # type: ignore[operator]
             if self._hold_gradients:
-                unit.hold_gradients(None if last else self._queue_end)
+                each.unit.hold_gradients(None if last else self._queue_end)
 
     @torch.no_grad()
     def close(self) -> None:
@@ -182,71 +156,59 @@ class AccumulationWindow:
                 "optimizer_shard='world': there is no optimizer yet whose states could be sharded; call "
                 "parallel.prepare_optimizer(optimizer) before the first backward pass"
             )
+        # Phase 1: what is held is reduced and sent, in the order of units on all ranks.
         self._reduce_held()
-        for unit_sum in self._sums:
-            unit_sum.complete = unit_sum.flat is not None
+        for each in self._units:
+            each.complete()
         self._send_complete()
-        reached, telling = tell_what_was_reached(self._units, self._sums, self._replicated, self._mesh, self._veto)
+        # Phase 2: ranks tell each other what they have; what only others have is sent as zeros.
+        received, telling = tell_what_was_received(self._units, self._replicated, self._mesh, self._veto)
         if self._next < len(self._units):
             if telling is not None:
                 telling.wait()
-            self._send_the_rest(reached.tolist()[-len(self._units) - 1 : -1])
-        # Behind all units on every rank: stages of this hop may share groups with theirs.
+            self._send_the_rest(received.tolist()[-len(self._units) - 1 : -1])
+        # Behind all units on every rank: stages of this route may share groups with theirs.
         self._replicated.send()
-        for unit_sum in self._sums:
-            if unit_sum.in_flight is not None:
-                unit_sum.in_flight.wait()
+        for each in self._units:
+            each.wait()
         if telling is not None:
             telling.wait()
-        if self._veto is not None and bool(reached[-1]):
+        # Phase 3: gradients, unless a rank wants none.
+        if self._veto is not None and bool(received[-1]):
             self._replicated.finish(None)  # what is in flight arrives first
             self._drop_gradients()
             return
-        seen = None if reached_all(self._units, self._sums, self._replicated) else reached.cpu()
-        position = 0
-        flats: list[tuple[int, ShardedUnit, list[Slot], torch.Tensor]] = []
-        for number, (unit, unit_sum) in enumerate(zip(self._units, self._sums, strict=True)):
-            count = len(unit.parameters())
-            if self.world is not None and unit_sum.flat is not None:
-                indices = [slot.index for slot in unit_sum.slots]
-                flags = None if seen is None else [bool(seen[position + index]) for index in indices]
-                self.world.units[number].set_gradients(self._mesh.gradient_degree, flags)
-            elif unit_sum.flat is not None:
-                unit_sum.flat /= self._mesh.gradient_degree
-                flats.append((position, unit, unit_sum.slots, unit.beside_parameters(unit_sum.flat)))
-                unit_sum.flat = None
-            position += count
-        self._settle_own_gradients()
-        if any(flat.device.type != self._mesh.device.type for _, _, _, flat in flats):
-            torch.accelerator.synchronize()  # offloaded gradients are on their way to the host
-        for first, unit, slots, flat in flats:
-            parameters = unit.parameters()
-            for slot in slots:
-                if seen is None or seen[first + slot.index]:
-                    _accumulate(parameters[slot.index], unit.local_gradient(slot, flat))
-        plain = self._replicated.parameters
-        self._replicated.finish(None if seen is None else dict(zip(plain, seen[position:].tolist(), strict=False)))
+        seen = None if received_all(self._units, self._replicated) else received.cpu().bool().tolist()
+        self._set_gradients(seen)
         self._forget()
         self._on_close()
 
-    def _settle_own_gradients(self) -> None:
-        """Gradients that autograd left in ``.grad`` itself, of terms of the loss that are made of shards: sharded like
-        their parameters (torch may leave them replicated), and those of masters are the masters'."""
-        for unit in self._units:
-            for parameter in unit.parameters():
-                gradient = parameter.grad
-                if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-                    if gradient.placements != parameter.placements:
-                        parameter.grad = gradient.redistribute(placements=parameter.placements)
-        for shard in [] if self.world is None else self.world.units.values():
-            shard.take_gradients()
+    def _set_gradients(self, seen: Sequence[bool] | None) -> None:
+        """``seen``: for every parameter, units' first, whether any rank has a gradient of it; None: all of them."""
+        means: list[tuple[UnitWindow, torch.Tensor, Sequence[bool] | None]] = []
+        position = 0
+        for each in self._units:
+            count = len(each.unit.parameters())
+            of_unit = None if seen is None else seen[position : position + count]
+            mean = each.divide(of_unit)
+            if mean is not None:
+                means.append((each, mean, of_unit))
+            position += count
+        for each in self._units:
+            each.take_own_gradients()
+        if any(mean.device.type != self._mesh.device.type for _, mean, _ in means):
+            torch.accelerator.synchronize()  # offloaded gradients are on their way to the host
+        for each, mean, of_unit in means:
+            each.set_gradients(mean, of_unit)
+        plain = self._replicated.parameters
+        self._replicated.finish(None if seen is None else dict(zip(plain, seen[position:], strict=False)))
 
     @torch.no_grad()
     def abandon(self) -> None:
         """Drop the window's gradients, held and closed: nothing of it reaches the next step, also when a forward or
         backward pass failed in the middle (on all ranks). What was gathered is sharded again. Collective."""
         self._await_sums()
-        forget_passes(self._units)
+        forget_passes(each.unit for each in self._units)
         self._drop_gradients()
 
     @torch.no_grad()
@@ -262,16 +224,12 @@ class AccumulationWindow:
             return
         dropped = {id(model_parameter(parameter)) for parameter in parameters}
         held = {id(self._replicated.parameters[name]) for name in self._replicated.taking_part()}
-        for unit, unit_sum in zip(self._units, self._sums, strict=True):
-            gone = unit.indices(dropped)
-            members = unit.parameters()
+        for each in self._units:
+            gone, members = each.unit.indices(dropped), each.unit.parameters()
             dropped |= {id(members[index]) for index in gone}
-            held |= {id(members[slot.index]) for slot in unit.window_slots()}
-            for slot in unit_sum.slots:
-                if slot.index in gone:
-                    assert unit_sum.flat is not None
-                    unit_sum.flat[slot.offset : slot.offset + slot.padded] = 0
-            unit.drop_gradients(gone, set_to_none)
+            held |= {id(members[slot.index]) for slot in each.unit.window_slots()}
+            each.zero(gone)
+            each.unit.drop_gradients(gone, set_to_none)
         self._replicated.drop(dropped, set_to_none)
         if set_to_none:
             self._dropped |= dropped
@@ -290,7 +248,7 @@ class AccumulationWindow:
                 stepped.grad.zero_()
 
     def _drop_gradients(self) -> None:
-        for parameter in [p for unit in self._units for p in unit.parameters()]:
+        for parameter in [p for each in self._units for p in each.unit.parameters()]:
             parameter.grad = None
         for parameter in self._replicated.parameters.values():
             parameter.grad = None
@@ -316,33 +274,25 @@ class AccumulationWindow:
 
     def _forget(self) -> None:
         if self._keep_gathered:
-            reshard(unit.module for unit in self._units)
-        self._sums = [UnitSum() for _ in self._units]
+            reshard(each.unit.module for each in self._units)
+        for each in self._units:
+            each.forget()
         self._next = 0
         self._replicated.forget()
-        for unit in self._units:
-            unit.end_of_window()
         self._running_pass = None
         self._dropped.clear()
         self.micro_batches = 0
 
-    def _hook(self, number: int):  # type: ignore[no-untyped-def]
-        unit = self._units[number]
+    def _hook(self, each: UnitWindow) -> Callable[[torch.Tensor], None]:
+        """What FSDP2 calls with a unit's flat sum over the partition group."""
 
         @torch.no_grad()
         def hook(reduced: torch.Tensor) -> None:
             if not self._reducing_held:
                 self._queue_end()
-            unit_sum = self._sums[number]
-            slots = unit.slots(reduced.numel())
-            if unit_sum.in_flight is not None:
-                # FSDP2 reduces once more when an output gets its gradient after that of the unit's inputs is complete.
-                if reduced.any():
-                    raise RuntimeError(TOO_LATE % unit.name)
-                return
-            unit_sum.add(slots, reduced)
-            if self._last and unit.is_complete():
-                unit_sum.complete = True
+            each.add(reduced)
+            if self._last and each.unit.is_complete():
+                each.complete()
                 self._send_complete()
 
         return hook
@@ -361,8 +311,8 @@ class AccumulationWindow:
         self._running_pass = None
         self._dropped.clear()
         self.micro_batches += 1
-        for unit in self._units:
-            unit.end_of_pass()
+        for each in self._units:
+            each.unit.end_of_pass()
         self._replicated.end_of_pass()
         if self._last:
             self.close()
@@ -373,9 +323,9 @@ class AccumulationWindow:
         """What the last backward pass did not come through, or all of it if there was none."""
         self._reducing_held = True
         try:
-            for unit in self._units:
-                if unit.awaits_reduction:
-                    unit.reduce_held()
+            for each in self._units:
+                if each.unit.awaits_reduction:
+                    each.unit.reduce_held()
         finally:
             self._reducing_held = False
 
@@ -383,73 +333,28 @@ class AccumulationWindow:
         """What any replica has sent arrives: the others send as much, or it would meet sums of the next window."""
         if self._mesh.replicate_degree == 1 or not self._units:
             return
-        in_flight = [None if each.in_flight is None else each.flat for each in self._sums]
-        sent = torch.tensor([0 if flat is None else flat.numel() for flat in in_flight], device=self._mesh.device)
+        sizes = [each.flat.numel() if each.is_in_flight and each.flat is not None else 0 for each in self._units]
+        sent = torch.tensor(sizes, device=self._mesh.device)
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._mesh.gradient_group)
-        for number, size in enumerate(sent.tolist()):
-            unit_sum = self._sums[number]
-            if size and unit_sum.in_flight is None:
-                unit_sum.flat = self._units[number].zeros(size)
-                self._start(number, unit_sum)
-        for unit_sum in self._sums:
-            if unit_sum.in_flight is not None:
-                unit_sum.in_flight.wait()
+        for each, size in zip(self._units, sent.tolist(), strict=True):
+            if size:
+                each.send_zeros(size)
+        for each in self._units:
+            each.wait()
 
     def _send_complete(self) -> None:
+        """Send sums that nothing is added to any more, in the order of units, up to the first that may still grow."""
         while self._next < len(self._units):
-            if self._sums[self._next].complete:
-                self._send(self._next)
-            elif self._units[self._next].window_slots():
+            each = self._units[self._next]
+            if each.is_complete:
+                each.send()
+            elif each.unit.window_slots():
                 return
             self._next += 1
 
     def _send_the_rest(self, held_somewhere: Sequence[int]) -> None:
         """From the first unit on that this rank has no sum of."""
-        for number in range(self._next, len(self._units)):
-            if held_somewhere[number]:
-                self._send(number)
+        for each, held in zip(self._units[self._next :], held_somewhere[self._next :], strict=True):
+            if held:
+                each.send()
         self._next = len(self._units)
-
-    def _send(self, number: int) -> None:
-        if self._mesh.replicate_degree == 1:
-            return
-        unit_sum, slots = self._sums[number], self._units[number].window_slots()
-        if unit_sum.flat is None:
-            unit_sum.slots = slots
-            unit_sum.flat = self._units[number].zeros(slots[-1].offset + slots[-1].padded)
-        unit_sum.widen(slots)
-        if self.world is not None:
-            self._widen_to_masters(number, unit_sum)
-        self._start(number, unit_sum)
-
-    def _start(self, number: int, unit_sum: UnitSum) -> None:
-        assert unit_sum.flat is not None
-        name = self._units[number].name
-        if self.world is None:
-            unit_sum.in_flight = self._hop(unit_sum.flat, name)
-        else:
-            unit_sum.in_flight = self.world.units[number]
-            self.world.units[number].send(unit_sum.flat, name)
-
-    def _widen_to_masters(self, number: int, unit_sum: UnitSum) -> None:
-        assert self.world is not None
-        unit = self._units[number]
-        shard = self.world.units.get(number)
-        held = set() if shard is None else set(shard.names)
-        new = [unit.names[slot.index] for slot in unit_sum.slots if unit.names[slot.index] not in held]
-        if new or shard is None:
-            raise ValueError(
-                f"optimizer_shard='world': {new[0]} was frozen when the optimizer was made and has no master to step; "
-                "make it trainable before, or write optimizer_shard='shard'"
-            )
-        index = {name: i for i, name in enumerate(unit.names)}
-        unit_sum.widen(unit.layout(index[name] for name in shard.names))
-
-
-def _accumulate(parameter: nn.Parameter, gradient: DTensor) -> None:
-    """Add to ``.grad``, which holds the gradients of an earlier closed pass of the same step, if any."""
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        assert isinstance(parameter.grad, DTensor)
-        parameter.grad.to_local().add_(gradient.to_local())

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from smp_core.planning.given_rules import GivenSharding
-from smp_core.sharding.fsdp import forget_partial_sums, given_policy, holds_partial_sums
+from smp_core.sharding.fsdp import forget_partial_sums, given_policy, partial_sum_bytes
+from smp_core.sharding.optimizer import WorldSharding
 
 
 def given_sharding(model: nn.Module) -> GivenSharding | None:
@@ -54,7 +55,7 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
 
 
 class NativeWindow:
-    """torch's own two-hop behind the interface of :class:`smp_core.sharding.accumulation.AccumulationWindow`: inside
+    """torch's own two-hop as a :class:`smp_core.sharding.window.Window`: inside
     :meth:`accumulate` gradients are reduce-scattered and kept, the first pass outside it adds them up across replicas.
 
     Args:
@@ -64,13 +65,14 @@ class NativeWindow:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._last = True
+        self.world: WorldSharding | None = None
         self.micro_batches = 0
         """Passes through :meth:`accumulate` since the window was closed."""
 
     @property
     def is_open(self) -> bool:
         """Whether gradients are held that no ``.grad`` shows yet."""
-        return holds_partial_sums(self._model)
+        return partial_sum_bytes(self._model) > 0
 
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:
@@ -110,6 +112,15 @@ class NativeWindow:
         if all(id(p) in dropped for p in self._model.parameters() if p.requires_grad):
             forget_partial_sums(self._model)
             self.micro_batches = 0
+
+    def zero_grad(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
+        self.drop(parameters, set_to_none)
+
+    def held_bytes(self) -> int:
+        return partial_sum_bytes(self._model)
+
+    def shard_over_world(self, on_host: bool = False) -> WorldSharding:
+        raise AssertionError("optimizer_shard='world' is settled as 'shard' where torch reduces across replicas")
 
     def _all_reduce(self, wanted: bool) -> None:
         for module in self._model.modules():

@@ -197,15 +197,11 @@ class FlatShard:
 class WorldSharding:
     """All flat shards of a model, and the optimizers that step them."""
 
-    def __init__(self, units: dict[int, FlatShard], plain: dict[str, FlatShard]) -> None:
-        self.units, self.plain = units, plain
+    def __init__(self, shards: Sequence[FlatShard]) -> None:
+        self.shards = tuple(shards)
         self._place = {
             id(parameter): (shard, i) for shard in self.shards for i, parameter in enumerate(shard.parameters)
         }
-
-    @property
-    def shards(self) -> list[FlatShard]:
-        return [*self.units.values(), *self.plain.values()]
 
     def stepped(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """What an optimizer steps in the place of parameters: their masters, where they have one."""

@@ -26,12 +26,11 @@ from torch.distributed.tensor import DTensor
 from smp_core.config import SmpConfig
 from smp_core.mesh import SmpMesh
 from smp_core.planning.decide import Plan
-from smp_core.sharding.accumulation import AccumulationWindow
-from smp_core.sharding.given import NativeWindow
 from smp_core.sharding.host_optimizer import OnHost, derive, host_kernels, step_on_host
 from smp_core.sharding.optimizer import MASTER, WorldSharding, model_parameter
 from smp_core.sharding.optimizer_trial import refuse_unsaveable, require_elementwise, require_steps_shards
 from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.sharding.window import Window
 
 logger = logging.getLogger("smp")
 
@@ -48,7 +47,7 @@ class SteppedModel(Protocol):
     @property
     def config(self) -> SmpConfig: ...
     @property
-    def window(self) -> AccumulationWindow | NativeWindow: ...
+    def window(self) -> Window: ...
     @property
     def plan(self) -> Plan: ...
     @property
@@ -112,13 +111,12 @@ class Homes:
         self._own: dict[int, torch.Tensor] = {}
 
     @property
-    def windows(self) -> list[AccumulationWindow | NativeWindow]:
+    def windows(self) -> list[Window]:
         return [model.window for model in self._models]
 
     @property
     def worlds(self) -> list[WorldSharding]:
-        windows = [window for window in self.windows if isinstance(window, AccumulationWindow)]
-        return [window.world for window in windows if window.world is not None]
+        return [window.world for window in self.windows if window.world is not None]
 
     def close_windows(self) -> None:
         for window in self.windows:
@@ -226,7 +224,6 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     host = any(model.config.state_offload == "optimizer" for model in models)
     for model in models:
         if model.config.optimizer_shard == "world":
-            assert isinstance(model.window, AccumulationWindow)
             require_elementwise(optimizer)
             first = model.window.world is None
             model.window.shard_over_world(on_host=host).follow_parameters()

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from smp_core.comm.background import Pending
-from smp_core.comm.replica_hop import ReplicaHop
-from smp_core.mesh import SmpMesh
+from smp_core.comm.traffic import Route
 from smp_core.sharding.fsdp import POST_ACCUMULATE
 from smp_core.sharding.optimizer import FlatShard
 
@@ -25,7 +24,7 @@ class ReplicatedGradients:
 
     Args:
         groups: parameters by name, reduced together group by group.
-        hop: adds up over all ranks.
+        route: over all ranks whose gradients are added up.
         reduce_dtype: what sums are sent in; None: the gradients' own dtype.
         on_backward: called whenever a backward pass reaches one of the parameters.
     """
@@ -33,16 +32,14 @@ class ReplicatedGradients:
     def __init__(
         self,
         groups: Sequence[Mapping[str, nn.Parameter]],
-        mesh: SmpMesh,
-        hop: ReplicaHop,
+        route: Route,
         reduce_dtype: torch.dtype | None,
         on_backward: Callable[[], None],
     ) -> None:
         self._groups = [list(group) for group in groups if group]
         self.parameters = {name: parameter for group in groups for name, parameter in group.items()}
         self.reached: set[str] = set()
-        self._mesh = mesh
-        self._hop = hop
+        self._route = route
         self._reduce_dtype = reduce_dtype
         self._on_backward = on_backward
         self._shards: dict[str, FlatShard] = {}
@@ -81,7 +78,7 @@ class ReplicatedGradients:
         self._this_pass.clear()
         self._was_trainable |= {name for name, parameter in self.parameters.items() if parameter.requires_grad}
 
-    def shard_over_world(self, on_host: bool) -> dict[str, FlatShard]:
+    def shard_over_world(self, on_host: bool) -> list[FlatShard]:
         """From now on sums are scattered over all ranks, for masters to be stepped; not of 0-d parameters, and of what
         is trained only later: those every rank steps whole.
 
@@ -96,9 +93,9 @@ class ReplicatedGradients:
                         names = [name for name in names if self.parameters[name].ndim]
                         sizes = [parameter.numel() for parameter in parameters]
                         self._shards[f"whole {number} {dtype}"] = FlatShard(
-                            names, parameters, sizes, self._hop, on_host
+                            names, parameters, sizes, self._route.hop, on_host
                         )
-        return self._shards
+        return list(self._shards.values())
 
     def _by_dtype(self, group: Iterable[str]) -> dict[torch.dtype, list[str]]:
         found: dict[torch.dtype, list[str]] = {}
@@ -109,7 +106,7 @@ class ReplicatedGradients:
 
     def send(self) -> None:
         """Start adding up over all ranks. Every rank sends every parameter that takes part, reached or not."""
-        if self._mesh.gradient_degree == 1:
+        if not self._route.adds_up:
             return
         held: set[str] = set()
         for key, shard in self._shards.items():
@@ -120,7 +117,7 @@ class ReplicatedGradients:
             for dtype, names in self._by_dtype(name for name in group if name not in held).items():
                 flat = torch.cat([self._contribution(name).reshape(-1) for name in names])
                 flat = flat.to(self._reduce_dtype or dtype)
-                work = self._hop(flat, f"whole {number} {dtype}" + (", rest" if held else ""))
+                work = self._route.hop(flat, f"whole {number} {dtype}" + (", rest" if held else ""))
                 self._in_flight.append((names, flat, work))
 
     def finish(self, seen: Mapping[str, bool] | None) -> None:
@@ -128,13 +125,13 @@ class ReplicatedGradients:
         for shard in self._shards.values():
             # What was frozen since the shard was made is in its sum, as zeros.
             reached = [self._takes_part(name) if seen is None else seen[name] for name in shard.names]
-            shard.set_gradients(self._mesh.gradient_degree, reached)
+            shard.set_gradients(self._route.divisor, reached)
             for name in shard.names:
                 self._sums.pop(name, None)
         for names, flat, work in self._in_flight:
             if work is not None:
                 work.wait()
-            flat /= self._mesh.gradient_degree
+            flat /= self._route.divisor
             for name, part in zip(names, flat.split([self.parameters[n].numel() for n in names]), strict=True):
                 self._sums[name] = part.view_as(self.parameters[name])
         for name, gradient in self._sums.items():

@@ -48,7 +48,8 @@ def train_together(
     parallel = build(dtype, **knobs)
     model, mesh = parallel.module, parallel.mesh
     if mutation == "no replica hop":
-        parallel.window._send = lambda flat: None
+        for each in parallel.window._units:
+            each.send = lambda: None
     elif mutation == "one parameter left out":
         parallel.window._replicated.send = lambda: None
     elif mutation == "held for ever":

@@ -181,7 +181,7 @@ def ways(cases: list[dict[str, Any]]) -> list[tuple[Any, str, list[str], bool]]:
         unit = parallel.units[0] if parallel.units else None
         makers: list[Any] = [parallel.traffic.all_gather, parallel.traffic.reduce_scatter]
         objects = [] if unit is None else [type(make(unit)).__name__ for make in makers]
-        stages = parallel.traffic.hop.stages is not None
+        stages = parallel.traffic.of_units.hop.stages is not None
         found.append((parallel.config.hierarchical, str(why), objects, stages))
     return found
 

@@ -13,7 +13,7 @@ from smp_core.sharding.fsdp.adopted import (
     forget_partial_sums,
     given_policy,
     given_units,
-    holds_partial_sums,
+    partial_sum_bytes,
 )
 from smp_core.sharding.fsdp.calls import POST_ACCUMULATE, Calls
 from smp_core.sharding.fsdp.passes import FAILED_PASS, at_end_of_backward, backward_pass, forget_passes, reshard
@@ -36,7 +36,7 @@ __all__ = [
     "forget_passes",
     "given_policy",
     "given_units",
-    "holds_partial_sums",
+    "partial_sum_bytes",
     "name_uncalled",
     "reshard",
     "shard_units",

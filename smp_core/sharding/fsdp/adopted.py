@@ -93,9 +93,10 @@ def _see_parameters_of_now(model: nn.Module) -> None:
         parameter._sharded_param_data = shards[parameter.sharded_param]
 
 
-def holds_partial_sums(model: nn.Module) -> bool:
-    """Whether torch's own two-hop holds gradients that are not reduced across replicas yet."""
-    return any(group._partial_reduce_output is not None for group in _groups(model))
+def partial_sum_bytes(model: nn.Module) -> int:
+    """Bytes of gradients that torch's own two-hop holds and has not reduced across replicas yet."""
+    held = (group._partial_reduce_output for group in _groups(model))
+    return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
 
 def forget_partial_sums(model: nn.Module) -> None:

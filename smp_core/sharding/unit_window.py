@@ -1,0 +1,265 @@
+"""UnitWindow: the gradients of one unit between the first micro-batch of a window and ``.grad``.
+
+    idle          no gradient of it in this window
+    collecting    micro-batches' sums, reduced inside the partition group, are added up
+    complete      nothing more is added; it may be sent
+    in flight     it is on its way to the other replicas
+    idle          its mean is in ``.grad`` of parameters, or of their masters
+
+A pass may jump from idle to in flight: a unit that only other replicas used sends zeros. With one replica nothing is
+sent, and a complete sum becomes gradients.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.comm.background import Pending
+from smp_core.comm.traffic import Route
+from smp_core.sharding.fsdp import ShardedUnit, Slot
+from smp_core.sharding.optimizer import FlatShard
+
+# Other ranks of the partition group can have taken a way through the unit on which its parameters are used later.
+TOO_LATE = (
+    "unit %r: gradients came after its sum had been sent to the other replicas, because ranks of one partition group "
+    "took different ways through it; let all of them use the same parameters, or run this backward pass inside "
+    "window.accumulate() and call window.close() after it"
+)
+
+
+class Phase(enum.Enum):
+    """Where a unit's gradients are."""
+
+    IDLE = enum.auto()
+    COLLECTING = enum.auto()
+    COMPLETE = enum.auto()
+    IN_FLIGHT = enum.auto()
+
+
+class UnitWindow:
+    """One unit's part of an :class:`smp_core.sharding.accumulation.AccumulationWindow`.
+
+    Args:
+        unit: whose gradients these are.
+        route: their way from this rank's sum to ``.grad``.
+
+    Attributes:
+        slots: the parameters in the sum, by where each begins.
+        flat: this rank's sum, 1-D, in the dtype of FSDP2's reduction; None while idle.
+        masters: of this rank's part, where optimizer states are sharded over the world.
+    """
+
+    def __init__(self, unit: ShardedUnit, route: Route) -> None:
+        self.unit, self.route = unit, route
+        self.phase = Phase.IDLE
+        self.slots: list[Slot] = []
+        self.flat: torch.Tensor | None = None
+        self.masters: FlatShard | None = None
+        self._over_world = False
+        self._pending: Pending | None = None
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the sum."""
+        return 0 if self.flat is None else self.flat.numel() * self.flat.element_size()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is added to the sum any more."""
+        return self.phase in (Phase.COMPLETE, Phase.IN_FLIGHT)
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.phase is Phase.IN_FLIGHT
+
+    # Collecting
+
+    def add(self, reduced: torch.Tensor) -> None:
+        """Add one micro-batch's flat sum over the partition group, which is taken over.
+
+        Raises:
+            RuntimeError: the unit's sum is in flight already.
+        """
+        slots = self.unit.slots(reduced.numel())
+        if self.phase is Phase.IN_FLIGHT:
+            # FSDP2 reduces once more when an output gets its gradient after that of the unit's inputs is complete.
+            if reduced.any():
+                raise RuntimeError(TOO_LATE % self.unit.name)
+        elif self.flat is None:
+            # FSDP2 makes ``.grad`` views of this very tensor; they are dropped when the pass ends: no copy is needed.
+            self.slots, self.flat, self.phase = slots, reduced, Phase.COLLECTING
+        elif slots == self.slots:
+            self.flat += reduced
+        else:
+            self._widen(slots)
+            _add_by_slot(self.flat, self.slots, reduced, slots)
+
+    def complete(self) -> None:
+        """Nothing is added any more, if anything was."""
+        if self.phase is Phase.COLLECTING:
+            self.phase = Phase.COMPLETE
+
+    def zero(self, indices: set[int]) -> None:
+        """Drop what the sum holds of these parameters."""
+        for slot in self.slots:
+            if slot.index in indices:
+                assert self.flat is not None
+                self.flat[slot.offset : slot.offset + slot.padded] = 0
+
+    def received_all(self) -> bool:
+        """Whether this rank has a gradient of every parameter in the sum."""
+        return all(slot.index in self.unit.reached for slot in self.slots)
+
+    # In flight
+
+    def send(self) -> None:
+        """Start adding up over replicas; zeros, where this rank did not use the unit."""
+        if not self.route.adds_up:
+            return
+        slots = self.unit.window_slots()
+        if self.flat is None:
+            self.slots, self.flat = slots, self.unit.zeros(slots[-1].offset + slots[-1].padded)
+        self._widen(slots)
+        if self._over_world:
+            self._widen(self._slots_of_masters())
+        self._start(self.flat)
+
+    def send_zeros(self, n_elements: int) -> None:
+        """Send as many elements as another replica did, which are added up and dropped."""
+        if self.phase is not Phase.IN_FLIGHT:
+            self.flat = self.unit.zeros(n_elements)
+            self._start(self.flat)
+
+    def wait(self) -> None:
+        """Until what is in flight has arrived."""
+        if self._pending is not None:
+            self._pending.wait()
+
+    def _start(self, flat: torch.Tensor) -> None:
+        self.phase = Phase.IN_FLIGHT
+        if self.masters is None:
+            self._pending = self.route.hop(flat, self.unit.name)
+        else:
+            self.masters.send(flat, self.unit.name)
+            self._pending = self.masters
+
+    # Gradients
+
+    def divide(self, seen: Sequence[bool] | None) -> torch.Tensor | None:
+        """Divide the sum, and give it to the masters, where there are any.
+
+        Args:
+            seen: for each parameter of the unit whether any rank has a gradient of it; None: all of them.
+
+        Returns:
+            otherwise: the mean, where the parameters' shards are (on the host it may still be on its way); None: there
+            is none.
+        """
+        if self.flat is None:
+            return None
+        if self.masters is not None:
+            flags = None if seen is None else [seen[slot.index] for slot in self.slots]
+            self.masters.set_gradients(self.route.divisor, flags)
+            return None
+        self.flat /= self.route.divisor
+        flat, self.flat = self.flat, None
+        return self.unit.beside_parameters(flat)
+
+    def set_gradients(self, mean: torch.Tensor, seen: Sequence[bool] | None) -> None:
+        """Put a mean of :meth:`divide` into ``.grad``, beside the gradients of an earlier closed pass of the step."""
+        parameters = self.unit.parameters()
+        for slot in self.slots:
+            if seen is None or seen[slot.index]:
+                _accumulate(parameters[slot.index], self.unit.local_gradient(slot, mean))
+
+    def take_own_gradients(self) -> None:
+        """Settle gradients that autograd left in ``.grad`` itself, of terms of the loss that are made of shards: they
+        become sharded like their parameters (torch may leave them replicated), or their masters' gradients."""
+        for parameter in self.unit.parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+                if gradient.placements != parameter.placements:
+                    parameter.grad = gradient.redistribute(placements=parameter.placements)
+        if self.masters is not None:
+            self.masters.take_gradients()
+
+    def forget(self) -> None:
+        """Be idle: nothing of this window is left."""
+        self.slots, self.flat, self._pending, self.phase = [], None, None, Phase.IDLE
+        self.unit.end_of_window()
+
+    # Layout of the sum
+
+    def make_masters(self, on_host: bool, stored_in: torch.dtype | None) -> FlatShard | None:
+        """From now on the sum is scattered over replicas, and gradients are those of masters.
+
+        Args:
+            on_host: masters live in host memory.
+            stored_in: what float32 parameters are stored in from now on (what they are computed with); None: as they
+                are.
+
+        Returns:
+            the masters; None: nothing of the unit is trainable.
+        """
+        self._over_world = True
+        slots, parameters = self.unit.window_slots(), self.unit.parameters()
+        if not slots:
+            return None
+        members = [slot.index for slot in slots]
+        self.masters = FlatShard(
+            [self.unit.names[index] for index in members],
+            [parameters[index] for index in members],
+            [slot.padded for slot in slots],
+            self.route.hop,
+            on_host,
+        )
+        if stored_in is not None and parameters[members[0]].dtype == torch.float32:
+            self.unit.store_in(stored_in, members)
+            self.masters.holds_weights = True
+        return self.masters
+
+    def _slots_of_masters(self) -> list[Slot]:
+        held = () if self.masters is None else self.masters.names
+        names = self.unit.names
+        for slot in self.slots:
+            if names[slot.index] not in held:
+                raise ValueError(
+                    f"optimizer_shard='world': {names[slot.index]} was frozen when the optimizer was made and has no "
+                    "master to step; make it trainable before, or write optimizer_shard='shard'"
+                )
+        index = {name: i for i, name in enumerate(names)}
+        return self.unit.layout(index[name] for name in held)
+
+    def _widen(self, more: list[Slot]) -> None:
+        """Make room for parameters that were frozen or unused in earlier micro-batches."""
+        sizes = {slot.index: slot.padded for slot in [*self.slots, *more]}
+        wide, offset = [], 0
+        for index in sorted(sizes):
+            wide.append(Slot(index, offset, sizes[index]))
+            offset += sizes[index]
+        if wide == self.slots:
+            return
+        assert self.flat is not None
+        widened = self.flat.new_zeros(offset)
+        _add_by_slot(widened, wide, self.flat, self.slots)
+        self.slots, self.flat = wide, widened
+
+
+def _add_by_slot(target: torch.Tensor, target_slots: list[Slot], source: torch.Tensor, slots: list[Slot]) -> None:
+    where = {slot.index: slot.offset for slot in target_slots}
+    for slot in slots:
+        start = where[slot.index]
+        target[start : start + slot.padded] += source[slot.offset : slot.offset + slot.padded]
+
+
+def _accumulate(parameter: nn.Parameter, gradient: DTensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        assert isinstance(parameter.grad, DTensor)
+        parameter.grad.to_local().add_(gradient.to_local())
