@@ -39,7 +39,8 @@ def test_the_cluster_tables_are_those_of_the_result(monkeypatch: pytest.MonkeyPa
     spec.loader.exec_module(bench)
     found = result("cluster")
     rows, report = found["rows"], "run benchmarks/cluster/bench.py --report"
-    made = {"docs/performance.md": bench.page(found["machine"], rows), "README.md": bench.headline(rows)}
+    machine = found["machine"]
+    made = {"docs/performance.md": bench.page(machine, rows), "README.md": bench.headline(machine, rows)}
     for name, text in made.items():
         shown = page(name).split(bench.BEGIN, 1)[1].split(bench.END, 1)[0]
         assert shown.strip() == text.strip(), f"{name}: {report}"
