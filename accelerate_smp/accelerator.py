@@ -42,9 +42,9 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from accelerate_smp.attachment import attach, parallel_of
 from accelerate_smp.config import check_world, engines_off, refuse_engines, resolve_config
 from accelerate_smp.fp8 import settle_fp8
+from accelerate_smp.handle import attach, parallel_of
 from accelerate_smp.parallelism import SmpParallelism
 from accelerate_smp.saved_states import SavedStatesAccelerator
 from accelerate_smp.schedules import SmpScheduler

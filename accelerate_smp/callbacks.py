@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from accelerate_smp.attachment import parallel_of
+from accelerate_smp.handle import parallel_of
 from smp_core.comm.meter import LINK_CLASSES, LinkClass
 from smp_core.memory_watch import MemoryWatch, WatchesMemory
 from smp_core.monitoring import FlopMeasurement, device_peak_flops

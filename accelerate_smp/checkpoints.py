@@ -27,7 +27,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from accelerate_smp.attachment import parallel_of
+from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import (
     AsyncCheckpointer,
     CheckpointError,

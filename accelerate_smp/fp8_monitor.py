@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from accelerate_smp.attachment import parallel_of
+from accelerate_smp.handle import parallel_of
 from smp_core.fp8.monitoring import Fp8Watch
 
 

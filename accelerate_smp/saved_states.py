@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from accelerate import Accelerator
 
 from accelerate_smp import checkpoints
-from accelerate_smp.attachment import parallel_of
+from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import AsyncCheckpointer
 from smp_core.rank_watch import meet
 

@@ -26,9 +26,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 from accelerate_smp.accelerator import SmpAccelerator
-from accelerate_smp.attachment import parallel_of
 from accelerate_smp.callbacks import SmpMonitorCallback
 from accelerate_smp.fp8_monitor import Fp8MonitorCallback
+from accelerate_smp.handle import parallel_of
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from accelerate_smp.whole_weights import whole_state

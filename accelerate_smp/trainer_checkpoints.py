@@ -23,7 +23,7 @@ from transformers.trainer_utils import has_length, sort_checkpoints
 
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
-from accelerate_smp.attachment import parallel_of
+from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import CheckpointError, first_whole, is_checkpoint, read_manifest
 from smp_core.checkpoint.optimizers import load_whole_optimizer_state
 from smp_core.checkpoint.ranks import Ranks

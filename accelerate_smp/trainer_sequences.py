@@ -25,10 +25,12 @@ import torch.nn.functional as F
 from transformers import Trainer
 
 from accelerate_smp.accelerator import SmpAccelerator
-from accelerate_smp.attachment import parallel_of
+from accelerate_smp.handle import parallel_of
 from smp_core.context_parallel.active import SplitBatch, active_split, enabled
-from smp_core.context_parallel.batch import IGNORED, ContextParallel, labels_within_documents
+from smp_core.context_parallel.batch import ContextParallel
+from smp_core.context_parallel.chunked_loss import IGNORED
 from smp_core.context_parallel.chunked_models import loss_only, smoothed
+from smp_core.context_parallel.documents import labels_within_documents
 from smp_core.context_parallel.transformers_models import shifts_labels
 
 if TYPE_CHECKING:

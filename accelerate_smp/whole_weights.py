@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate_smp.attachment import parallel_of
+from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import full_state_dict
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors

@@ -41,8 +41,8 @@ from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import enabled
 from smp_core.context_parallel.attention import attention
 from smp_core.context_parallel.kernels import count_attention_work
-from smp_core.context_parallel.plan import SequencePlan
-from smp_core.context_parallel.traffic import register_group
+from smp_core.context_parallel.key_value_exchange import register_group
+from smp_core.context_parallel.sequence_plan import SequencePlan
 from smp_core.engine import parallelize
 from smp_core.memory_report import MemoryReport
 from smp_core.topology import Topology

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
+
+from smp_core.checkpoint.tree import map_tensors
 
 GIB = 2**30
 
@@ -154,7 +156,7 @@ def count_model_flops(
 
     call = _Call(model, forward or _call_with_batch)
     tensors = {name: to_meta(tensor.detach()) for name, tensor in _named_tensors(call)}
-    meta_batch = _map_tensors(to_meta, batch)
+    meta_batch = map_tensors(batch, to_meta, MutableMapping)
     measured = FlopMeasurement()
     try:
         with torch.no_grad(), torch.device("meta"), measured:
@@ -183,17 +185,6 @@ def _call_with_batch(model: nn.Module, batch: Any) -> object:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: _map_tensors(function, value) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        values = [_map_tensors(function, value) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from smp_core.activations.savers import NOTHING_SAVED, ActivationSavers
+from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
 from smp_core.config import SmpConfig
@@ -52,7 +52,7 @@ class ParallelModel:
     traffic: Traffic
     calls: Calls
     replaced: ReplacedParameters
-    activations: ActivationSavers = NOTHING_SAVED
+    activations: ActivationMemory = NO_ACTIVATION_MEMORY_SAVED
     fp8: Fp8Model | None = None
     context: ContextParallel | None = None
     fp8_region: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -54,16 +54,21 @@ def path_text(path: Path) -> str:
     return ".".join(str(key) for key in path)
 
 
-def iterate_tensors(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every tensor (or LazyTensor) of a nested state with its path, in order."""
+def iterate_tensors(state: Any, path: Path = (), mapping: Any = dict) -> Iterator[tuple[Path, Any]]:
+    """Yield every tensor (or LazyTensor) of a nested state with its path, in order.
+
+    Args:
+        path: the path of ``state`` itself.
+        mapping: the class of mappings to look into. A checkpoint stores dicts; a batch may be any ``MutableMapping``.
+    """
     if isinstance(state, (torch.Tensor, LazyTensor)):
         yield path, state
-    elif isinstance(state, dict):
+    elif isinstance(state, mapping):
         for key, value in state.items():
-            yield from iterate_tensors(value, (*path, key))
+            yield from iterate_tensors(value, (*path, key), mapping)
     elif isinstance(state, (list, tuple)):
         for position, value in enumerate(state):
-            yield from iterate_tensors(value, (*path, position))
+            yield from iterate_tensors(value, (*path, position), mapping)
 
 
 def name_tensors(state: Any) -> dict[Path, tuple[str, Any]]:
@@ -81,24 +86,27 @@ def name_tensors(state: Any) -> dict[Path, tuple[str, Any]]:
     return named
 
 
-def map_tensors(state: Any, replace: Callable[[Any], Any]) -> Any:
-    """The same nest with ``replace(tensor)`` for every tensor (or LazyTensor); what holds none is kept as it is."""
+def map_tensors(state: Any, replace: Callable[[Any], Any], mapping: Any = dict) -> Any:
+    """Return the nest with ``replace(tensor)`` for every tensor (or LazyTensor).
+
+    A container without tensors is not copied. ``mapping``: as in :func:`iterate_tensors`.
+    """
     if isinstance(state, (torch.Tensor, LazyTensor)):
         return replace(state)
-    if not isinstance(state, (dict, list, tuple)) or not holds_tensor(state):
+    if not isinstance(state, (mapping, list, tuple)) or not holds_tensor(state, mapping):
         return state
-    if isinstance(state, dict):
+    if isinstance(state, mapping):
         same = copy.copy(state)
         for key, value in state.items():
-            same[key] = map_tensors(value, replace)
+            same[key] = map_tensors(value, replace, mapping)
         return same
-    values = [map_tensors(value, replace) for value in state]
+    values = [map_tensors(value, replace, mapping) for value in state]
     return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
 
 
-def holds_tensor(state: Any) -> bool:
-    """Whether any leaf of the nested state is a tensor."""
-    return next(iterate_tensors(state), None) is not None
+def holds_tensor(state: Any, mapping: Any = dict) -> bool:
+    """Tell whether any leaf of the nested state is a tensor."""
+    return next(iterate_tensors(state, mapping=mapping), None) is not None
 
 
 def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) -> EncodedRest:

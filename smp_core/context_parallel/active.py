@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from smp_core.context_parallel.attention import attention
-from smp_core.context_parallel.plan import SequencePlan
-from smp_core.context_parallel.traffic import ContextGroup
+from smp_core.context_parallel.key_value_exchange import ContextGroup
+from smp_core.context_parallel.sequence_plan import SequencePlan
 
 
 @dataclass(eq=False)

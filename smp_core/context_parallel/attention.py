@@ -29,8 +29,15 @@ from torch.utils.flop_counter import register_flop_formula
 
 from smp_core.activations.selective import keep_outputs_of
 from smp_core.context_parallel import kernels
-from smp_core.context_parallel.plan import KernelCall, SequencePlan, decode
-from smp_core.context_parallel.traffic import ContextGroup, Pair, gathered, group_numbered, head_ranges, send_home
+from smp_core.context_parallel.key_value_exchange import (
+    ContextGroup,
+    Pair,
+    gather_keys_values,
+    group_numbered,
+    head_ranges,
+    reduce_gradients,
+)
+from smp_core.context_parallel.sequence_plan import KernelCall, SequencePlan, decode
 
 
 def attention(
@@ -108,7 +115,7 @@ def context_attention(
     lse = q.new_empty(rows, heads, length, dtype=kernels.lse_dtype(q.dtype))
     ranges = head_ranges(k.shape[2], group.head_groups)
     share = heads // k.shape[2]
-    for (first, last), pair in zip(ranges, gathered(k, v, layout, group, ranges), strict=True):
+    for (first, last), pair in zip(ranges, gather_keys_values(k, v, layout, group, ranges), strict=True):
         mine = slice(first * share, last * share)
         for call in layout.calls(group.rank, causal, window):
             row, at, keys = _slices(call)
@@ -164,7 +171,7 @@ def context_attention_backward(
     ranges = head_ranges(k.shape[2], group.head_groups)
     share = q.shape[2] // k.shape[2]
     on_their_way: list[Callable[[], Pair]] = []
-    for (first, last), pair in zip(ranges, gathered(k, v, layout, group, ranges), strict=True):
+    for (first, last), pair in zip(ranges, gather_keys_values(k, v, layout, group, ranges), strict=True):
         mine = slice(first * share, last * share)
         # Half precision would lose what each rank adds.
         sums = [torch.zeros_like(whole, dtype=kernels.lse_dtype(q.dtype)) for whole in pair]
@@ -185,7 +192,7 @@ def context_attention_backward(
             sums[0][row, keys] += dk_part
             sums[1][row, keys] += dv_part
         del pair
-        on_their_way.append(send_home(sums[0], sums[1], layout, group))
+        on_their_way.append(reduce_gradients(sums[0], sums[1], layout, group))
     for (first, last), arrive in zip(ranges, on_their_way, strict=True):
         dk[:, :, first:last], dv[:, :, first:last] = arrive()
     return dq, dk, dv

@@ -1,11 +1,12 @@
-"""Batches split along the sequence: what each rank's model gets, and how its loss is weighted.
+"""Batches split along the sequence: the tokens of each rank, and the weight of each rank's loss.
 
-    1. context peers get the first one's batch (an iterable data set or an augmenting worker may give each its own)
-    2. documents are found: given ids, restarts of ``position_ids``, runs of ``attention_mask``
-    3. labels are shifted while the sequence is whole (afterwards a token's target may be on another rank); the first
+    1. all context peers take the batch of the first one (an iterable data set or an augmenting worker may give each
+       peer its own)
+    2. documents are found (:mod:`smp_core.context_parallel.documents`)
+    3. labels are shifted while the sequence is unsplit (afterwards a token's target may be on another rank); the first
        token of a document is no target
-    4. everything is padded to a multiple of 2R and each rank takes its tokens
-    5. targets are counted over all ranks, so that losses can be divided by the same number everywhere
+    4. sequences are padded to a multiple of 2R, and each rank takes its tokens
+    5. targets are counted over all ranks, so that every rank divides its losses by the same number
 
 Shape letters: B rows, S tokens of a row, L tokens of a rank, R ranks.
 """
@@ -13,7 +14,7 @@ Shape letters: B rows, S tokens of a row, L tokens of a rank, R ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,30 +22,38 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from smp_core.checkpoint.tree import iterate_tensors, map_tensors
 from smp_core.context_parallel.active import SplitBatch
-from smp_core.context_parallel.plan import Order, SequencePlan, document_starts, padded_length
-from smp_core.context_parallel.traffic import ContextGroup
+from smp_core.context_parallel.chunked_loss import IGNORED
+from smp_core.context_parallel.documents import (
+    DOCUMENT_KEYS,
+    Key,
+    document_starts_of,
+    has_sequence_of,
+    positions_in_documents,
+    positions_of_first_tokens,
+)
+from smp_core.context_parallel.key_value_exchange import ContextGroup
+from smp_core.context_parallel.sequence_plan import Order, SequencePlan, document_starts, padded_length
 
-IGNORED = -100
-DOCUMENT_KEYS = ("document_ids", "seq_idx")
-# What collators add for kernels that pack documents; the same is found from position_ids.
+# Keys that collators add for kernels that pack documents; position_ids tell the same.
 _PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-Key = str | int
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Which tensors of a batch have a sequence, and what they mean.
+    """The tensors of a batch that have a sequence, and their meaning.
 
-    The default finds it out: in a mapping with ``input_ids`` or ``inputs_embeds`` every tensor [B, S, ...] is split; in
-    a tuple or list ``(input, target)`` every tensor whose first two dims are the first one's.
+    By default both are found: in a mapping with ``input_ids`` or ``inputs_embeds`` every tensor [B, S, ...] is split;
+    in a tuple or list ``(input, target)`` every tensor whose first two dims are the first one's.
 
     Args:
-        dims: key (or place in a tuple) -> dim that is the sequence; others go to every rank whole. Default: as above.
-        targets: key or place of the targets; -100 marks none. Default: ``labels``, or the tuple's last tensor.
+        dims: key (or place in a tuple) -> dim that is the sequence; other tensors go to every rank unsplit. Default: as
+            above.
+        targets: key or place of the targets; -100 marks a token without one. Default: ``labels``, or the tuple's last
+            tensor.
         shift_targets: whether the target of a token is the next one's label, as in Transformers' causal models.
-        Default: true
-            for a mapping, except under models whose loss does not shift; false for a tuple.
+            Default: true for a mapping, except under models whose loss does not shift; false for a tuple.
         order: "zigzag" (default; the same work on every rank under a causal mask) or "contiguous".
         pad_values: key -> value for padding to a multiple of 2R; default 0, and -100 for targets.
     """
@@ -57,11 +66,12 @@ class BatchLayout:
 
 
 class ContextParallel:
-    """Splits batches over a context group and puts results together again.
+    """Splits batches over a context group, and gathers outputs.
 
     Args:
-        group: from :func:`smp_core.context_parallel.traffic.register_group`. everyone: the group over which targets are
-        counted: all ranks that train on one global batch. None: the context group.
+        group: the context group, from :func:`smp_core.context_parallel.key_value_exchange.register_group`.
+        everyone: the group over which targets are counted: all ranks that train on one global batch. None: the context
+            group.
     """
 
     def __init__(self, group: ContextGroup, everyone: dist.ProcessGroup | None = None) -> None:
@@ -70,16 +80,18 @@ class ContextParallel:
 
     @property
     def degree(self) -> int:
+        """The ranks R that share sequences."""
         return self.group.degree
 
     def split(
         self, batch: Any, layout: BatchLayout | None = None, *, shifts: bool = True, count: bool = True
     ) -> SplitBatch:
-        """This rank's part of the first context peer's ``batch``. Collective over the context group, and over everyone
-        if targets are counted.
+        """Return this rank's part of the first context peer's ``batch``.
+
+        Collective over the context group, and over ``everyone`` if targets are counted.
 
         Args:
-            batch: tensors on this rank's device: a mapping or a tuple. The original is left as it is.
+            batch: tensors on this rank's device: a mapping or a tuple. It is not changed.
             shifts: whether the model's loss shifts labels, where the layout does not say.
             count: whether to count targets over all ranks.
 
@@ -98,221 +110,225 @@ class ContextParallel:
                 "token is not said; give a mapping with input_ids and labels, or a tuple (input, target)"
             )
         if split.shift_labels is not None and count:
-            self._count(split)
+            self._count_targets(split)
         return split
 
     def gather(self, tensor: torch.Tensor, split: SplitBatch, dim: int = 1) -> torch.Tensor:
-        """The whole sequence of a tensor of which every context rank has its tokens, without padding. Collective.
+        """Gather the unsplit sequence of a tensor, of which every context rank has its tokens. Collective.
 
-        Not differentiable: for predictions and metrics.
+        The result has no padding and no gradient: it is for predictions and metrics.
         """
         dim %= tensor.dim()
         if tensor.shape[dim] != split.plan.local_length:
             raise ValueError(
                 f"dim {dim} of a tensor {tuple(tensor.shape)} is not the {split.plan.local_length} tokens of this rank"
             )
-        first = tensor.detach().movedim(dim, 0).contiguous()
+        sequence = tensor.detach().movedim(dim, 0).contiguous()
         if self.degree > 1:
-            pieces = [torch.empty_like(first) for _ in range(self.degree)]
-            dist.all_gather(pieces, first, group=self.group.process_group)
-            first = split.plan.in_sequence_order(torch.cat(pieces))
-        return first[: split.length].movedim(0, dim).contiguous()
+            pieces = [torch.empty_like(sequence) for _ in range(self.degree)]
+            dist.all_gather(pieces, sequence, group=self.group.process_group)
+            sequence = split.plan.in_sequence_order(torch.cat(pieces))
+        return sequence[: split.length].movedim(0, dim).contiguous()
 
     def gather_all(self, outputs: Any, split: SplitBatch) -> Any:
-        """:meth:`gather` of every tensor [B, L, ...] in a nest of mappings, tuples and lists."""
+        """Apply :meth:`gather` to every tensor [B, L, ...] in a nest of mappings, tuples and lists."""
 
-        def whole(tensor: torch.Tensor) -> torch.Tensor:
+        def gathered(tensor: torch.Tensor) -> torch.Tensor:
             is_split = tensor.dim() >= 2 and tensor.shape[1] == split.plan.local_length
             return self.gather(tensor, split) if is_split else tensor
 
-        return _map_tensors(outputs, whole)
+        return map_tensors(outputs, gathered, MutableMapping)
 
     def broadcast(self, batch: Any) -> Any:
-        """The first context peer's batch, on this rank's device."""
+        """Return the first context peer's batch, on this rank's device. Collective over the context group."""
         if self.group.process_group is None:
             return batch
-        tensors: list[torch.Tensor] = []
+        is_source = self.group.rank == 0
+        source, group = self.group.ranks[0], self.group.process_group
         device = _device_of(batch)
 
-        def note(tensor: torch.Tensor) -> _Placeholder:
-            tensors.append(tensor)
-            return _Placeholder(len(tensors) - 1, tuple(tensor.shape), tensor.dtype)
+        # The batch without its values: meta tensors pickle to shape and dtype.
+        def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-        carried = [_map_tensors(batch, note) if self.group.rank == 0 else None]
-        dist.broadcast_object_list(carried, src=self.group.ranks[0], group=self.group.process_group)
+        carried = [map_tensors(batch, shape_of, MutableMapping) if is_source else None]
+        dist.broadcast_object_list(carried, src=source, group=group)
 
-        def receive(place: _Placeholder) -> torch.Tensor:
-            if self.group.rank == 0:
-                tensor = tensors[place.index].contiguous()
-            else:
-                tensor = torch.empty(place.shape, dtype=place.dtype, device=device)
-            dist.broadcast(tensor, src=self.group.ranks[0], group=self.group.process_group)
+        # The values, in the order of the nest, which is the same on every rank.
+        values = iterate_tensors(batch, mapping=MutableMapping)
+
+        def received(shape: torch.Tensor) -> torch.Tensor:
+            tensor = next(values)[1].contiguous() if is_source else torch.empty_like(shape, device=device)
+            dist.broadcast(tensor, src=source, group=group)
             return tensor
 
-        return _map_tensors(carried[0], receive, _Placeholder)
+        return map_tensors(carried[0], received, MutableMapping)
 
     def _split_mapping(self, batch: Mapping[Any, Any], layout: BatchLayout, shifts: bool) -> SplitBatch:
-        first = next((batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None), None)
-        if layout.dims is None and first is None:
-            raise ValueError(
-                f"a batch with the keys {', '.join(map(str, batch))} has neither input_ids nor inputs_embeds; say "
-                "which keys have a sequence: BatchLayout(dims={'tokens': 1, ...}, targets='...')"
-            )
-        dims = _dims_of_mapping(batch, first) if layout.dims is None else dict(layout.dims)
-        target = layout.targets if layout.targets is not None else "labels"
+        """Split a mapping: phases 2 to 4 of this module's docstring."""
+        # The tensors that have a sequence, with the sequence in dim 1.
+        tokens = _token_tensor(batch)
+        dims = _dims_of_mapping(batch, tokens) if layout.dims is None else dict(layout.dims)
         rows, length = _common_shape(batch, dims)
         device = _device_of(batch)
-        whole = {key: _batch_first(batch[key], dims[key]) for key in dims}
-        starts = _document_starts(whole, rows, length, device)
-        documents = starts.cumsum(1)
-        position_ids = whole.get("position_ids")
-        if position_ids is None:
-            position_ids = torch.arange(length, device=device).expand(rows, -1)
-            if any(whole.get(key) is not None for key in DOCUMENT_KEYS):
-                position_ids = position_ids - torch.where(starts, position_ids, 0).cummax(1).values
-        labels, shift_labels = whole.get(target), None
-        shifting = shifts if layout.shift_targets is None else layout.shift_targets
-        if isinstance(batch.get(target), torch.Tensor) and labels is None:
+        sequences = {key: batch[key].movedim(dim, 1) for key, dim in dims.items()}
+
+        # Documents, and the position of each token in its document.
+        starts = document_starts_of(sequences, rows, length, device)
+        position_ids = positions_in_documents(sequences, starts)
+
+        # The target of each token.
+        target_key = "labels" if layout.targets is None else layout.targets
+        targets = sequences.get(target_key)
+        if targets is None and isinstance(batch.get(target_key), torch.Tensor):
             raise ValueError(
-                f"{target} of {tuple(batch[target].shape)} are not per token ([{rows}, {length}]); a head that pools "
-                "the sequence has no context parallel form"
+                f"{target_key} of {tuple(batch[target_key].shape)} are not per token ([{rows}, {length}]); a head that "
+                "pools the sequence has no context parallel form"
             )
-        if labels is not None:
-            shift_labels = labels
-            if shifting:
-                shift_labels = F.pad(labels.masked_fill(starts, IGNORED), (0, 1), value=IGNORED)[:, 1:]
-        plan = self._plan(documents, layout.order)
-        take = self._taker(plan, length, device)
+        shifting = shifts if layout.shift_targets is None else layout.shift_targets
+        if targets is not None and shifting:
+            targets = _next_tokens(targets.masked_fill(starts, IGNORED))
+
+        # This rank's tokens of every sequence.
+        plan = self._plan(starts.cumsum(1), layout.order)
+        own = self._own_tokens(plan, length, device)
         local: Any = copy.copy(batch)
         assert isinstance(local, MutableMapping)
-        for key in dims:
-            padding = layout.pad_values.get(key, IGNORED if key == target else 0)
-            local[key] = take(whole[key], padding).movedim(1, dims[key])
+        for key, dim in dims.items():
+            padding = layout.pad_values.get(key, IGNORED if key == target_key else 0)
+            local[key] = own.take(sequences[key], padding).movedim(1, dim)
         for key in (*DOCUMENT_KEYS, *_PACKING_KEYS):
             local.pop(key, None)
+
+        # Positions and targets that the model cannot find in its part.
         split = SplitBatch(local, plan, length, self.group.rank, group=self.group)
-        split.position_ids, split.last_position = take(position_ids, None), position_ids.max()
-        if whole.get("position_ids") is not None and whole.get("attention_mask") is None:
-            split.first_positions = _first_positions(position_ids, starts, padded=plan.length > length)
-        if first is not None:
+        split.position_ids = own.take_positions(position_ids)
+        split.last_position = position_ids.max()
+        if sequences.get("position_ids") is not None and sequences.get("attention_mask") is None:
+            split.first_positions = positions_of_first_tokens(position_ids, starts, padded=plan.length > length)
+        if tokens is not None:
             local["position_ids"] = split.position_ids
-        if shift_labels is not None:
-            split.shift_labels = take(shift_labels, IGNORED)
+        if targets is not None:
+            split.shift_labels = own.take(targets, IGNORED)
             if shifting:
-                # Whoever shifts these again gets a loss of nan instead of wrong targets.
-                split.labels = local[target] = torch.full_like(split.shift_labels, IGNORED)
+                # A loss that shifts these labels once more is nan, and not one of wrong targets.
+                split.labels = local[target_key] = torch.full_like(split.shift_labels, IGNORED)
                 local["shift_labels"] = split.shift_labels
                 split.divided_by_model = True
         return split
 
     def _split_sequence(self, batch: Sequence[Any], layout: BatchLayout) -> SplitBatch:
-        dims: dict[Key, int] = dict(layout.dims or {})
-        if not dims:
-            first = batch[0] if batch else None
-            if not isinstance(first, torch.Tensor) or first.dim() < 2:
-                raise ValueError(
-                    "the first of a tuple's tensors has no sequence [B, S, ...]; say which have: "
-                    "BatchLayout(dims={0: 1, ...})"
-                )
-            dims = {place: 1 for place, item in enumerate(batch) if _starts_like(item, first)}
+        """Split a tuple or list, each row of which is one document: phases 3 and 4 of this module's docstring."""
+        # The tensors that have a sequence, and the one with the targets.
+        dims = dict(layout.dims) if layout.dims else _dims_of_sequence(batch)
         rows, length = _common_shape(batch, dims)
         device = _device_of(batch)
-        last = max(dims, key=int)
-        target = layout.targets if layout.targets is not None else (last if len(dims) > 1 else None)
-        plan = self._plan(torch.zeros(1, length, dtype=torch.long, device=device), layout.order)
-        take = self._taker(plan, length, device)
+        target = layout.targets
+        if target is None and len(dims) > 1:
+            target = max(dims, key=int)
+
+        # This rank's tokens of every sequence.
+        one_document = torch.zeros(1, length, dtype=torch.long, device=device)
+        plan = self._plan(one_document, layout.order)
+        own = self._own_tokens(plan, length, device)
         local = list(batch)
         split_target = None
-        for place in dims:
+        for place, dim in dims.items():
             assert isinstance(place, int)
-            whole = _batch_first(batch[place], dims[place])
-            is_target = place == target and not whole.is_floating_point()
-            if is_target and layout.shift_targets:
-                whole = F.pad(whole, (0, 1), value=IGNORED)[:, 1:]
-            piece = take(whole, layout.pad_values.get(place, IGNORED if is_target else 0))
-            local[place] = piece.movedim(1, dims[place])
-            if place == target:
-                split_target = piece if is_target else take(torch.zeros(rows, length, device=device), IGNORED)
-        made = type(batch)(*local) if hasattr(batch, "_fields") else type(batch)(local)  # type: ignore[call-arg]
+            sequence = batch[place].movedim(dim, 1)
+            has_labels = place == target and not sequence.is_floating_point()
+            if has_labels and layout.shift_targets:
+                sequence = _next_tokens(sequence)
+            piece = own.take(sequence, layout.pad_values.get(place, IGNORED if has_labels else 0))
+            local[place] = piece.movedim(1, dim)
+            if has_labels:
+                split_target = piece
+            elif place == target:
+                # Values instead of labels: every token but padding has a target.
+                split_target = own.take(torch.zeros(rows, length, device=device), IGNORED)
+
+        is_named = hasattr(batch, "_fields")
+        made = type(batch)(*local) if is_named else type(batch)(local)  # type: ignore[call-arg]
         split = SplitBatch(made, plan, length, self.group.rank, group=self.group)
         split.shift_labels = split_target
         return split
 
     def _plan(self, documents: torch.Tensor, order: Order) -> SequencePlan:
+        """Plan sequences whose documents have the numbers ``documents`` [B, S]; padding is a document of its own."""
         length = documents.shape[1]
         padded = padded_length(length, self.degree)
         documents = F.pad(documents, (0, padded - length), value=-1)
         return SequencePlan(self.degree, padded, document_starts(documents.cpu()), order, self.group.number)
 
-    def _taker(
-        self, plan: SequencePlan, length: int, device: torch.device
-    ) -> Callable[[torch.Tensor, Any], torch.Tensor]:
-        mine = plan.positions(self.group.rank).to(device)
+    def _own_tokens(self, plan: SequencePlan, length: int, device: torch.device) -> _OwnTokens:
+        return _OwnTokens(plan.positions(self.group.rank).to(device), plan.length - length)
 
-        def take(whole: torch.Tensor, padding: Any) -> torch.Tensor:
-            """This rank's tokens of [B, S, ...]; padding None counts on from 0."""
-            missing = plan.length - length
-            if missing:
-                tail = whole.new_full((len(whole), missing, *whole.shape[2:]), 0 if padding is None else padding)
-                if padding is None:
-                    tail += torch.arange(missing, device=device)
-                whole = torch.cat([whole, tail], 1)
-            return whole.index_select(1, mine).contiguous()
-
-        return take
-
-    def _count(self, split: SplitBatch) -> None:
+    def _count_targets(self, split: SplitBatch) -> None:
+        """Set ``tokens_per_rank`` and ``weight``. Collective over ``everyone``."""
         assert split.shift_labels is not None
-        mine = (split.shift_labels != IGNORED).sum().double()
-        total, ranks = mine.clone(), self.degree
+        own = (split.shift_labels != IGNORED).sum().double()
+        total, ranks = own.clone(), self.degree
         if self._everyone is not None:
             dist.all_reduce(total, group=self._everyone)
             ranks = dist.get_world_size(self._everyone)
         split.tokens_per_rank = total / ranks
-        split.weight = torch.where(total > 0, mine / split.tokens_per_rank, torch.ones_like(split.tokens_per_rank))
+        split.weight = torch.where(total > 0, own / split.tokens_per_rank, torch.ones_like(split.tokens_per_rank))
 
 
-def labels_within_documents(batch: Mapping[str, Any]) -> torch.Tensor:
-    """``batch["labels"]`` [B, S] without the first token of every document, which nothing predicts."""
-    labels = batch["labels"]
-    whole: dict[Key, Any] = {key: item for key, item in batch.items() if _starts_like(item, labels)}
-    rows, length = labels.shape
-    return labels.masked_fill(_document_starts(whole, rows, length, labels.device), IGNORED)
+@dataclass(frozen=True, eq=False)
+class _OwnTokens:
+    """This rank's part of a sequence.
 
+    Attributes:
+        indices: [L], places in the padded sequence.
+        missing: tokens of padding after the S of the batch.
+    """
 
-@dataclass(frozen=True)
-class _Placeholder:
-    index: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    indices: torch.Tensor
+    missing: int
 
+    def take(self, sequence: torch.Tensor, padding: Any) -> torch.Tensor:
+        """Return [B, L, ...] of [B, S, ...], padded with ``padding``."""
+        if self.missing:
+            shape = (len(sequence), self.missing, *sequence.shape[2:])
+            sequence = torch.cat([sequence, sequence.new_full(shape, padding)], 1)
+        return sequence.index_select(1, self.indices).contiguous()
 
-def _map_tensors(nest: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    if isinstance(nest, kind):
-        return change(nest)
-    if isinstance(nest, MutableMapping):
-        mapped = copy.copy(nest)
-        for key in nest:
-            mapped[key] = _map_tensors(nest[key], change, kind)
-        return mapped
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(_map_tensors(item, change, kind) for item in nest))
-    if isinstance(nest, (tuple, list)):
-        return type(nest)(_map_tensors(item, change, kind) for item in nest)
-    return nest
+    def take_positions(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Return [B, L] of [B, S], where the positions of padding count from 0."""
+        if self.missing:
+            of_padding = torch.arange(self.missing, dtype=position_ids.dtype, device=position_ids.device)
+            position_ids = torch.cat([position_ids, of_padding.expand(len(position_ids), -1)], 1)
+        return position_ids.index_select(1, self.indices).contiguous()
 
 
 def _device_of(batch: Any) -> torch.device:
-    found: list[torch.device] = []
-    _map_tensors(batch, lambda tensor: found.append(tensor.device))
-    return found[0] if found else torch.device("cpu")
+    """Return the device of a batch's first tensor; the CPU if it has none."""
+    for _, tensor in iterate_tensors(batch, mapping=MutableMapping):
+        device: torch.device = tensor.device
+        return device
+    return torch.device("cpu")
 
 
-def _starts_like(item: Any, first: torch.Tensor) -> bool:
-    return isinstance(item, torch.Tensor) and item.dim() >= 2 and item.shape[:2] == first.shape[:2]
+def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Return the label of the next token for each token [B, S]; the last one has none."""
+    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
-def _dims_of_mapping(batch: Mapping[str, Any], first: Any) -> dict[Key, int]:
+def _token_tensor(batch: Mapping[Any, Any]) -> Any:
+    for key in ("input_ids", "inputs_embeds"):
+        if batch.get(key) is not None:
+            return batch[key]
+    return None
+
+
+def _dims_of_mapping(batch: Mapping[Any, Any], tokens: Any) -> dict[Key, int]:
+    """Find the tensors of a mapping that have the sequence of ``tokens``, in dim 1."""
+    if tokens is None:
+        raise ValueError(
+            f"a batch with the keys {', '.join(map(str, batch))} has neither input_ids nor inputs_embeds; say "
+            "which keys have a sequence: BatchLayout(dims={'tokens': 1, ...}, targets='...')"
+        )
     mask = batch.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
         raise ValueError(
@@ -324,65 +340,28 @@ def _dims_of_mapping(batch: Mapping[str, Any], first: Any) -> dict[Key, int]:
         raise ValueError(
             f"position_ids of {position_ids.dim()} dims (multimodal positions) have no context parallel form yet"
         )
-    return {
-        key: 1
-        for key, item in batch.items()
-        if _starts_like(item, first) or (key == "position_ids" and item is not None)
-    }
+    dims: dict[Key, int] = {}
+    for key, item in batch.items():
+        # One row of position_ids may stand for all rows.
+        if has_sequence_of(item, tokens) or (key == "position_ids" and item is not None):
+            dims[key] = 1
+    return dims
 
 
-def _batch_first(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    return tensor.movedim(dim, 1)
+def _dims_of_sequence(batch: Sequence[Any]) -> dict[Key, int]:
+    """Find the tensors of a tuple or list that have the sequence of the first one, in dim 1."""
+    first = batch[0] if batch else None
+    if not isinstance(first, torch.Tensor) or first.dim() < 2:
+        raise ValueError(
+            "the first of a tuple's tensors has no sequence [B, S, ...]; say which have: BatchLayout(dims={0: 1, ...})"
+        )
+    return {place: 1 for place, item in enumerate(batch) if has_sequence_of(item, first)}
 
 
 def _common_shape(batch: Any, dims: Mapping[Key, int]) -> tuple[int, int]:
+    """Return B and S, which the tensors with a sequence have in common."""
     lengths = {key: batch[key].shape[dim] for key, dim in dims.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"the batch's sequences differ in length: {lengths}; all that are split have to be alike")
-    rows = max(_batch_first(batch[key], dim).shape[0] for key, dim in dims.items())
+    rows = max(batch[key].movedim(dim, 1).shape[0] for key, dim in dims.items())
     return rows, next(iter(lengths.values()))
-
-
-def _document_starts(whole: Mapping[Key, Any], rows: int, length: int, device: torch.device) -> torch.Tensor:
-    """[B, S], True at the first token of every document and of every run of padding."""
-    starts = torch.zeros(rows, length, dtype=torch.bool, device=device)
-    ids = next((whole[key] for key in DOCUMENT_KEYS if whole.get(key) is not None), None)
-    if ids is not None:
-        starts[:, 1:] |= ids[:, 1:] != ids[:, :-1]
-    elif whole.get("position_ids") is not None:
-        starts[:, 1:] |= whole["position_ids"].diff(dim=1) != 1
-    mask = whole.get("attention_mask")
-    if mask is not None:
-        mask = mask.bool()
-        _refuse_holes(mask, starts.cumsum(1))
-        starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
-    starts[:, 0] = True
-    return starts
-
-
-def _first_positions(position_ids: torch.Tensor, starts: torch.Tensor, padded: bool) -> tuple[tuple[int, ...], ...]:
-    """The position of every document's first token, row by row, where it says how chunks of attention are counted.
-
-    As Transformers has it: in a batch with several documents in some row, and without ``attention_mask``. Otherwise
-    they are counted from the first token that is not padding.
-    """
-    if int(starts.sum()) == len(starts):
-        return ()
-    of_padding = [0] if padded else []
-    rows = zip(position_ids.expand(starts.shape).cpu(), starts.cpu(), strict=True)
-    return tuple((*positions[begins].tolist(), *of_padding) for positions, begins in rows)
-
-
-def _refuse_holes(mask: torch.Tensor, documents: torch.Tensor) -> None:
-    """Padding inside a document would split it into two that do not see one another."""
-    if bool(mask.all()):
-        return
-    for row, (kept, ids) in enumerate(zip(mask.cpu(), documents.cpu(), strict=True)):
-        at = kept.nonzero().flatten()
-        inside = (at.diff() > 1) & (ids[at].diff() == 0)
-        if bool(inside.any()):
-            raise ValueError(
-                f"attention_mask: row {row} has zeros between tokens of one document (after token "
-                f"{int(at[:-1][inside][0])}); allowed: padding before and after. Documents are told apart by "
-                "position_ids or document_ids"
-            )

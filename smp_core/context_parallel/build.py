@@ -6,7 +6,7 @@ from torch import nn
 
 from smp_core.comm.meter import CommMeter
 from smp_core.context_parallel.batch import ContextParallel
-from smp_core.context_parallel.traffic import register_group
+from smp_core.context_parallel.key_value_exchange import register_group
 from smp_core.context_parallel.transformers_models import adapt_transformers_models
 from smp_core.mesh import SmpMesh
 

@@ -1,9 +1,9 @@
 """Attention of one rectangle, forward and backward, with the row-wise logarithm of the softmax's denominator (LSE).
 
-Every function here takes tensors of one :class:`~smp_core.context_parallel.plan.KernelCall`: queries and keys of
-several documents side by side, each document's queries aligned with the end of its keys ("bottom-right"). Backward gets
-the output and LSE of the whole row, and so the gradients of a piece are exact (FlashAttention-2, arXiv 2307.08691,
-section 3.1).
+Every function here takes the tensors of one :class:`~smp_core.context_parallel.sequence_plan.KernelCall`: queries and
+keys of several documents one after another, each document's queries aligned with the end of its keys ("bottom-right").
+Backward gets the output and LSE of the unsplit row, so the gradients of a piece are exact (FlashAttention-2, arXiv
+2307.08691, section 3.1).
 
     CUDA, half precision    torch's flash attention, several documents in one call (smp_core/context_parallel/flash.py)
     CPU                     ``_scaled_dot_product_flash_attention_for_cpu`` and

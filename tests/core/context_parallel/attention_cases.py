@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from smp_core.context_parallel.attention import attention
-from smp_core.context_parallel.plan import SequencePlan, document_starts, padded_length
-from smp_core.context_parallel.traffic import ContextGroup, register_group
+from smp_core.context_parallel.key_value_exchange import ContextGroup, register_group
+from smp_core.context_parallel.sequence_plan import SequencePlan, document_starts, padded_length
 
 MASKS = (
     "causal",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean, positions, weighted_mean
 from smp_core.context_parallel.batch import BatchLayout, ContextParallel
-from smp_core.context_parallel.traffic import ContextGroup, register_group
+from smp_core.context_parallel.key_value_exchange import ContextGroup, register_group
 from tests.harness import run_ranks
 
 DEGREE = 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smp_core.context_parallel.attention import attention
-from smp_core.context_parallel.plan import SequencePlan
+from smp_core.context_parallel.sequence_plan import SequencePlan
 from tests.core.context_parallel.attention_cases import Case, largest_errors, matrix, sample, squared_errors
 from tests.harness import run_ranks
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from smp_core.activations.selective import selective_contexts
-from smp_core.context_parallel import traffic
+from smp_core.context_parallel import key_value_exchange
 from smp_core.context_parallel.attention import attention
-from smp_core.context_parallel.plan import SequencePlan
+from smp_core.context_parallel.sequence_plan import SequencePlan
 from tests.core.context_parallel.attention_cases import group_of
 from tests.harness import run_ranks
 
@@ -34,17 +34,17 @@ def gradients(way: str, degree: int) -> tuple[list[torch.Tensor], int]:
     layers = [Layer() for _ in range(LAYERS)]
     x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
     weight = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
-    group = group_of(1) if degree > 1 else traffic.register_group(None)
+    group = group_of(1) if degree > 1 else key_value_exchange.register_group(None)
     plan = SequencePlan(degree, LENGTH, ((0, 5), (0,)), group=group.number)
     x, weight = (tensor[:, plan.positions(group.rank)] for tensor in (x, weight))
-    calls, start = 0, traffic._start_gather
+    calls, start = 0, key_value_exchange._start_gather
 
     def counted(*args):  # type: ignore[no-untyped-def]
         nonlocal calls
         calls += 1
         return start(*args)
 
-    traffic._start_gather = counted
+    key_value_exchange._start_gather = counted
     encoded = plan.encode()
 
     def forward(x: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def gradients(way: str, degree: int) -> tuple[list[torch.Tensor], int]:
     try:
         (forward(x, encoded) * weight).sum().backward()
     finally:
-        traffic._start_gather = start
+        key_value_exchange._start_gather = start
     found = [parameter.grad for layer in layers for parameter in layer.parameters()]
     if degree > 1:
         for gradient in found:

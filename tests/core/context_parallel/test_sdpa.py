@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from smp_core.context_parallel.active import SplitBatch, enabled, positions
 from smp_core.context_parallel.batch import ContextParallel
-from smp_core.context_parallel.plan import SequencePlan
-from smp_core.context_parallel.traffic import register_group
+from smp_core.context_parallel.key_value_exchange import register_group
+from smp_core.context_parallel.sequence_plan import SequencePlan
 from tests.harness import run_ranks
 
 WIDTH, LENGTH, VOCABULARY = 16, 13, 11

@@ -53,7 +53,7 @@ class SequencePlan:
         length: tokens S per row, padding included; a multiple of 2R.
         documents: for each row the starts of its documents, 0 first; a single entry when all rows are alike.
         order: how chunks are dealt out.
-        group: which group of ranks (:mod:`smp_core.context_parallel.traffic` knows it by this number).
+        group: which group of ranks (:mod:`smp_core.context_parallel.key_value_exchange` knows it by this number).
     """
 
     degree: int

@@ -22,7 +22,7 @@ _LOWER = (
 
 
 @dataclass(frozen=True)
-class ActivationSavers:
+class ActivationMemory:
     """What was done to a model: the modules that recompute, the FSDP units inside of them (which run again in
     backward), and what parks their inputs."""
 
@@ -44,12 +44,12 @@ class ActivationSavers:
         return lines
 
 
-NOTHING_SAVED = ActivationSavers()
+NO_ACTIVATION_MEMORY_SAVED = ActivationMemory()
 
 
 def save_activations(
     model: nn.Module, plan: ActivationPlan, units: Sequence[str], device: torch.device
-) -> ActivationSavers:
+) -> ActivationMemory:
     """Recompute and offload what the plan says. In place, before the model is sharded.
 
     Args:
@@ -69,4 +69,4 @@ def save_activations(
         offloader = Offloader(device, plan.horizon, pool, min_bytes=plan.min_bytes)
         for each in plan.checkpointed:
             park_inputs(model, each, offloader)
-    return ActivationSavers(plan.checkpointed, frozenset(recomputed), offloader)
+    return ActivationMemory(plan.checkpointed, frozenset(recomputed), offloader)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from smp_core.comm.exchange import prefers_messages, sum_rows
 from smp_core.comm.meter import CommMeter
 from smp_core.compat import all_gather_single, reduce_scatter_single
-from smp_core.context_parallel.plan import SequencePlan
+from smp_core.context_parallel.sequence_plan import SequencePlan
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -102,7 +102,7 @@ def head_ranges(heads: int, at_most: int) -> list[tuple[int, int]]:
     return [(i * heads // groups, (i + 1) * heads // groups) for i in range(groups)]
 
 
-def gathered(
+def gather_keys_values(
     k_BLKD: torch.Tensor,
     v_BLKE: torch.Tensor,
     plan: SequencePlan,
@@ -148,7 +148,7 @@ def _start_gather(
     return finish
 
 
-def send_home(
+def reduce_gradients(
     dk_BSKD: torch.Tensor, dv_BSKE: torch.Tensor, plan: SequencePlan, group: ContextGroup
 ) -> Callable[[], Pair]:
     """Start adding up the ranks' gradients of the whole sequence; the result gives the sums for this rank's tokens."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smp_core.context_parallel.kernels import visible_pairs
-from smp_core.context_parallel.plan import SequencePlan, decode, document_starts, padded_length
+from smp_core.context_parallel.sequence_plan import SequencePlan, decode, document_starts, padded_length
 
 PLANS = [
     SequencePlan(4, 64),
