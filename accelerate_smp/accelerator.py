@@ -30,6 +30,7 @@ import contextlib
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -213,9 +214,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         if first:
             self.smp_config = handle.config
             if self.is_main_process:
-                report = console(stderr=True)
-                report.print(handle.config.effective_table())
-                report.print(handle.describe())
+                print(handle.report(), file=sys.stderr, flush=True)
         return handle
 
     def _adopt_mesh(self, mesh: SmpMesh) -> None:

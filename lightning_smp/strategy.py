@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -40,7 +41,6 @@ from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is_sharded, reattach, shard, with_recipe
 from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import CheckpointError
-from smp_core.command_line import console
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.planning.auto_degree import missed
@@ -202,9 +202,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
     def _say_what_took_effect(self) -> None:
         if self.global_rank == 0:
-            report = console(stderr=True)
-            report.print(self.config.effective_table())
-            report.print(self.parallel.describe())
+            print(self.parallel.report(), file=sys.stderr, flush=True)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

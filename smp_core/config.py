@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from smp_core.config_sources import knobs_in_environment, knobs_in_yaml
 from smp_core.fp8.recipe import Fp8Recipe
-from smp_core.knob_rules import CONTRADICTIONS, NOT_BUILT, READERS, unknown_knob
+from smp_core.knob_rules import NOT_BUILT, READERS, contradictions, unknown_knob
+from smp_core.knob_table import DEFAULT, as_asked, effective_table, plain, shown
 from smp_core.smp_parameters import translate_smp_parameters
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("smp")
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-_DEFAULT = "default"
 WrapRule = Callable[[str, Any], bool]
 """(module's name, module) -> whether it is a unit. Any: command lines read the types, and torch is not loaded here."""
 
@@ -228,52 +228,9 @@ class SmpConfig:
     def __post_init__(self) -> None:
         for knob, reader in READERS.items():
             object.__setattr__(self, knob, reader(knob, getattr(self, knob)))
-        self._check_combinations()
-
-    def _check_combinations(self) -> None:
-        if self.activation_offloading and self.activation_checkpointing == "none":
-            raise ValueError(
-                "activation_offloading=true offloads the inputs of checkpointed modules, but activation_checkpointing="
-                "'none'; write activation_checkpointing='full' (or another mode), or activation_offloading=false"
-            )
-        if self.async_save and self.save_full_state_dict:
-            raise ValueError(
-                "async_save=True has no effect with save_full_state_dict=True: whole tensors are gathered by all ranks "
-                "while training waits; write async_save=False, or save folders and bring a file back with `smp "
-                "checkpoint consolidate`"
-            )
-        degree, context, kept = self.shard_degree, self.context_parallel_degree, self.reshard_after_forward
-        self._check_fp8()
-        if not isinstance(degree, int):
-            return
-        if context > degree:
-            raise ValueError(
-                f"context_parallel_degree={context} is larger than shard_degree={degree}; context ranks are part of "
-                f"the partition group: write shard_degree={context} or more, or context_parallel_degree={degree}"
-            )
-        if degree % context:
-            allowed = ", ".join(str(n) for n in range(1, degree + 1) if degree % n == 0)
-            raise ValueError(
-                f"context_parallel_degree={context} does not divide shard_degree={degree}; allowed: {allowed}"
-            )
-        if not isinstance(kept, bool) and isinstance(kept, int) and degree % kept:
-            allowed = ", ".join(["true", "false", *(str(n) for n in range(2, degree + 1) if degree % n == 0)])
-            raise ValueError(f"reshard_after_forward={kept} does not divide shard_degree={degree}; allowed: {allowed}")
-
-    def _check_fp8(self) -> None:
-        if self.fp8 is None or not self.fp8.fp8_all_gather:
-            return
-        if not isinstance(self.reshard_after_forward, bool):
-            raise ValueError(
-                f"reshard_after_forward={self.reshard_after_forward!r} keeps a secondary shard, which torch cannot "
-                "combine with weights that travel in FP8; write reshard_after_forward=true or false, or "
-                "fp8={'fp8_all_gather': false}"
-            )
-        if self.quantized_all_gather is not None:
-            raise ValueError(
-                f"quantized_all_gather={self.quantized_all_gather!r}: with fp8 weights travel in FP8 already; "
-                "leave it at none, or write fp8={'fp8_all_gather': false}"
-            )
+        wrong = list(contradictions(self))
+        if wrong:
+            raise ValueError("\n".join(wrong))
 
     @classmethod
     def knobs(cls) -> tuple[str, ...]:
@@ -353,7 +310,7 @@ class SmpConfig:
         The values can be written as JSON or YAML, except a function given as `wrap`.
         """
         asked = {knob: self.asked(knob) for knob in READERS}
-        return {knob: _as_asked(value) for knob, value in asked.items()}
+        return {knob: as_asked(value) for knob, value in asked.items()}
 
     def asked(self, knob: str) -> Any:
         """The value that was asked for; differs from the attribute once `with_resolved` was called for the knob."""
@@ -368,52 +325,36 @@ class SmpConfig:
             why: one short sentence for the table of effective values.
 
         Raises:
-            ValueError: unknown knob, or the value contradicts another knob.
+            ValueError: unknown knob.
         """
         if knob not in READERS:
             raise unknown_knob(knob)
         resolved = copy.copy(self)
         object.__setattr__(resolved, "_resolved", {**self._resolved, knob: (self.asked(knob), why)})
         object.__setattr__(resolved, knob, tuple(value) if isinstance(value, list) else value)
-        resolved._check_combinations()
         return resolved
 
     def require_built(self) -> None:
-        """Refuse the knobs whose feature this version does not have, and knobs that cannot go together.
+        """Refuse the knobs whose feature this version does not have.
 
         Raises:
             ValueError: names each such knob, its value, and what to write instead.
         """
         refused = [
-            f"{knob}={_shown(getattr(self, knob))}: {missing.feature} not built yet; {missing.instead}"
+            f"{knob}={shown(getattr(self, knob))}: {missing.feature} not built yet; {missing.instead}"
             for knob, missing in NOT_BUILT.items()
             if not missing.is_built(getattr(self, knob))
         ]
-        refused += [message for is_contradiction, message in CONTRADICTIONS if is_contradiction(self)]
         if refused:
             raise ValueError("\n".join(refused))
 
     def effective(self) -> dict[str, Any]:
         """Knob -> value in effect, in plain JSON types, for experiment loggers."""
-        return {knob: _plain(getattr(self, knob)) for knob in READERS}
+        return {knob: plain(getattr(self, knob)) for knob in READERS}
 
     def effective_table(self) -> Table:
         """A table for the terminal: knob, asked, in effect, and why; below it what is at its default."""
-        from rich.table import Table
-
-        table = Table(title="torch-smp: knobs in effect", caption_justify="left")
-        for column in ("knob", "asked", "in effect", "why"):
-            table.add_column(column, overflow="fold", no_wrap=column == "knob")
-        defaults = []
-        for knob in READERS:
-            value, why = _shown(getattr(self, knob)), self.why(knob)
-            if why == _DEFAULT:
-                defaults.append(f"{knob}={value}")
-            else:
-                table.add_row(knob, _shown(self.asked(knob)), value, why)
-        if defaults:
-            table.caption = f"At their defaults: {', '.join(defaults)}"
-        return table
+        return effective_table(self)
 
     def why(self, knob: str) -> str:
         """Why the knob has the value in effect: "default", "as asked", where it was asked, or what settled it."""
@@ -423,40 +364,9 @@ class SmpConfig:
             return f"{why} (asked by {origin})" if origin else why
         if origin:
             return origin
-        return _DEFAULT if getattr(self, knob) == type(self).__dataclass_fields__[knob].default else "as asked"
+        return DEFAULT if getattr(self, knob) == type(self).__dataclass_fields__[knob].default else "as asked"
 
     def _with_origins(self, origins: Mapping[str, str]) -> SmpConfig:
         config = copy.copy(self)
         object.__setattr__(config, "_origins", dict(origins))
         return config
-
-
-def _as_asked(value: Any) -> Any:
-    if isinstance(value, Fp8Recipe):
-        return value.to_dict()
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _plain(value: Any) -> Any:
-    """The value in types that JSON has; a function or an object by its name."""
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return _shown(value)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {item}" for name, item in value.items())
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "none"
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return getattr(value, "__qualname__", None) or str(value)

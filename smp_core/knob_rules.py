@@ -6,7 +6,7 @@ A table for each: `READERS` (knob -> strict reader of its value; it also fixes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,49 +132,84 @@ NOT_BUILT: dict[str, NotBuilt] = {
 }
 
 
-# (config -> whether it is asked for, what to say): knobs that are fine by themselves and not together.
-CONTRADICTIONS: list[tuple[Callable[[Any], bool], str]] = [
-    (
-        lambda config: config.optimizer_shard == "world" and config.state_offload == "all",
-        "optimizer_shard='world' steps parts of parameters that are on the device, and state_offload='all' keeps them "
-        "in host memory; write state_offload='optimizer', or optimizer_shard='shard'",
-    ),
-    (
-        lambda config: (
-            getattr(config.fp8, "backend", None) == "transformer_engine" and config.activation_checkpointing != "none"
-        ),
-        "fp8's backend='transformer_engine' has other scales when it recomputes activations; write "
-        "activation_checkpointing='none', or backend='native'",
-    ),
-    (
-        lambda config: not config.reshard_after_backward and config.reshard_after_forward is not False,
-        "reshard_after_backward=false keeps parameters gathered from one micro-batch to the next, and "
-        "reshard_after_forward frees them before that; write reshard_after_forward=false too, or "
-        "reshard_after_backward=true",
-    ),
-    (
-        lambda config: config.quantized_reduce is not None and config.replica_reduce_dtype is not None,
-        "quantized_reduce and replica_reduce_dtype both say how gradients travel between replicas; keep one of them",
-    ),
-    (
-        lambda config: config.error_feedback is True and config.asked("quantized_reduce") is None,
-        "error_feedback=true adds back what quantized_reduce rounds off; write quantized_reduce='int8' or 'int4' too",
-    ),
-    (
-        lambda config: (
-            getattr(config.fp8, "fp8_all_gather", False) and not isinstance(config.reshard_after_forward, bool)
-        ),
-        "reshard_after_forward='node' (or a number) keeps a copy of gathered weights, which FP8 weights that travel as "
-        "bytes do not allow; write reshard_after_forward=true, or fp8={'fp8_all_gather': False}",
-    ),
-    *(
-        (
-            lambda config, knob=knob: bool(getattr(config, knob)) and config.asked("quantized_all_gather") is None,
-            f"{knob} says how quantized_all_gather works; write quantized_all_gather='int8' or 'fp8' too",
+def contradictions(asked: Any) -> Iterator[str]:
+    """What is wrong with knobs of a configuration (as asked for) that are fine by themselves and not together."""
+    degree, context, kept = asked.shard_degree, asked.context_parallel_degree, asked.reshard_after_forward
+    if isinstance(degree, int) and context > degree:
+        yield (
+            f"context_parallel_degree={context} is larger than shard_degree={degree}; context ranks are part of "
+            f"the partition group: write shard_degree={context} or more, or context_parallel_degree={degree}"
         )
-        for knob in ("quantize_inside_nodes", "quantize_after_steps", "quantize_exclude")
-    ),
-]
+    elif isinstance(degree, int) and degree % context:
+        allowed = ", ".join(str(n) for n in range(1, degree + 1) if degree % n == 0)
+        yield f"context_parallel_degree={context} does not divide shard_degree={degree}; allowed: {allowed}"
+    if isinstance(degree, int) and type(kept) is int and degree % kept:
+        allowed = ", ".join(["true", "false", *(str(n) for n in range(2, degree + 1) if degree % n == 0)])
+        yield f"reshard_after_forward={kept} does not divide shard_degree={degree}; allowed: {allowed}"
+    if not asked.reshard_after_backward and kept is not False:
+        yield (
+            "reshard_after_backward=false keeps parameters gathered from one micro-batch to the next, and "
+            "reshard_after_forward frees them before that; write reshard_after_forward=false too, or "
+            "reshard_after_backward=true"
+        )
+    yield from _of_memory(asked)
+    yield from _of_fp8(asked)
+    yield from _of_compression(asked)
+
+
+def _of_memory(asked: Any) -> Iterator[str]:
+    if asked.activation_offloading and asked.activation_checkpointing == "none":
+        yield (
+            "activation_offloading=true offloads the inputs of checkpointed modules, but activation_checkpointing="
+            "'none'; write activation_checkpointing='full' (or another mode), or activation_offloading=false"
+        )
+    if asked.optimizer_shard == "world" and asked.state_offload == "all":
+        yield (
+            "optimizer_shard='world' steps parts of parameters that are on the device, and state_offload='all' keeps "
+            "them in host memory; write state_offload='optimizer', or optimizer_shard='shard'"
+        )
+    if asked.async_save and asked.save_full_state_dict:
+        yield (
+            "async_save=True has no effect with save_full_state_dict=True: whole tensors are gathered by all ranks "
+            "while training waits; write async_save=False, or save folders and bring a file back with `smp "
+            "checkpoint consolidate`"
+        )
+
+
+def _of_fp8(asked: Any) -> Iterator[str]:
+    if asked.fp8 is None:
+        return
+    if asked.fp8.backend == "transformer_engine" and asked.activation_checkpointing != "none":
+        yield (
+            "fp8's backend='transformer_engine' has other scales when it recomputes activations; write "
+            "activation_checkpointing='none', or backend='native'"
+        )
+    if asked.fp8.fp8_all_gather and not isinstance(asked.reshard_after_forward, bool):
+        yield (
+            f"reshard_after_forward={asked.reshard_after_forward!r} keeps a secondary shard, which torch cannot "
+            "combine with weights that travel in FP8; write reshard_after_forward=true or false, or "
+            "fp8={'fp8_all_gather': false}"
+        )
+    if asked.fp8.fp8_all_gather and asked.quantized_all_gather is not None:
+        yield (
+            f"quantized_all_gather={asked.quantized_all_gather!r}: with fp8 weights travel in FP8 already; "
+            "leave it at none, or write fp8={'fp8_all_gather': false}"
+        )
+
+
+def _of_compression(asked: Any) -> Iterator[str]:
+    if asked.quantized_reduce is not None and asked.replica_reduce_dtype is not None:
+        yield (
+            "quantized_reduce and replica_reduce_dtype both say how gradients travel between replicas; keep one of them"
+        )
+    if asked.error_feedback is True and asked.quantized_reduce is None:
+        yield (
+            "error_feedback=true adds back what quantized_reduce rounds off; write quantized_reduce='int8' or 'int4' "
+            "too"
+        )
+    for knob in ("quantize_inside_nodes", "quantize_after_steps", "quantize_exclude"):
+        if getattr(asked, knob) and asked.quantized_all_gather is None:
+            yield f"{knob} says how quantized_all_gather works; write quantized_all_gather='int8' or 'fp8' too"
 
 
 def unknown_knob(name: str, *, arguments: Iterable[str] = ()) -> ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from smp_core.comm.traffic import Traffic
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import ContextParallel
 from smp_core.fp8.convert import Fp8Model
+from smp_core.knob_table import lines_about_asked, table_as_text
 from smp_core.mesh import SmpMesh
 from smp_core.module_names import clean_name
 from smp_core.planning.decide import Plan
@@ -27,6 +29,10 @@ from smp_core.sharding.prepared_optimizer import prepare_optimizer
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.window import Window
+
+logger = logging.getLogger("smp")
+
+_REPORT_LINES = 15
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +187,19 @@ class ParallelModel:
         if self.fp8 is not None:
             lines.append(self.fp8.describe())
         return "\n".join(lines)
+
+    def report(self) -> str:
+        """At most fifteen lines for the start of a run: the layout, and what became of the knobs that were asked for.
+        All knobs, with reasons, go to the logger "smp" at DEBUG."""
+        lines = self.describe().splitlines()
+        asked = lines_about_asked(self.config, SmpConfig())
+        room = _REPORT_LINES - len(lines) - 1
+        if len(asked) > room:
+            asked = [*asked[: room - 1], f"and {len(asked) - room + 1} more knobs"]
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s", table_as_text(self.config))
+            return "\n".join([*lines, *asked])
+        return "\n".join([*lines, *asked, 'all knobs and reasons: logging.getLogger("smp").setLevel("DEBUG")'])
 
     @torch.no_grad()
     def broadcast_buffers(self) -> None:

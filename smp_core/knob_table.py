@@ -1,0 +1,100 @@
+"""Knobs for people and for files: their values as text, as JSON, and what was asked beside what took effect."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from smp_core.fp8.recipe import Fp8Recipe
+from smp_core.knob_rules import READERS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+DEFAULT = "default"
+_LOG_WIDTH = 160
+
+
+class Knobs(Protocol):
+    """What is shown of a :class:`smp_core.config.SmpConfig`, whose attributes are the values in effect."""
+
+    def asked(self, knob: str) -> Any: ...
+
+    def why(self, knob: str) -> str: ...
+
+
+def effective_table(knobs: Knobs) -> Table:
+    """A table for the terminal: knob, asked, in effect, and why; below it what is at its default."""
+    from rich.table import Table
+
+    table = Table(title="torch-smp: knobs in effect", caption_justify="left")
+    for column in ("knob", "asked", "in effect", "why"):
+        table.add_column(column, overflow="fold", no_wrap=column == "knob")
+    defaults = []
+    for knob in READERS:
+        value, why = shown(getattr(knobs, knob)), knobs.why(knob)
+        if why == DEFAULT:
+            defaults.append(f"{knob}={value}")
+        else:
+            table.add_row(knob, shown(knobs.asked(knob)), value, why)
+    if defaults:
+        table.caption = f"At their defaults: {', '.join(defaults)}"
+    return table
+
+
+def table_as_text(knobs: Knobs) -> str:
+    """:func:`effective_table` for logs."""
+    from rich.console import Console
+
+    console = Console(width=_LOG_WIDTH, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(effective_table(knobs))
+    return captured.get()
+
+
+def lines_about_asked(knobs: Knobs, defaults: Knobs) -> list[str]:
+    """A line for each knob that was asked for: what takes effect, and why where that is something else."""
+    lines = []
+    for knob in READERS:
+        asked, value, why = knobs.asked(knob), getattr(knobs, knob), knobs.why(knob)
+        if asked == getattr(defaults, knob):
+            continue
+        line = f"{knob}={shown(asked)}"
+        if shown(value) != shown(asked):
+            line += f" is {shown(value)}"
+        lines.append(line if why in ("as asked", DEFAULT) else f"{line} ({why})")
+    return lines
+
+
+def as_asked(value: Any) -> Any:
+    """The value as it can be asked for again, in types that YAML has."""
+    if isinstance(value, Fp8Recipe):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def plain(value: Any) -> Any:
+    """The value in types that JSON has; a function or an object by its name."""
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return shown(value)
+
+
+def shown(value: Any) -> str:
+    """The value as text for people."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {item}" for name, item in value.items())
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return getattr(value, "__qualname__", None) or str(value)
