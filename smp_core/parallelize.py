@@ -17,7 +17,7 @@ conversions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -93,12 +93,9 @@ def parallelize_model(
     savers = save_activations(model, plan.activations, unit_names, mesh.device)
 
     # Where its parameters live: rank 0's weights for what stays whole; a unit gets them just before it is sharded.
-    by_name = dict(model.named_parameters())
     if plan.gathers or knobs.optimizer_shard == "world":
-        lay_out_contiguously(by_name)
-    whole = [name for names in plan.replicated_parameters for name in names]
-    broadcast_from_rank_0((by_name[name] for name in whole), mesh.device, mesh.gradient_group)
-    broadcast_from_rank_0(model.buffers(), mesh.device, mesh.gradient_group)
+        lay_out_contiguously(model)
+    broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.gradient_group)
     units = []
     if plan.gathers:
         gather_of = None if fp8 is None else fp8.gather_of
@@ -171,12 +168,20 @@ def _start_scales(fp8: Fp8Model, mesh: SmpMesh, meter: CommMeter) -> None:
     fp8.all_reduce_max = maximum_by(meter)
 
 
+def plain_tensors(model: nn.Module, plan: Plan) -> Iterator[torch.Tensor]:
+    """Parameters that every rank holds whole, and buffers."""
+    by_name = dict(model.named_parameters())
+    for names in plan.replicated_parameters:
+        yield from (by_name[name] for name in names)
+    yield from model.buffers()
+
+
 @torch.no_grad()
-def lay_out_contiguously(parameters: Mapping[str, nn.Parameter]) -> None:
+def lay_out_contiguously(model: nn.Module) -> None:
     """Shards are stretches of a parameter's rows: one that is transposed, or in ``channels_last``, is laid out anew."""
-    others = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
-    for name in others:
-        parameters[name].data = parameters[name].data.contiguous()
+    others = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_contiguous()}
+    for parameter in others.values():
+        parameter.data = parameter.data.contiguous()
     if others:
         logger.info("made contiguous, as shards are: %s", ", ".join(others))
 

@@ -136,7 +136,7 @@ class ReplicatedGradients:
                 self._sums[name] = part.view_as(self.parameters[name])
         for name, gradient in self._sums.items():
             if seen is None or seen[name]:
-                self.parameters[name].grad = gradient.to(self.parameters[name].dtype)
+                self.parameters[name].grad = _laid_out_like(self.parameters[name], gradient)
         self.forget()
 
     def drop(self, dropped: set[int], set_to_none: bool) -> None:
@@ -182,3 +182,10 @@ class ReplicatedGradients:
                     this._this_pass.add(name)
 
         return note
+
+
+def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient in the parameter's dtype and strides: fused optimizers walk both in the order of memory."""
+    if gradient.stride() == parameter.stride():
+        return gradient.to(parameter.dtype)
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
