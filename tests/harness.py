@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from tests.rank_pool import ROOT, RankPool, RanksFailed, base_environ
+from tests.fork_server import ROOT, close_servers
+from tests.rank_pool import RankPool, RanksFailed, base_environ
 from tests.rank_worker import STORE_HOST
 
 __all__ = ["ROOT", "RanksFailed", "ScriptTimedOut", "close_pools", "free_port", "going_on", "run_ranks", "run_script"]
@@ -65,9 +66,10 @@ def _make_room() -> None:
 
 @atexit.register
 def close_pools() -> None:
-    """Kill and reap the ranks of all pools."""
+    """Kill and reap the ranks of all pools, and the servers that forked them."""
     while _pools:
         _pools.popitem()[1].close()
+    close_servers()
 
 
 def free_port() -> int:

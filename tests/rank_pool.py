@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,9 +23,8 @@ from typing import Any, NoReturn
 import psutil
 import torch.distributed as dist
 
+from tests.fork_server import ForkServer, fork_server
 from tests.rank_worker import CONNECT_LIMIT, STACK_SIGNAL, STORE_HOST, Case
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # Seconds. Importing torch on a loaded machine is slow, and is no fault of the case that happens to come first.
 START_LIMIT = 300.0
@@ -55,7 +53,8 @@ class RanksFailed(AssertionError):
 
 @dataclass
 class _Rank:
-    process: subprocess.Popen[bytes]
+    server: ForkServer
+    pid: int
     conn: Connection
     stack_file: Path
     output_file: Path
@@ -69,16 +68,11 @@ class _Rank:
 
     def exit_status(self) -> str | None:
         """How the process ended, None while it runs. Leaves it unreaped, so that its id stays its own until `kill`."""
-        info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if info is None:
-            return None
-        if info.si_code == os.CLD_EXITED:
-            return f"exited with status {info.si_status}"
-        return f"was killed by {signal.Signals(info.si_status).name}"
+        return self.server.exit_status(self.pid)
 
     def stack(self) -> str:
         """Every thread's Python stack, asked for by signal."""
-        self.process.send_signal(STACK_SIGNAL)
+        os.kill(self.pid, STACK_SIGNAL)
         deadline = time.monotonic() + STACK_LIMIT
         while not (text := self.stack_file.read_text()).endswith(_STACK_ENDS) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -87,10 +81,10 @@ class _Rank:
     def kill(self) -> None:
         """End the process and whatever it started (it leads a session of its own)."""
         self.conn.close()
-        if self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
+        self.server.reap(self.pid)
 
 
 class RankPool:
@@ -109,35 +103,21 @@ class RankPool:
         self._directory = tempfile.TemporaryDirectory(prefix="smp-ranks-")
         self._ranks: list[_Rank] = []
         try:
-            for rank in range(world_size):
-                self._ranks.append(self._start(rank))
+            servers = [fork_server(rank, base_environ()) for rank in range(world_size)]
+            for rank, server in enumerate(servers):
+                self._ranks.append(self._start(rank, server))
             self._await("ready", START_LIMIT, "starting a rank")
         except BaseException:
             self.close()
             raise
 
-    def _start(self, rank: int) -> _Rank:
+    def _start(self, rank: int, server: ForkServer) -> _Rank:
         ours, theirs = Pipe()
         stack_file = Path(self._directory.name, f"rank{rank}.stack")
         output_file = Path(self._directory.name, f"rank{rank}.out")
-        # Not by the worker's path: that would put tests/ first on sys.path, where `lightning` is ours.
-        program = (
-            f"import sys; sys.path[:] = {[str(ROOT), *filter(None, sys.path)]!r}; "
-            f"from tests.rank_worker import serve; serve({theirs.fileno()}, {str(stack_file)!r})"
-        )
-        with output_file.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env={**base_environ(), "PYTHONUNBUFFERED": "1"},
-                cwd=ROOT,
-                start_new_session=True,
-            )
+        pid = server.fork(theirs, stack_file, output_file, base_environ())
         theirs.close()
-        return _Rank(process, ours, stack_file, output_file)
+        return _Rank(server, pid, ours, stack_file, output_file)
 
     def run(self, call: bytes, name: str, timeout: float, environs: list[dict[str, str]]) -> list[Any]:
         """Run one case; the pool is closed if it fails in any way.
@@ -183,13 +163,13 @@ class RankPool:
         gloo's threads outlive their process groups, a few for each, and wake up a hundred times a second: after a
         hundred cases they alone keep two cores busy.
         """
-        return any(psutil.Process(rank.process.pid).num_threads() > MAX_THREADS for rank in self._ranks)
+        return any(psutil.Process(rank.pid).num_threads() > MAX_THREADS for rank in self._ranks)
 
     def close(self) -> None:
         """Kill and reap every rank."""
         self.alive = False
-        for rank in self._ranks:
-            rank.kill()
+        while self._ranks:
+            self._ranks.pop().kill()
         self._directory.cleanup()
 
     def _tell(self, word: str) -> None:

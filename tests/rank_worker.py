@@ -163,7 +163,7 @@ def seed_all() -> None:
     torch.manual_seed(0)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel to kill this process when the parent dies; elsewhere than on Linux the closed pipe has to do."""
     if not sys.platform.startswith("linux"):
         return
@@ -174,7 +174,7 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _explain_asserts() -> None:
+def explain_asserts() -> None:
     """Let `assert` in test modules print the values it compared, as it does in the pytest process itself.
 
     Pytest offers no public way to install its import hook in a process of one's own.
@@ -233,13 +233,12 @@ def serve(descriptor: int, stack_file: str) -> None:
         descriptor: file descriptor of this rank's end of the pipe.
         stack_file: where every thread's stack is written when the parent sends `STACK_SIGNAL`.
     """
-    _die_with_parent()
+    die_with_parent()
     conn = Connection(descriptor)
     stacks = Path(stack_file).open("w")  # noqa: SIM115 - faulthandler keeps the descriptor for good
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     torch.set_num_threads(1)
-    _explain_asserts()
     state = ProcessState()
     conn.send(("ready", None))
     while True:
