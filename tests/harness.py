@@ -1,8 +1,9 @@
 """What tests call: `run_ranks` for functions on gloo ranks, `run_script` for whole programs.
 
 `run_ranks(fn, 4)` calls a module-level function on four rank processes that stay alive from case to case (one pool per
-world size, so that torch is imported once), each case in a process group of its own. A rank that raises, hangs or dies
-fails the case with every rank's traceback or stack, and takes its pool with it: the next case starts a fresh one.
+world size, forked from processes that have imported torch), each case in a process group of its own. A rank that
+raises, hangs or dies fails the case with every rank's traceback or stack, and takes its pool with it: the next case
+starts a fresh one.
 `run_script` runs a program as a user would, for end-to-end tests.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -62,6 +63,16 @@ def exit_on_rank_1() -> None:
     if dist.get_rank() == 1:
         os._exit(3)
     dist.barrier()
+
+
+def kill_rank_0() -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hash_of_a_string() -> tuple[int, int]:
+    return hash("shard"), os.getsid(0)
 
 
 def return_something_that_does_not_pickle() -> object:
@@ -177,6 +188,24 @@ def test_dead_rank_is_named_and_its_pool_reaped() -> None:
     assert "in exit_on_rank_1" in str(failure.value).split("--- rank 1")[0]
     assert not any(process.is_running() for process in processes)
     assert run_ranks(who_am_i, 2, "", punctuation="") == [("0", 3), ("1", 3)]
+
+
+def test_a_rank_that_a_signal_killed_is_reported_so() -> None:
+    with pytest.raises(RanksFailed, match="rank 0: was killed by SIGKILL"):
+        run_ranks(kill_rank_0, 2)
+
+
+def test_ranks_are_forked_from_one_thread_and_lead_sessions_of_their_own() -> None:
+    seen = run_ranks(hash_of_a_string, 4)
+    assert [session for _, session in seen] == run_ranks(my_pid, 4)
+    servers = {psutil.Process(pid).parent() for _, pid in seen}
+    assert [server.num_threads() for server in servers if server is not None] == [1] * 2
+
+
+@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="all processes have this seed")
+def test_neighbouring_ranks_have_their_sets_in_different_orders() -> None:
+    first, second = run_ranks(hash_of_a_string, 2)
+    assert first[0] != second[0]
 
 
 def test_a_case_of_another_size_leaves_the_usual_ranks_alive(monkeypatch: pytest.MonkeyPatch) -> None:
