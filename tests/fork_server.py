@@ -34,9 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "smp_core.adoption",
     "lightning_smp",
-    "accelerate_smp",
+    "accelerate_smp.accelerator",
     "transformers.models.gpt2.modeling_gpt2",
 )
 SERVERS = 2
