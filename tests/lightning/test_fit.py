@@ -13,8 +13,8 @@ import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.grad_norm import NonfiniteGradNormError
+from smp_core.sharding.unit_window import UnitWindow
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, rank
 from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
@@ -61,7 +61,7 @@ def test_fit_equals_one_process_everywhere(window: int, knobs: int) -> None:
 
 
 def fit_without_replica_hop(*args: Any, **kwargs: Any) -> Run:
-    with patch.object(AccumulationWindow, "_send", lambda self, flat: None):
+    with patch.object(UnitWindow, "send"):
         return fit(*args, **kwargs)
 
 
