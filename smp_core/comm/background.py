@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from smp_core import streams
+
 
 class Pending(Protocol):
     """Something to wait for; ``dist.Work`` is one."""
@@ -35,11 +37,16 @@ class _Task:
 
 
 class _Recorded:
-    def __init__(self, event: torch.Event) -> None:
+    """Work on a stream. Holds what was launched, and with it the tensors it uses, until somebody has waited: memory of
+    theirs that is given up goes to whoever asks next on the stream it came from."""
+
+    def __init__(self, event: torch.Event, run: Callable[[], None]) -> None:
         self.event = event
+        self.run: Callable[[], None] | None = run
 
     def wait(self) -> None:
         torch.accelerator.current_stream().wait_event(self.event)
+        self.run = None
 
 
 class Background:
@@ -57,12 +64,12 @@ class Background:
         self._running = False
 
     def submit(self, run: Callable[[], None]) -> Pending:
-        """``run`` after everything submitted before; tensors it uses must stay alive until the answer was waited for.
+        """``run`` after everything submitted before; tensors it uses live at least until the answer was waited for.
 
         On an accelerator ``run`` is called at once and what it launches goes to the stream, behind what the caller's
         stream has launched so far.
         """
-        if self._device.type != "cpu":
+        if streams.run_behind(self._device):
             return self._on_stream(run)
         task = _Task(run)
         with self._lock:
@@ -93,8 +100,9 @@ class Background:
     def _on_stream(self, run: Callable[[], None]) -> Pending:
         module = torch.get_device_module(self._device.type)
         if self._stream is None:
-            self._stream = module.Stream(self._device)
+            # As FSDP2's own: its small kernels are not to queue behind those of the pass.
+            self._stream = module.Stream(self._device, priority=-1)
         self._stream.wait_stream(module.current_stream())
         with module.stream(self._stream):
             run()
-        return _Recorded(self._stream.record_event())
+        return _Recorded(self._stream.record_event(), run)

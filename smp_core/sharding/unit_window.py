@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp_core import streams
 from smp_core.comm.background import Pending
 from smp_core.comm.traffic import Route
 from smp_core.sharding.fsdp import ShardedUnit, Slot
@@ -85,6 +86,9 @@ class UnitWindow:
         Raises:
             RuntimeError: the unit's sum is in flight already.
         """
+        # FSDP2 took its memory on another stream, and somebody lets go of it while this one may not have read it yet:
+        # FSDP2 does when it is added to the sum, a wider sum takes its place when it is the sum.
+        streams.used_here(reduced)
         slots = self.unit.slots(reduced.numel())
         if self.phase is Phase.IN_FLIGHT:
             # FSDP2 reduces once more when an output gets its gradient after that of the unit's inputs is complete.

@@ -1,0 +1,29 @@
+"""Devices that run behind the host: what that asks of whoever shares memory or numbers with them.
+
+The host queues work on an accelerator's streams and does not wait for it. Memory is a stream's: it may be used again,
+by what that stream is given next, as soon as nobody on the host holds it, whatever other streams still do with it. And
+to read a number, or to copy from memory that is not pinned, the host waits until the device has come that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def run_behind(device: torch.device) -> bool:
+    """Whether ``device`` does what it is given later, on streams."""
+    return device.type != "cpu"
+
+
+def used_here(tensor: torch.Tensor) -> None:
+    """Keep the memory of ``tensor``, which is another stream's, until the present stream has done what it was given."""
+    if run_behind(tensor.device):
+        tensor.record_stream(torch.accelerator.current_stream())
+
+
+def on_device(values: Sequence[int | float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The host's numbers on ``device``, without waiting for it, as ``torch.tensor(..., device=device)`` does."""
+    made = torch.tensor(values, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if run_behind(device) else made

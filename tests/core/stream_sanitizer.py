@@ -1,0 +1,407 @@
+"""Streams, events and the caching allocator of an accelerator, played on a CPU by a process of its own.
+
+    python -m tests.core.stream_sanitizer CASES(JSON)
+
+runs the real code on one rank of torch's fake process group, which takes the way it takes with NCCL, and prints as JSON
+what it did wrong in each case, and how often the host waited for the device. FSDP2, the background and the meter take
+their streams and events from the device's module, which is exchanged here for one that records; a dispatch mode sees
+which storages every operator reads and writes, and the host's questions to the device.
+
+The rules: a stream knows what it was made to wait for (vector clocks). Work on a storage has to know the last write to
+it, and a write all reads before. A storage that nobody holds any more goes back to the stream it was taken on, and the
+next one that is taken there may be the same memory: whatever was done with it has to be known to that stream, or its
+stream was told to the allocator (``record_stream``). In this model work on views counts as work on the whole storage,
+and numbers are meaningless.
+
+``torch.multiprocessing.reductions.StorageWeakRef`` and ``_cdata`` are torch's only way to see a storage end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
+from torch.utils import _pytree as pytree  # the public one comes with optree
+from torch.utils._python_dispatch import TorchDispatchMode  # torch's only hook below autograd
+
+WORLD, RANKS_PER_NODE = 4, 2
+WIDTH, BLOCKS, STEPS = 64, 3, 3
+# Files whose lines are worth naming.
+_OURS = ("/smp_core/", "/_fully_shard/")
+
+# Streams
+
+
+class Stream:
+    """What it has been given is numbered; ``known`` says up to which number it waits for each stream."""
+
+    def __init__(self, *_: Any, name: str = "", **__: Any) -> None:
+        self.name = name or f"stream {id(self) % 9973}"
+        self.known: Counter[Stream] = Counter()
+        self.device = torch.device("cpu")
+
+    def learn(self, known: Counter[Stream]) -> None:
+        self.known |= known
+
+    def wait_stream(self, other: Stream) -> None:
+        self.learn(other.known)
+
+    def wait_event(self, event: Event) -> None:
+        self.learn(event.known)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return (event or Event()).record(self)
+
+    def synchronize(self) -> None:
+        sanitizer.host_waits("stream.synchronize", self.known)
+
+
+class Event:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.known: Counter[Stream] = Counter()
+
+    def record(self, stream: Stream | None = None) -> Event:
+        self.known = Counter((stream or current_stream()).known)
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).learn(self.known)
+
+    def synchronize(self) -> None:
+        sanitizer.host_waits("event.synchronize", self.known)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Event) -> float:
+        return 1.0
+
+
+default, host = Stream(name="default"), Stream(name="host")
+_current = [default]
+
+
+def current_stream(_: Any = None) -> Stream:
+    return _current[-1]
+
+
+@contextlib.contextmanager
+def on_stream(stream: Stream | None) -> Iterator[None]:
+    _current.append(stream or _current[-1])
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+# Memory
+
+
+@dataclass
+class Use:
+    stream: Stream
+    number: int
+    what: str
+
+    def is_known_to(self, stream: Stream) -> bool:
+        return stream is self.stream or max(stream.known[self.stream], host.known[self.stream]) >= self.number
+
+    def __str__(self) -> str:
+        return f"{self.what} on {self.stream.name}"
+
+
+@dataclass
+class Block:
+    """The memory of one storage; ``uses``: the last one of each stream."""
+
+    ref: StorageWeakRef
+    n_bytes: int
+    taken_on: Stream
+    where: str
+    uses: dict[Stream, Use] = field(default_factory=dict)
+    last_write: Use | None = None
+    told: set[Stream] = field(default_factory=set)
+
+
+class Sanitizer(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self.asked: Counter[str] = Counter()
+        """How often the host has waited, by line."""
+        self._blocks: dict[int, Block] = {}
+        self._free: list[Block] = []
+        self._of_groups: dict[str, Stream] = {}
+        self.last_async: Event | None = None
+
+    def host_waits(self, what: str, known: Counter[Stream]) -> None:
+        host.learn(known)
+        if where := place():
+            self.asked[f"{what} at {where}"] += 1
+
+    def tell(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """``record_stream``."""
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        if block is not None:
+            block.told.add(stream)
+
+    def _collect(self) -> None:
+        for key, block in list(self._blocks.items()):
+            if block.ref.expired():
+                self._free.append(self._blocks.pop(key))
+
+    def _block(self, tensor: torch.Tensor, stream: Stream) -> Block:
+        storage = tensor.untyped_storage()
+        block, n_bytes = self._blocks.get(storage._cdata), storage.nbytes()
+        if block is not None and block.n_bytes and not n_bytes:  # freed by resize_
+            self._free.append(block)
+        if block is None or block.n_bytes != n_bytes:
+            block = self._blocks[storage._cdata] = Block(StorageWeakRef(storage), n_bytes, stream, place())
+            if n_bytes:
+                self._take(block)
+        return block
+
+    def _take(self, block: Block) -> None:
+        """Any free piece of the stream's that is large enough may be the one."""
+        fitting = [old for old in self._free if old.taken_on is block.taken_on and old.n_bytes >= block.n_bytes]
+        for old in fitting:
+            for use in old.uses.values():
+                if use.stream not in old.told and not use.is_known_to(block.taken_on):
+                    self.found[
+                        f"memory of [{old.where}], of {old.taken_on.name}, is used again by [{block.where}] while "
+                        f"{use} may still run"
+                    ] += 1
+        self._free = [old for old in self._free if old not in fitting]
+
+    def _use(self, tensor: torch.Tensor, stream: Stream, what: str, writes: bool) -> None:
+        block = self._block(tensor, stream)
+        use = Use(stream, stream.known[stream], f"{what} [{place()}]")
+        if block.last_write is not None and not block.last_write.is_known_to(stream):
+            self.found[f"{use} does not wait for {block.last_write}"] += 1
+        if writes:
+            for other in block.uses.values():
+                if other is not block.last_write and not other.is_known_to(stream):
+                    self.found[f"{use}, a write, does not wait for {other}"] += 1
+            block.last_write = use
+        block.uses[stream] = use
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types) or detect_fake_mode() is not None:
+            return func(*args, **kwargs)  # DTensor asks for shapes
+        if any(kind not in (torch.Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # a DTensor's own operators come by
+        self._collect()
+        name = str(func)
+        stream = caller = current_stream()
+        caller.learn(host.known)
+        if name.startswith("c10d.") and next((arg for arg in args[::-1] if isinstance(arg, bool)), False):
+            group = next(found for arg in args if (found := _group(arg)) is not None)
+            stream = self._of_groups.setdefault(group, Stream(name=f"group {group}"))
+            stream.wait_stream(caller)
+        if name.startswith(("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero")):
+            self.host_waits(name.split(".")[1], caller.known)
+        stream.known[stream] += 1
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _counts(leaf)]
+        written = {id(leaf) for leaf in _written(func, name, args, kwargs)}
+        known = {leaf.untyped_storage()._cdata for leaf in given}
+        made = func(*args, **kwargs)
+        # What only makes a view touches nothing.
+        if not (func.is_view or name.startswith(("aten.detach", "aten._unsafe_view"))):
+            for tensor in given:
+                self._use(tensor, stream, name, id(tensor) in written)
+            for leaf in pytree.tree_leaves(made):
+                if _counts(leaf) and leaf.untyped_storage()._cdata not in known:
+                    self._use(leaf, stream, name, True)
+        if stream is not caller:
+            self.last_async = stream.record_event()
+        return made
+
+
+def _counts(leaf: Any) -> bool:
+    return type(leaf) in (torch.Tensor, nn.Parameter) and not leaf.is_meta and leaf.untyped_storage().nbytes() > 0
+
+
+def _written(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
+    by_name = [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    given = [*zip(func._schema.arguments, args, strict=False), *by_name]
+    found = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
+    if name.startswith("c10d."):
+        found.append(args[0])
+    if name.startswith("fsdp.all_gather_copy_in"):
+        found.append(args[1])
+    return pytree.tree_leaves(found)
+
+
+def _group(argument: Any) -> str | None:
+    try:
+        return str(dist.ProcessGroup.unbox(argument).group_name)
+    except (RuntimeError, TypeError):
+        return None
+
+
+def place() -> str:
+    """The nearest lines of ours and of FSDP2, innermost first."""
+    frame, lines = sys._getframe(1), []
+    while frame is not None and len(lines) < 3:
+        file = frame.f_code.co_filename
+        if any(part in file for part in _OURS):
+            lines.append(f"{file.rsplit('/', 1)[-1]}:{frame.f_code.co_name}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(lines)
+
+
+# The device
+
+
+class _Work:
+    """What an asynchronous collective returns: waiting makes the present stream wait."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def wait(self, *_: Any) -> bool:
+        current_stream().wait_event(self._event)
+        return True
+
+
+def _asynchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        sanitizer.last_async = None
+        work = collective(*args, async_op=async_op, **kwargs)
+        return _Work(sanitizer.last_async) if async_op and sanitizer.last_async is not None else work
+
+    return called
+
+
+def _asking(method: Callable[..., Any], what: str, is_asked: Callable[..., bool] = lambda *_, **__: True) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if is_asked(*args, **kwargs):
+            sanitizer.host_waits(what, current_stream().known)
+        return method(*args, **kwargs)
+
+    return called
+
+
+def play_a_device() -> None:
+    """To be called before the core is imported, which takes functions of torch.distributed as they are then."""
+    device: Any = torch.cpu
+    device.Stream, device.Event, device.current_stream = Stream, Event, current_stream
+    device.stream = device.StreamContext = on_stream
+    whole_torch: Any = torch
+    whole_torch.Event = Event
+    whole_torch.accelerator.current_stream = current_stream
+    whole_torch.accelerator.synchronize = lambda *_: sanitizer.host_waits("synchronize", default.known)
+    for name in ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single"):
+        if hasattr(dist, name):
+            setattr(dist, name, _asynchronous(getattr(dist, name)))
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # torch < 2.13
+        if not hasattr(dist, "all_gather_single"):
+            setattr(dist, name, _asynchronous(getattr(dist, name)))
+    tensor: Any = torch.Tensor
+    tensor.record_stream = lambda self, stream: sanitizer.tell(self, stream)
+    tensor.pin_memory = lambda self: self.clone()
+    tensor.tolist = _asking(tensor.tolist, "tolist")
+    tensor.cpu = _asking(tensor.cpu, "cpu")
+    # The copy from memory that is not pinned waits.
+    whole_torch.tensor = _asking(torch.tensor, "tensor(device=)", lambda *_, **given: given.get("device") is not None)
+    from smp_core import streams
+
+    streams.run_behind = lambda device: True
+
+
+sanitizer = Sanitizer()
+
+
+# Cases
+
+
+@dataclass
+class Case:
+    """Training steps of a small model.
+
+    Args:
+        knobs: SmpConfig's.
+        thaws: one parameter of the last block is frozen in the first micro-batch of a step.
+        without: one of ``WITHOUT``.
+    """
+
+    knobs: dict[str, Any]
+    dtype: str = "float32"
+    micro_batches: int = 2
+    thaws: bool = False
+    without: str | None = None
+
+
+def run(case: Case) -> dict[str, Any]:
+    """What was wrong, and per line how often a step made the host wait (the first step not counted)."""
+    from smp_core.config import SmpConfig
+    from smp_core.engine import build_mesh, parallelize
+    from smp_core.topology import Topology
+
+    torch.manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS))
+    ).to(dtype)
+    mesh, config = build_mesh(SmpConfig(**case.knobs), Topology.uniform(WORLD, RANKS_PER_NODE), "cpu")
+    parallel = parallelize(model, config, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    parallel.prepare_optimizer(optimizer)
+    sanitizer.found.clear()
+    with sanitizer:
+        for step in range(STEPS):
+            if step == 1:
+                sanitizer.asked.clear()
+            for micro in range(case.micro_batches):
+                model[-1][0].weight.requires_grad_(micro > 0 or not case.thaws)
+                with parallel.window.accumulate(enabled=micro < case.micro_batches - 1):
+                    parallel.module(torch.randn(8, WIDTH, dtype=dtype)).float().pow(2).mean().backward()
+            parallel.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            parallel.meter.close_step()
+    asked = {line: count / (STEPS - 1) for line, count in sanitizer.asked.items()}
+    return {"found": dict(sanitizer.found), "asked": asked}
+
+
+def _holds_nothing(recorded: Any, event: Any, run: Any) -> None:
+    recorded.event, recorded.run = event, None
+
+
+# Mends, taken out again: what is exchanged for what.
+WITHOUT: dict[str, tuple[str, Any]] = {
+    "what was launched behind is held until somebody waits": (
+        "smp_core.comm.background._Recorded.__init__",
+        _holds_nothing,
+    ),
+    "streams that read another's memory are told": ("smp_core.streams.used_here", lambda tensor: None),
+}
+
+
+def main(cases: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    play_a_device()
+    results = []
+    for case in (Case(**each) for each in json.loads(cases)):
+        with mock.patch(*WITHOUT[case.without]) if case.without else contextlib.nullcontext():
+            results.append(run(case))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,77 @@
+"""What accelerators ask of the core, on streams played by the CPU (`tests.core.stream_sanitizer`): no memory is used
+again while another stream still reads it, nothing is read before it was written, and no step makes the host wait.
+
+Every mend has a case that fails when it is taken out again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from tests.core.stream_sanitizer import WITHOUT, Case
+from tests.harness import run_script
+
+CLEAN = {
+    "whole parameters, states over the world": Case({"shard_degree": 1, "optimizer_shard": "world"}),
+    "nodes": Case({"shard_degree": 2}),
+    "nodes, thawing": Case({"shard_degree": 2}, micro_batches=3, thaws=True),
+    "nodes, a bfloat16 model": Case({"shard_degree": 2}, dtype="bfloat16", micro_batches=3),
+    "nodes, bfloat16 reductions": Case({"shard_degree": 2, "reduce_dtype": "bfloat16"}, micro_batches=3),
+    "nodes, states over the world": Case(
+        {"shard_degree": 2, "param_dtype": "bfloat16", "optimizer_shard": "world"}, micro_batches=3
+    ),
+    "two stages": Case({"shard_degree": 4}),
+    "bfloat16 between replicas": Case({"shard_degree": 2, "replica_reduce_dtype": "bfloat16"}),
+    "8 bits both ways": Case(
+        {
+            "shard_degree": 4,
+            "quantized_all_gather": "int8",
+            "quantize_after_steps": 0,
+            "quantized_reduce": "int8",
+        }
+    ),
+    "once a step": Case(
+        {
+            "shard_degree": 4,
+            "reshard_after_forward": False,
+            "reshard_after_backward": False,
+            "reduce_every_micro_batch": False,
+        }
+    ),
+}
+LAUNCHED, TOLD = WITHOUT
+BROKEN = {
+    "gradients of whole parameters are given up": Case(
+        {"shard_degree": 1, "optimizer_shard": "world"}, without=LAUNCHED
+    ),
+    "what FSDP2 reduced is given up": Case({"shard_degree": 2}, without=TOLD),
+    "what FSDP2 reduced is given up, cast": Case({"shard_degree": 2}, dtype="bfloat16", micro_batches=3, without=TOLD),
+    "a sum that became wider is given up": Case({"shard_degree": 2}, micro_batches=3, thaws=True, without=TOLD),
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, Any]]:
+    """Of all cases, by their names."""
+    cases = CLEAN | BROKEN
+    done = run_script(["-m", "tests.core.stream_sanitizer", json.dumps([asdict(case) for case in cases.values()])])
+    assert done.returncode == 0, done.stderr
+    return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_no_memory_is_used_before_other_streams_are_done_with_it(name: str, results: dict[str, Any]) -> None:
+    assert results[name]["found"] == {}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_mend_that_is_taken_out_is_missed(name: str, results: dict[str, Any]) -> None:
+    assert any("is used again" in text for text in results[name]["found"]), results[name]
+
+
+def test_every_mend_has_a_case_that_misses_it() -> None:
+    assert {case.without for case in BROKEN.values()} == set(WITHOUT)
