@@ -61,7 +61,8 @@ class ForkServer:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
-            env={**environ, "PYTHONUNBUFFERED": "1"},
+            # Where there is a GPU: who asks for it while being imported must not start CUDA, which a fork cannot use.
+            env={**environ, "PYTHONUNBUFFERED": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             cwd=ROOT,
             start_new_session=True,
         )
