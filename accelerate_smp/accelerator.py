@@ -335,7 +335,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
             self._gradients_of(parameters),
             max_norm,
             norm_type=norm_type,
-            shard_group=self.mesh.shard_group,
+            masters_over=self.mesh.gradient_group,
             on_nonfinite=self.smp_config.on_nonfinite_grad_norm,
         )
 
@@ -348,7 +348,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
 
     def grad_norm(self, parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2) -> torch.Tensor:
         """The norm of the gradients over all ranks, unclipped: a plain 0-d tensor, equal on all ranks."""
-        return grad_norm(self._gradients_of(parameters), shard_group=self.mesh.shard_group, norm_type=norm_type)
+        return grad_norm(self._gradients_of(parameters), masters_over=self.mesh.gradient_group, norm_type=norm_type)
 
     def _gradients_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Close the windows and undo loss scaling; a list made before ``prepare`` means the sharded parameters."""

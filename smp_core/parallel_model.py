@@ -107,7 +107,7 @@ class ParallelModel:
             self.stepped(parameters),
             max_norm,
             norm_type=norm_type,
-            shard_group=self.mesh.shard_group,
+            masters_over=self.mesh.gradient_group,
             on_nonfinite=self.config.on_nonfinite_grad_norm,
         )
 
@@ -115,7 +115,7 @@ class ParallelModel:
         """The gradients' norm over all ranks: a plain 0-d tensor, equal everywhere."""
         return grad_norm(
             self.stepped(parameters),
-            shard_group=self.mesh.shard_group,
+            masters_over=self.mesh.gradient_group,
             norm_type=norm_type,
         )
 

@@ -1,18 +1,19 @@
 """Norm and clipping of gradients over every mesh axis, DTensor and plain parameters together.
 
-A DTensor's shards are spread over the partition group and repeated on every replica; a plain parameter is repeated on
-every rank. So the p-th powers of local shards are added up over the partition group, those of plain gradients once.
-Replicas hold the same gradients and find the same norm. A master's gradient (``optimizer_shard="world"``) is a part
-that no other rank has: its powers are added up over the world. ``torch._foreach_norm`` and ``torch._foreach_mul_`` are
-what ``torch.nn.utils.clip_grad_norm_`` uses for one kernel per list instead of one per gradient; they have no public
-names.
+The p-th powers of what this rank holds are added up over the axes on which a tensor is sharded, which its placements
+say: a DTensor's over the mesh axes of its ``Shard``, a plain parameter's over none, because every rank holds the whole
+of it. A master's gradient (``optimizer_shard="world"``) is a part that no other rank has: its powers are added up over
+all ranks whose gradients are added up. What is repeated (on replicas, on all ranks) is counted once, and they all find
+the same norm. ``torch._foreach_norm`` and ``torch._foreach_mul_`` are what ``torch.nn.utils.clip_grad_norm_`` uses for
+one kernel per list instead of one per gradient; they have no public names. (torch's ``get_total_norm`` would take one
+collective for each gradient.)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -29,13 +30,13 @@ class NonfiniteGradNormError(RuntimeError):
 
 @torch.no_grad()
 def grad_norm(
-    parameters: Iterable[torch.Tensor], *, shard_group: dist.ProcessGroup, norm_type: float = 2.0
+    parameters: Iterable[torch.Tensor], *, masters_over: dist.ProcessGroup, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """The norm of all gradients, as one process would find it. Collective over the partition group.
+    """The norm of all gradients, as one process would find it. Collective over the axes that parameters are sharded on.
 
     Args:
-        parameters: trainable parameters; those whose ``.grad`` is None count nothing.
-        shard_group: the partition group over which DTensor gradients are sharded.
+        parameters: the same on all ranks, in one order; those whose ``.grad`` is None count nothing.
+        masters_over: the ranks that hold the parts of masters.
         norm_type: p of the p-norm, > 0, or ``inf``.
 
     Returns:
@@ -43,36 +44,47 @@ def grad_norm(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type!r}: allowed are numbers above 0 and math.inf")
-    sharded: list[torch.Tensor] = []
-    parts: list[torch.Tensor] = []
-    whole: list[torch.Tensor] = []
-    over_world = False
-    device = sharded_on = None
+    # Phase 1: what is held here, by the groups over which it is sharded. Parameters decide, not their gradients: all
+    # ranks have to take part in the same sums.
+    held: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    device = None
     for parameter in parameters:
-        device = device or parameter.device
-        over_world |= model_parameter(parameter) is not parameter
-        if parameter.grad is None:
-            continue
-        if model_parameter(parameter) is not parameter:
-            parts.append(parameter.grad)
-        elif isinstance(parameter.grad, DTensor):
-            sharded.append(parameter.grad.to_local())
-            sharded_on = sharded_on or torch.device(parameter.grad.device_mesh.device_type)
-        else:
-            whole.append(parameter.grad)
-    double = any(gradient.dtype == torch.float64 for gradient in [*sharded, *parts, *whole])
-    device = device or torch.device("cpu")
-    local, once = _reduced(sharded, norm_type, device), _reduced(whole, norm_type, device)
-    # Offloaded gradients are on the host, where the group's library may not be able to send.
-    mesh_device = sharded_on or device
-    local, once = local.to(mesh_device), once.to(mesh_device)
+        groups = _sharded_over(parameter, masters_over)
+        device = _device_of_sums(parameter) if device is None or groups else device
+        gradients = held.setdefault(groups, [])
+        if parameter.grad is not None:
+            gradients.append(_local(parameter.grad))
+    # Phase 2: the powers, added up.
     biggest = math.isinf(norm_type)
-    local = _over(shard_group, local, biggest)
-    if over_world:
-        everyones = _over(cast(dist.ProcessGroup, dist.group.WORLD), _reduced(parts, norm_type, device), biggest)
-        once = torch.maximum(once, everyones) if biggest else once + everyones
-    total = torch.maximum(local, once) if biggest else (local + once) ** (1.0 / norm_type)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for groups, gradients in held.items():
+        part = _reduced(gradients, norm_type, total.device)
+        for group in groups:
+            part = _over(group, part, biggest)
+        total = torch.maximum(total, part) if biggest else total + part
+    total = total if biggest else total ** (1.0 / norm_type)
+    double = any(gradient.dtype == torch.float64 for gradients in held.values() for gradient in gradients)
     return total if double else total.float()
+
+
+def _sharded_over(parameter: torch.Tensor, masters_over: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
+    """The groups each of whose ranks holds a part of the parameter."""
+    if model_parameter(parameter) is not parameter:
+        return (masters_over,)
+    if not isinstance(parameter, DTensor):
+        return ()
+    placements = enumerate(parameter.placements)
+    return tuple(parameter.device_mesh.get_group(axis) for axis, placement in placements if placement.is_shard())
+
+
+def _device_of_sums(parameter: torch.Tensor) -> torch.device:
+    """Offloaded gradients are on the host, where the group's library may not be able to send."""
+    own = model_parameter(parameter)
+    return torch.device(own.device_mesh.device_type) if isinstance(own, DTensor) else own.device
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _over(group: dist.ProcessGroup, local: torch.Tensor, biggest: bool) -> torch.Tensor:
@@ -97,7 +109,7 @@ def _reduced(gradients: list[torch.Tensor], norm_type: float, device: torch.devi
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
-    norms = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype)).double()
+    norms = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=dtype)).double().to(device)
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
@@ -106,7 +118,7 @@ def clip_grad_norm_(
     parameters: Iterable[torch.Tensor],
     max_norm: float,
     *,
-    shard_group: dist.ProcessGroup,
+    masters_over: dist.ProcessGroup,
     norm_type: float = 2.0,
     on_nonfinite: OnNonfinite = "ignore",
 ) -> torch.Tensor:
@@ -123,15 +135,11 @@ def clip_grad_norm_(
         NonfiniteGradNormError: with ``on_nonfinite="raise"``, on all ranks.
     """
     parameters = list(parameters)
-    total = grad_norm(parameters, shard_group=shard_group, norm_type=norm_type)
+    total = grad_norm(parameters, masters_over=masters_over, norm_type=norm_type)
     if on_nonfinite != "ignore" and settle_nonfinite(parameters, total, on_nonfinite):
         return total
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    local = [
-        parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        for parameter in parameters
-        if parameter.grad is not None
-    ]
+    local = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in local:
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -159,5 +167,5 @@ def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> N
     """Limit every gradient element to [-clip_value, clip_value], DTensor and plain alike. Local."""
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            gradient = _local(parameter.grad)
             gradient.clamp_(-clip_value, clip_value)

@@ -224,4 +224,4 @@ def test_norms_of_bfloat16_gradients_are_float32() -> None:
 def test_an_impossible_norm_is_refused() -> None:
     for norm_type in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="norm_type"):
-            grad_norm([], shard_group=None, norm_type=norm_type)  # type: ignore[arg-type]
+            grad_norm([], masters_over=None, norm_type=norm_type)  # type: ignore[arg-type]
