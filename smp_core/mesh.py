@@ -1,15 +1,25 @@
-"""SmpMesh: the process groups of one run, on the axes of its layout (:mod:`smp_core.layout`)."""
+"""SmpMesh: the process groups of one run, on the axes of its layout (:mod:`smp_core.layout`).
+
+Every group gives up when the default one does: by itself torch gives each new group its own default. How long that is
+says only ``options._timeout`` of the group's backend (``_get_backend``); there is no public way to ask.
+
+Every group is used once when it is made, while all ranks are here. NCCL connects ranks in the first collective that
+needs them, and holds the host meanwhile; later ranks meet where replicas may differ in what comes next, and one that
+is held in a sum of a unit cannot tell the other, which has not used the unit, to join.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from smp_core import streams
 from smp_core.layout import DATA, GRADIENTS, PARTITION, Layout, Ranks, split, stages
 from smp_core.topology import Topology
 
@@ -74,7 +84,7 @@ class SmpMesh:
             )
         sizes = (layout.size("replicate"), layout.size(*PARTITION))
         device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
-        groups = _Groups(rank)
+        groups = _Groups(rank, device)
         for known in (device_mesh.get_group("replicate"), device_mesh.get_group("shard"), _world_group()):
             groups.know(known)
         partitions, replications = layout.groups(*PARTITION), layout.groups("replicate")
@@ -99,6 +109,7 @@ class SmpMesh:
             gradient_group=groups.own(layout.groups(*GRADIENTS)),
             _groups=groups,
         )
+        groups.connect()
         if secondary is not None:
             mesh.secondary(secondary)
         return mesh
@@ -108,6 +119,7 @@ class SmpMesh:
         between forward and backward. Collective over the world at its first use."""
         columns, rows = split(self.layout.groups(*PARTITION), degree)
         held, across = self._groups.own(rows), self._groups.own(columns)
+        self._groups.connect()
         grid = torch.tensor(self.shard_ranks).view(-1, degree)
         return DeviceMesh.from_group(
             [across, held], self.device.type, mesh=grid, mesh_dim_names=("across", "secondary")
@@ -182,12 +194,28 @@ def _world_group() -> dist.ProcessGroup:
 class _Groups:
     """Process groups by their ranks, each made once."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank, self._device = rank, device
         self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._unused: list[dist.ProcessGroup] = []
+        backend: Any = _world_group()._get_backend(device)
+        # torch's fake groups have none.
+        self._limit: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
 
     def know(self, group: dist.ProcessGroup) -> None:
+        if self._limit is not None:
+            group.set_timeout(self._limit)
         self._known[tuple(dist.get_process_group_ranks(group))] = group
+        self._unused.append(group)
+
+    def connect(self) -> None:
+        """Use each group that was made since the last call. Collective."""
+        # For large tensors NCCL takes other ways, which it connects apart.
+        sizes = (1, 2**22) if streams.run_behind(self._device) else (1,)
+        for group in self._unused:
+            for size in sizes:
+                dist.all_reduce(torch.zeros(size, device=self._device), group=group)
+        self._unused.clear()
 
     def own(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
         """The one this rank is in. All are made, on every rank in the same order as torch.distributed wants it."""
@@ -198,8 +226,10 @@ class _Groups:
 
     def make(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
         """The same, with a communicator of its own."""
-        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
-        return next(group for ranks, group in made.items() if self._rank in ranks)
+        made = {ranks: dist.new_group(list(ranks), timeout=self._limit) for ranks in groups}
+        own = next(group for ranks, group in made.items() if self._rank in ranks)
+        self._unused.append(own)
+        return own
 
     def own_stages(self, groups: Sequence[Ranks], topology: Topology) -> Stages | None:
         """This rank's groups of the two stages of its group (:func:`smp_core.layout.stages`)."""

@@ -57,7 +57,7 @@ class Background:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._stream: Any = None
         self._tasks: deque[_Task] = deque()
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class Background:
         On an accelerator ``run`` is called at once and what it launches goes to the stream, behind what the caller's
         stream has launched so far.
         """
-        if streams.run_behind(self._device):
+        if streams.run_behind(self.device):
             return self._on_stream(run)
         task = _Task(run)
         with self._lock:
@@ -98,10 +98,10 @@ class Background:
                 done.set()
 
     def _on_stream(self, run: Callable[[], None]) -> Pending:
-        module = torch.get_device_module(self._device.type)
+        module = torch.get_device_module(self.device.type)
         if self._stream is None:
             # As FSDP2's own: its small kernels are not to queue behind those of the pass.
-            self._stream = module.Stream(self._device, priority=-1)
+            self._stream = module.Stream(self.device, priority=-1)
         self._stream.wait_stream(module.current_stream())
         with module.stream(self._stream):
             run()

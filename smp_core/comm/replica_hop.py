@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from smp_core.comm.background import Background, Pending
 from smp_core.comm.codec import Codec
 from smp_core.comm.encoded_sum import sum_at_owners, wide_copy
-from smp_core.comm.exchange import HOP, exchange, gather_rows, sum_rows
+from smp_core.comm.exchange import HOP, all_to_all, exchange, gather_rows, sum_rows
 from smp_core.comm.flat import CommObject, FlatAllReduce
 from smp_core.comm.meter import CommMeter, LinkClass
 
@@ -75,6 +75,12 @@ class ReplicaHop(CommObject):
         if self.codec is None and self.stages is None:
             return self._all_reduce(flat, self.group, async_op=True)
         return self._background.submit(lambda: self._in_stages(flat, key))
+
+    def connect(self) -> None:
+        """Let the ranks' messages meet once, while all are here (:mod:`smp_core.mesh` says why). Collective."""
+        for group in [self.between] if self._inside is None else [self._inside, self.between]:
+            rows = torch.zeros(dist.get_world_size(group), 1, device=self._background.device)
+            all_to_all(torch.empty_like(rows), rows, group, HOP)
 
     # One sum in three verbs, for whoever keeps and updates only its own part in between.
 

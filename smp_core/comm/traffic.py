@@ -90,6 +90,10 @@ class Traffic:
             gradient_stages = mesh.gradient_stages if knobs.hierarchical else None
             over_all = ReplicaHop(meter, mesh.gradient_group, gradient_stages, background)
             self.of_replicated = Route(over_all, mesh.gradient_degree)
+        over_world = knobs.optimizer_shard == "world"
+        for hop in dict.fromkeys((self.of_units.hop, self.of_replicated.hop)):
+            if hop.stages is not None or hop.codec is not None or over_world:
+                hop.connect()
 
     def all_gather(self, unit: Unit) -> CommObject:
         """The object that gathers this unit's parameters."""
