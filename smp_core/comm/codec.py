@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 
+from smp_core import streams
 from smp_core.fp8.casting import device_multiplies_fp8, has_triton
 
 BLOCK = 256
@@ -71,9 +72,9 @@ def _keep_rest(codec: Codec, values: torch.Tensor, payload: torch.Tensor, rest: 
 
 
 def _drop_rest(codec: Codec, payload: torch.Tensor, rest: torch.Tensor) -> None:
-    """Of values that cannot be encoded nothing is kept: they are sent exactly."""
+    """Of values that cannot be encoded nothing is kept: they are sent exactly, or the sum is not finite."""
     finite = codec.finite_in(payload, rest.numel())
-    if rest.device.type != "cpu" or not finite:  # elsewhere asking would be waiting
+    if streams.run_behind(rest.device) or not finite:  # there asking would be waiting
         rest.masked_fill_(~finite, 0.0)
 
 

@@ -2,7 +2,9 @@
 
 Every rank of a group owns one of M parts and holds a term of each. Terms travel to their owners encoded; the owner adds
 up in float32 (float64 for float64) in group order, its own term exact. A term that holds inf or nan cannot be encoded
-blockwise: its scales say so to both ends, which is all the agreement that is needed, and it follows exactly.
+blockwise: its scales say so to both ends, which is all the agreement that is needed, and it follows exactly on CPU. On
+accelerators its blocks that are not finite arrive as nan, which the sum would not be without them either: to send it
+exactly the host would have to ask the device, and wait for all that it was given, in the middle of a backward pass.
 
 Shape letters: M ranks of the group, S elements of one part.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from smp_core import streams
 from smp_core.comm.codec import Codec
 from smp_core.comm.exchange import all_to_all, exchange
 from smp_core.comm.meter import CommMeter
@@ -32,7 +35,7 @@ def sum_at_owners(
     tag: int,
     residual_MS: torch.Tensor | None = None,
     new_call: bool = False,
-) -> int:
+) -> torch.Tensor | int:
     """``parts_MS[me]`` becomes the sum over the group; other rows become what was meant to be sent.
 
     Args:
@@ -42,7 +45,7 @@ def sum_at_owners(
         kind, new_call: how the meter counts it.
 
     Returns:
-        how many terms this rank sent exactly because they held inf or nan.
+        how many terms of this rank held inf or nan; on an accelerator a 0-d tensor.
     """
     ranks, me, (m, s) = dist.get_process_group_ranks(group), dist.get_rank(group), parts_MS.shape
     others = [i for i in range(m) if i != me]
@@ -52,7 +55,12 @@ def sum_at_owners(
     got = torch.empty_like(sent)
     with meter.point_to_point(kind, [(ranks[i], sent.shape[1]) for i in others], "inter", new_call=new_call):
         all_to_all(got, sent, group, tag)
-    finite = torch.stack((codec.finite_in(sent, s), codec.finite_in(got, s))).tolist()  # the device is asked once
+    if streams.run_behind(parts_MS.device):
+        parts_MS[me] = codec.sum_rows(got, parts_MS[me], me, {})
+        refused = ~codec.finite_in(sent, s)
+        refused[me] = False  # nothing was encoded there
+        return refused.sum()
+    finite = torch.stack((codec.finite_in(sent, s), codec.finite_in(got, s))).tolist()
     refused_here = [i for i in others if not finite[0][i]]
     exact = {i: torch.empty_like(parts_MS[0]) for i in others if not finite[1][i]}
     if refused_here or exact:

@@ -43,8 +43,8 @@ class QuantizedReduceScatter(CommObject):
         self._between = group if stages is None else stages[1]
         self.residual: torch.Tensor | None = None
         """What was rounded off the terms sent last [M, N]; None: without error feedback, or nothing was sent yet."""
-        self.fallbacks = 0
-        """Terms sent exactly because they held inf or nan."""
+        self.fallbacks: torch.Tensor | int = 0
+        """Terms that held inf or nan, as :attr:`smp_core.comm.replica_hop.ReplicaHop.fallbacks`."""
 
     def __call__(
         self,
@@ -62,7 +62,7 @@ class QuantizedReduceScatter(CommObject):
         parts_MN = wide_copy(partial_MN)
         if self._error_feedback and (self.residual is None or self.residual.shape != parts_MN.shape):
             self.residual = torch.zeros_like(parts_MN)
-        self.fallbacks += sum_at_owners(
+        self.fallbacks = self.fallbacks + sum_at_owners(
             parts_MN,
             self._codec,
             self._between,

@@ -9,7 +9,8 @@ A group with one rank per node and nothing to compress is one all-reduce of the 
 
 With a codec (bfloat16, int8, int4) what travels in stage 2 is encoded, and every rank, the owner included, goes on with
 the decoded sum, so that replicas stay bit-equal. A part that holds inf or nan cannot be encoded blockwise; sender and
-receiver both see that from the payload's scales, and the part follows exactly.
+receiver both see that from the payload's scales, and on CPU the part follows exactly. On accelerators its blocks that
+are not finite become nan (:mod:`smp_core.comm.encoded_sum` says why).
 
 Bytes that leave a node for n elements of e bytes that each rank of the group holds: 2 (M-1)/M x n e, and one stage
 sends the same for K = 1, 2 (g-1)/g x n e with g = K M ranks otherwise. With a codec e is the codec's.
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from smp_core import streams
 from smp_core.comm.background import Background, Pending
 from smp_core.comm.codec import Codec
 from smp_core.comm.encoded_sum import sum_at_owners, wide_copy
@@ -60,8 +62,8 @@ class ReplicaHop(CommObject):
         self._error_feedback = error_feedback and codec is not None
         self.residuals: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         """Per key: what was rounded off on the way to owners [M, S], and by the owner [S]."""
-        self.fallbacks = 0
-        """Parts sent exactly because they held inf or nan."""
+        self.fallbacks: torch.Tensor | int = 0
+        """Parts that held inf or nan; on CPU they were sent exactly. On an accelerator a 0-d tensor."""
         self._all_reduce = FlatAllReduce(meter)
 
     def __call__(self, flat: torch.Tensor, key: str | None = None) -> Pending | None:
@@ -160,7 +162,7 @@ class ReplicaHop(CommObject):
             return mine_MS, None
         sums_MS = wide_copy(mine_MS)
         to_owners, from_owner = self._residuals_of(key, sums_MS)
-        self.fallbacks += sum_at_owners(
+        self.fallbacks = self.fallbacks + sum_at_owners(
             sums_MS,
             self.codec,
             self.between,
@@ -190,6 +192,10 @@ class ReplicaHop(CommObject):
         codec.encode(sums_MS[me], payloads[me], residual)
         with self._counted(self.between, payloads[0], "inter"):
             gather_rows(payloads, self.between, HOP)
+        if streams.run_behind(payloads.device):
+            self.fallbacks = self.fallbacks + (~codec.finite_in(payloads[me], s)).sum()
+            codec.decode(payloads, sums_MS)
+            return
         # Every rank holds all payloads, so all agree about which owners send again.
         refused = [i for i, finite in enumerate(codec.finite_in(payloads, s).tolist()) if not finite]
         if refused:

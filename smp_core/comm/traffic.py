@@ -147,11 +147,11 @@ class Traffic:
             self._policy.weights_changed()
 
     def fallbacks(self) -> dict[str, int]:
-        """How often something was sent exactly because it held inf or nan, on this rank: gathers by unit, and
-        ``"reductions"``, ``"replica hop"``. Empty where nothing was."""
+        """How often something held inf or nan and could not be compressed, on this rank: gathers by unit, and
+        ``"reductions"``, ``"replica hop"``. Empty where nothing was. Waits for the device."""
         found = dict(self._policy.fallbacks) if self._policy is not None else {}
-        found["reductions"] = sum(reduction.fallbacks for reduction in self._reductions.values())
-        found["replica hop"] = self.of_units.hop.fallbacks
+        found["reductions"] = sum(int(reduction.fallbacks) for reduction in self._reductions.values())
+        found["replica hop"] = int(self.of_units.hop.fallbacks)
         return {name: count for name, count in found.items() if count}
 
     @property

@@ -62,15 +62,15 @@ class Fp8Model:
         for module, name, _ in self.sites:
             weight = getattr(module, name).detach()
             weights.append(weight.to_local() if isinstance(weight, DTensor) else weight)
-        filled = [i for i, weight in enumerate(weights) if weight.numel()]
-        amax = torch.zeros(len(weights), device=self.state.device)
-        if filled:
-            # torch._foreach_norm is one kernel for all of them and has no public name.
-            norms = torch._foreach_norm([weights[i] for i in filled], torch.inf)
-            # One copy to the device where weights are in host memory.
-            found = torch.stack([norm.float() for norm in norms]).to(amax.device)
-            amax[torch.tensor(filled, device=amax.device)] = found
-        return amax
+        if not weights:
+            return torch.zeros(0, device=self.state.device)
+        # torch._foreach_norm is one kernel for all of them and has no public name; it takes no empty tensors.
+        filled = [weight for weight in weights if weight.numel()]
+        norms = iter(torch._foreach_norm(filled, torch.inf) if filled else ())
+        nothing = torch.zeros((), device=weights[0].device)
+        amax = [next(norms).float() if weight.numel() else nothing for weight in weights]
+        # One copy to the device where weights are in host memory.
+        return torch.stack(amax).to(self.state.device)
 
     def refresh_weights(self) -> None:
         """Scale weights by what they are now: after they were made, loaded or edited. Collective."""

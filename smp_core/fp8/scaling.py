@@ -83,6 +83,7 @@ class Fp8State:
         self.current = torch.zeros(count, 3, device=device)
         self.scale = torch.ones(count, 3, device=device)
         self.inverse = torch.ones(count, 3, device=device)
+        self._largest = torch.tensor([LARGEST[dtype] for dtype in self.formats], device=device)
         self.steps = 0
         self.calibrated = [[False] * 3 for _ in self.names]
         self.generation = 0
@@ -95,7 +96,7 @@ class Fp8State:
 
     def to(self, device: torch.device | str) -> None:
         """Move all tensors."""
-        for name in ("history", "current", "scale", "inverse"):
+        for name in ("history", "current", "scale", "inverse", "_largest"):
             setattr(self, name, getattr(self, name).to(device))
 
     def uses_history(self, site: int, role: int) -> bool:
@@ -174,8 +175,7 @@ class Fp8State:
         return [f"{self.names[i]} ({ROLES[r]})" for i, row in enumerate(bad) for r, is_bad in enumerate(row) if is_bad]
 
     def _make_scales(self, basis: torch.Tensor) -> None:
-        largest = torch.tensor([LARGEST[dtype] for dtype in self.formats], device=basis.device)
-        fresh = scale_for(basis, largest, self.recipe.margin)
+        fresh = scale_for(basis, self._largest, self.recipe.margin)
         self.scale = torch.where(basis > 0, fresh, self.scale)
         self.inverse = 1.0 / self.scale
         self.generation += 1

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from smp_core import streams
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.replicated import ReplicatedGradients
 from smp_core.sharding.unit_window import UnitWindow
@@ -35,9 +36,10 @@ def tell_what_was_received(
         flags += [int(index in each.unit.reached) for index in range(len(each.unit.parameters()))]
     flags += [int(name in replicated.reached) for name in replicated.parameters]
     flags += [int(each.flat is not None) for each in units]
-    received = torch.tensor([*flags, 0], dtype=torch.int32, device=mesh.device)
+    alone = mesh.gradient_degree == 1
+    received = streams.on_device([*flags, 0], torch.int32, torch.device("cpu") if alone else mesh.device)
     if veto is not None:
         received[-1] = veto()
-    if mesh.gradient_degree == 1:
+    if alone:  # what is known stays where it is known
         return received, None
     return received, dist.all_reduce(received, op=dist.ReduceOp.MAX, group=mesh.gradient_group, async_op=True)

@@ -24,6 +24,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -389,6 +390,14 @@ WITHOUT: dict[str, tuple[str, Any]] = {
         _holds_nothing,
     ),
     "streams that read another's memory are told": ("smp_core.streams.used_here", lambda tensor: None),
+    "nobody asks whether terms are finite": (
+        "smp_core.comm.encoded_sum.streams",
+        SimpleNamespace(run_behind=lambda device: False),
+    ),
+    "numbers go to the device from pinned memory": (
+        "smp_core.streams.on_device",
+        lambda values, dtype, device: torch.tensor(values, dtype=dtype, device=device),
+    ),
 }
 
 

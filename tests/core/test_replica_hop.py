@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from smp_core.comm import encoded_sum, replica_hop
 from smp_core.comm.background import Background
 from smp_core.comm.codec import BLOCK, Blockwise, CodeName, codec
 from smp_core.comm.meter import CommMeter
@@ -185,6 +188,40 @@ def test_a_bad_value_on_one_rank_is_sent_exactly_and_by_nobody_else(bad: float) 
     assert fallbacks[2] == [1, 1, 1, 1], "to the owner"
     assert fallbacks[0] == [1, 1, 1, 1], "from the owner"
     assert fallbacks[1] == fallbacks[3] == [0, 0, 0, 0]
+
+
+def sum_with_one_bad_value_behind_the_host(bad: float) -> list[int]:
+    """As on accelerators, where nobody asks whether a part is finite."""
+    replicas, counted, n = Replicas(), [], 1000
+    behind = SimpleNamespace(run_behind=lambda device: True)
+    with mock.patch.object(encoded_sum, "streams", behind), mock.patch.object(replica_hop, "streams", behind):
+        for where, (group, _) in replicas.groups.items():
+            for name in ("int8", "int4"):
+                parts = everyones(n, torch.float32)
+                parts[2][17] = bad
+                hop, flat = replicas.hop(where, name, error_feedback=True), parts[replicas.mesh.rank].clone()
+                work = hop(flat, "unit")
+                assert work is not None
+                work.wait()
+                assert same_everywhere(flat, group)
+                is_member = 2 in dist.get_process_group_ranks(group)
+                # The first part's first block holds the value; blocks do not reach over the end of a part.
+                lost = min(BLOCK, 250 if where == "world" else 500) if is_member else 0
+                assert flat[:lost].isnan().all() and flat[lost:].isfinite().all()
+                assert all(kept.isfinite().all() for pair in hop.residuals.values() for kept in pair)
+                counted.append(int(hop.fallbacks))
+    return counted
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_on_accelerators_a_block_with_a_bad_value_is_nan_for_all_and_nobody_asks(bad: float) -> None:
+    """Rank 2 meets it on the way to the owner, rank 0, and that on the way to all."""
+    assert run_ranks(sum_with_one_bad_value_behind_the_host, 4, bad, ranks_per_node=2) == [
+        [1, 1, 1, 1],
+        [0, 0, 0, 0],
+        [1, 1, 1, 1],
+        [0, 0, 0, 0],
+    ]
 
 
 def sum_again_and_again(error_feedback: bool, rounds: int) -> float:
