@@ -36,6 +36,17 @@ class CommObject:
             self._ranks[group] = dist.get_process_group_ranks(group)
         return self._ranks[group]
 
+    def counted_to_its_end(self, work: dist.Work | None, kind: str, ranks: Sequence[int]) -> dist.Work | None:
+        """``work`` of a ring, whose bytes have been counted; the seconds that waiting for it takes count too."""
+        if work is None:
+            return None
+
+        def finish() -> None:
+            with self.meter.ring(kind, ranks, 0, new_call=False):
+                work.wait()
+
+        return Deferred(finish)
+
 
 def average_divisor(op: Any, group_size: int) -> int:
     """The number a sum over ``group_size`` ranks has to be divided by to honour ``op`` (SUM or AVG).
@@ -78,7 +89,8 @@ class FlatAllGather(CommObject):
             return self._by_messages(output_tensor.view(len(ranks), -1), input_tensor, group, wait_later)
         n_bytes = output_tensor.numel() * output_tensor.element_size()
         with self.meter.ring("all_gather", ranks, n_bytes):
-            return all_gather_single(output_tensor, input_tensor, group=group, async_op=wait_later)
+            work = all_gather_single(output_tensor, input_tensor, group=group, async_op=wait_later)
+        return self.counted_to_its_end(work, "all_gather", ranks)
 
     def _by_messages(
         self, output_PN: torch.Tensor, input_N: torch.Tensor, group: dist.ProcessGroup, wait_later: bool
@@ -131,11 +143,13 @@ class FlatReduceScatter(CommObject):
 
 
 class FlatAllReduce(CommObject):
-    """Sum over a replication group, in place; with ``async_op`` the library's handle is returned."""
+    """Sum over a replication group, in place; with ``async_op`` something to wait for is returned."""
 
     def __call__(self, tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
-        with self.meter.ring("all_reduce", self.ranks_of(group), tensor.numel() * tensor.element_size()):
-            return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+        ranks = self.ranks_of(group)
+        with self.meter.ring("all_reduce", ranks, tensor.numel() * tensor.element_size()):
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+        return self.counted_to_its_end(work, "all_reduce", ranks)
 
 
 class FlatMaxReduce(CommObject):

@@ -8,7 +8,8 @@ group's rank order (NCCL's and gloo's default for large messages), where every r
 
 with g ranks and M bytes of the full tensor. A link class is "intra" (both ends on one node) or "inter".
 Seconds are wall time on the CPU and time between two recorded events on an accelerator; the events are read only when
-somebody asks, so that counting never waits for the device.
+somebody asks, so that counting never waits for the device. Of a collective that is started and waited for apart, they
+are those of starting it and of waiting: what it took beyond the work done in between.
 """
 
 from __future__ import annotations

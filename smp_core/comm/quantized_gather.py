@@ -25,7 +25,7 @@ from smp_core.comm.codec import ALIGN, Codec
 from smp_core.comm.deferred import Deferred
 from smp_core.comm.exchange import GATHER, prefers_messages, start_exchange
 from smp_core.comm.flat import CommObject
-from smp_core.comm.meter import CommMeter
+from smp_core.comm.meter import CommMeter, LinkClass
 from smp_core.compat import all_gather_single
 
 logger = logging.getLogger("smp")
@@ -205,7 +205,8 @@ class QuantizedAllGather(CommObject):
             work = all_gather_single(payloads_PB.view(-1), payloads_PB[me], group=self._group, async_op=True)
 
         def finish() -> None:
-            work.wait()
+            with self.meter.ring("all_gather", ranks, 0, new_call=False):
+                work.wait()
             self._decode(payloads_PB, output.view(len(ranks), -1), encoded, exact)
 
         return finish
@@ -226,17 +227,14 @@ class QuantizedAllGather(CommObject):
         works = self._start(payloads_MB, inter, "inter", new_call=True)
 
         def finish() -> None:
-            for work in works:
-                work.wait()
+            self._wait(works, "inter")
             if not self._everywhere:
                 self._decode(payloads_MB, output_MKN[:, me], encoded, exact)
-                for work in self._start(output_MKN, intra, "intra", dim=1):
-                    work.wait()
+                self._wait(self._start(output_MKN, intra, "intra", dim=1), "intra")
                 return
             payloads_KMB = payloads_MB.new_empty(k, m, payloads_MB.shape[1])
             payloads_KMB[me] = payloads_MB
-            for work in self._start(payloads_KMB, intra, "intra"):
-                work.wait()
+            self._wait(self._start(payloads_KMB, intra, "intra"), "intra")
             for rank in range(k):
                 self._decode(payloads_KMB[rank], output_MKN[:, rank], encoded, exact)
 
@@ -263,6 +261,11 @@ class QuantizedAllGather(CommObject):
                 group,
                 GATHER,
             )
+
+    def _wait(self, works: Sequence[dist.Work], link: LinkClass) -> None:
+        with self.meter.point_to_point("all_gather", [], link, new_call=False):
+            for work in works:
+                work.wait()
 
 
 def _join(shard_N: torch.Tensor, parts: list[slice]) -> torch.Tensor:

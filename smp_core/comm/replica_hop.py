@@ -75,6 +75,8 @@ class ReplicaHop(CommObject):
         if dist.get_world_size(self.group) == 1 or not flat.numel():
             return None
         if self.codec is None and self.stages is None:
+            if streams.run_behind(flat.device):  # on a stream of its own, where events see how long it takes
+                return self._background.submit(lambda: self._all_reduce(flat, self.group))
             return self._all_reduce(flat, self.group, async_op=True)
         return self._background.submit(lambda: self._in_stages(flat, key))
 

@@ -56,11 +56,12 @@ class ContextGroup:
     def degree(self) -> int:
         return len(self.ranks)
 
-    def counting(self, kind: str, whole: torch.Tensor) -> AbstractContextManager[None]:
-        """Meter a collective over the group; ``whole`` is the tensor of all ranks' parts."""
+    def counting(self, kind: str, whole: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Meter a collective over the group; ``whole`` is the tensor of all ranks' parts. None: the wait for one."""
         if self.meter is None:
             return nullcontext()
-        return self.meter.ring(kind, self.ranks, whole.numel() * whole.element_size())
+        n_bytes = 0 if whole is None else whole.numel() * whole.element_size()
+        return self.meter.ring(kind, self.ranks, n_bytes, new_call=whole is not None)
 
 
 _ALONE = ContextGroup(None, 0, (0,), 0)
@@ -139,7 +140,8 @@ def _start_gather(
 
     def finish() -> Pair:
         if work is not None:
-            work.wait()
+            with group.counting("context_gather", None):
+                work.wait()
         parts = everyone.view(group.degree, -1).split([k_BLKD.numel(), v_BLKE.numel()], 1)
         shapes = ((plan.length, len(like), *like.shape[2:]) for like in (k_BLKD, v_BLKE))
         k, v = (plan.in_sequence_order(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True))
@@ -161,7 +163,8 @@ def reduce_gradients(
 
     def finish() -> Pair:
         if work is not None:
-            work.wait()
+            with group.counting("context_reduce", None):
+                work.wait()
         shapes = ((plan.local_length, len(like), *like.shape[2:]) for like in (dk_BSKD, dv_BSKE))
         sums = received.split([part.shape[1] for part in parts])
         dk, dv = (part.view(shape).transpose(0, 1) for part, shape in zip(sums, shapes, strict=True))

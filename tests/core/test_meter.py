@@ -7,12 +7,17 @@ are whole numbers or fractions of them that float64 holds, so figures have to ag
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import smp_core.comm.meter as meter_module
+from smp_core.comm import flat, quantized_gather
 from smp_core.comm.meter import CommMeter
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
@@ -260,3 +265,48 @@ def test_the_record_does_not_take_the_meters_word() -> None:
     nodes = bytes_by_link([calls for calls, _ in results], 1)
     assert [node["inter"] for node in nodes] == [40.0, 40.0]
     assert [metered for _, metered in results] == [20.0, 20.0]
+
+
+class SlowWork:
+    """A collective whose wait takes a second of the meter's clock, and whose start takes none."""
+
+    def __init__(self, work: dist.Work, clock: list[float]) -> None:
+        self._work, self._clock = work, clock
+
+    def wait(self) -> bool:
+        self._clock[0] += 1.0
+        return self._work.wait()
+
+
+def seconds_by_a_clock_that_only_waiting_moves(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    clock, found = [0.0], []
+
+    def slow(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def started(*args: Any, **kwargs: Any) -> Any:
+            work = collective(*args, **kwargs)
+            return SlowWork(work, clock) if kwargs.get("async_op") else work
+
+        return started
+
+    with (
+        mock.patch.object(meter_module.time, "perf_counter", lambda: clock[0]),
+        mock.patch.object(dist, "all_reduce", slow(dist.all_reduce)),
+        mock.patch.object(flat, "all_gather_single", slow(flat.all_gather_single)),
+        mock.patch.object(quantized_gather, "all_gather_single", slow(quantized_gather.all_gather_single)),
+    ):
+        for knobs in cases:
+            figures = train_one_step(1, **knobs).meter
+            found.append({name: figure for name, figure in figures.items() if name.endswith("/inter_seconds")})
+    return found
+
+
+def test_seconds_of_collectives_that_are_started_and_waited_for_apart_are_those_of_the_wait() -> None:
+    cases = [
+        {"shard_degree": 1},
+        {"shard_degree": 2},
+        {"shard_degree": 2, "quantized_all_gather": "int8", "quantize_after_steps": 0},
+    ]
+    for whole, ring, coded in run_ranks(seconds_by_a_clock_that_only_waiting_moves, 2, cases, ranks_per_node=1):
+        assert whole == {"all_reduce/inter_seconds": 1.0 + LAYERS}
+        gathers = 1.0 + 2 * LAYERS
+        assert ring["all_gather/inter_seconds"] == coded["all_gather/inter_seconds"] == gathers
