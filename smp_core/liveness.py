@@ -4,6 +4,9 @@ A collective that fails says that a connection closed, not whose. So every rank 
 own (kept by rank 0, apart from the process groups' store) every ``interval`` seconds from a daemon thread. When a rank
 meets an exception it looks who stopped counting, who reported an error of its own, and who is behind, and one of the
 survivors says so on stderr.
+
+NCCL raises nothing where a peer is gone: the host waits for a device that waits for the peer. There rank 0 looks by
+itself, and the survivors end when the time is over that collectives have.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ _UNEVEN = (
     "a rank that runs out of batches goes on to something else, and the others wait for it. Give every rank the same "
     "number of batches (DistributedSampler, drop_last=True, limit_train_batches), and let all ranks make the same calls"
 )
+# Intervals between two looks that rank 0 takes by itself: a rank that gives no sign in between is lost.
+_LOOK_EVERY = 40
 # What the store raises when it is out of reach.
 _GONE = (dist.DistError, RuntimeError, ConnectionError)
 _last_store: dist.Store | None = None
@@ -43,7 +48,9 @@ class RankWatch:
 
     Attributes:
         step: set by the trainer to the optimizer step it is in; travels with the signs of life.
-        meetings: where all ranks have to be before a collective that scripts make on one rank by mistake.
+        meetings: where all ranks have to be before a collective that scripts make on one rank by mistake. Its ``limit``
+            is also how long a rank goes on once another is known to be lost, where it looks by itself.
+        looks: whether ranks look for lost ones by themselves, and not only when they meet an exception.
         between_runs: whether a Trainer's run has ended here and no other has begun; travels too.
     """
 
@@ -51,12 +58,15 @@ class RankWatch:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self.step = 0
         self.between_runs = False
+        self.looks = "nccl" in str(dist.get_backend())
         self.meetings = Meetings(rank, world_size, store, interval)
         self._store = store
         self._beats = 0
         self._runs = 0
         self._reported = False
         self._left = False
+        self._seen: dict[int, dict[str, Any]] | None = None  # at rank 0's last look by itself
+        self._ends_at: float | None = None
         self._stopped = threading.Event()
         self._beat()
         self._thread = threading.Thread(target=self._run, name="smp-rank-watch", daemon=True)
@@ -166,9 +176,12 @@ class RankWatch:
             # Only a rank that found something may speak for all.
             first = bool(found) and bool(self._try(lambda: self._store.add(f"claimed/{self._runs}", 1) == 1))
         if first:
-            sys.stderr.write(f"torch-smp, rank {self.rank}: {found}\n")
-            sys.stderr.flush()
+            self._say(found)
         return found or None
+
+    def _say(self, what: str) -> None:
+        sys.stderr.write(f"torch-smp, rank {self.rank}: {what}\n")
+        sys.stderr.flush()
 
     def _compare(self) -> str | None:
         """What two looks, some signs apart, say about the others; None when the store is gone.
@@ -220,12 +233,49 @@ class RankWatch:
         while not self._stopped.wait(self.interval):
             self._beats += 1
             if not self._beat():
+                if self.looks and not (self._reported or self.between_runs):
+                    self._say("rank 0 was lost, or ended: the store with the signs of life is gone")
+                    self._rank_is_lost()
+                    if not self._stopped.wait(self.meetings.limit):
+                        self._end_in_time()
                 return
+            if self.looks:
+                if self._beats % _LOOK_EVERY == 0:
+                    self._try(self._look_by_itself)
+                self._end_in_time()
             if self._try(lambda: self._store.check(["bye/0"])):
                 self.meetings.rank_0_ended = True
                 if not self._reported:  # else this rank still looks what the store has
                     self._leave_store()
                     return
+
+    def _look_by_itself(self) -> None:
+        """Rank 0 compares what all say with what they said the last time, and writes down who is lost; the others read
+        that, and not everybody's signs: there may be many ranks."""
+        if self.rank == 0:
+            before, self._seen = self._seen, self._look()
+            found = self._describe(before, self._seen) if before is not None and self._seen is not None else ""
+            if found and self._ends_at is None and not self._store.check(["lost"]):
+                self._say(found)
+                self._store.set("lost", found)
+            elif not found:
+                self._store.delete_key("lost")
+        if not self._store.check(["lost"]):
+            self._ends_at = None  # whoever was silent is back
+        else:
+            self._rank_is_lost()
+
+    def _rank_is_lost(self) -> None:
+        if self._ends_at is None and self.meetings.limit is not None:
+            self._ends_at = time.monotonic() + self.meetings.limit
+
+    def _end_in_time(self) -> None:
+        """End the process when a run has waited for a lost rank for long enough: what it waits for cannot be called
+        off. (One that has come out of its run waits for nobody.)"""
+        over = self._ends_at is not None and time.monotonic() >= self._ends_at
+        if over and not (self.between_runs or self._stopped.is_set()):
+            self._say(f"ends: another rank was lost, and timeout={self.meetings.limit:g} seconds are over")
+            os._exit(1)
 
     def _leave_store(self) -> None:
         """Rank 0, which ends, need not wait for this rank."""

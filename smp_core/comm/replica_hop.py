@@ -75,9 +75,13 @@ class ReplicaHop(CommObject):
         if dist.get_world_size(self.group) == 1 or not flat.numel():
             return None
         if self.codec is None and self.stages is None:
-            if streams.run_behind(flat.device):  # on a stream of its own, where events see how long it takes
-                return self._background.submit(lambda: self._all_reduce(flat, self.group))
-            return self._all_reduce(flat, self.group, async_op=True)
+            if not streams.run_behind(flat.device):
+                return self._all_reduce(flat, self.group, async_op=True)
+
+            def all_reduce() -> None:
+                self._all_reduce(flat, self.group)
+
+            return self._background.submit(all_reduce)  # on a stream of its own, where events see how long it takes
         return self._background.submit(lambda: self._in_stages(flat, key))
 
     def connect(self) -> None:

@@ -318,3 +318,40 @@ def rank_0_ends_first() -> bool:
 def test_the_store_stays_until_the_others_are_done_with_it() -> None:
     """It is in rank 0's process: torch writes stacks to stderr of a rank under which it goes away."""
     assert run_ranks(rank_0_ends_first, 2) == [True, True]
+
+
+def nobody_meets_an_exception(lost: int) -> tuple[str, list[int]]:
+    """As under NCCL, where collectives with a lost rank only never end: what is written, and with what ranks end."""
+    watching, rank, ended = watch(), dist.get_rank(), []
+    watching.meetings.limit = 0.2
+    if rank == lost:
+        watching.step = 7
+        dist.barrier()
+        fall_silent(watching)
+        watching._beat()
+        if rank == 0:
+            del watching._store, watching.meetings._store
+            gc.collect()
+        dist.monitored_barrier(timeout=LONG)
+        return "", ended
+    dist.barrier()
+
+    def end(status: int) -> None:
+        ended.append(status)
+        watching._stopped.set()
+
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, mock.patch.object(liveness.os, "_exit", end):
+        watching.looks = True
+        watching._thread.join(LONG.total_seconds())
+    dist.monitored_barrier(timeout=LONG)
+    return stderr.getvalue(), ended
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_where_nothing_is_raised_a_lost_rank_is_named_all_the_same_and_the_others_end_in_time(lost: int) -> None:
+    results = run_ranks(nobody_meets_an_exception, 4, lost)
+    survivors = [result for rank, result in enumerate(results) if rank != lost]
+    assert [ended for _, ended in survivors] == [[1]] * 3
+    assert all("timeout=0.2 seconds are over" in text for text, _ in survivors)
+    named = [text for text, _ in survivors if f"rank {lost} was lost" in text]
+    assert named and (lost == 0 or "it was in optimizer step 7" in named[0])
