@@ -275,7 +275,7 @@ class RankWatch:
         over = self._ends_at is not None and time.monotonic() >= self._ends_at
         if over and not (self.between_runs or self._stopped.is_set()):
             self._say(f"ends: another rank was lost, and timeout={self.meetings.limit:g} seconds are over")
-            os._exit(1)  # the main thread waits for a device, where sys.exit's exception does not reach it
+            os._exit(1)  # os._exit: the main thread waits for a device, where no exception reaches it
 
     def _leave_store(self) -> None:
         """Rank 0, which ends, need not wait for this rank."""
