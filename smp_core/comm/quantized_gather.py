@@ -86,12 +86,17 @@ class GatherPolicy:
 
     @torch.no_grad()
     def _look(self) -> list[bool]:
-        flags = torch.zeros(len(self._shards), dtype=torch.int32, device=self._device)
-        for number, (_, shards) in enumerate(self._shards):
-            for shard in shards():
-                if shard.numel() and shard.is_floating_point():
-                    # The sum of magnitudes is finite unless an element is not, or all of them are near overflow.
-                    flags[number] |= ~shard.abs().sum(dtype=torch.float64).isfinite().to(flags.device)
+        held = [[each for each in shards() if each.numel() and each.is_floating_point()] for _, shards in self._shards]
+        # torch._foreach_norm is one kernel for all of them and has no public name.
+        norms = iter(
+            torch._foreach_norm([shard for of_unit in held for shard in of_unit], torch.inf) if any(held) else ()
+        )
+        fine = torch.ones((), dtype=torch.bool, device=self._device)
+        finite = [
+            torch.stack([next(norms).float() for _ in of_unit]).isfinite().all().to(self._device) if of_unit else fine
+            for of_unit in held
+        ]
+        flags = (~torch.stack(finite)).to(torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         return [flag == 0 for flag in flags.tolist()]
 

@@ -6,15 +6,22 @@ time). They are private, and used because the public ``varlen_attn`` has no grou
 takes no LSE from outside. FlashAttention 3 and 4 run behind the same names once
 ``torch.nn.attention.activate_flash_attention_impl`` has been called. A window of W tokens, the own one included, is
 (W - 1, 0) in their terms.
+
+They want heads of one size for keys and values, a multiple of 8 and at most 256. Zeros behind shorter heads change no
+score and no sum, and what they give is cut off again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+
+from smp_core import streams
 
 Segments = Sequence[tuple[int, int]]
 aten = torch.ops.aten
@@ -23,35 +30,36 @@ aten = torch.ops.aten
 def flash_forward(
     q_BLHD: torch.Tensor,
     k_BMKD: torch.Tensor,
-    v_BMKD: torch.Tensor,
+    v_BMKE: torch.Tensor,
     segments: Segments,
     scale: float,
     causal: bool,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [B, L, H, D] and LSE [B, H, L], float32."""
-    options = _options(scale, window)
+    """Output [B, L, H, E] and LSE [B, H, L], float32."""
+    options, e = _options(scale, window), v_BMKE.shape[-1]
+    q_BLHD, k_BMKD, v_BMKD = _of_one_size(q_BLHD, k_BMKD, v_BMKE)
     if len(segments) == 1:
         (lengths,) = segments
         out, lse, *_ = aten._flash_attention_forward(
             q_BLHD, k_BMKD, v_BMKD, None, None, *lengths, 0.0, causal, False, **options
         )
-        return out, lse
-    layout = _varlen(segments, q_BLHD.device)
+        return out[..., :e], lse
+    layout = _varlen(tuple(segments), q_BLHD.device)
     outs, lses = [], []
     for q, k, v in zip(q_BLHD, k_BMKD, v_BMKD, strict=True):
         out, lse, *_ = aten._flash_attention_forward(q, k, v, *layout, 0.0, causal, False, **options)
-        outs.append(out)
+        outs.append(out[..., :e])
         lses.append(lse)
     return torch.stack(outs), torch.stack(lses)
 
 
 def flash_backward(
-    grad_BLHD: torch.Tensor,
+    grad_BLHE: torch.Tensor,
     q_BLHD: torch.Tensor,
     k_BMKD: torch.Tensor,
-    v_BMKD: torch.Tensor,
-    out_BLHD: torch.Tensor,
+    v_BMKE: torch.Tensor,
+    out_BLHE: torch.Tensor,
     lse_BHL: torch.Tensor,
     segments: Segments,
     scale: float,
@@ -59,23 +67,28 @@ def flash_backward(
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries, keys and values. The kernels want the LSE contiguous."""
-    options = _options(scale, window)
+    options, d, e = _options(scale, window), q_BLHD.shape[-1], v_BMKE.shape[-1]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BLHD.device), torch.empty(0, device=q_BLHD.device)
+    of_one_size = _of_one_size(grad_BLHE, q_BLHD, k_BMKD, v_BMKE, out_BLHE)
     if len(segments) == 1:
         (lengths,) = segments
-        lse = lse_BHL.contiguous()
-        return aten._flash_attention_backward(
-            grad_BLHD, q_BLHD, k_BMKD, v_BMKD, out_BLHD, lse, None, None, *lengths, 0.0, causal, *no_dropout, **options
+        dq, dk, dv = aten._flash_attention_backward(
+            *of_one_size, lse_BHL.contiguous(), None, None, *lengths, 0.0, causal, *no_dropout, **options
         )
-    layout = _varlen(segments, q_BLHD.device)
+        return dq[..., :d], dk[..., :d], dv[..., :e]
+    layout = _varlen(tuple(segments), q_BLHD.device)
     rows = [
-        aten._flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), *layout, 0.0, causal, *no_dropout, **options
-        )
-        for grad, q, k, v, out, lse in zip(grad_BLHD, q_BLHD, k_BMKD, v_BMKD, out_BLHD, lse_BHL, strict=True)
+        aten._flash_attention_backward(*tensors, lse.contiguous(), *layout, 0.0, causal, *no_dropout, **options)
+        for *tensors, lse in zip(*of_one_size, lse_BHL, strict=True)
     ]
     dq, dk, dv = (torch.stack(gradients) for gradients in zip(*rows, strict=True))
-    return dq, dk, dv
+    return dq[..., :d], dk[..., :d], dv[..., :e]
+
+
+def _of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Zeros behind every head, up to one size that the kernels take."""
+    size = -(-max(tensor.shape[-1] for tensor in tensors) // 8) * 8
+    return [F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor for tensor in tensors]
 
 
 def _options(scale: float, window: int | None) -> dict[str, Any]:
@@ -84,9 +97,9 @@ def _options(scale: float, window: int | None) -> dict[str, Any]:
     return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
 
 
-def _varlen(segments: Segments, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Cumulative lengths of queries and keys, and the longest of each."""
+@lru_cache(maxsize=64)
+def _varlen(segments: tuple[tuple[int, int], ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Cumulative lengths of queries and keys, and the longest of each: the same for all layers of a batch."""
     queries, keys = zip(*segments, strict=True)
-    cumulative = torch.tensor([[0, *accumulate(queries)], [0, *accumulate(keys)]], dtype=torch.int32)
-    on_device = cumulative.to(device, non_blocking=True)
-    return on_device[0], on_device[1], max(queries), max(keys)
+    cumulative = [streams.on_device([0, *accumulate(each)], torch.int32, device) for each in (queries, keys)]
+    return cumulative[0], cumulative[1], max(queries), max(keys)

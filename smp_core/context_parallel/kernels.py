@@ -10,8 +10,9 @@ Backward gets the output and LSE of the unsplit row, so the gradients of a piece
                             ``_scaled_dot_product_flash_attention_for_cpu_backward``, private because no public function
                             returns the LSE. Their causal mask is aligned at the start and they die on an empty range,
                             so a causal rectangle is a full block and a square, merged by their LSE.
-    anything else           plain matrix products, one document at a time (float32 and float64 on CUDA, value heads of
-                            another size than the keys')
+    anything else           plain matrix products, one document at a time (float32 and float64 on CUDA, heads of more
+                            than 256 and devices older than Ampere there; on CPU value heads of another size than the
+                            keys')
 
 Shape letters: B rows, L queries, M keys, H query heads, K key and value heads (H a multiple of K), D head size, E head
 size of values.
@@ -86,7 +87,8 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def kernel_for(q: torch.Tensor, v: torch.Tensor) -> str:
     """ "flash", "cpu" or "math": what runs these queries [.., D] and values [.., E]."""
     if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
-        return "flash" if q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0 else "math"
+        fits = max(q.shape[-1], v.shape[-1]) <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        return "flash" if fits else "math"
     return "cpu" if q.device.type == "cpu" and q.shape[-1] == v.shape[-1] else "math"
 
 

@@ -102,13 +102,17 @@ def quantize(
     if device_multiplies_fp8(x_RC.device) and has_triton() and x_RC.numel():
         from smp_core.fp8.triton_casts import cast_fused
 
-        data, data_t, found = cast_fused(x_RC, scale, dtype, rows=rows, columns=columns)
+        # The kernel's maximum goes where it is recorded.
+        slot = state.current[site, role] if recording and amax is None else None
+        data, data_t, found = cast_fused(x_RC, scale, dtype, rows=rows, columns=columns, amax=slot)
     else:
         x8_RC = cast_eager(x_RC, scale, dtype)
         data, data_t = x8_RC if rows else None, transposed(x8_RC) if columns else None
+        slot = None
         found = amax_of(x_RC) if amax is None and recording else x_RC.new_zeros(())
     if recording:
-        state.record(site, role, found if amax is None else amax)
+        if slot is None:
+            state.record(site, role, found if amax is None else amax)
         if state.counts is not None:
             _count(state.counts[site, role], x_RC, scale, dtype)
     return Quantized(data, data_t, inverse)

@@ -62,16 +62,24 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
 
 
 def cast_fused(
-    x_RC: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
+    x_RC: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: bool,
+    columns: bool,
+    amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted, and the 0-d float32 amax of ``x_RC``.
 
     Args:
         x_RC: on the current CUDA device, any strides, floating point.
         scale: 0-d float32 on the same device.
+        amax: 0-d float32, the amax so far, which takes up that of ``x_RC``; None: a new one.
     """
     count_r, count_c = x_RC.shape
-    amax = torch.zeros((), device=x_RC.device)
+    if amax is None:
+        amax = torch.zeros((), device=x_RC.device)
     rows_RC = x_RC.new_empty(count_r, count_c, dtype=torch.uint8) if rows else None
     columns_CR = x_RC.new_empty(count_c, count_r, dtype=torch.uint8) if columns else None
     grid = (triton.cdiv(count_r, _BLOCK_R), triton.cdiv(count_c, _BLOCK_C))

@@ -42,6 +42,10 @@ def interpret() -> None:
                 assert torch.equal(rows.view(torch.uint8), expected.view(torch.uint8)), (dtype, source, given.shape)
                 assert torch.equal(columns.view(torch.uint8), transposed(expected).view(torch.uint8))
                 assert torch.equal(amax, amax_of(given))
+            so_far = torch.tensor([1.0, 7.0])
+            cast_fused(x[3:4, :2] * 0 + 3, scale, dtype, rows=True, columns=False, amax=so_far[0])
+            cast_fused(x[3:4, :2] * 0 + 3, scale, dtype, rows=True, columns=False, amax=so_far[1])
+            assert so_far.tolist() == [3.0, 7.0]
         only_rows, none, _ = cast_fused(x, scale, dtype, rows=True, columns=False)
         nothing, only_columns, _ = cast_fused(x, scale, dtype, rows=False, columns=True)
         assert none is None and nothing is None

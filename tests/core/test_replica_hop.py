@@ -54,6 +54,10 @@ def test_a_payload_shows_that_a_block_was_not_finite(name: CodeName, bad: float)
         payload = torch.empty(coder.size(301), dtype=torch.uint8)
         coder.encode(values, payload)
         assert not coder.finite_in(payload, 301)
+        decoded = torch.empty(301)
+        coder.decode(payload, decoded)
+        its_block = torch.arange(301) // BLOCK == place // BLOCK
+        assert torch.equal(decoded.isnan(), its_block)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])

@@ -12,18 +12,25 @@ from smp_core.context_parallel import flash, kernels
 SEGMENTS = [((6, 6),), ((6, 14),), ((1, 1), (2, 5), (3, 3)), ((4, 40),)]
 
 
-def tensors(segments: Any, rows: int = 2, heads: int = 4, kv_heads: int = 2, size: int = 16) -> list[torch.Tensor]:
+def tensors(segments: Any, size: int = 16, value_size: int = 16) -> list[torch.Tensor]:
+    rows, heads, kv_heads = 2, 4, 2
     generator = torch.Generator().manual_seed(2)
     queries, keys = (sum(lengths) for lengths in zip(*segments, strict=True))
-    shapes = [(queries, heads), (queries, heads), (keys, kv_heads), (keys, kv_heads)]
-    return [torch.randn(rows, *shape, size, generator=generator, dtype=torch.float64) for shape in shapes]
+    of_queries, of_keys = (rows, queries, heads), (rows, keys, kv_heads)
+    shapes = [(*of_queries, value_size), (*of_queries, size), (*of_keys, size), (*of_keys, value_size)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def run_with(
-    name: str, segments: Any, causal: bool, window: int | None, patch: pytest.MonkeyPatch
+    name: str,
+    segments: Any,
+    causal: bool,
+    window: int | None,
+    patch: pytest.MonkeyPatch,
+    sizes: tuple[int, int] = (16, 16),
 ) -> list[torch.Tensor]:
     patch.setattr(kernels, "kernel_for", lambda q, v: name)
-    grad, q, k, v = tensors(segments)
+    grad, q, k, v = tensors(segments, *sizes)
     options = {"scale": 0.3, "causal": causal, "window": window}
     out, lse = kernels.forward(q, k, v, segments, **options)
     return [out, lse, *kernels.backward(grad, q, k, v, out, lse, segments, **options)]
@@ -58,6 +65,7 @@ class DocumentedFlash:
         return hidden
 
     def _dense(self, q: Any, k: Any, v: Any, causal: bool, scale: float, left: int = -1, right: int = -1) -> Any:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
         share = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)
         scores = torch.einsum("blhd,bmhd->bhlm", q, k) * scale
@@ -108,7 +116,27 @@ def test_cuda_flash_is_called_as_torch_documents_it(
         assert (one - other).abs().max() <= 1e-13
 
 
-def test_each_device_and_shape_gets_its_kernel() -> None:
+@pytest.mark.parametrize("sizes", [(24, 16), (16, 20), (6, 6)])
+@pytest.mark.parametrize("segments", SEGMENTS[1:3], ids=str)
+def test_heads_of_sizes_that_cuda_flash_does_not_take_are_filled_up(
+    segments: Any, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "aten", DocumentedFlash())
+    ours = run_with("flash", segments, True, None, monkeypatch, sizes)
+    for one, other in zip(ours, run_with("math", segments, True, None, monkeypatch, sizes), strict=True):
+        assert one.shape == other.shape
+        assert (one - other).abs().max() <= 1e-13
+
+
+def test_cumulative_lengths_are_copied_to_the_device_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[object] = []
+    monkeypatch.setattr(flash.streams, "on_device", lambda values, *_: copies.append(values) or torch.tensor(values))
+    for _ in range(3):
+        flash._varlen(((2, 5), (3, 4)), torch.device("cpu"))
+    assert copies == [[0, 2, 5], [0, 5, 9]]
+
+
+def test_each_device_and_shape_gets_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def on(device: str, dtype: torch.dtype, size: int = 64, value_size: int = 64) -> str:
         class Like:
             def __init__(self, size: int) -> None:
@@ -116,10 +144,11 @@ def test_each_device_and_shape_gets_its_kernel() -> None:
 
         return kernels.kernel_for(Like(size), Like(value_size))  # type: ignore[arg-type]
 
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert on("cuda", torch.bfloat16) == on("cuda", torch.float16) == "flash"
-    assert (
-        on("cuda", torch.float32) == on("cuda", torch.bfloat16, 64, 32) == on("cuda", torch.bfloat16, 60, 60) == "math"
-    )
-    assert on("cuda", torch.bfloat16, 512, 512) == "math"
+    assert on("cuda", torch.bfloat16, 192, 128) == on("cuda", torch.bfloat16, 60, 60) == "flash"
+    assert on("cuda", torch.float32) == on("cuda", torch.bfloat16, 512, 512) == "math"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert on("cuda", torch.float16) == "math"
     assert on("cpu", torch.bfloat16) == on("cpu", torch.float64) == "cpu"
     assert on("cpu", torch.float32, 64, 32) == on("mps", torch.float16) == "math"
