@@ -1,1 +1,1 @@
-"""What forward leaves behind for backward: recomputed, or parked in host memory."""
+"""The activations that forward keeps for backward: recomputed, or offloaded to host memory."""

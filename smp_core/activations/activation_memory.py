@@ -1,4 +1,4 @@
-"""The knobs for activations, applied to a model in one call: what is recomputed, what waits on the host."""
+"""The knobs for activation memory, applied to a model in one call: recomputation and offloading."""
 
 from __future__ import annotations
 
@@ -23,18 +23,24 @@ _LOWER = (
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """What was done to a model: the modules that recompute, the FSDP units inside of them (which run again in
-    backward), and what parks their inputs."""
+    """The means by which a model saves activation memory.
+
+    Attributes:
+        checkpointed: the modules that recompute.
+        recomputed_units: names of the FSDP units inside of these modules, which run again in backward.
+        offloader: keeps the inputs of these modules in host memory; None: they stay on the device.
+    """
 
     checkpointed: tuple[CheckpointedModule, ...] = ()
     recomputed_units: frozenset[str] = frozenset()
     offloader: Offloader | None = None
 
     def describe(self) -> list[str]:
-        """Lines for people; none if nothing is saved."""
+        """Describe what is saved, in lines for people; none if nothing is saved."""
         lines = []
         if self.checkpointed:
-            modes = ", ".join(f"{n} {mode}" for mode, n in Counter(each.mode for each in self.checkpointed).items())
+            modules_by_mode = Counter(each.mode for each in self.checkpointed)
+            modes = ", ".join(f"{n} {mode}" for mode, n in modules_by_mode.items())
             lines.append(f"recomputed in backward: {len(self.checkpointed)} modules ({modes})")
         if self.offloader is not None:
             lines.append(
@@ -50,12 +56,13 @@ NO_ACTIVATION_MEMORY_SAVED = ActivationMemory()
 def save_activations(
     model: nn.Module, plan: ActivationPlan, units: Sequence[str], device: torch.device
 ) -> ActivationMemory:
-    """Recompute and offload what the plan says. In place, before the model is sharded.
+    """Recompute and offload the activations that the plan names. In place, before the model is sharded.
 
     Args:
-        units: names of what is going to be FSDP units.
+        units: names of the modules that are going to be FSDP units.
         device: where the model is going to compute.
     """
+    # Recomputation.
     modules = dict(model.named_modules())
     recomputed: set[str] = set()
     for each in plan.checkpointed:
@@ -63,6 +70,7 @@ def save_activations(
         inner_units = [name for name in units if name != each.name and modules[name] in inside]
         recomputed.update(inner_units)
         apply_checkpointing(model, each, check=plan.check, to_the_end=bool(inner_units))
+    # Offloading of the inputs from which modules recompute.
     offloader = None
     if plan.offloaded_bytes is not None:
         pool = HostPool(plan.offloaded_bytes, pinned=device.type == "cuda", lower=_LOWER)

@@ -1,15 +1,17 @@
-"""Activation checkpointing (arXiv 1604.06174): a module keeps its inputs and computes the rest again in backward.
+"""The activation checkpointing of a module (arXiv 1604.06174): it keeps its inputs and computes the rest again in
+backward.
 
 A checkpointed module gets a subclass of its own class whose forward runs under ``torch.utils.checkpoint`` without
-reentrant autograd. The place of it:
+reentrant autograd. That forward runs
 
 - inside FSDP2's hooks, which are on the module and not in its forward: the unit is gathered once for recomputation and
   backward together;
 - inside ``torch.compile`` where the module was compiled, so that the compiler sees which values to keep;
 - a subclass and not an attribute of the instance, so that names, signatures and copies of the module stay as they were.
 
-Outside of training (``torch.no_grad``) the module is what it was. Random numbers are drawn again from the same state.
-A Transformers block that would append to a key-value cache once more while it is recomputed gets none.
+Under ``torch.no_grad`` the module runs its own forward. A recomputation draws the same random numbers: torch restores
+the state of its generators. A Transformers block that would append to a key-value cache once more in its recomputation
+gets no cache.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class NotDeterministicError(RuntimeError):
-    """A module gave other values when it was computed again; its gradients would be wrong."""
+    """A module computed other values in its recomputation; its gradients would be wrong."""
 
 
 def apply_checkpointing(
@@ -56,23 +58,28 @@ def apply_checkpointing(
 
 @functools.cache
 def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | None, to_the_end: bool) -> type[nn.Module]:
-    """``compared_as``: the module's name for the complaint when a recomputation differs; None: do not compare."""
+    """Make the checkpointed subclass of a class of modules.
+
+    Args:
+        compared_as: the module's name for the error when a recomputation differs; None: it is not compared.
+    """
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or _is_recomputed_by_its_own(self):
             return kind.forward(self, *args, **kwargs)
         kwargs = _without_cache(self, kwargs)
-        # torch stores the random state of the devices that it finds among the positional arguments.
+        # Tensors become positional: torch stores the random state of the devices of positional arguments.
         names = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor)]
         tensors = [kwargs.pop(key) for key in names]
 
-        first_named = len(args)  # not args itself: what run refers to lives until backward
+        first_named = len(args)  # not args itself: the objects that run refers to live until backward
 
         def run(*given: Any) -> Any:
             named = dict(zip(names, given[first_named:], strict=True))
             return kind.forward(self, *given[:first_named], **kwargs, **named)
 
+        # With FSDP units inside, or for the comparison, recomputation runs to the end of forward.
         given = (*args, *tensors)
         if compared_as is not None and not torch.compiler.is_compiling():
             compared = _Compared(run, compared_as, selective_contexts if selective else noop_context_fn)
@@ -91,21 +98,27 @@ def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | Non
 
 
 def _is_recomputed_by_its_own(module: nn.Module) -> bool:
+    """Tell whether a Transformers model recomputes this module already."""
     return getattr(module, "gradient_checkpointing", False) is True and module.training
 
 
 def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Drop the key-value cache, to which a recomputation would append once more."""
     found = [key for key in CACHES if kwargs.get(key) is not None]
     if not found or getattr(module, "_can_checkpoint_with_cache", False):  # Transformers' mark of layers that only read
         return kwargs
-    return {**kwargs, **dict.fromkeys(found), **({"use_cache": False} if "use_cache" in kwargs else {})}
+    without = {**kwargs, **dict.fromkeys(found)}
+    if "use_cache" in kwargs:
+        without["use_cache"] = False
+    return without
 
 
 class _Compared:
-    """A function that is called twice, and complains when the second call (the recomputation) gives other values.
+    """A function that is called twice, and raises when the second call (the recomputation) gives other values.
 
-    Looks at the outputs after the contexts of ``contexts`` are left: inside, selective checkpointing would take the
+    The outputs are compared after the contexts of ``contexts`` are left: inside, selective checkpointing would take the
     comparison for a part of the function.
+
     """
 
     def __init__(self, function: Callable[..., Any], name: str, contexts: ContextPair) -> None:
@@ -122,7 +135,7 @@ class _Compared:
         return _LookedAt(self, forward), _LookedAt(self, recomputation)
 
     def look(self) -> None:
-        """At what the function has just given."""
+        """Compare the sums over the latest outputs with those of forward."""
         outputs, self._outputs = self._outputs, None
         with torch.no_grad():
             sums = [_bits(tensor) for tensor in _tensors(outputs)]
@@ -137,7 +150,7 @@ class _Compared:
 
 
 class _LookedAt(AbstractContextManager[None]):
-    """A context after which the outputs are looked at. Entered again by each backward pass through one graph."""
+    """A context after which the outputs are compared. Each backward pass through one graph enters it again."""
 
     def __init__(self, compared: _Compared, context: AbstractContextManager[Any]) -> None:
         self._compared, self._context = compared, context
@@ -152,6 +165,7 @@ class _LookedAt(AbstractContextManager[None]):
 
 
 def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of a nest of outputs."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
     elif isinstance(outputs, (tuple, list, Mapping)):
@@ -160,8 +174,7 @@ def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A sum over the bits of every element, each weighted by its place: exact, so the order of adding up does not
-    matter."""
+    """Sum the bits of every element, each weighted by its place: exact, so the order of the sum does not matter."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = plain.detach().contiguous().view(whole[plain.element_size()]).flatten().to(torch.int64)

@@ -1,7 +1,8 @@
-"""Host memory that is taken once and used again: pinned where the device is a GPU, so that copies run beside compute.
+"""The pool of host memory for offloading: allocated once, then reused; pinned where the device is a GPU, so that copies
+overlap with compute.
 
-The pool holds as many buffers as were ever in use at one time, none larger than the largest tensor that came by: when
-no free buffer is large enough, a smaller free one makes room for a larger.
+The pool holds as many buffers as were ever in use at one time, none larger than the largest tensor offloaded so far:
+when no free buffer is large enough, the smallest free one is replaced by a larger one.
 """
 
 from __future__ import annotations
@@ -20,32 +21,37 @@ class HostMemoryError(RuntimeError):
 
 @dataclass(eq=False)
 class HostBuffer:
-    """``bytes``: uint8 [capacity]. ``free_after``: an event of the stream that read the buffer last; None on CPU."""
+    """A buffer of the pool.
+
+    Attributes:
+        bytes: uint8 [capacity].
+        free_after: an event of the stream that read the buffer last; None on CPU.
+    """
 
     bytes: torch.Tensor
     free_after: Any = None
 
 
 class HostPool:
-    """Buffers on the host for what is parked there.
+    """A pool of host buffers for offloaded tensors.
 
     Args:
-        limit_bytes: what the pool may hold at most.
+        limit_bytes: the most that all buffers together may take.
         pinned: page-locked memory (torch rounds it up to a power of two, and so does the pool).
-        lower: what to lower when the limit is reached, for the error's text.
+        lower: the advice in the error's text when the limit is reached.
     """
 
     def __init__(self, limit_bytes: int, *, pinned: bool, lower: str) -> None:
         self.limit_bytes, self.pinned, self._lower = limit_bytes, pinned, lower
         self._free: list[HostBuffer] = []
         self.n_bytes = 0
-        """Held now, in use or free."""
+        """The bytes of all buffers, in use or free."""
         self.bytes_in_use = 0
         self.allocations = 0
-        """Buffers made so far; stands still once the pool has met its largest step."""
+        """The buffers made so far; constant once the pool has met its largest step."""
 
     def take(self, n_bytes: int) -> HostBuffer:
-        """A buffer of at least ``n_bytes``: the smallest free one that is large enough, or a new one.
+        """Return a buffer of at least ``n_bytes``: the smallest free one that is large enough, or a new one.
 
         Raises:
             HostMemoryError: the limit is reached or there is no memory; the message says what to lower.
@@ -60,10 +66,12 @@ class HostPool:
         return buffer
 
     def give(self, buffer: HostBuffer) -> None:
+        """Return a buffer to the pool."""
         self.bytes_in_use -= buffer.bytes.numel()
         self._free.append(buffer)
 
     def _new(self, n_bytes: int) -> HostBuffer:
+        """Allocate a buffer, in the place of the smallest free one if there is any."""
         if self._free:
             smallest = min(self._free, key=lambda each: each.bytes.numel())
             self._free.remove(smallest)

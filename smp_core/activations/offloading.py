@@ -1,17 +1,19 @@
-"""Activation offloading: the inputs of checkpointed modules wait in host memory for backward.
+"""The activation offloading: inputs of checkpointed modules wait in host memory for backward.
 
-A checkpointed module holds nothing but its inputs, and saves them where a pair of saved-tensor hooks around the call
-sees them. The horizon H says how many modules' inputs may be on the device at once (``activation_loading_horizon`` of
-SageMaker SMP). In forward, when a module's input arrives, the oldest of the H before it leaves, and the next to leave
-starts its copy to the host, with a module's compute time to get there. The inputs of the last H modules stay: backward
-begins with them. In backward, a module that takes its input back sets off the copies of the H - 1 that come next. With
-H = 1 there is nothing ahead: each copy is waited for.
+A checkpointed module keeps nothing but its inputs, and a pair of saved-tensor hooks around its call receives them. At
+most H modules' inputs are on the device at once (H is ``activation_loading_horizon`` of SageMaker SMP).
 
-Copies out and copies in have a CUDA stream each. Device memory belongs to the compute stream: it waits for a copy out
-before memory is given up, and copies in wait for what used the memory before. Without CUDA the same happens step by
-step.
+    forward     The inputs of a module arrive. The oldest inputs on the device are freed there, and the next oldest
+                start their copy to the host, which may take a module's compute time. The inputs of the last H modules
+                stay on the device: backward begins with them.
+    backward    A module takes its inputs, and starts the copies to the device of the H - 1 modules that come next. With
+                H = 1 no copy starts early, and each is waited for.
 
-What stays where it is: parameters and tensor subclasses (fp8 weights, DTensors), what needs no gradient (masks,
+Copies to the host and copies to the device have a CUDA stream each. Device memory belongs to the compute stream: the
+compute stream waits for a copy to the host before memory is freed, and a copy to the device waits for the work that
+used the memory before. Without CUDA the same copies run synchronously.
+
+Not offloaded are parameters and tensor subclasses (fp8 weights, DTensors), tensors without a gradient (masks,
 positions), small tensors, and an input that a second module takes too (an encoder's output in every block of a
 decoder).
 """
@@ -35,7 +37,7 @@ from smp_core.planning.checkpointed import CheckpointedModule
 
 
 class _Parked:
-    """One input: on the device, in a host buffer, or both. Lives as long as autograd's graph holds it."""
+    """An offloaded input: on the device, in a host buffer, or both. Autograd's graph keeps it alive."""
 
     def __init__(self, tensor: torch.Tensor, pool: HostPool) -> None:
         # Autograd checks what it saves for changes in place, by _version, but not what hooks pack.
@@ -68,11 +70,11 @@ class _Parked:
 
 
 class Offloader:
-    """Parks the inputs of one model's checkpointed modules.
+    """The offloader of the inputs of one model's checkpointed modules.
 
     Args:
         device: where the model computes.
-        horizon: how many modules' inputs may be on the device at once.
+        horizon: the number of modules whose inputs may be on the device at once.
         pool: host buffers.
         min_bytes: smaller tensors stay on the device.
     """
@@ -85,16 +87,16 @@ class Offloader:
         self._parked: list[weakref.ref[_Parked]] = []  # in forward's order
         self._seen = WeakIdKeyDictionary()
         self.bytes_out = 0
-        """Copied to the host so far."""
+        """The bytes copied to the host so far."""
         self.bytes_in = 0
-        """Copied back to the device so far."""
+        """The bytes copied back to the device so far."""
 
     def on_device(self) -> list[int]:
-        """Bytes of each parked input that is on the device now, in forward's order."""
+        """List the bytes of each offloaded input that is on the device now, in forward's order."""
         return [parked.n_bytes for parked in self._alive() if parked.device_tensor is not None]
 
     def on_host(self) -> list[int]:
-        """Bytes of each parked input that is on the host and not on the device."""
+        """List the bytes of each offloaded input that is on the host and not on the device."""
         return [parked.n_bytes for parked in self._alive() if parked.device_tensor is None]
 
     def _alive(self) -> list[_Parked]:
@@ -105,7 +107,7 @@ class Offloader:
 
     @contextlib.contextmanager
     def inputs_parked(self, given: Iterable[Any]) -> Iterator[None]:
-        """Inside, what autograd saves of the tensors ``given`` to a module is parked."""
+        """Offload the tensors ``given`` to a module that autograd saves inside the block."""
         wanted = [tensor for tensor in given if self._may_leave(tensor)]
         parked: dict[int, _Parked] = {}
 
@@ -125,6 +127,7 @@ class Offloader:
             wanted.clear()
 
     def _may_leave(self, given: Any) -> bool:
+        """Tell whether a module's argument may be offloaded; see this module's docstring."""
         if type(given) is not torch.Tensor or not given.requires_grad or given.device.type != self.device.type:
             return False
         if given.numel() * given.element_size() < self.min_bytes or not _is_dense(given):
@@ -135,6 +138,7 @@ class Offloader:
 
     @torch.no_grad()
     def _park(self, tensor: torch.Tensor) -> _Parked:
+        """Offload the oldest inputs, so that with ``tensor`` at most ``horizon`` are on the device."""
         parked = _Parked(tensor, self.pool)
         staying = [each for each in self._alive() if each.device_tensor is not None]
         while len(staying) >= self.horizon:
@@ -144,6 +148,7 @@ class Offloader:
             if leaving.copied_out is not None:
                 torch.cuda.current_stream(self.device).wait_event(leaving.copied_out)
             leaving.device_tensor = None
+        # The copy of the next to leave runs while its successors compute.
         self._parked.append(weakref.ref(parked))
         staying.append(parked)
         if len(staying) == self.horizon:
@@ -151,6 +156,7 @@ class Offloader:
         return parked
 
     def _copy_out(self, parked: _Parked) -> None:
+        """Start the copy to the host, unless the host has the input already."""
         if parked.buffer is not None:
             return
         assert parked.device_tensor is not None
@@ -168,6 +174,7 @@ class Offloader:
             parked.copied_out = parked.buffer.free_after = self._out.record_event()
 
     def _copy_in(self, parked: _Parked) -> None:
+        """Start the copy to the device, unless the device has the input already."""
         if parked.device_tensor is not None:
             return
         assert parked.buffer is not None
@@ -188,6 +195,7 @@ class Offloader:
     def _unpack(self, packed: torch.Tensor | _Parked) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
+        # The input itself.
         packed.check_unchanged()
         self._copy_in(packed)
         tensor = packed.device_tensor
@@ -198,16 +206,18 @@ class Offloader:
         if packed.buffer is not None:
             if packed.copied_out is not None:  # its memory may be used again as soon as it is given up
                 torch.cuda.current_stream(self.device).wait_event(packed.copied_out)
-            packed.device_tensor = None  # backward has it now; the host has it for another time
-        before = self._alive()
-        here = next(i for i, each in enumerate(before) if each is packed)
-        for each in before[max(here - self.horizon + 1, 0) : here][::-1]:
+            packed.device_tensor = None  # backward has it now; the host keeps it for a second backward
+        # The inputs that backward takes next.
+        in_order = self._alive()
+        here = next(i for i, each in enumerate(in_order) if each is packed)
+        following = in_order[max(here - self.horizon + 1, 0) : here]
+        for each in reversed(following):
             self._copy_in(each)
         return tensor
 
 
 def park_inputs(model: nn.Module, chosen: CheckpointedModule, offloader: Offloader) -> None:
-    """Give the inputs of a checkpointed module to ``offloader``. In place, before ``fully_shard``.
+    """Let ``offloader`` take the inputs of a checkpointed module. In place, before ``fully_shard``.
 
     The hooks are around ``torch.compile``, not inside: what a compiled module saves for backward passes through them.
     """
@@ -222,7 +232,11 @@ def park_inputs(model: nn.Module, chosen: CheckpointedModule, offloader: Offload
 
 
 def _watched(forward: Callable[..., Any], offloader: Offloader, skip: int) -> Callable[..., Any]:
-    """``skip``: leading arguments that are no inputs (``self``)."""
+    """Wrap a module's forward so that ``offloader`` takes its inputs.
+
+    Args:
+        skip: the number of leading arguments that are no inputs (``self``).
+    """
 
     @torch.compiler.disable(recursive=False)
     @functools.wraps(forward)
@@ -240,6 +254,6 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill one stretch of memory, in any order of dims."""
+    """Tell whether a tensor's elements fill one stretch of memory, in any order of dims."""
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()

@@ -1,9 +1,9 @@
-"""Selective checkpointing: what is dear to compute is kept, what is cheap is computed again.
+"""Selective checkpointing: outputs that are expensive to compute are kept, cheap ones are recomputed.
 
-Kept are the outputs of matrix products, convolutions and attention (the split between the two kinds of operations is
-Megatron's, arXiv 2205.05198, section 5), and of communication: a collective is never repeated in backward. An operation
-that is not torch's own joins by :func:`keep_outputs_of`; the rest (norms, activation functions, dropout, element-wise
-arithmetic, casts) is recomputed from them.
+The kept outputs are those of matrix products, convolutions and attention (the split between the two kinds of operations
+is Megatron's, arXiv 2205.05198, section 5), and of communication: a collective is never repeated in backward. An
+operator that is not torch's own is kept after :func:`keep_outputs_of`. The other operators (norms, activation
+functions, dropout, element-wise arithmetic, casts) are recomputed from the kept outputs.
 """
 
 from __future__ import annotations
@@ -54,14 +54,12 @@ _KEPT_NAMES: dict[str, tuple[str, ...]] = {
 
 
 def _ops_of_torch() -> set[Any]:
-    """Those of the names above that this torch has."""
-    packets = (
-        getattr(getattr(torch.ops, space), name)
-        for space, names in _KEPT_NAMES.items()
-        for name in names
-        if hasattr(getattr(torch.ops, space), name)
-    )
-    found = {packet.default for packet in packets if "default" in packet.overloads()}
+    """Return the operators of the names above that this torch has."""
+    found: set[Any] = set()
+    for space, names in _KEPT_NAMES.items():
+        operators = getattr(torch.ops, space)
+        packets = [getattr(operators, name) for name in names if hasattr(operators, name)]
+        found.update(packet.default for packet in packets if "default" in packet.overloads())
     if hasattr(torch.ops.higher_order, "flex_attention"):
         found.add(torch.ops.higher_order.flex_attention)
     return found
@@ -71,10 +69,10 @@ _kept: set[Any] = _ops_of_torch()
 
 
 def keep_outputs_of(*operators: Any) -> None:
-    """From now on selective checkpointing keeps the outputs of these operators and never runs them again in backward.
+    """Keep the outputs of these operators under selective checkpointing from now on: backward never runs them again.
 
-    For operators that communicate or are dear to compute (``keep_outputs_of(torch.ops.smp.context_attention)``). Call
-    it where the operator is defined.
+    It is meant for operators that communicate or are expensive (``keep_outputs_of(torch.ops.smp.context_attention)``).
+    Call it where the operator is defined.
 
     Args:
         operators: ``torch.ops.<space>.<name>``, all its overloads, or one overload of it. Their outputs must not be
@@ -88,7 +86,7 @@ def keep_outputs_of(*operators: Any) -> None:
 
 
 def is_kept(operator: Any) -> bool:
-    """Whether selective checkpointing keeps the outputs of an operator's overload."""
+    """Tell whether selective checkpointing keeps the outputs of an operator's overload."""
     return operator in _kept
 
 
@@ -97,7 +95,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The pair of contexts for forward and recomputation that ``torch.utils.checkpoint`` wants as ``context_fn``."""
+    """Return the contexts of forward and of recomputation, the ``context_fn`` of ``torch.utils.checkpoint``."""
     forward, recomputation = create_selective_checkpoint_contexts(_policy)
     if _observers:
         return _observed(forward), recomputation
@@ -109,7 +107,7 @@ _observers: list[Callable[[torch.Tensor], object]] = []
 
 @contextlib.contextmanager
 def kept_outputs_shown_to(observer: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Inside, every tensor that a selectively checkpointed module keeps is shown to ``observer``."""
+    """Show every tensor that a selectively checkpointed module keeps inside the block to ``observer``."""
     _observers.append(observer)
     try:
         yield
@@ -124,12 +122,13 @@ def _observed(forward: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 class _Observed(TorchDispatchMode):
-    """Below the mode that keeps: it sees what runs."""
+    """A dispatch mode below the one that keeps outputs: it sees the operators that run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if is_kept(func):
-            for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            outputs = result if isinstance(result, (tuple, list)) else [result]
+            for tensor in outputs:
                 if isinstance(tensor, torch.Tensor):
                     for observer in _observers:
                         observer(tensor)

@@ -1,4 +1,4 @@
-"""The batch whose sequences are split at the moment, and torch's attention under it.
+"""The active split batch, and torch's attention under it.
 
 :func:`enabled` is entered around forward and around backward (activation checkpointing runs forward again there).
 Inside, ``F.scaled_dot_product_attention`` is attention over the whole sequence, wherever it is called from;
@@ -26,25 +26,26 @@ from smp_core.context_parallel.sequence_plan import SequencePlan
 
 @dataclass(eq=False)
 class SplitBatch:
-    """One rank's part of a batch.
+    """The part of a batch that one rank has.
 
     Attributes:
-        batch: what the model gets.
-        plan: who holds which tokens.
+        batch: the model's input.
+        plan: the tokens of each rank.
         length: tokens per row before padding.
         rank: this rank's place in the plan.
         encoded: the plan as the kernels take it.
         position_ids: [B, L] or [1, L], this rank's positions in their documents.
-        labels: what ``batch["labels"]`` is, to recognise it.
+        labels: the tensor in ``batch["labels"]``, by which the model's hook recognises this batch.
         shift_labels: [B, L], the target of each of this rank's tokens; -100: none.
         tokens_per_rank: targets of all ranks / ranks, as 0-d tensor: (sum of losses) / this, averaged over ranks, is
             the mean over all targets.
-        weight: this rank's targets / ``tokens_per_rank``: what turns a mean over its targets into its part of the mean.
+        weight: this rank's targets / ``tokens_per_rank``: the factor from a mean over its targets to its part of the
+            mean over all targets.
         divided_by_model: whether the model's loss divides by ``tokens_per_rank``, as Transformers' causal models do.
         weighted: whether :func:`weighted_mean` has been asked for this batch.
         last_position: 0-d tensor, the largest position in the whole sequences; None: ``length - 1``.
-        first_positions: what :meth:`SequencePlan.in_chunks` takes: positions at which documents begin.
-        group: held, because the plan's number means it only for as long as somebody does.
+        first_positions: the positions at which documents begin, for :meth:`SequencePlan.in_chunks`.
+        group: the context group. A plan has its number alone, and the group is registered only while it is referenced.
     """
 
     batch: Any
@@ -68,7 +69,7 @@ class SplitBatch:
         self.encoded = self.plan.encode()
 
     def encoded_in_chunks(self, size: int) -> torch.Tensor:
-        """The plan of attention within chunks of ``size`` positions, as the kernels take it."""
+        """Return the plan of attention within chunks of ``size`` positions, encoded for the kernels."""
         if size not in self._chunked:
             self._chunked[size] = self.plan.in_chunks(size, self.first_positions).encode()
         return self._chunked[size]
@@ -82,14 +83,15 @@ _STATE = _State()
 
 
 def active_split() -> SplitBatch | None:
-    """The batch that :func:`enabled` is around, or None."""
+    """Return the batch of the surrounding :func:`enabled`, or None."""
     return _STATE.split
 
 
 @contextlib.contextmanager
 def enabled(split: SplitBatch | None) -> Iterator[None]:
-    """Attention inside is over the whole sequences of ``split``, which :meth:`ContextParallel.split` has made; None: as
-    it is.
+    """Make attention inside the block attend over the unsplit sequences of ``split``; None changes nothing.
+
+    ``split`` comes from :meth:`ContextParallel.split`.
 
     Raises:
         ValueError: from an attention that has no such form: a mask, dropout, other lengths than the batch's.
@@ -106,7 +108,7 @@ def enabled(split: SplitBatch | None) -> Iterator[None]:
 
 
 def positions(tokens: torch.Tensor) -> torch.Tensor:
-    """Where in their document the tokens stand that this rank holds: what a table of positions is indexed with.
+    """Return the positions of this rank's tokens in their documents: the indices for a table of positions.
 
     Args:
         tokens: [B, L, ...], this rank's.
@@ -129,9 +131,9 @@ def positions(tokens: torch.Tensor) -> torch.Tensor:
 def weighted_mean(loss: torch.Tensor) -> torch.Tensor:
     """Turn a mean over this rank's targets into its part of the mean over all ranks' targets.
 
-    The average over all ranks of what is returned is the loss of the whole batch, however uneven the targets are: train
-    on it, and log it with ``sync_dist=True``. Without a split batch, or if it has no targets, it is ``loss`` itself.
-    The loss that a Transformers model computes from the split batch is such a part already.
+    The average of the result over all ranks is the loss of the unsplit batch, however uneven the targets are: train
+    on it, and log it with ``sync_dist=True``. Without a split batch, or if it has no targets, the result is ``loss``
+    itself. The loss that a Transformers model computes from the split batch is such a part already.
     """
     split = _STATE.split
     if split is None:
@@ -141,12 +143,15 @@ def weighted_mean(loss: torch.Tensor) -> torch.Tensor:
 
 
 def part_of_mean(loss: torch.Tensor) -> torch.Tensor:
-    """:func:`weighted_mean` for whoever runs a training step: once, and not where the model has done it."""
+    """Apply :func:`weighted_mean` once for a training step, unless the model or its code has weighted the loss."""
     split = _STATE.split
-    return loss if split is None or split.weighted or split.divided_by_model else _part(loss, split)
+    if split is None or split.weighted or split.divided_by_model:
+        return loss
+    return _part(loss, split)
 
 
 def _part(loss: torch.Tensor, split: SplitBatch) -> torch.Tensor:
+    """Multiply a mean over this rank's targets by this rank's weight."""
     if split.weight is None:
         return loss
     # The mean over no targets is nan.
@@ -158,30 +163,30 @@ _TORCHS_ATTENTION = F.scaled_dot_product_attention
 _TORCHS_MULTI_HEAD = F.multi_head_attention_forward
 # (names of a module, name) of every reference to one of the two; found again when modules were imported since.
 _known: list[tuple[dict[str, Any], str]] = []
+# The number of modules at the last search.
 _modules_seen = 0
 
 
 @contextlib.contextmanager
 def _torchs_attention_replaced() -> Iterator[None]:
-    """Our attention in every module that knows torch's by some name. Names, and not a TorchFunctionMode: a mode is off
-    inside backward, where checkpointing recomputes, and breaks graphs that compile without it.
+    """Replace torch's attention by :func:`_attend`, in every module that refers to it by some name.
+
+    Names are replaced, and no TorchFunctionMode is entered: a mode is off inside backward, where checkpointing
+    recomputes, and breaks graphs that compile without it.
 
     The fast path of nn.TransformerEncoder, which calls neither, is off inside.
     """
     global _modules_seen
     if _modules_seen != len(sys.modules):
         _modules_seen = len(sys.modules)
-        namespaces = [vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
-        _known[:] = [
-            (names, name)
-            for names in namespaces
-            for name, value in list(names.items())
-            if (value is _TORCHS_ATTENTION or value is _TORCHS_MULTI_HEAD) and names is not globals()
-        ]
+        _known[:] = _references_to_torchs_attention()
     before = [names.get(name) for names, name in _known]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     for (names, name), value in zip(_known, before, strict=True):
-        names[name] = _attend if value is _TORCHS_ATTENTION else _multi_head if value is _TORCHS_MULTI_HEAD else value
+        if value is _TORCHS_ATTENTION:
+            names[name] = _attend
+        elif value is _TORCHS_MULTI_HEAD:
+            names[name] = _multi_head
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
@@ -191,8 +196,21 @@ def _torchs_attention_replaced() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
+def _references_to_torchs_attention() -> list[tuple[dict[str, Any], str]]:
+    """Find every (names of a module, name) but those in this module, that refers to one of torch's two functions."""
+    found = []
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names is globals():
+            continue
+        for name, value in list(names.items()):
+            if value is _TORCHS_ATTENTION or value is _TORCHS_MULTI_HEAD:
+                found.append((names, name))
+    return found
+
+
 def _multi_head(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``F.multi_head_attention_forward``, which calls torch's attention only if no weights are asked for."""
+    """Call ``F.multi_head_attention_forward``, which calls torch's attention only if no weights are asked for."""
     if kwargs.get("need_weights", True):
         raise ValueError(
             "nn.MultiheadAttention with need_weights=True returns the weights of whole sequences, which no rank has; "
@@ -211,7 +229,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Queries, keys and values [B, H, L, D], as ``F.scaled_dot_product_attention`` takes them."""
+    """Attend as ``F.scaled_dot_product_attention`` does, with queries, keys and values [B, H, L, D]."""
     split = _STATE.split
     assert split is not None
     if attn_mask is not None:
@@ -229,6 +247,7 @@ def _attend(
 
 
 def refuse_dropout(probability: float) -> None:
+    """Raise where attention weights would be dropped."""
     if probability:
         raise ValueError(
             f"attention dropout of {probability}: dropping weights of one softmax on several ranks is not supported; "
@@ -237,7 +256,7 @@ def refuse_dropout(probability: float) -> None:
 
 
 def common_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Under autocast its dtype, as torch's own attention has it."""
+    """Cast tensors to autocast's dtype where autocast is on, as torch's own attention does."""
     kind = tensors[0].device.type
     if torch.is_autocast_enabled(kind) and all(tensor.dtype != torch.float64 for tensor in tensors):
         return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)

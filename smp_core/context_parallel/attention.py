@@ -1,11 +1,11 @@
 """Attention over sequences that several ranks hold: two operators of torch.library, forward and backward.
 
-Each rank computes the attention of its own queries over everyone's keys and values, which it gathers, uses and drops;
-backward gathers them again, and adds up the ranks' gradients of them on the way back (the all-gather form of context
+Each rank gathers the keys and values of all ranks, computes the attention of its own queries over them, and frees them;
+backward gathers them again, and reduce-scatters the gradients of keys and values (the all-gather form of context
 parallelism: Llama 3, arXiv 2407.21783, section 3.3.2). Saved for backward are this rank's queries, keys, values, output
-and LSE, and nothing of the whole sequence's length.
+and LSE, and no tensor of the unsplit sequence's length.
 
-They are operators, and not an autograd.Function, because activation checkpointing can then keep their results
+The two are operators, and not an autograd.Function, so that activation checkpointing can keep their results
 (``torch.ops.smp.context_attention.default`` in a selective policy: nothing is gathered for the recomputation), and
 ``torch.compile`` takes them as they are.
 
@@ -13,7 +13,7 @@ An attention sink s (one number per head that only the softmax's denominator see
 section 3.3, and gpt-oss) needs no kernel of its own: with it LSE' = log(exp(LSE) + exp(s)), and the output shrinks by
 exp(LSE - LSE') = sigmoid(LSE - s). Backward gets the new output and LSE': a kernel makes the weights out of LSE' and
 subtracts delta = sum(grad * output) from their gradients, which is all that a key of weight exp(s - LSE') and value 0
-changes for the others. The sink's own gradient is the weight times (0 - delta), summed over rows and tokens.
+changes for the other keys. The sink's own gradient is the weight times (0 - delta), summed over rows and tokens.
 
 Shape letters: B rows, L tokens of this rank, S tokens of all, H query heads, K key and value heads, D head size, E head
 size of values.
@@ -51,12 +51,11 @@ def attention(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's queries over the whole sequence. Collective over the context group.
+    """Attend from this rank's queries to the unsplit sequence. Collective over the context group.
 
     Args:
         q_BLHD, k_BLKD, v_BLKE: this rank's tokens, in the plan's order. H is a multiple of K: query head h uses key
-        head
-            h // (H / K). float64, float32, bfloat16 or float16, all three the same.
+            head h // (H / K). float64, float32, bfloat16 or float16, all three the same.
         plan: :meth:`SequencePlan.encode` of the batch.
         causal: whether a token sees only its document's earlier tokens, and itself.
         window: how many tokens it sees at most, itself included; needs ``causal``. None: all.
@@ -82,6 +81,7 @@ def attention(
 def _check(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: torch.Tensor, causal: bool, window: int | None
 ) -> None:
+    """Refuse shapes and dtypes that do not fit one another."""
     if any(tensor.dim() != 4 for tensor in (q, k, v)):
         raise ValueError(f"queries, keys and values have 4 dims [B, L, H, D], not {q.dim()}, {k.dim()} and {v.dim()}")
     if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
@@ -108,7 +108,7 @@ def context_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [B, L, H, E] and LSE [B, H, L]; arguments as :func:`attention` has them, checked there."""
+    """Compute the output [B, L, H, E] and the LSE [B, H, L]; :func:`attention` describes and checks the arguments."""
     layout, group = _plan_for(q, plan)
     rows, length, heads, _ = q.shape
     out = q.new_empty(rows, length, heads, v.shape[3])
@@ -137,7 +137,7 @@ def context_attention(
 
 
 def _add_sinks(out_BLHE: torch.Tensor, lse_BHL: torch.Tensor, sinks_H: torch.Tensor) -> None:
-    """Let the sinks into the softmax, in place."""
+    """Add the sinks to the softmax, in place."""
     sinks_H1 = sinks_H.to(lse_BHL.dtype)[:, None]
     out_BLHE.mul_(torch.sigmoid(lse_BHL - sinks_H1).transpose(1, 2).unsqueeze(-1))
     lse_BHL.copy_(torch.logaddexp(lse_BHL, sinks_H1))
@@ -146,7 +146,7 @@ def _add_sinks(out_BLHE: torch.Tensor, lse_BHL: torch.Tensor, sinks_H: torch.Ten
 def _gradient_of_sinks(
     grad_BLHE: torch.Tensor, out_BLHE: torch.Tensor, lse_BHL: torch.Tensor, sinks_H: torch.Tensor
 ) -> torch.Tensor:
-    """[H], of this rank's tokens; output and LSE are those with sinks."""
+    """Return the gradient [H] of the sinks for this rank's tokens, from the output and the LSE with sinks."""
     delta_BHL = (grad_BLHE.to(lse_BHL.dtype) * out_BLHE).sum(-1).transpose(1, 2)
     weights_BHL = torch.exp(sinks_H.to(lse_BHL.dtype)[:, None] - lse_BHL)
     return -(weights_BHL * delta_BHL).sum((0, 2)).to(sinks_H.dtype)
@@ -165,16 +165,16 @@ def context_attention_backward(
     causal: bool,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of this rank's queries, keys and values."""
+    """Compute the gradients of this rank's queries, keys and values."""
     layout, group = _plan_for(q, plan)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     ranges = head_ranges(k.shape[2], group.head_groups)
     share = q.shape[2] // k.shape[2]
-    on_their_way: list[Callable[[], Pair]] = []
+    reductions: list[Callable[[], Pair]] = []
     for (first, last), pair in zip(ranges, gather_keys_values(k, v, layout, group, ranges), strict=True):
         mine = slice(first * share, last * share)
-        # Half precision would lose what each rank adds.
-        sums = [torch.zeros_like(whole, dtype=kernels.lse_dtype(q.dtype)) for whole in pair]
+        # Half precision would round away small contributions of single ranks.
+        sums = [torch.zeros_like(gathered, dtype=kernels.lse_dtype(q.dtype)) for gathered in pair]
         for call in layout.calls(group.rank, causal, window):
             row, at, keys = _slices(call)
             dq[row, at, mine], dk_part, dv_part = kernels.backward(
@@ -192,13 +192,14 @@ def context_attention_backward(
             sums[0][row, keys] += dk_part
             sums[1][row, keys] += dv_part
         del pair
-        on_their_way.append(reduce_gradients(sums[0], sums[1], layout, group))
-    for (first, last), arrive in zip(ranges, on_their_way, strict=True):
-        dk[:, :, first:last], dv[:, :, first:last] = arrive()
+        reductions.append(reduce_gradients(sums[0], sums[1], layout, group))
+    for (first, last), wait in zip(ranges, reductions, strict=True):
+        dk[:, :, first:last], dv[:, :, first:last] = wait()
     return dq, dk, dv
 
 
 def _plan_for(q: torch.Tensor, plan: torch.Tensor) -> tuple[SequencePlan, ContextGroup]:
+    """Decode the plan, and check that the queries [B, L, H, D] fit it."""
     layout = decode(plan)
     if q.shape[1] != layout.local_length or len(layout.documents) not in (1, q.shape[0]):
         raise ValueError(
@@ -210,6 +211,7 @@ def _plan_for(q: torch.Tensor, plan: torch.Tensor) -> tuple[SequencePlan, Contex
 
 
 def _slices(call: KernelCall) -> tuple[slice, slice, slice]:
+    """Return the call's slices of rows, of this rank's queries, and of the unsplit sequence's keys."""
     row = slice(None) if call.row is None else slice(call.row, call.row + 1)
     return row, slice(*call.queries), slice(*call.keys)
 
@@ -244,7 +246,7 @@ context_attention.register_autograd(_backward, setup_context=_save)
 keep_outputs_of(torch.ops.smp.context_attention)
 
 
-# FLOP counters see the operator and not what is inside. As torch counts its own attention: every pair, masked or not.
+# FLOP counters see the operator and not the kernels inside. Every pair counts, masked or not, as in torch's formulas.
 @register_flop_formula(torch.ops.smp.context_attention, get_raw=True)
 def _forward_flops(q: Any, k: Any, v: Any, plan: Any, *_: Any, **__: Any) -> int:
     rows, length, heads, size = q.shape

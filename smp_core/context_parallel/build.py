@@ -1,4 +1,4 @@
-"""Context parallelism of one model on one mesh."""
+"""The context parallelism of one model on one mesh."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from smp_core.mesh import SmpMesh
 
 
 def share_sequences(model: nn.Module, mesh: SmpMesh, head_groups: int, meter: CommMeter) -> ContextParallel | None:
-    """Make the model's attention one over context ranks, in place; None where every rank has whole sequences.
+    """Make the model's attention one over the context ranks, in place.
 
     Args:
-        head_groups: in how many groups keys and values travel.
+        head_groups: the number of groups of heads in which keys and values are gathered.
 
     Returns:
-        what splits batches.
+        the splitter of batches; None where no ranks share sequences.
 
     Raises:
         ValueError: a Transformers model that would be wrong (see :mod:`smp_core.context_parallel.transformers_models`).

@@ -1,7 +1,7 @@
-"""Cross entropy of long sequences without the logits of all tokens at once.
+"""The cross entropy of long sequences, without the logits of all tokens at once.
 
-The logits of a chunk of tokens are made, used and dropped, and made again in backward (one more product with the head's
-weight): what is held is chunk x vocabulary instead of tokens x vocabulary. At 16,384 tokens and 128,256 words the
+The logits of a chunk of tokens are computed, used and freed, and computed again in backward (one more product with the
+head's weight): memory holds chunk x vocabulary instead of tokens x vocabulary. At 16,384 tokens and 128,256 words the
 float32 logits alone would be 7.8 GiB.
 
 Shape letters: T tokens, C tokens of a chunk, H width, V words.
@@ -27,15 +27,15 @@ def chunked_cross_entropy(
     divisor: torch.Tensor | float | None = None,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Cross entropy of ``lm_head(hidden)`` against ``labels``.
+    """Compute the cross entropy of ``lm_head(hidden)`` against ``labels``.
 
     Args:
-        hidden: [..., T, H], what the head gets.
+        hidden: [..., T, H], the head's input.
         lm_head: maps [C, H] to logits [C, V]; a linear layer, for example. A module that FSDP shards by itself would
             be gathered for every chunk: call this in its forward.
         labels: [..., T], the target of each token (already shifted); -100: none.
         chunk: tokens C whose logits exist at one time.
-        divisor: what the sum of losses is divided by; default the number of targets, which makes it their mean. Over
+        divisor: the divisor of the sum of losses; default the number of targets, so that the result is their mean. Over
             ranks that share sequences ``split.tokens_per_rank``.
         label_smoothing: in [0, 1], as in torch's cross entropy.
 

@@ -1,11 +1,11 @@
-"""Transformers causal models that compute their loss in chunks of tokens: the knob ``chunked_cross_entropy``.
+"""The knob ``chunked_cross_entropy``: Transformers causal models compute their loss in chunks of tokens.
 
-The model's own forward runs, so that whatever it does beside the loss stays as it is. Only its head is stood in for by
-one that computes nothing: its result, :class:`PendingLogits`, is the head's input and a list of what the model does
-with its logits (capping, scaling). The model's loss function is handed these and calls the head, once, so that a head
-which FSDP shards by itself is gathered once: what runs there is :func:`chunked_cross_entropy`.
+The model's own forward runs, so that all its other work stays as it is. Only its head is replaced, by a module that
+computes nothing: its result, :class:`PendingLogits`, is the head's input and a list of the model's steps on its logits
+(capping, scaling). The model's loss function takes the pending logits and calls the head once, so that a head that is
+an FSDP unit is gathered once; :func:`chunked_cross_entropy` runs in this call.
 
-Logits that are asked for in another way than by the loss (no labels, evaluation) are made whole, as always.
+Where the loss is not the only use of the logits (no labels, evaluation), all logits are computed at once, as usual.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from smp_core.context_parallel.transformers_models import transformers_models
 
 logger = logging.getLogger("smp")
 
-# What acts on every logit by itself, by its name in torch and as a method; another argument is a number, or one for
-# each word of the vocabulary.
+# The functions that act on every logit by itself, by their names in torch and as methods; another argument is a number,
+# or one for each word of the vocabulary.
 _ELEMENTWISE = ("add", "sub", "mul", "div", "true_divide", "tanh", "float", "to", "contiguous", "clamp")
 
 
 @dataclasses.dataclass
 class _State:
-    """Of the process, as the active batch is (:mod:`smp_core.context_parallel.active`)."""
+    """The switches of this process, as the active batch is one (:mod:`smp_core.context_parallel.active`)."""
 
     loss_only: bool = False
     label_smoothing: float = 0.0
@@ -44,7 +44,7 @@ _STATE = _State()
 
 @contextlib.contextmanager
 def loss_only() -> Iterator[None]:
-    """Inside, nobody looks at logits: models whose loss is chunked chunk it in evaluation too."""
+    """Let models whose loss is chunked chunk it in evaluation too: inside the block no code looks at logits."""
     before, _STATE.loss_only = _STATE.loss_only, True
     try:
         yield
@@ -54,7 +54,7 @@ def loss_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def smoothed(label_smoothing: float) -> Iterator[None]:
-    """Inside, models whose loss is chunked smooth their labels, in training and evaluation."""
+    """Let models whose loss is chunked smooth their labels inside the block, in training and in evaluation."""
     before, _STATE.label_smoothing = _STATE.label_smoothing, label_smoothing
     try:
         yield
@@ -63,18 +63,20 @@ def smoothed(label_smoothing: float) -> Iterator[None]:
 
 
 class PendingLogits:
-    """Logits that are not there yet: the head's input, and what is to be done with its output, element by element."""
+    """The logits that are not computed yet: the head's input, and the element-wise steps for its output."""
 
     def __init__(self, owner: str, head: nn.Module, hidden: torch.Tensor, steps: tuple[_Step, ...] = ()) -> None:
         self._owner, self._head, self._hidden, self._steps = owner, head, hidden, steps
         self.device = hidden.device
 
     def whole(self) -> torch.Tensor:
-        """The logits [..., T, V]."""
+        """Compute the logits [..., T, V]."""
         return self._finished(self._head(self._hidden))
 
     def loss(self, targets: torch.Tensor, chunk: int, divisor: torch.Tensor | float | None) -> torch.Tensor:
-        """Their cross entropy against ``targets`` [..., T]; see :func:`chunked_cross_entropy`."""
+        """Compute the cross entropy of the logits against ``targets`` [..., T], in chunks; see
+        :func:`chunked_cross_entropy`.
+        """
 
         def in_chunks(project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
             return chunked_cross_entropy(
@@ -94,11 +96,9 @@ class PendingLogits:
         return logits
 
     def _with(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> PendingLogits:
+        """Return pending logits with one more step; refuse a step that needs more than one token's logits at a time."""
         others = [arg for arg in (*args, *kwargs.values()) if arg is not self]
-        beside = any(
-            isinstance(arg, PendingLogits) or (isinstance(arg, torch.Tensor) and arg.ndim > 1) for arg in others
-        )
-        if name not in _ELEMENTWISE or beside:
+        if name not in _ELEMENTWISE or any(map(_has_values_per_token, others)):
             raise self._refusal(name)
 
         def step(logits: torch.Tensor) -> torch.Tensor:
@@ -149,8 +149,16 @@ class PendingLogits:
 _Step = Callable[[torch.Tensor], torch.Tensor]
 
 
+def _has_values_per_token(argument: Any) -> bool:
+    if isinstance(argument, torch.Tensor):
+        return argument.ndim > 1
+    return isinstance(argument, PendingLogits)
+
+
 class _StandIn(nn.Module):
-    """In the head's place while the model's forward runs; whoever wants the head's weight gets it."""
+    """A module in the place of the head while the model's forward runs; it has the head's attributes, its weight among
+    them.
+    """
 
     def __init__(self, owner: str, head: nn.Module) -> None:
         super().__init__()
@@ -164,7 +172,7 @@ class _StandIn(nn.Module):
 
 
 def chunk_losses(model: nn.Module, chunk: int) -> None:
-    """:func:`use_chunked_loss` of every Transformers causal model in ``model``.
+    """Apply :func:`use_chunked_loss` to every Transformers causal model in ``model``.
 
     Raises:
         ValueError: there is none, or one whose loss cannot be computed in chunks.
@@ -186,8 +194,10 @@ def chunk_losses(model: nn.Module, chunk: int) -> None:
 
 
 def use_chunked_loss(model: Any, chunk: int = 1024) -> None:
-    """Let a Transformers causal model compute its loss in chunks, in place: in training ``loss`` is what it would have
-    been, and ``logits`` is None. Without labels, and in evaluation (but for :func:`loss_only`), nothing changes.
+    """Let a Transformers causal model compute its loss in chunks, in place.
+
+    In training ``loss`` has the value of the unchunked one, and ``logits`` is None. Without labels, and in evaluation
+    (but for :func:`loss_only`), nothing changes.
 
     Args:
         model: the model with the head.
@@ -213,7 +223,7 @@ def use_chunked_loss(model: Any, chunk: int = 1024) -> None:
         shift_labels: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """As Transformers' ForCausalLMLoss; of logits that are there, that itself."""
+        """Compute what ForCausalLMLoss of Transformers computes, from pending logits in chunks."""
         if isinstance(logits, torch.Tensor) and not _STATE.label_smoothing:
             counted = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             return whole_loss(logits, labels, vocab_size, **counted, shift_labels=shift_labels, **options)
@@ -242,19 +252,19 @@ def use_chunked_loss(model: Any, chunk: int = 1024) -> None:
         return _without_pending(outputs, has_loss)
 
     model.loss_function = loss_function
-    # Dynamo would trace neither the exchange of the head nor logits that are none; what is called inside it compiles.
+    # Dynamo could trace neither the exchange of the head nor pending logits; it compiles the functions called inside.
     model.forward = torch.compiler.disable(forward, recursive=False)
 
 
 class _Through(nn.Module):
-    """A head for logits that are there."""
+    """A head for logits that are computed already."""
 
     def forward(self, logits: torch.Tensor, in_chunks: Callable[..., torch.Tensor]) -> torch.Tensor:
         return in_chunks(lambda part: part, logits)
 
 
 def _head_of(model: Any) -> tuple[nn.Module, list[tuple[nn.Module, str]]]:
-    """The head, and (module, attribute) of every place it stands in."""
+    """Return the head, and (module, attribute) of every place that it has in the model."""
     name = type(model).__name__
     if model not in transformers_models(model):
         raise ValueError(f"chunked_cross_entropy needs a Transformers causal language model, not {name}")
@@ -266,12 +276,18 @@ def _head_of(model: Any) -> tuple[nn.Module, list[tuple[nn.Module, str]]]:
             f"chunked_cross_entropy: {name} does not have the loss of a causal language model with one head; leave "
             "chunked_cross_entropy out for it"
         )
-    paths = [path.rpartition(".") for path, child in model.named_modules(remove_duplicate=False) if child is head]
-    return head, [(model.get_submodule(parent), attribute) for parent, _, attribute in paths]
+    places = []
+    for path, child in model.named_modules(remove_duplicate=False):
+        if child is head:
+            parent, _, attribute = path.rpartition(".")
+            places.append((model.get_submodule(parent), attribute))
+    return head, places
 
 
 def _let_compute_chunks(head: nn.Module) -> None:
-    """Give the head's forward a keyword ``in_chunks``: what runs instead, with the head's own forward and its input."""
+    """Give the head's forward a keyword ``in_chunks``: the function to run instead, called with the head's own forward
+    and its input.
+    """
     own = head.forward
 
     @functools.wraps(own)
@@ -294,7 +310,7 @@ def _in_its_place(places: list[tuple[nn.Module, str]], stand_in: nn.Module) -> I
 
 
 def _without_pending(outputs: Any, has_loss: bool) -> Any:
-    """Pending logits of which there is a loss become None, others whole."""
+    """Replace pending logits in a model's outputs: by None if there is a loss, else by the computed logits."""
 
     def settled(value: Any) -> Any:
         if not isinstance(value, PendingLogits):

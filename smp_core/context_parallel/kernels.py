@@ -1,4 +1,4 @@
-"""Attention of one rectangle, forward and backward, with the row-wise logarithm of the softmax's denominator (LSE).
+"""The attention of one rectangle, forward and backward, with the row-wise logarithm of the softmax's denominator (LSE).
 
 Every function here takes the tensors of one :class:`~smp_core.context_parallel.sequence_plan.KernelCall`: queries and
 keys of several documents one after another, each document's queries aligned with the end of its keys ("bottom-right").
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 @dataclass(eq=False)
 class AttentionWork:
-    """What the kernels were asked for.
+    """The work that the kernels were asked for.
 
     Attributes:
         pairs: (query, key) pairs that are not masked, times query heads, forward and backward alike.
@@ -67,7 +67,7 @@ def _count(name: str, rows: int, heads: int, segments: Segments, causal: bool, w
 
 
 def visible_pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
-    """How many (query, key) pairs of a rectangle, aligned at its end, are not masked."""
+    """Count the (query, key) pairs of a rectangle, aligned at its end, that are not masked."""
     if not causal:
         return queries * keys
     last = [keys - queries + i + 1 for i in (0, queries - 1)]  # keys that the first and the last query see
@@ -80,12 +80,12 @@ def visible_pairs(queries: int, keys: int, causal: bool, window: int | None) -> 
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 otherwise."""
+    """Return the dtype of the LSE: float64 for float64, float32 otherwise."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def kernel_for(q: torch.Tensor, v: torch.Tensor) -> str:
-    """ "flash", "cpu" or "math": what runs these queries [.., D] and values [.., E]."""
+    """Return the kernel for queries [.., D] and values [.., E]: "flash", "cpu" or "math"."""
     if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
         fits = max(q.shape[-1], v.shape[-1]) <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
         return "flash" if fits else "math"
@@ -102,7 +102,7 @@ def forward(
     causal: bool,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns output [B, L, H, E] and LSE [B, H, L] (:func:`lse_dtype`)."""
+    """Compute the output [B, L, H, E] and the LSE [B, H, L] (:func:`lse_dtype`)."""
     name = kernel_for(q_BLHD, v_BMKE)
     _count(name, len(q_BLHD), q_BLHD.shape[2], segments, causal, window)
     if name == "flash":
@@ -129,7 +129,7 @@ def backward(
     causal: bool,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of queries [B, L, H, D], keys [B, M, K, D] and values [B, M, K, E]."""
+    """Compute the gradients of queries [B, L, H, D], keys [B, M, K, D] and values [B, M, K, E]."""
     name = kernel_for(q_BLHD, v_BMKE)
     _count(name, len(q_BLHD), q_BLHD.shape[2], segments, causal, window)
     if name == "flash":
@@ -147,6 +147,7 @@ def backward(
 def _by_segment(
     segments: Segments, of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the tensors of each document in turn: those over queries [B, L, ...], then those over keys [B, M, ...]."""
     q_sizes, k_sizes = [q for q, _ in segments], [k for _, k in segments]
     yield from zip(
         *(tensor.split(q_sizes, 1) for tensor in of_queries),
@@ -161,6 +162,7 @@ def _by_segment(
 def _cpu_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the output [B, H, L, E] and the LSE [B, H, L]."""
     attend = aten._scaled_dot_product_flash_attention_for_cpu
     before = k.shape[2] - q.shape[2]
     if not causal:
@@ -177,7 +179,7 @@ def _cpu_forward(
 def _merged(
     one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over two sets of keys from the softmax over each."""
+    """Merge the softmax over two sets of keys from (output, LSE) over each."""
     lse = torch.logaddexp(one[1], other[1])
     shares = [torch.exp(part - lse).unsqueeze(-1) for part in (one[1], other[1])]
     out = one[0].to(lse.dtype) * shares[0] + other[0].to(lse.dtype) * shares[1]
@@ -205,6 +207,7 @@ def _cpu_backward(
         return gradients(k, v, False)
     if window is not None and window < k.shape[2]:
         return gradients(k, v, False, _additive_mask(q, k, window))
+    # The square, then the block of keys before it.
     dq, dk, dv = gradients(k[:, :, before:], v[:, :, before:], True)
     if not before:
         return dq, dk, dv
@@ -213,11 +216,12 @@ def _cpu_backward(
 
 
 def _additive_mask(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return [L, M], minus infinity where a causal query does not see the key."""
     return torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(_hidden(q, k, window), float("-inf"))
 
 
 def _hidden(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
-    """[L, M], True where a causal query does not see the key."""
+    """Return [L, M], True where a causal query does not see the key."""
     queries = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
     keys = torch.arange(k.shape[2], device=q.device)[None]
     hidden = keys > queries
@@ -230,7 +234,7 @@ def _hidden(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tenso
 def _math_scores(
     q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries as [B, K, H/K, L, D] and scores [B, K, H/K, L, M], both in the dtype of the LSE."""
+    """Return the queries as [B, K, H/K, L, D] and the scores [B, K, H/K, L, M], both in the dtype of the LSE."""
     wide = q.to(lse_dtype(q.dtype)).unflatten(1, (k.shape[1], -1))
     scores = wide @ k.to(wide.dtype).unsqueeze(2).transpose(-1, -2) * scale
     return wide, scores.masked_fill(_hidden(q, k, window), float("-inf")) if causal else scores
@@ -239,6 +243,7 @@ def _math_scores(
 def _math_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the output [B, H, L, E] and the LSE [B, H, L]."""
     _, scores = _math_scores(q, k, scale, causal, window)
     lse = torch.logsumexp(scores, -1)
     out = torch.exp(scores - lse.unsqueeze(-1)) @ v.to(scores.dtype).unsqueeze(2)

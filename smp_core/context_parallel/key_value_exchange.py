@@ -1,13 +1,14 @@
-"""Keys and values on their way: gathered over the context ranks for an attention, their gradients brought home after.
+"""The exchange of keys and values: an all-gather over the context ranks before attention, and a reduce-scatter of their
+gradients after it.
 
-Heads travel in groups: while the attention of one group runs, the next group's keys and values are on their way, and
-the gradients of the one before. (The overlap of ring-flash-attention's "llama3" variant, which bounds memory as well:
-only two groups are held at a time.) What was gathered is freed when the attention over it is done, and gathered again
-in backward.
+Heads are exchanged in groups: while the attention of one group of heads runs, the next group's keys and values are
+gathered, and the previous group's gradients are reduced. (The overlap of ring-flash-attention's "llama3" variant; it
+bounds memory as well: only two groups are in memory at a time.) Gathered keys and values are freed when the attention
+over them is done, and gathered again in backward.
 
-Groups of ranks are known by a number, because an operator that torch compiles takes numbers and tensors only. A group
-is known for as long as somebody holds it (its model's :class:`~smp_core.context_parallel.batch.ContextParallel`, and
-batches it has split), so that what a run that ended held is freed.
+A context group has a number, because an operator that torch compiles takes numbers and tensors only. A group is
+registered while it is referenced (by its model's :class:`~smp_core.context_parallel.batch.ContextParallel`, and by the
+batches that it has split), so that the memory of a finished run is freed.
 
 Shape letters: R ranks, B rows, L tokens of a rank, S = RL tokens of all, K key and value heads of a head group, D and E
 head sizes of keys and values.
@@ -34,15 +35,15 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """Ranks that share sequences, as this process sees them.
+    """The ranks that share sequences, seen from this process.
 
     Attributes:
         process_group: None when the degree is 1.
-        number: what plans call it.
+        number: the group's number in plans.
         ranks: global ranks in the group's order.
         rank: this process's place among them.
-        head_groups: in how many groups the key and value heads travel, at most.
-        meter: counts what leaves this rank, as "context_gather" and "context_reduce".
+        head_groups: the most groups in which key and value heads are exchanged.
+        meter: counts the bytes that leave this rank, as "context_gather" and "context_reduce".
     """
 
     process_group: dist.ProcessGroup | None
@@ -66,14 +67,16 @@ class ContextGroup:
 
 _ALONE = ContextGroup(None, 0, (0,), 0)
 _groups: weakref.WeakValueDictionary[int, ContextGroup] = weakref.WeakValueDictionary({0: _ALONE})
-# Never used twice: a plan of a group that is gone must not mean another one.
+# No number is used twice: a plan of a group that is gone must not mean another one.
 _numbers = itertools.count(1)
 
 
 def register_group(
     process_group: dist.ProcessGroup | None, *, head_groups: int = 1, meter: CommMeter | None = None
 ) -> ContextGroup:
-    """Make a group known to the kernels of this process, while the caller holds it; None: this process alone."""
+    """Make a group known to the kernels of this process, while the caller keeps a reference; None: this process
+    alone.
+    """
     if head_groups < 1:
         raise ValueError(f"head_groups={head_groups}; allowed: 1 or more")
     ranks = (0,) if process_group is None else tuple(dist.get_process_group_ranks(process_group))
@@ -84,10 +87,10 @@ def register_group(
 
 
 def group_numbered(number: int) -> ContextGroup:
-    """The group that plans call ``number``.
+    """Return the group that plans call ``number``.
 
     Raises:
-        ValueError: nobody holds it any more.
+        ValueError: the group is not referenced any more.
     """
     group = _groups.get(number)
     if group is None:
@@ -98,7 +101,9 @@ def group_numbered(number: int) -> ContextGroup:
 
 
 def head_ranges(heads: int, at_most: int) -> list[tuple[int, int]]:
-    """Equal runs of key and value heads, ``at_most`` many (the largest divisor of ``heads`` that is not above it)."""
+    """Divide the key and value heads into equal runs: ``at_most`` many, or the largest divisor of ``heads`` below
+    it.
+    """
     groups = next(n for n in range(min(at_most, heads), 0, -1) if heads % n == 0)
     return [(i * heads // groups, (i + 1) * heads // groups) for i in range(groups)]
 
@@ -110,7 +115,10 @@ def gather_keys_values(
     group: ContextGroup,
     heads: Sequence[tuple[int, int]],
 ) -> Iterator[Pair]:
-    """For each range of heads the whole sequence's keys [B, S, K, D] and values [B, S, K, E], in the sequence's order.
+    """Yield, for each range of heads, the unsplit sequence's keys [B, S, K, D] and values [B, S, K, E].
+
+    Tokens have the sequence's order. The next range is gathered while the caller computes with this one; a pair is
+    freed when the caller drops it.
 
     The next range is on its way while the caller works on this one; a pair is freed when the caller lets go of it.
     """
@@ -130,6 +138,7 @@ def gather_keys_values(
 def _start_gather(
     k_BLKD: torch.Tensor, v_BLKE: torch.Tensor, plan: SequencePlan, group: ContextGroup
 ) -> Callable[[], Pair]:
+    """Start the all-gather of keys [B, L, K, D] and values [B, L, K, E]; the returned function waits for them."""
     if group.process_group is None:
         return lambda: (k_BLKD, v_BLKE)
     # Tokens first, so that the ranks' pieces laid end to end are one tensor over the sequence.
@@ -153,7 +162,9 @@ def _start_gather(
 def reduce_gradients(
     dk_BSKD: torch.Tensor, dv_BSKE: torch.Tensor, plan: SequencePlan, group: ContextGroup
 ) -> Callable[[], Pair]:
-    """Start adding up the ranks' gradients of the whole sequence; the result gives the sums for this rank's tokens."""
+    """Start the reduce-scatter of the unsplit sequence's gradients; the returned function waits for those of this
+    rank's tokens.
+    """
     if group.process_group is None:
         return lambda: (dk_BSKD, dv_BSKE)
     parts = [plan.by_rank(gradient.transpose(0, 1)).reshape(group.degree, -1) for gradient in (dk_BSKD, dv_BSKE)]
@@ -174,6 +185,7 @@ def reduce_gradients(
 
 
 def _reduce_scatter(received: torch.Tensor, sent_RN: torch.Tensor, group: ContextGroup) -> dist.Work | None:
+    """Sum rows of ``sent_RN`` over the ranks: row r into rank r's ``received`` [N]."""
     assert group.process_group is not None
     if not prefers_messages(group.process_group, sent_RN.device):
         with group.counting("context_reduce", sent_RN):

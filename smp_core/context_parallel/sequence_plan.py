@@ -1,16 +1,15 @@
-"""Who holds which tokens of a sequence, and which keys each of them sees: rectangles instead of masks.
+"""The tokens of each rank, and the keys that each token sees: rectangles instead of masks.
 
 R ranks share sequences padded to S tokens, a multiple of 2R. Under "zigzag" the sequence is cut into 2R chunks and rank
 r holds chunks r and 2R-1-r, so that every rank has the same work under a causal mask (Llama 3, arXiv 2407.21783,
 section 3.3.2); under "contiguous" it holds one piece of S/R tokens.
 
-A row of the batch is a line of *documents* that do not see one another: packed texts, and the runs of padding, which
-nobody else sees. Inside a document attention is causal or bidirectional, perhaps with a window. So the part of a chunk
-that lies in one document sees one range of keys, aligned at its end: a rectangle. Nothing else is ever needed, and no
-mask of S x S elements exists.
+A row of the batch is a line of *documents* that do not see one another: packed texts, and the runs of padding. Inside a
+document attention is causal or bidirectional, perhaps with a window. So the part of a chunk that lies in one document
+sees one range of keys, aligned at its end: a rectangle. Rectangles are enough, and no mask of S x S elements exists.
 
-A plan travels to the kernels as one small integer tensor, which holds all of it: it can be saved for backward, is an
-ordinary input to ``torch.compile``, and is decoded once per batch.
+The kernels take a plan as one small integer tensor, which holds all of it: it can be saved for backward, is an ordinary
+input to ``torch.compile``, and is decoded once per batch.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Queries of one chunk and the keys they see.
+    """The queries of one chunk, and the keys that they see.
 
     Attributes:
         row: index in the batch; None: all rows, which are alike.
@@ -46,14 +45,15 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """How one batch is laid out over the ranks of a context group.
+    """The layout of one batch over the ranks of a context group.
 
     Attributes:
         degree: ranks R that share the sequences.
         length: tokens S per row, padding included; a multiple of 2R.
         documents: for each row the starts of its documents, 0 first; a single entry when all rows are alike.
-        order: how chunks are dealt out.
-        group: which group of ranks (:mod:`smp_core.context_parallel.key_value_exchange` knows it by this number).
+        order: the assignment of chunks to ranks.
+        group: the number of the context group, with which :mod:`smp_core.context_parallel.key_value_exchange` has
+            registered it.
     """
 
     degree: int
@@ -71,53 +71,55 @@ class SequencePlan:
                 f"{padded_length(max(self.length, 1), self.degree)}"
             )
         for starts in self.documents:
-            if (
-                not starts
-                or starts[0] != 0
-                or any(a >= b for a, b in zip(starts, [*starts[1:], self.length], strict=True))
-            ):
+            begins_at_0 = bool(starts) and starts[0] == 0
+            rises = all(a < b for a, b in zip(starts, [*starts[1:], self.length], strict=True)) if starts else False
+            if not (begins_at_0 and rises):
                 raise ValueError(f"document starts {starts} do not rise from 0 to below {self.length}")
 
     @property
     def local_length(self) -> int:
+        """The tokens L of each rank."""
         return self.length // self.degree
 
     def chunks(self, rank: int) -> tuple[Range, ...]:
-        """The ranges of the sequence that ``rank`` holds, in the order in which it holds them."""
+        """Return the ranges of the sequence that ``rank`` holds, in the order in which it holds them."""
         if self.order == "contiguous":
             return ((rank * self.local_length, (rank + 1) * self.local_length),)
         size = self.length // (2 * self.degree)
         return tuple((i * size, (i + 1) * size) for i in (rank, 2 * self.degree - 1 - rank))
 
     def positions(self, rank: int) -> torch.Tensor:
-        """Indices into the sequence of the tokens that ``rank`` holds: [S/R], int64, on CPU."""
+        """Return the indices into the sequence of the tokens that ``rank`` holds: [S/R], int64, on CPU."""
         return torch.cat([torch.arange(*chunk) for chunk in self.chunks(rank)])
 
     def in_sequence_order(self, pieces: torch.Tensor) -> torch.Tensor:
-        """The ranks' pieces laid end to end along dim 0, [S, *], as the sequence has them."""
+        """Put the ranks' pieces, laid end to end along dim 0, into the sequence's order: [S, *]."""
         if self.order == "contiguous" or self.degree == 1:
             return pieces
         heads, tails = pieces.unflatten(0, (self.degree, 2, -1)).unbind(1)
         return torch.cat([heads, tails.flip(0)]).flatten(0, 1)
 
     def by_rank(self, sequence: torch.Tensor) -> torch.Tensor:
-        """The reverse: [S, *] in the sequence's order to the ranks' pieces laid end to end."""
+        """Reverse :meth:`in_sequence_order`: put [S, *] in the sequence's order into the ranks' pieces laid end to
+        end.
+        """
         if self.order == "contiguous" or self.degree == 1:
             return sequence
         heads, tails = sequence.unflatten(0, (2, self.degree, -1)).unbind(0)
         return torch.stack([heads, tails.flip(0)], 1).flatten(0, 2)
 
     def calls(self, rank: int, causal: bool, window: int | None) -> tuple[KernelCall, ...]:
-        """What ``rank`` has to compute for one attention of every row.
+        """List the kernel calls that ``rank`` makes for one attention of every row.
 
         Args:
             causal: whether a token sees only those before it, and itself.
-            window: how many tokens a token sees at most, itself included; None: all. Causal only.
+            window: the most tokens that a token sees, itself included; None: all. Causal only.
         """
         return _calls(self, rank, causal, window)
 
     def in_chunks(self, size: int, first: Sequence[Sequence[int]] = ()) -> SequencePlan:
-        """The same tokens where they see no further than their chunk of ``size`` positions: each document in pieces.
+        """Return a plan of the same tokens in which a token sees only its chunk of ``size`` positions: documents cut
+        into pieces.
 
         Args:
             first: the position of each document's first token, for each row; one entry when all rows are alike.
@@ -128,32 +130,37 @@ class SequencePlan:
         first = first or [[0] * len(starts) for starts in self.documents]
         pieces = []
         for row in range(max(len(first), len(self.documents))):
+            # One entry stands for all rows, of documents as of positions.
             starts = self.documents[row % len(self.documents)]
+            ends = [*starts[1:], self.length]
+            positions = first[row % len(first)]
             cuts: list[int] = []
-            for start, end, at in zip(starts, [*starts[1:], self.length], first[row % len(first)], strict=True):
-                cuts += [start, *range(start + size - at % size, end, size)]
+            for start, end, position in zip(starts, ends, positions, strict=True):
+                tokens_in_first_chunk = size - position % size
+                cuts += [start, *range(start + tokens_in_first_chunk, end, size)]
             pieces.append(tuple(cuts))
-        return replace(self, documents=tuple(pieces[:1] if len(set(pieces)) == 1 else pieces))
+        rows_alike = len(set(pieces)) == 1
+        return replace(self, documents=tuple(pieces[:1] if rows_alike else pieces))
 
     def encode(self) -> torch.Tensor:
-        """All of the plan in one int64 tensor on CPU; :func:`decode` reads it."""
+        """Encode the plan as one int64 tensor on CPU; :func:`decode` reads it."""
         header = [self.group, self.degree, self.length, _ORDERS.index(self.order), len(self.documents)]
         counts = [len(starts) for starts in self.documents]
         return torch.tensor(header + counts + [start for starts in self.documents for start in starts])
 
 
 def decode(encoded: torch.Tensor) -> SequencePlan:
-    """The plan in a tensor made by :meth:`SequencePlan.encode`."""
+    """Return the plan in a tensor made by :meth:`SequencePlan.encode`."""
     return _decode(encoded.numpy().tobytes())
 
 
 def padded_length(length: int, degree: int) -> int:
-    """The next multiple of 2 x degree."""
+    """Round a length up to a multiple of 2 x degree."""
     return -(-length // (2 * degree)) * 2 * degree
 
 
 def document_starts(ids: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    """Where runs of one number begin, for each row of [B, S]; one entry when all rows are alike."""
+    """Find the starts of runs of one number, for each row of [B, S]; one entry when all rows are alike."""
     changes = ids[:, 1:] != ids[:, :-1]
     rows = tuple((0, *(changes[row].nonzero().flatten() + 1).tolist()) for row in range(len(ids)))
     return rows[:1] if len(set(rows)) == 1 else rows
@@ -179,7 +186,7 @@ def _calls(plan: SequencePlan, rank: int, causal: bool, window: int | None) -> t
         for chunk in plan.chunks(rank):
             rectangles = _rectangles(chunk, starts, plan.length, causal, window)
             size = chunk[1] - chunk[0]
-            # Documents lie side by side and only the first can reach back before the chunk, only the last beyond it:
+            # Documents follow one another, and only the first can begin before the chunk, only the last end after it:
             # together their keys are one range.
             calls.append(
                 KernelCall(
@@ -196,7 +203,7 @@ def _calls(plan: SequencePlan, rank: int, causal: bool, window: int | None) -> t
 def _rectangles(
     chunk: Range, starts: Sequence[int], length: int, causal: bool, window: int | None
 ) -> list[tuple[Range, Range]]:
-    """(queries, keys) in the whole sequence of every document that meets the chunk."""
+    """Return (queries, keys) in the unsplit sequence for every document that meets the chunk."""
     found = []
     for start, end in zip(starts, [*starts[1:], length], strict=True):
         queries = (max(chunk[0], start), min(chunk[1], end))

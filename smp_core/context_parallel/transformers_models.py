@@ -1,11 +1,11 @@
-"""Transformers models under context parallelism; the only file of smp_core that knows Transformers, and only when
+"""The Transformers models under context parallelism; the only file of smp_core that knows Transformers, and only when
 asked.
 
-Their attention interface gets a function named "smp_cp", and every model a hook that gives ``forward`` what it would
-otherwise make up from the length of its input: positions, shifted labels and the number of targets. Outside a split
-batch (``generate``, an evaluation of whole sequences) "smp_cp" is Transformers' own ``sdpa``.
+Transformers' attention interface gets a function named "smp_cp". A hook on every model adds inputs to ``forward`` that
+the model would otherwise derive from the length of its input: positions, shifted labels and the number of targets.
+Outside a split batch (``generate``, an evaluation of unsplit sequences) "smp_cp" is Transformers' own ``sdpa``.
 
-What else some models read off their input, and get from the whole sequence here:
+Some models derive more from the length of their input, and get it from the unsplit sequence here:
 
     RoPE "dynamic", "longrope"     the largest position, for its frequencies: appended to what the rotary module gets
     chunked attention (Llama 4)    which chunk a token is in: a plan with the documents cut into chunks
@@ -38,7 +38,7 @@ _UNSHIFTED = ("ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "
 
 
 def transformers_models(model: nn.Module) -> list[Any]:
-    """Every Transformers model in ``model``, outer ones first."""
+    """List every Transformers model in ``model``, outer ones first."""
     if "transformers" not in sys.modules:
         return []
     from transformers import PreTrainedModel
@@ -47,7 +47,7 @@ def transformers_models(model: nn.Module) -> list[Any]:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the loss of the Transformers model in ``model`` shifts labels: True unless it is known not to."""
+    """Tell whether the loss of the Transformers model in ``model`` shifts labels: True unless it is known not to."""
     found = transformers_models(model)
     return not found or getattr(found[0], "loss_type", None) not in _UNSHIFTED
 
@@ -56,9 +56,8 @@ def adapt_transformers_models(model: nn.Module) -> bool:
     """Let every Transformers model in ``model`` attend over split sequences; False if there is none.
 
     Raises:
-        ValueError: a model that would be wrong: attention beside the interface, other layers than attention that look
-        along
-            the sequence, positions that depend on a rank's length.
+        ValueError: a model that would be wrong: attention outside the interface, other layers than attention that look
+            along the sequence, positions that depend on a rank's length.
     """
     found = transformers_models(model)
     for each in found:
@@ -72,7 +71,7 @@ def adapt_transformers_models(model: nn.Module) -> bool:
     AttentionMaskInterface.register(NAME, _mask)
     for each in found:
         each.set_attn_implementation(NAME)
-        # It only warns where it cannot; _attn_implementation is the one place that says what took effect.
+        # set_attn_implementation only warns where it fails; _attn_implementation alone has the one that took effect.
         if each.config._attn_implementation != NAME:
             raise ValueError(f"{type(each).__name__} does not use Transformers' attention interface; {_INSTEAD}")
         each.register_forward_pre_hook(_complete_inputs, with_kwargs=True)
@@ -138,7 +137,7 @@ def _is_dynamic(rope_type: str) -> bool:
 
 
 def _depends_on_length(module: nn.Module) -> bool:
-    """Whether it is a rotary embedding whose frequencies follow from the largest position it is given."""
+    """Tell whether a module is a rotary embedding whose frequencies follow from the largest position in its input."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(isinstance(kind, str) and _is_dynamic(kind) for kind in kinds) and "position_ids" in _arguments_of(
@@ -151,7 +150,7 @@ def _append_last_position(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Let a rotary embedding, called as (x, position_ids), see the largest position of the whole sequences.
 
-    So the state that it keeps from call to call is one process's too.
+    The state that the module keeps from call to call is then that of one process, too.
     """
     split = active_split()
     if split is None:
@@ -166,7 +165,7 @@ def _append_last_position(
 
 
 def _drop_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """The reverse, for what came out: a tensor [..., L + 1, D] or several."""
+    """Drop the appended position from a rotary module's output: a tensor [..., L + 1, D] or several."""
     if active_split() is None:
         return None
     if isinstance(output, torch.Tensor):
@@ -175,12 +174,16 @@ def _drop_last_position(module: nn.Module, args: tuple[Any, ...], output: Any) -
 
 
 def _leave_temperature_to_attention(module: Any, args: tuple[Any, ...]) -> None:
-    """Llama 4 scales queries by their place in the row, and takes the tokens it gets for the row."""
+    """Turn off the model's own scaling of queries by their place in the row.
+
+    Llama 4 takes the tokens of its input for the row, and a rank has only some of them; :func:`_temperature` scales
+    instead.
+    """
     module.attn_temperature_tuning = module.config.attn_temperature_tuning and active_split() is None
 
 
 def _temperature(module: Any, split: SplitBatch, query: torch.Tensor) -> torch.Tensor:
-    """The queries [B, H, L, D] that :func:`_leave_temperature_to_attention` left as they were."""
+    """Scale the queries [B, H, L, D] that :func:`_leave_temperature_to_attention` left unscaled."""
     if not hasattr(module, "attn_temperature_tuning") or not module.config.attn_temperature_tuning or module.use_rope:
         return query
     places = split.plan.positions(split.rank).to(query.device).float()
@@ -189,7 +192,7 @@ def _temperature(module: Any, split: SplitBatch, query: torch.Tensor) -> torch.T
 
 
 def _chunk_size(module: Any) -> int | None:
-    """Of a layer of chunked attention; None for others."""
+    """Return the chunk size of a layer of chunked attention; None for other layers."""
     config = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None) or ()
     if _CHUNKED not in layer_types:
@@ -214,7 +217,7 @@ def _attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' signature: queries, keys and values [B, H, L, D]; returns [B, L, H, E]."""
+    """Attend with Transformers' signature: queries, keys and values [B, H, L, D]; returns [B, L, H, E]."""
     split = active_split()
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     sinks = options.pop("s_aux", None)
@@ -250,8 +253,10 @@ def _with_sinks_as_a_key(
     causal: bool,
     sinks_H: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values [B, K, M + 1, *] and an additive mask [B, H, L, M + 1]: the sinks, which ``sdpa`` ignores, are
-    the scores of one more key, of zeros, whose value is zero."""
+    """Return keys and values [B, K, M + 1, *] and an additive mask [B, H, L, M + 1].
+
+    The sinks, which ``sdpa`` ignores, are the scores of one more key of zeros, whose value is zero.
+    """
     length, keys = query.shape[2], key.shape[2]
     if mask is None:
         # As sdpa has it: aligned at the start (the cache beyond is empty), and one token sees everything.
@@ -266,7 +271,7 @@ def _with_sinks_as_a_key(
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """None under a split batch, whose plan says who sees whom; otherwise as for "sdpa"."""
+    """Make no mask under a split batch, whose plan has the documents; otherwise make the one for "sdpa"."""
     if active_split() is not None:
         return None
     from transformers.masking_utils import sdpa_mask
@@ -275,7 +280,7 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def _complete_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Fill in what the caller of ``forward`` left out; labels that are not the split batch's are refused."""
+    """Fill in inputs of ``forward`` that the caller left out; refuse labels that are not the split batch's."""
     split = active_split()
     if split is None:
         return None
