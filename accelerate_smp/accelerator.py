@@ -10,15 +10,15 @@ afterwards: one engine for both faces, with the same units, initial weights and 
   and fails for persistent buffers.
 
 To Accelerate the run is a plain multi-process one: its data loaders, samplers, trackers and gather functions work as
-they are, and read the layout from ``parallelism_config`` (:mod:`accelerate_smp.parallelism`). A model that came sharded
-already (Transformers' ``distributed_config=``) keeps its sharding and gets the rest.
+they are, and read the layout from ``parallelism_config`` (:mod:`accelerate_smp.parallelism`). A pre-sharded model
+(Transformers' ``distributed_config=``) keeps its sharding and gets the other features.
 
-What is overridden is listed here, in this order:
+The overridden methods, in this order:
 
     prepare, prepare_model, prepare_optimizer, prepare_scheduler    shard, swap the optimizer's parameters
     prepare_data_loader, backward, gather_for_metrics               sequences over ranks (accelerate_smp/sequences.py)
     no_sync (hence accumulate), clip_grad_norm_, clip_grad_value_   the accumulation window and norms over the mesh
-    get_state_dict, save, wait_for_everyone                         whole weights (accelerate_smp/whole_weights.py)
+    get_state_dict, save, wait_for_everyone                         unsharded weights (accelerate_smp/whole_weights.py)
     save_state, load_state                                          folders (accelerate_smp/saved_states.py)
 
 A process by itself (no launcher) has nothing to shard: everything but save_state and load_state is Accelerate's own.
@@ -27,7 +27,6 @@ A process by itself (no launcher) has nothing to shard: everything but save_stat
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 import sys
@@ -36,14 +35,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from accelerate_smp.config import check_world, engines_off, refuse_engines, resolve_config
+from accelerate_smp.config import (
+    accelerators_arguments,
+    check_world,
+    engines_off,
+    refuse_engine_in_effect,
+    refuse_engines,
+    refuse_precision,
+    resolve_config,
+)
 from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.handle import attach, parallel_of
 from accelerate_smp.parallelism import SmpParallelism
@@ -57,7 +63,6 @@ from smp_core.command_line import console
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.engine import build_mesh
-from smp_core.knob_rules import unknown_knob
 from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
@@ -100,14 +105,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         **arguments: Any,
     ) -> None:
         knobs = {name: arguments.pop(name) for name in tuple(arguments) if name in SmpConfig.knobs()}
-        own = inspect.signature(Accelerator.__init__)
-        for name in arguments:
-            if name not in own.parameters:
-                raise unknown_knob(
-                    name, arguments=[other for other in own.parameters if other not in ("self", "kwargs")]
-                )
-        arguments = dict(own.bind_partial(self, *args, **arguments).arguments)
-        arguments.pop("self")
+        arguments = accelerators_arguments(self, args, arguments)
         self.smp = smp
         self.batch_layout = batch_layout
         self.schedule_in_optimizer_steps = schedule_in_optimizer_steps
@@ -121,23 +119,31 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         if not smp:
             super().__init__(**arguments)
             return
-        _refuse_precision(arguments)
+
+        # The knobs; Accelerate's own options for sharding become knobs.
+        refuse_precision(arguments)
         refuse_engines(arguments)
         parallelism, fsdp = arguments.pop("parallelism_config", None), arguments.pop("fsdp_plugin", None)
         self.smp_config = settle_fp8(arguments, resolve_config(smp_config, knobs, parallelism, fsdp))
         if self.smp_config.save_full_state_dict:
-            why = "save_state writes folders; whole weights: save_model, or `smp checkpoint consolidate`"
+            why = "save_state writes folders; unsharded weights: save_model, or `smp checkpoint consolidate`"
             self.smp_config = self.smp_config.with_resolved("save_full_state_dict", False, why)
         self._asked = self.smp_config
+
+        # Accelerate, without a sharding engine of its own.
         with engines_off():
             super().__init__(**arguments)
-        engine = str(self.distributed_type).rpartition(".")[2]
-        if engine in ("FSDP", "XLA"):
-            raise ValueError(
-                f"distributed_type={engine} and SmpAccelerator both want to shard; write distributed_type: MULTI_GPU "
-                "or MULTI_CPU, or SmpAccelerator(smp=False)"
-            )
+        refuse_engine_in_effect(self.distributed_type)
         check_world(parallelism, self.num_processes)
+
+        self._find_ranks()
+        if type(self.scaler) is torch.amp.GradScaler:
+            self.scaler.__class__ = ShardedGradScaler  # the same state; it also unscales plain and sharded together
+        if self.ddp_handler is not None:
+            logger.debug("DistributedDataParallelKwargs has no effect: nothing is wrapped in DDP")
+
+    def _find_ranks(self) -> None:
+        """Discover the topology, watch the ranks, and make the mesh unless its degrees wait for the model."""
         if self.use_distributed and dist.is_initialized():
             _check_backend(self.device, self.init_handler)
             self._topology = Topology.discover()
@@ -149,14 +155,10 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
             lost = "nothing is sharded" + (" or computed in FP8" if self.smp_config.fp8 is not None else "")
             lost += ", no loss is chunked" if self.smp_config.chunked_cross_entropy is not None else ""
             logger.warning("one process: %s; start with torchrun or `accelerate-smp launch`", lost)
-        if type(self.scaler) is torch.amp.GradScaler:
-            self.scaler.__class__ = ShardedGradScaler  # the same state; it also unscales plain and sharded together
-        if self.ddp_handler is not None:
-            logger.debug("DistributedDataParallelKwargs has no effect: nothing is wrapped in DDP")
 
     @property
     def sharding(self) -> bool:
-        """Whether models are sharded here: ``smp`` is on and there is a process group."""
+        """Tell whether models are sharded here: ``smp`` is on and there is a process group."""
         return self._topology is not None
 
     @property
@@ -169,8 +171,10 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         raise RuntimeError("no model is sharded yet; accelerator.parallel is there after prepare(model)")
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other processes (a tokenizing function that asks for ``process_index``): without groups, threads and what
-        is prepared here."""
+        """Pickle for other processes, such as a tokenizing function that asks for ``process_index``.
+
+        Groups, threads and prepared objects are left out.
+        """
         own = ("smp_mesh", "background_saves", "_topology", "_parallelism", "_watch")
         prepared = ("_models", "_optimizers", "_schedulers", "_dataloaders")
         left_out: dict[str, Any] = {**dict.fromkeys(own), **{name: [] for name in prepared}}
@@ -179,7 +183,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
     # Preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's. Models are sharded first, so that optimizers may stand before them."""
+        """Prepare as Accelerate does, models first, so that optimizers may stand before them."""
         if self.sharding:
             self._prepared_together = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
             try:
@@ -191,7 +195,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard the model, also for evaluation alone: a model that is trained later is already as it must be."""
+        """Shard the model, also for evaluation alone: a model that is trained later is ready for it."""
         if not self.sharding or getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if parallel_of(model) is None and not self.verify_device_map(model):
@@ -202,10 +206,11 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
             count_forwards(model, handle.mesh.shard_ranks)
             if handle.context is not None:
                 self.run_over_ranks(model)
-        # What is left for Accelerate is autocast and torch.compile.
+        # Accelerate still adds autocast and torch.compile.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _parallelize(self, model: nn.Module) -> ParallelModel:
+        """Shard a model; the first one settles the mesh and prints the table of knobs."""
         assert self._topology is not None
         first = all(parallel_of(prepared) is None for prepared in self._models)
         handle = shard(model, self._asked, self._topology, self, self.smp_mesh, self._prepared_together)
@@ -222,7 +227,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
 
     @property
     def mesh(self) -> SmpMesh:
-        """Axes and groups; with ``shard_degree="auto"`` known once the first model has been prepared."""
+        """The axes and groups; with ``shard_degree="auto"`` available once the first model has been prepared."""
         if self.smp_mesh is None:
             raise RuntimeError(
                 "shard_degree='auto' is settled when the first model is prepared; call prepare(model) before"
@@ -231,7 +236,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The layout in Accelerate's words; None while ``shard_degree="auto"`` waits for the first model."""
+        """The layout in Accelerate's terms; None while ``shard_degree="auto"`` waits for the first model."""
         return self._parallelism if self.sharding else super().parallelism_config
 
     @property
@@ -249,6 +254,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         return super().prepare_optimizer(optimizer, device_placement)
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer the sharded parameters of the models that it steps, and hook its steps."""
         handles = [handle for handle in map(parallel_of, self._models) if handle is not None]
         if not handles:
             raise ValueError(
@@ -260,9 +266,9 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         if not first.prepare_optimizer(optimizer, *others):
             return
         for handle in stepped:
-            said = missed(handle.plan, [optimizer])
-            if said is not None and self.is_main_process:
-                logger.warning("%s", said)
+            warning = missed(handle.plan, [optimizer])
+            if warning is not None and self.is_main_process:
+                logger.warning("%s", warning)
             optimizer.register_step_pre_hook(self._before_step(handle))
         optimizer.register_step_post_hook(self._after_step(stepped))
 
@@ -287,7 +293,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         return after_step
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Schedules end where they end on one process (:mod:`accelerate_smp.schedules`)."""
+        """Prepare a schedule that ends where it ends on one process (:mod:`accelerate_smp.schedules`)."""
         known = len(self._schedulers)
         prepared = super().prepare_scheduler(scheduler)
         batches = self.num_processes // self.context_degree
@@ -308,9 +314,11 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backward passes inside are not the window's last: gradients are added up inside the partition group (on each
-        rank with ``reduce_every_micro_batch=False``, as Accelerate's own does), nothing travels between replicas and
-        ``.grad`` stays as it was."""
+        """Keep the accumulation window open over the backward passes inside the block.
+
+        Gradients are summed inside the partition group (on each rank with ``reduce_every_micro_batch=False``, as
+        Accelerate's own does), replicas do not communicate, and ``.grad`` does not change.
+        """
         handle = parallel_of(model)
         with super().no_sync(model) if handle is None else handle.window.accumulate():
             yield
@@ -351,7 +359,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         return grad_norm(self._gradients_of(parameters), masters_over=self.mesh.gradient_group, norm_type=norm_type)
 
     def _gradients_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Close the windows and undo loss scaling; a list made before ``prepare`` means the sharded parameters."""
+        """Close the windows and undo loss scaling; map parameters of before ``prepare`` to the sharded ones."""
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._close_windows()
         self.unscale_gradients()
@@ -361,7 +369,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         return given
 
     def end_training(self) -> None:
-        """As Accelerate's, after the save in flight; the watch over the ranks ends too."""
+        """End training as Accelerate does, after the save in flight, and stop the watch over the ranks."""
         self.wait_for_save()
         if self.sharding:
             stop_watching()
@@ -369,13 +377,17 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
 
 
 def _must_say_cpu() -> bool:
-    """Accelerate takes a CPU process for a single one unless it is told, even under torchrun. Its ``_shared_state`` is
-    the only sign that no state has been made yet."""
+    """Tell whether Accelerate has to be told ``cpu=True``.
+
+    Accelerate takes a CPU process for a single one unless it is told, even under torchrun. Its ``_shared_state`` is the
+    only sign that no state has been made yet.
+    """
     launched = int(os.environ.get("LOCAL_RANK", -1)) != -1
     return launched and not torch.accelerator.is_available() and PartialState._shared_state == {}
 
 
 def _check_backend(device: torch.device, asked: InitProcessGroupKwargs | None) -> None:
+    """Refuse a process group that cannot send from the device."""
     backends = dist.get_backend_config()  # "cpu:gloo,cuda:nccl"
     if f"{device.type}:" not in backends:
         raise ValueError(
@@ -384,10 +396,3 @@ def _check_backend(device: torch.device, asked: InitProcessGroupKwargs | None) -
         )
     if asked is not None and asked.backend == "nccl" and "nccl" not in backends:  # also when only a timeout was asked
         logger.info("InitProcessGroupKwargs(backend='nccl') has no effect on %s: it is %s", device.type, backends)
-
-
-def _refuse_precision(arguments: Mapping[str, Any]) -> None:
-    asked = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    asked = str(getattr(asked, "value", asked))
-    if asked == "fp16" and (arguments.get("cpu") or not torch.accelerator.is_available()):
-        raise ValueError("mixed_precision='fp16' scales losses on a GPU and cannot run on CPU; write 'bf16' or 'no'")

@@ -1,24 +1,27 @@
-"""From what Accelerate's users write to SmpConfig.
+"""The configuration of an SmpAccelerator, from all the places where users of Accelerate write settings.
 
 Knobs come from keywords, ``SMP_*`` variables, the file ``SMP_CONFIG_FILE`` names, and Accelerate's own settings
 (``ParallelismConfig``, ``FullyShardedDataParallelPlugin``, given in code or through the variables `accelerate launch`
-sets). Accelerate's are translated or refused, never dropped; two places that say different things are an error.
+sets). Accelerate's are translated or refused, never dropped; two places that contradict each other are an error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from accelerate import FullyShardedDataParallelPlugin
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from smp_core.config import SmpConfig
 from smp_core.config_sources import knobs_in_environment
+from smp_core.knob_rules import unknown_knob
 
 logger = logging.getLogger("smp")
 
@@ -32,10 +35,10 @@ def resolve_config(
     parallelism: ParallelismConfig | None,
     fsdp: FullyShardedDataParallelPlugin | None,
 ) -> SmpConfig:
-    """The configuration in effect.
+    """Resolve the configuration in effect.
 
     Args:
-        config: a whole configuration, as an object, a dict or a YAML file; the environment is not looked at then.
+        config: all knobs, as an object, a dict or a YAML file; the environment does not count then.
         knobs: single knobs; they override the environment.
         parallelism, fsdp: Accelerate's own settings, or None to look at the variables `accelerate launch` sets.
 
@@ -43,6 +46,7 @@ def resolve_config(
         ValueError: an unknown knob, a bad value, ``config`` and ``knobs`` together, an option of Accelerate that has no
             counterpart, or two places that contradict each other.
     """
+    # The knobs.
     if config is not None:
         if knobs:
             raise ValueError(
@@ -54,6 +58,8 @@ def resolve_config(
     else:
         asked = {**knobs_in_environment(os.environ)[0], **knobs}
         base = SmpConfig.from_env() if not knobs else SmpConfig.from_dict(asked)
+
+    # Accelerate's own settings, as knobs.
     if parallelism is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         parallelism = ParallelismConfig()
     if fsdp is None and _flag("ACCELERATE_USE_FSDP"):
@@ -64,6 +70,8 @@ def resolve_config(
         translated.update(_from_fsdp(fsdp, has_degree="shard_degree" in asked or parallelism is not None))
     if parallelism is not None:
         translated.update(_from_parallelism(parallelism))
+
+    # The two together.
     for knob, value in translated.items():
         if knob in asked and not _same(asked[knob], value):
             raise ValueError(
@@ -79,6 +87,50 @@ def resolve_config(
             "know who shares samples before the model is there; write shard_degree: 8 (or 'node', 'world')"
         )
     return base
+
+
+def accelerators_arguments(
+    accelerator: Accelerator, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments for ``Accelerator.__init__`` by name.
+
+    Args:
+        accelerator: stands for ``self`` in the signature.
+        args, kwargs: the user's, without knobs.
+
+    Raises:
+        ValueError: a keyword that is neither an argument of Accelerator nor a knob.
+    """
+    signature = inspect.signature(Accelerator.__init__)
+    for name in kwargs:
+        if name not in signature.parameters:
+            known = [other for other in signature.parameters if other not in ("self", "kwargs")]
+            raise unknown_knob(name, arguments=known)
+    arguments = dict(signature.bind_partial(accelerator, *args, **kwargs).arguments)
+    arguments.pop("self")
+    return arguments
+
+
+def refuse_precision(arguments: Mapping[str, Any]) -> None:
+    """Refuse fp16 where it cannot run.
+
+    Args:
+        arguments: those for ``Accelerator``.
+    """
+    asked = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    asked = str(getattr(asked, "value", asked))
+    if asked == "fp16" and (arguments.get("cpu") or not torch.accelerator.is_available()):
+        raise ValueError("mixed_precision='fp16' scales losses on a GPU and cannot run on CPU; write 'bf16' or 'no'")
+
+
+def refuse_engine_in_effect(distributed_type: Any) -> None:
+    """Refuse an engine that Accelerate has chosen by itself."""
+    engine = str(distributed_type).rpartition(".")[2]
+    if engine in ("FSDP", "XLA"):
+        raise ValueError(
+            f"distributed_type={engine} and SmpAccelerator both want to shard; write distributed_type: MULTI_GPU "
+            "or MULTI_CPU, or SmpAccelerator(smp=False)"
+        )
 
 
 def refuse_engines(arguments: Mapping[str, Any]) -> None:
@@ -120,7 +172,7 @@ def check_world(parallelism: ParallelismConfig | None, world_size: int) -> None:
 
 @contextlib.contextmanager
 def engines_off() -> Iterator[None]:
-    """Accelerate's own engines stay off inside: ours shards."""
+    """Keep Accelerate's own engines off inside the block: smp_core shards."""
     before = {name: os.environ.pop(name) for name in _ENGINES if name in os.environ}
     try:
         yield
@@ -148,7 +200,7 @@ def _same(asked: Any, translated: Any) -> bool:
 
 
 def list_or_self(value: Any) -> Any:
-    """Lists and tuples compare equal in knobs."""
+    """Turn a tuple into a list, so that the two compare equal in knobs."""
     return list(value) if isinstance(value, (list, tuple)) else value
 
 
@@ -158,7 +210,7 @@ def _from_parallelism(parallelism: ParallelismConfig) -> dict[str, Any]:
             f"sp_size={parallelism.sp_size} belongs to DeepSpeed; allowed: 1; write cp_size={parallelism.sp_size}"
         )
     return {
-        # Accelerate counts context ranks beside the shard ranks, we inside them.
+        # Accelerate counts context ranks apart from the shard ranks, smp_core among them.
         "shard_degree": parallelism.dp_shard_size * parallelism.cp_size,
         "context_parallel_degree": parallelism.cp_size,
         "tensor_parallel_degree": parallelism.tp_size,
@@ -166,14 +218,13 @@ def _from_parallelism(parallelism: ParallelismConfig) -> dict[str, Any]:
 
 
 def refuse_fsdp1(version: Any) -> None:
-    """Refuse FSDP of the first version, which is what Accelerate means where no version is written; on a CPU its own
-    plugin would fail first."""
+    """Refuse the first version of FSDP, Accelerate's default where no version is written."""
     if str(version) != "2":
         raise ValueError(f"fsdp_version={version}: torch-smp stands on FSDP2; write fsdp_version: 2")
 
 
 def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[str, Any]:
-    """What a ``fsdp_config:`` section asks for, in our knobs."""
+    """Translate a ``fsdp_config:`` section to knobs."""
     refuse_fsdp1(fsdp.fsdp_version)
     if fsdp.ignored_modules:
         raise ValueError("fsdp ignored_modules: torch-smp shards every parameter; leave it out")
@@ -190,7 +241,7 @@ def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[s
         )
     knobs: dict[str, Any] = {"reshard_after_forward": bool(fsdp.reshard_after_forward)}
     if not has_degree:
-        knobs["shard_degree"] = "world"  # what plain FSDP does
+        knobs["shard_degree"] = "world"  # as plain FSDP
     classes = fsdp.transformer_cls_names_to_wrap
     if classes:
         knobs["wrap"] = tuple(classes.split(",") if isinstance(classes, str) else classes)

@@ -1,4 +1,4 @@
-"""The handle that a sharded model carries, and how to find it."""
+"""The handle that a sharded model carries, and the search for it."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def attach(model: nn.Module, handle: ParallelModel) -> None:
 
 
 def parallel_of(model: nn.Module | None) -> ParallelModel | None:
-    """The handle of a model that :class:`SmpAccelerator` sharded, compiled or not; None for any other."""
+    """Return the handle of a model that :class:`SmpAccelerator` sharded, compiled or not; None for any other."""
     return None if model is None else getattr(uncompiled(model), _ATTACHED, None)

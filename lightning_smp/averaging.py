@@ -23,7 +23,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_smp.loading import CURRENT_MODEL, FINER_AVERAGE, Loading
+from lightning_smp.checkpoint_sources import CURRENT_MODEL, FINER_AVERAGE
+from lightning_smp.loading import Loading
 from lightning_smp.steps import SteppingStrategy
 from smp_core.averaging import RankWeights, ShardedAverage, take_written
 from smp_core.parallel_model import ParallelModel

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from lightning_smp.background import in_lightning_words
-from lightning_smp.loading import PER_RANK, main_module
+from lightning_smp.checkpoint_sources import PER_RANK, main_module
 from lightning_smp.resume import random_of_rank
 from smp_core.checkpoint import (
     CheckpointError,

@@ -9,8 +9,8 @@ Lightning restores in this order, under this strategy as under DDP:
     setup                       shards the module; then the weights are loaded, and optimizers are made
     load_optimizer_state_dict   their states, after on_fit_start; and where the data go on
 
-What a hook has not looked at is streamed, each rank its shards. What it has looked at is whole, in host memory, and
-rank 0's edits count, as they do under DDP.
+Values that no hook has looked at are streamed, each rank its shards. Values that a hook has looked at are unsharded, in
+host memory, and rank 0's edits count, as they do under DDP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -30,31 +29,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_smp.background import in_lightning_words
+from lightning_smp.checkpoint_sources import CheckpointFile, CheckpointFolder, Place
 from lightning_smp.resume import Resume
 from smp_core.averaging import fill
 from smp_core.checkpoint import (
     CheckpointError,
     find_checkpoints,
     first_whole,
-    load_checkpoint,
-    read_per_rank,
-    read_rest,
 )
-from smp_core.checkpoint.lazy_state import LazyState, Unread, as_it_lies
-from smp_core.checkpoint.optimizers import (
-    copy_into,
-    load_named_optimizer_state,
-    load_whole_optimizer_state,
-    names_between,
-    parameter_names,
-    stepped_parameters,
-)
+from smp_core.checkpoint.lazy_state import Unread, as_it_lies
 from smp_core.checkpoint.random_state import resumed_random_state
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.reader import TensorFiles
-from smp_core.checkpoint.verify import open_checked
-from smp_core.comm.remainder_state import KEY as REMAINDERS
-from smp_core.comm.remainder_state import load_remainder_state
 from smp_core.module_names import clean_name
 from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.own_parts import load_whole_state
@@ -65,22 +50,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("smp")
 
-PER_RANK = "smp_per_rank"
-"""In a file: what a folder has as each rank's own part."""
-CURRENT_MODEL = "current_model_state"
-"""Key of the trained weights where ``state_dict`` is an average of them (lightning_smp/averaging.py)."""
-FINER_AVERAGE = "smp_average"
-"""Key of the average where it is kept in a finer dtype than the weights."""
-MODELS = ("state_dict", CURRENT_MODEL, FINER_AVERAGE)
-_OF_SWA = ("average_model_state",)
-_NOT_READ = (*(f"{key}.*" for key in MODELS), f"callbacks.*.{_OF_SWA[0]}.*", "optimizer_states.*.state.*")
-Place = tuple[Any, ...]
 FP8_STATE = "smp_fp8"
 """Key of the FP8 scales in the checkpoint dictionary: plain tensors by module name."""
 
 
 class Loading:
-    """A checkpoint between Lightning's calls. Making one is collective.
+    """A checkpoint between Lightning's calls. Its construction is collective.
 
     Args:
         weights_only: as of ``torch.load``; for a file.
@@ -89,7 +64,7 @@ class Loading:
         content: the checkpoint dictionary for Lightning and its hooks.
 
     Raises:
-        CheckpointError: it is broken or none; or it has no optimizer states and training is to go on.
+        CheckpointError: the checkpoint is broken or missing, or it has no optimizer states and training is to go on.
     """
 
     def __init__(self, strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> None:
@@ -99,11 +74,11 @@ class Loading:
         self.path = path
         module = strategy.lightning_module
         assert module is not None
-        self._source: _Folder | _File
+        self._source: CheckpointFolder | CheckpointFile
         if os.path.isfile(path):
-            self._source = _File(path, strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+            self._source = CheckpointFile(path, strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
         else:
-            self._source = _Folder(path, verify, module)
+            self._source = CheckpointFolder(path, verify, module)
         self.content = self._source.content
         if module.trainer.state.fn == TrainerFn.FITTING:
             _check_complete(self.content, path)
@@ -115,11 +90,12 @@ class Loading:
         self._given, self._strict = as_it_lies(state), strict
 
     def load_weights(self, parallel: ParallelModel) -> None:
-        """Into the sharded module; and the scales of FP8, which go by what the weights are. Collective.
+        """Load the weights into the sharded module, and the scales of FP8, which follow from the weights. Collective.
 
         Raises:
-            CheckpointError: they do not fit.
+            CheckpointError: the weights do not fit.
         """
+        # Each value is a tensor to be streamed into, or an unsharded one.
         parallel.reshard()
         given = _agreed(self._given, self._source.unread, parallel.mesh.device)
         live, module = parallel.model_state(), parallel.module
@@ -137,6 +113,8 @@ class Loading:
             shown[own_names.get(clean_name(key), key)] = value
         with in_lightning_words():
             self._source.fill_weights(streamed)
+
+        # The module takes the unsharded ones, with its own hooks.
         what = f"{self.path} does not fit the model"
         (missing, unexpected), _ = Ranks().together(what, lambda: self._load_whole(module, shown, live))
         for where, names in (("missing in it, kept", missing), ("in it only, not used", unexpected)):
@@ -175,10 +153,10 @@ class Loading:
             logger.info("%s has FP8 scales, which are not used: this run computes without FP8", self.path)
 
     def load_training(self, strategy: SmpShardedStrategy, checkpoint: Mapping[str, Any]) -> None:
-        """Optimizer states of ``checkpoint``; and remember what is settled when the data loaders are known. Collective.
+        """Load the optimizer states of ``checkpoint``, and prepare the resumption of the data. Collective.
 
         Raises:
-            CheckpointError: they do not fit the optimizers.
+            CheckpointError: the states do not fit the optimizers.
         """
         states = checkpoint["optimizer_states"]
         if len(states) != len(strategy.optimizers):
@@ -189,6 +167,8 @@ class Loading:
         for number, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
             self._source.load_optimizer(strategy.parallel.module, number, optimizer, state)
         self._source.load_remainders(strategy.parallel)
+
+        # Random states, and the place in the data.
         parts = [part if isinstance(part, dict) else {} for part in self._source.per_rank()]
         random, rank, world = None, strategy.global_rank, strategy.world_size
         if any("random" in part for part in parts):
@@ -200,148 +180,8 @@ class Loading:
         strategy.resume = Resume(checkpoint.get("smp_data"), random, epoch_random, data_size, allow)
 
 
-class _Folder:
-    """A sharded checkpoint."""
-
-    def __init__(self, path: Any, verify: str, module: nn.Module) -> None:
-        self._path = path
-        self._opened = open_checked(path, verify, Ranks(), f"checkpoint {os.fspath(path)} was not loaded")
-        self._places = self._opened.index.by_path()
-        content = read_rest(path, tensors=["*"], exclude=[*_NOT_READ, f"{REMAINDERS}.*"])
-        # A folder saved without a LightningModule around the model, by accelerate_smp, has names without its prefix.
-        facts = self._opened.manifest.metadata
-        prefix_there = facts.get("module_prefix", "")
-        prefix_here = prefix_there if facts.get("trainer") == "lightning" else main_module(module)[0]
-        self.name_there = names_between(prefix_here, prefix_there)
-        name_here = names_between(prefix_there, prefix_here)
-        if "loops" not in content:
-            content.setdefault("pytorch-lightning_version", lightning.__version__)
-            content.setdefault("global_step", 0)
-            logger.warning("%s was not saved by Lightning: weights and optimizers go on, loops start anew", path)
-        for key in MODELS:
-            stored = {**dict.fromkeys(self._children(key)), **content.get(key, {})}
-            if stored:
-                content[key] = LazyState({name_here(name): self.unread((key, name)) for name in stored})
-        for place in dict.fromkeys(
-            path[:3] for path in self._places if path[0] == "callbacks" and path[2:3] == _OF_SWA
-        ):
-            names = self._children(*place)
-            lazy = LazyState({name_here(name): self.unread((*place, name)) for name in names})
-            content["callbacks"][place[1]][place[2]] = lazy
-        for number, state in enumerate(content.get("optimizer_states", [])):
-            self._make_lazy(number, state)
-        self.content: dict[str, Any] = content
-
-    def _children(self, *place: Any) -> list[str]:
-        """Names under ``place`` below which there are tensors."""
-        depth = len(place)
-        return list(dict.fromkeys(path[depth] for path in self._places if path[:depth] == place))
-
-    def _make_lazy(self, number: int, state: dict[str, Any]) -> None:
-        def unread(name: str) -> Unread:
-            place = ("optimizer_states", number, "state", name)
-            return Unread(name, lambda: read_rest(self._path, place, tensors=["*"]))
-
-        names = {**state.get("state", {}), **dict.fromkeys(self._children("optimizer_states", number, "state"))}
-        state["state"] = LazyState({name: unread(name) for name in names})
-
-    def unread(self, place: Place) -> Unread:
-        """A value by its place in the folder."""
-        stored = self._places.get(place)
-        if stored is None:
-            return Unread(place, lambda: read_rest(self._path, place, tensors=["*"]))
-
-        def read() -> torch.Tensor:
-            with TensorFiles(self._opened) as files:
-                return files.whole(stored)
-
-        return Unread(place, read, self._opened.index.record(stored).shape)
-
-    def fill_weights(self, targets: dict[Place, torch.Tensor]) -> None:
-        stored = {place: self._places[place] for place in targets}
-        _say_what_is_cast(
-            self._path, targets, {place: self._opened.index.record(there).dtype for place, there in stored.items()}
-        )
-        template: dict[str, Any] = {}
-        for place, target in targets.items():
-            inner = template
-            for key in place[:-1]:
-                inner = inner.setdefault(key, {})
-            inner[place[-1]] = target
-        load_checkpoint(self._path, template, only=stored.values(), verify="sizes", allow_dtype_cast=True)
-
-    def load_optimizer(
-        self, module: nn.Module, number: int, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        if all(isinstance(name, int) for group in state["param_groups"] for name in group["params"]):
-            load_whole_optimizer_state(optimizer, state)  # a hook has put another one in its place
-            return
-        where = ("optimizer_states", number)
-        saved = [name for group in state["param_groups"] for name in group["params"]]
-        name_there = self._also_renamed(parameter_names(module, optimizer), stepped_parameters(optimizer), saved)
-        load_named_optimizer_state(self._path, where, module, optimizer, name_there, verify="sizes", given=state)
-
-    def _also_renamed(self, names: list[str], parameters: list[torch.Tensor], saved: list[str]) -> Callable[[str], str]:
-        """How an optimizer's parameters are called in the folder. Where some have other names now, which a hook has
-        translated for the weights, the ones without a partner belong together in their order, as in one process."""
-        there = [self.name_there(name) for name in names]
-        mine = [(name, p) for name, at, p in zip(names, there, parameters, strict=True) if at not in set(saved)]
-        theirs = [name for name in saved if name not in set(there)]
-        shapes = [tuple(parameter.shape) for _, parameter in mine]
-        if not mine or shapes != [self.unread(("state_dict", name)).shape for name in theirs]:
-            return self.name_there  # or they do not fit, which is an error there
-        partners = {name: old for (name, _), old in zip(mine, theirs, strict=True)}
-        pairs = [f"{old} -> {name}" for name, old in partners.items()]
-        logger.warning("%s: optimizer states of renamed parameters: %s", self._path, ", ".join(pairs[:5]))
-        return lambda name: partners.get(name) or self.name_there(name)
-
-    def load_remainders(self, parallel: ParallelModel) -> None:
-        load_remainder_state(parallel.traffic, self._path)
-
-    def per_rank(self) -> list[Any]:
-        return read_per_rank(self._path)
-
-
-class _File:
-    """One ordinary ``.ckpt``, in host memory as a whole."""
-
-    name_there: Callable[[str], str] = staticmethod(str)
-
-    def __init__(self, path: Any, content: dict[str, Any]) -> None:
-        if "state_dict" not in content:
-            raise CheckpointError(
-                f"{path} is no Lightning checkpoint: it has no 'state_dict' but {sorted(content)[:8]}"
-            )
-        self._path = path
-        self._values = {(key, name): value for key in MODELS for name, value in content.get(key, {}).items()}
-        self.content = dict(content)
-        for key in MODELS:
-            if key in content:
-                self.content[key] = LazyState({name: self.unread((key, name)) for name in content[key]})
-
-    def unread(self, place: Place) -> Unread:
-        value = self._values[place]
-        return Unread(place, lambda: value, tuple(value.shape) if isinstance(value, torch.Tensor) else None)
-
-    def fill_weights(self, targets: dict[Place, torch.Tensor]) -> None:
-        _say_what_is_cast(self._path, targets, {place: self._values[place].dtype for place in targets})
-        for place, target in targets.items():
-            copy_into(target, self._values[place])
-
-    def load_optimizer(
-        self, module: nn.Module, number: int, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        load_whole_optimizer_state(optimizer, state)
-
-    def load_remainders(self, parallel: ParallelModel) -> None:
-        """A file has none."""
-
-    def per_rank(self) -> list[Any]:
-        return list(self.content.get(PER_RANK, []))
-
-
 def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: torch.device) -> dict[str, Any]:
-    """Rank 0's state dict on every rank: what a hook has made may have been drawn at random. Collective."""
+    """Return rank 0's state dict on every rank: a hook may have drawn its values at random. Collective."""
 
     def described(value: Any) -> Any:
         if isinstance(value, Unread):
@@ -367,23 +207,8 @@ def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: to
     return agreed
 
 
-def _say_what_is_cast(path: Any, targets: Mapping[Place, torch.Tensor], saved: Mapping[Place, torch.dtype]) -> None:
-    cast = [name for name, target in targets.items() if target.dtype != saved[name]]
-    if cast:
-        change = f"{saved[cast[0]]} to {targets[cast[0]].dtype}"
-        logger.warning("%s: %d tensors are cast, e.g. %s from %s", path, len(cast), cast[0][-1], change)
-
-
-def main_module(module: nn.Module) -> tuple[str, nn.Module]:
-    """The one child that holds all parameters, with its name and a dot, or the module itself and ""."""
-    children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
-    if len(children) == 1 and not any(True for _ in module.parameters(recurse=False)):
-        return f"{children[0][0]}.", children[0][1]
-    return "", module
-
-
 def _means_newest(strategy: SmpShardedStrategy, path: Any) -> bool:
-    """Whether a path is what ``ckpt_path="last"`` stands for."""
+    """Tell whether a path is the one that ``ckpt_path="last"`` stands for."""
     assert strategy.lightning_module is not None
     folder, name = os.path.split(os.path.abspath(path))
     for callback in strategy.lightning_module.trainer.checkpoint_callbacks:
@@ -395,7 +220,7 @@ def _means_newest(strategy: SmpShardedStrategy, path: Any) -> bool:
 
 
 def _newest_whole(path: Any, verify: str) -> str:
-    """``path`` or, where that is broken, the newest whole checkpoint beside it. Collective."""
+    """Return ``path`` or, where that is broken, the newest unbroken checkpoint in its folder. Collective."""
 
     def candidates() -> list[str]:
         folder = os.path.dirname(os.path.abspath(path))

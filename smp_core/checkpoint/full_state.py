@@ -1,7 +1,7 @@
-"""The whole state dict out of a checkpoint folder (`consolidate`).
+"""The full state dict of a checkpoint folder (`consolidate`).
 
-All of it streams, one tensor in memory at a time: safetensors (safetensors_export.py), `.ckpt` and `.pt` files
-(torch_file.py). From live ranks: live_state.py.
+Every format streams, with one tensor in memory at a time: safetensors (safetensors_export.py), `.ckpt` and `.pt` files
+(torch_file.py). The full state dict of live ranks: live_state.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def consolidate(
     allow_pickle: bool = False,
     progress: Progress | None = None,
 ) -> list[str]:
-    """Bring a sharded checkpoint back as whole tensors.
+    """Write a sharded checkpoint as unsharded tensors.
 
     Args:
         path: checkpoint folder or address.
@@ -72,34 +72,52 @@ def consolidate(
     Raises:
         CheckpointError: the checkpoint is broken, ``out`` exists, or an argument is out of range.
     """
+    # The arguments.
     target = Path(local_path(out)).absolute()
     chosen = _format(output_format, target)
     if workers < 1:
         raise CheckpointError(f"workers={workers} must be 1 or more")
     cast = dtype_from_name(dtype) if isinstance(dtype, str) else dtype
     options = ExportOptions(cast, optimizer, workers, parse_size(max_shard_size), progress)
-    taken = os.path.lexists(target) and (not target.is_dir() or any(target.iterdir()))
-    if taken and not overwrite:
-        raise CheckpointError(f"{target} exists already; choose another path or pass overwrite=True (--overwrite)")
+    _check_free(target, overwrite)
+
+    # The source.
     opened = open_checkpoint(path)
     check_files(opened, verify)
+
+    return _write(opened, target, chosen, strip_prefix, options, allow_pickle)
+
+
+def _write(
+    opened: OpenCheckpoint,
+    target: Path,
+    chosen: str,
+    strip_prefix: str | None,
+    options: ExportOptions,
+    allow_pickle: bool,
+) -> list[str]:
+    """Write a checkpoint in the chosen format, under a temporary name until it is complete; return the files made."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = scratch_path(target)
+    made = [target.name]
     try:
         if chosen == "safetensors":
             made = write_safetensors_folder(opened, temporary, export_names(opened, strip_prefix), options)
+        elif chosen == "ckpt":
+            _write_torch_file(temporary, _lightning_content(opened, options, strip_prefix, allow_pickle), options)
         else:
-            content = (
-                _lightning_content(opened, options, strip_prefix, allow_pickle)
-                if chosen == "ckpt"
-                else _plain_content(opened, options, strip_prefix)
-            )
-            _write_torch_file(temporary, content, options)
-            made = [target.name]
+            _write_torch_file(temporary, _plain_content(opened, options, strip_prefix), options)
         put_in_place(temporary, target)
     finally:
         discard(temporary)
     return made
+
+
+def _check_free(target: Path, overwrite: bool) -> None:
+    """Refuse a path that holds something, unless it may be overwritten. An empty folder is free."""
+    is_empty_folder = target.is_dir() and not any(target.iterdir())
+    if os.path.lexists(target) and not is_empty_folder and not overwrite:
+        raise CheckpointError(f"{target} exists already; choose another path or pass overwrite=True (--overwrite)")
 
 
 def _format(output_format: str, target: Path) -> str:
@@ -111,7 +129,7 @@ def _format(output_format: str, target: Path) -> str:
 
 
 def lazy_tensor(opened: OpenCheckpoint, name: str, cast: torch.dtype | None = None) -> LazyTensor:
-    """A tensor of a checkpoint that is read when it is needed; tied ones know each other."""
+    """Return a tensor of a checkpoint that is read when it is needed; tied tensors have one tie."""
     record = opened.index.record(name)
     dtype = cast if cast is not None and record.dtype.is_floating_point else record.dtype
 
@@ -123,7 +141,7 @@ def lazy_tensor(opened: OpenCheckpoint, name: str, cast: torch.dtype | None = No
 
 
 def _model_tensors(opened: OpenCheckpoint, options: ExportOptions, strip_prefix: str | None) -> dict[str, LazyTensor]:
-    """All model tensors by outside name, tied ones under all their names, to be cast."""
+    """Return all model tensors by their names in the export, tied ones under all their names, to be cast."""
     names = export_names(opened, strip_prefix)
     model = {outside: lazy_tensor(opened, name, options.cast) for outside, name in names.model.items()}
     return model | {dropped: model[kept] for dropped, kept in names.ties.items()}
@@ -145,8 +163,9 @@ def _lightning_content(
     opened: OpenCheckpoint, options: ExportOptions, strip_prefix: str | None, allow_pickle: bool
 ) -> dict[str, Any]:
     content: dict[str, Any] = decode_state(opened, lambda name: lazy_tensor(opened, name), allow_pickle)
-    for name in [] if options.optimizer else _TRAINING_KEYS:
-        content.pop(name, None)
+    if not options.optimizer:
+        for name in _TRAINING_KEYS:
+            content.pop(name, None)
     if isinstance(content.get("optimizer_states"), list):
         content["optimizer_states"] = [numbered_optimizer_state(state) for state in content["optimizer_states"]]
     key = export_names(opened, "").model_key
@@ -156,7 +175,7 @@ def _lightning_content(
 
 
 def numbered_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer state keyed by parameter name -> the form of ``torch.optim.Optimizer.state_dict`` (keyed 0, 1, ...).
+    """Turn an optimizer state keyed by parameter name into that of ``torch.optim.Optimizer.state_dict`` (0, 1, ...).
 
     Args:
         state: ``{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}``; returned as it is when its
@@ -173,6 +192,7 @@ def numbered_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_torch_file(path: Path, content: dict[str, Any], options: ExportOptions) -> None:
+    """Stream a state with lazy tensors into one ``torch.save`` file."""
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in iterate_tensors(content))
     with options.progress(total) if options.progress else contextlib.nullcontext(_ignore) as advance:
         stream_torch_save(path, content, lambda leaf: leaf.load() if isinstance(leaf, LazyTensor) else leaf, advance)
@@ -183,7 +203,7 @@ def _ignore(count: int) -> None:
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
-    """Move what was made to its place; a folder that was there before is left under the temporary's name."""
+    """Move a finished file or folder to its place; a folder that was there before gets the temporary's name."""
     if temporary.is_file() and not target.is_dir():
         os.replace(temporary, target)
     elif os.path.lexists(target) and not rename_exchange(str(temporary), str(target)):

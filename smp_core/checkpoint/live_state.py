@@ -1,4 +1,4 @@
-"""The whole state of live ranks, gathered one tensor at a time: in memory, or streamed into one `torch.save` file."""
+"""The full state of live ranks, gathered one tensor at a time: in memory, or streamed into one `torch.save` file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from smp_core.checkpoint.tree import map_tensors, name_tensors
 
 
 def full_state_dict(model_or_state: nn.Module | Mapping[str, Any], rank0_only: bool = True) -> dict[str, Any]:
-    """The whole state dict of live ranks, on the CPU, gathered one tensor at a time. Collective.
+    """Gather the full state dict of live ranks on the CPU, one tensor at a time. Collective.
 
     Args:
         model_or_state: a module (its parameters and persistent buffers, by their own names) or a flat or nested state
@@ -33,7 +33,7 @@ def full_state_dict(model_or_state: nn.Module | Mapping[str, Any], rank0_only: b
         rank0_only: the other ranks take part but get an empty dict; False gives every rank everything.
 
     Returns:
-        names -> whole CPU tensors; tied tensors stay one tensor.
+        names -> unsharded CPU tensors; tied tensors stay one tensor.
     """
     if isinstance(model_or_state, nn.Module):
         state: Mapping[str, Any] = get_model_state_dict(model_or_state)
@@ -42,12 +42,12 @@ def full_state_dict(model_or_state: nn.Module | Mapping[str, Any], rank0_only: b
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     seen: dict[Any, torch.Tensor] = {}
 
-    def whole(tensor: torch.Tensor) -> torch.Tensor | None:
+    def unsharded(tensor: torch.Tensor) -> torch.Tensor | None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         key = (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype)
         tied = bool(local.numel()) and key in seen
         # Every rank takes part in the gather even where it sees a tie: a rank with an empty slice does not see it.
-        full = _whole(tensor)
+        full = _full_tensor(tensor)
         if not keep:
             return None
         if tied:
@@ -56,7 +56,7 @@ def full_state_dict(model_or_state: nn.Module | Mapping[str, Any], rank0_only: b
         seen[key] = host
         return host
 
-    result: dict[str, Any] = map_tensors(dict(state), whole)
+    result: dict[str, Any] = map_tensors(dict(state), unsharded)
     return result if keep else {}
 
 
@@ -65,13 +65,13 @@ def save_full_state(
 ) -> None:
     """Write one ordinary ``torch.save`` file (a Lightning ``.ckpt``) from live ranks, streaming. Collective.
 
-    Whole tensors are gathered and written one at a time, so rank 0 never holds more than one. The file appears at its
-    path as a whole or not at all, and replaces a file or a checkpoint folder that is there.
+    Tensors are gathered and written one at a time, so rank 0 never holds more than one. The file appears at its path
+    complete or not at all, and replaces a file or a checkpoint folder that is there.
 
     Args:
         path: a local file.
-        content: nested dicts, lists and tuples; DTensors become whole tensors, tied ones stay tied; the rest is taken
-            from rank 0.
+        content: nested dicts, lists and tuples; DTensors become unsharded tensors, tied ones stay tied; the rest is
+            taken from rank 0.
         process_group: the ranks that save together; None: all.
 
     Raises:
@@ -80,21 +80,9 @@ def save_full_state(
     ranks = Ranks(process_group)
     what = f"{os.fspath(path)} was not saved"
     target = Path(local_path(path)).absolute()
-    named = name_tensors(dict(content))
-    tensors = dict(named.values())
-    sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
-    _, reports = ranks.together(what, lambda: tensors, lambda mine: (find_ties(mine), sharded))
-    if any(names != sharded for _, names in reports):
-        odd = sorted(set().union(*(names for _, names in reports)) - set.intersection(*(set(n) for _, n in reports)))
-        raise CheckpointError(
-            f"{what}: not every rank brings the same sharded tensors ({', '.join(odd[:3]) or 'other order'}), and they "
-            "are gathered together: add them to the state on every rank, or not at all"
-        )
-    aliases = agreed_aliases([ties for ties, _ in reports])
+    lazy = _lazy_tensors(content, ranks, what)
+    leaves = {leaf.tie: leaf for leaf in lazy.values()}
     temporary = scratch_path(target)
-    lazy: dict[int, LazyTensor] = {}
-    for name, tensor in named.values():
-        lazy.setdefault(id(tensor), _gathered_later(tensor, aliases.get(name, name)))
     file: TorchFile | None = None
 
     def begin() -> None:
@@ -107,8 +95,8 @@ def save_full_state(
     try:
         ranks.on_first(what, begin)
         problem: Exception | None = None
-        for number, leaf in enumerate({leaf.tie: leaf for leaf in lazy.values()}.values()):
-            value = leaf.load()  # every rank, also after an error on rank 0: the gather is collective
+        for number, leaf in enumerate(leaves.values()):
+            value = leaf.load()  # on every rank, also after an error on rank 0: the gather is collective
             try:
                 if file is not None and problem is None:
                     file.fill(number, value)
@@ -127,16 +115,46 @@ def save_full_state(
         discard(temporary)
 
 
+def _lazy_tensors(content: Mapping[str, Any], ranks: Ranks, what: str) -> dict[int, LazyTensor]:
+    """Make a lazy tensor, gathered by ``load``, for every tensor of the state, by its id. Collective.
+
+    Args:
+        what: the beginning of an error's message.
+
+    Raises:
+        CheckpointError: the ranks do not bring the same sharded tensors.
+    """
+    named = name_tensors(dict(content))
+    tensors = dict(named.values())
+    sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
+    _, reports = ranks.together(what, lambda: tensors, lambda own: (find_ties(own), sharded))
+
+    sharded_by_rank = [names for _, names in reports]
+    if any(names != sharded for names in sharded_by_rank):
+        on_any_rank = set().union(*sharded_by_rank)
+        on_every_rank = set.intersection(*map(set, sharded_by_rank))
+        odd = sorted(on_any_rank - on_every_rank)
+        raise CheckpointError(
+            f"{what}: not every rank brings the same sharded tensors ({', '.join(odd[:3]) or 'other order'}), and they "
+            "are gathered together: add them to the state on every rank, or not at all"
+        )
+
+    aliases = agreed_aliases([ties for ties, _ in reports])
+    lazy: dict[int, LazyTensor] = {}
+    for name, tensor in named.values():
+        lazy.setdefault(id(tensor), _gathered_later(tensor, aliases.get(name, name)))
+    return lazy
+
+
 def _gathered_later(tensor: torch.Tensor, tie: str) -> LazyTensor:
     def load() -> torch.Tensor:
-        return _whole(tensor)
+        return _full_tensor(tensor)
 
     return LazyTensor(tuple(tensor.shape), tensor.dtype, load, tie)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All shards of a DTensor, gathered on the device of its mesh: shards on the host (offloaded ones) are sent from
-    there."""
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather all shards of a DTensor on the device of its mesh; offloaded shards move there from the host first."""
     if not isinstance(tensor, DTensor):
         return tensor
     mesh, local = tensor.device_mesh, tensor.to_local()

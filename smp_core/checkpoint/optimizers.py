@@ -1,9 +1,9 @@
-"""Optimizer states by parameter name: the form in which they are saved, so that any sharding and any mesh reads them.
+"""The optimizer states of a checkpoint, keyed by parameter name, so that any sharding and any mesh reads them.
 
 torch numbers an optimizer's parameters; a checkpoint names them, ``{"state": {name: {"exp_avg": ...}}, "param_groups":
 [{"params": [names], "lr": ...}]}``, as ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` does. The
-difference is in loading: only what was saved gets a state, so that a parameter that was never stepped (frozen, unused)
-is as fresh after a resume as before it.
+difference is in loading: only parameters with a saved state get one, so that a parameter that was never stepped
+(frozen, unused) is as fresh after a resume as before it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     names = parameter_names(model, optimizer)
     numbered = optimizer.state_dict()
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in numbered["param_groups"]]
-    # What an optimizer keeps for none of its parameters has a key of its own.
+    # A value that an optimizer keeps for none of its parameters has a key of its own.
     state = {names[key] if isinstance(key, int) else key: entry for key, entry in numbered["state"].items()}
     return {"state": state, "param_groups": groups}
 
 
 def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The model's parameters that the optimizer steps, itself or (``optimizer_shard="world"``) by masters, whose
-    ``smp_model_parameter`` they are."""
+    """Return the model's parameters that the optimizer steps.
+
+    Under ``optimizer_shard="world"`` the optimizer steps masters; a master's ``smp_model_parameter`` is the parameter.
+    """
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [getattr(parameter, "smp_model_parameter", parameter) for parameter in stepped]
 
@@ -75,8 +77,9 @@ def load_named_optimizer_state(
         prefix: path of the state inside the checkpoint, e.g. ``("optimizer_states", 0)``.
         name_there: a parameter's name here -> its name in the checkpoint (:func:`names_between`).
         verify: as in :func:`smp_core.checkpoint.load_checkpoint`.
-        given: what to take in the place of what is saved: groups, and for each parameter an
-            :class:`smp_core.checkpoint.lazy_state.Unread` or an entry with whole tensors.
+        given: a state to load in the place of the saved one: groups, and for each parameter either an
+            :class:`smp_core.checkpoint.lazy_state.Unread`, which stands for the saved entry, or an entry with unsharded
+            tensors.
 
     Raises:
         CheckpointError: parameters that the checkpoint has and the optimizer lacks or the other way round.
@@ -94,35 +97,44 @@ def load_named_optimizer_state(
             f"{foreign[:5]}. Build configure_optimizers as it was, or load the weights alone"
         )
     on_host = hasattr(optimizer, "host_bytes")  # state_offload="optimizer": states never see the device
+    saved = _read_sharded_like(path, prefix, by_name, on_host, verify)
+    state: dict[str, Any] = saved.get("state", {})
+    if given is None:
+        groups = saved["param_groups"]
+    else:
+        read, state = state, {}
+        for owner, entry in as_it_lies(given["state"]).items():
+            state[owner] = read[owner] if isinstance(entry, Unread) else _entry_like(by_name.get(owner), entry)
+    number = {name: i for i, name in enumerate(names)}
+    numbered = {number.get(name, name): entry for name, entry in state.items()}
+    optimizer.load_state_dict({"state": numbered, "param_groups": _groups_like(optimizer, groups)})
+
+
+def _read_sharded_like(
+    path: str | os.PathLike[str],
+    prefix: tuple[Any, ...],
+    by_name: Mapping[str, torch.Tensor],
+    on_host: bool,
+    verify: str | None,
+) -> dict[str, Any]:
+    """Read the optimizer state under ``prefix``, each tensor sharded like its parameter. Collective.
+
+    Args:
+        by_name: parameters by their names in the checkpoint.
+        on_host: keep the state on the host.
+    """
     filled: list[str] = []
 
     def empty(place: Path, name: str, record: TensorRecord) -> torch.Tensor:
         filled.append(name)
-        if place[len(prefix)] != "state":  # a rate of a group, for example
-            return torch.empty(record.shape, dtype=record.dtype)
-        owner = by_name.get(place[len(prefix) + 1])
-        if owner is None:  # kept for none of the parameters
+        owner = by_name.get(place[len(prefix) + 1]) if place[len(prefix)] == "state" else None
+        if owner is None:  # a rate of a group, for example, or a value kept for none of the parameters
             return torch.empty(record.shape, dtype=record.dtype)
         return like_parameter(owner, record.shape, record.dtype, on_host=on_host)
 
-    saved = read_template(path, prefix, empty)
+    saved: dict[str, Any] = read_template(path, prefix, empty)
     load_checkpoint(path, _nested(prefix, saved), only=filled, verify=verify)
-    state: dict[str, Any] = saved.get("state", {})
-    if given is None:
-        groups = saved["param_groups"]
-    if given is not None:
-        lying = as_it_lies(given["state"])
-        state = {
-            owner: state[owner] if isinstance(entry, Unread) else _entry_like(by_name.get(owner), entry)
-            for owner, entry in lying.items()
-        }
-    number = {name: i for i, name in enumerate(names)}
-    optimizer.load_state_dict(
-        {
-            "state": {number.get(name, name): entry for name, entry in state.items()},
-            "param_groups": _groups_like(optimizer, groups),
-        }
-    )
+    return saved
 
 
 def _entry_like(parameter: torch.Tensor | None, entry: Any) -> Any:
@@ -131,10 +143,12 @@ def _entry_like(parameter: torch.Tensor | None, entry: Any) -> Any:
 
 
 def names_between(prefix_here: str, prefix_there: str) -> Callable[[str], str]:
-    """How names translate between a model inside a LightningModule (prefix ``"model."``) and the model by itself ("").
+    """Return the translation of names in this process to names in the checkpoint.
+
+    A model inside a LightningModule has the prefix ``"model."``, the model by itself "".
 
     Args:
-        prefix_here: what the names of the model at hand begin with.
+        prefix_here: the prefix of names of the model in this process.
         prefix_there: ``metadata["module_prefix"]`` of the checkpoint.
     """
     if prefix_here == prefix_there:

@@ -225,8 +225,8 @@ def use_chunked_loss(model: Any, chunk: int = 1024) -> None:
     ) -> torch.Tensor:
         """Compute what ForCausalLMLoss of Transformers computes, from pending logits in chunks."""
         if isinstance(logits, torch.Tensor) and not _STATE.label_smoothing:
-            counted = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-            return whole_loss(logits, labels, vocab_size, **counted, shift_labels=shift_labels, **options)
+            options |= {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            return whole_loss(logits, labels, vocab_size, shift_labels=shift_labels, **options)
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.masked_fill(shift_labels == ignore_index, IGNORED).to(logits.device)
@@ -241,14 +241,11 @@ def use_chunked_loss(model: Any, chunk: int = 1024) -> None:
             return whole_forward(*args, **kwargs)
         with _in_its_place(places, stand_in):
             outputs = whole_forward(*args, **kwargs)
-        first = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
-        has_loss = isinstance(first, torch.Tensor)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        has_loss = isinstance(loss, torch.Tensor)
         if not has_loss and torch.is_grad_enabled() and not warned:
             warned = True
-            logger.warning(
-                "chunked_cross_entropy has no effect on %s: its forward gets no labels, so its logits are made whole",
-                name,
-            )
+            logger.warning("chunked_cross_entropy has no effect on %s: its forward gets no labels", name)
         return _without_pending(outputs, has_loss)
 
     model.loss_function = loss_function
