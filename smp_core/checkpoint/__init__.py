@@ -1,4 +1,4 @@
-"""Sharded checkpoints that survive crashes, load on any number of ranks and never run code from a file.
+"""The sharded checkpoints: they survive crashes, load on any number of ranks and never run code from a file.
 
 The format is described in docs/checkpoint-format.md.
 """

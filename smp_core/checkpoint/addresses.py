@@ -1,4 +1,4 @@
-"""Paths and addresses: a checkpoint is in a local folder or under an fsspec address, and this is where it is decided.
+"""The choice between a local folder and an fsspec address for a checkpoint's path.
 
 fsspec is imported only for an address.
 """
@@ -12,19 +12,19 @@ from smp_core.checkpoint.storage import Folder, Transaction
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is an fsspec address such as ``s3://bucket/run`` rather than a local path."""
+    """Tell whether a path is an fsspec address such as ``s3://bucket/run`` rather than a local path."""
     text = os.fspath(path)
     return "://" in text and not text.startswith("file://")
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """A local path without ``file://`` and without a trailing slash."""
+    """Return a local path without ``file://`` and without a trailing slash."""
     text = os.fspath(path).removeprefix("file://")
     return text.rstrip("/") or "/"
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """The folder at a local path or fsspec address, for reading."""
+    """Open the folder at a local path or fsspec address, for reading."""
     if is_address(path):
         from smp_core.checkpoint.object_folder import ObjectFolder
 
@@ -33,7 +33,7 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def open_transaction(path: str | os.PathLike[str]) -> Transaction:
-    """A save to a local path or fsspec address."""
+    """Return a transaction for a save to a local path or fsspec address."""
     if is_address(path):
         from smp_core.checkpoint.object_folder import ObjectTransaction
 

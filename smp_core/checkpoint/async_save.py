@@ -1,4 +1,4 @@
-"""Saving behind training: staged to host memory, then written by a thread of its own over a process group of its own.
+"""The asynchronous saves: staged to host memory, then written by a thread over a process group of its own.
 
 Training stalls for the copy to host memory only. At most one save is in flight; its error is raised at the next call,
 on every rank, because the writing agrees on errors. What is to happen to older checkpoints while a save is in flight
@@ -31,7 +31,7 @@ logger = logging.getLogger("smp")
 
 
 class AsyncCheckpointer:
-    """Saves checkpoints behind training. Creating it is collective.
+    """A writer of checkpoints in the background of training. Its construction is collective.
 
     Args:
         process_group: the ranks that save together; None: all. The thread does not use this group but a gloo group of
@@ -76,7 +76,7 @@ class AsyncCheckpointer:
         digest: str = "xxh3",
         allow_pickle: bool = False,
     ) -> None:
-        """Stage a checkpoint and return; the arguments are those of :func:`smp_core.checkpoint.save_checkpoint`.
+        """Stage a checkpoint and return, with the arguments of :func:`smp_core.checkpoint.save_checkpoint`.
 
         Collective, but without communication on the calling thread. After it returns, ``state`` may change.
 
@@ -122,7 +122,7 @@ class AsyncCheckpointer:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save is being written."""
+        """Tell whether a save is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
@@ -135,7 +135,7 @@ class AsyncCheckpointer:
             self.wait()
 
     def settle(self) -> None:
-        """Once per step on all ranks: when the save in flight has ended everywhere, raise its error everywhere.
+        """Raise the error of the save in flight on all ranks at once, when it has ended on all. Call it once per step.
 
         Collective while a save is in flight (one number over gloo), local otherwise. :meth:`check` alone would let the
         rank whose thread is first leave the others behind in a collective of training.
@@ -173,7 +173,7 @@ class AsyncCheckpointer:
             raise CheckpointError(str(error)) from error
 
     def after_commit(self, what: str, action: Callable[[], object]) -> None:
-        """Do something once the save in flight has committed, at once when there is none. Call it on one rank.
+        """Run an action once the save in flight has committed, at once when there is none. Call it on one rank.
 
         Args:
             what: its name in messages, as in ``"removal of ..."``.
@@ -194,7 +194,7 @@ class AsyncCheckpointer:
         self.after_commit(f"removal of {os.fspath(path)}", lambda: remove_checkpoint(path))
 
     def close(self) -> None:
-        """Wait for the save in flight and let go of the host buffers; the process group stays torch's to end.
+        """Wait for the save in flight and free the host buffers; torch ends the process group.
 
         Raises:
             CheckpointError: the last save failed.
@@ -206,6 +206,7 @@ class AsyncCheckpointer:
 
 
 def _attempt(what: str, action: Callable[[], object]) -> None:
+    """Run a deferred action, and log its error."""
     try:
         action()
     except Exception as error:

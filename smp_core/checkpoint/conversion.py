@@ -1,4 +1,5 @@
-"""Checkpoints of other programs in, and ours out: one process, one tensor at a time, no code run from any file.
+"""The conversion of other programs' checkpoints into ours and back: one process, one tensor at a time, no code run from
+any file.
 
 In: Hugging Face safetensors folders, torch.distributed.checkpoint (DCP) folders, Lightning `.ckpt` files, Lightning's
 sharded folders, Accelerate's FSDP2 folders. Out: the last four (safetensors and `.ckpt`: see full_state.consolidate).

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint folders, read without running code from them and written for other programs.
+"""The folders of torch.distributed.checkpoint, read without running code from them and written for other programs.
 
 DCP keeps its metadata as a pickle. It is read here by an unpickler that knows DCP's own data classes and refuses
 everything else; values that are not tensors are read with weights_only=True. Tensors are read and written one by one.
@@ -45,6 +45,8 @@ _DATA_CLASSES = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """An unpickler of DCP's metadata that refuses every class but DCP's data classes."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _DATA_CLASSES:
             return super().find_class(module, name)
@@ -56,7 +58,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _SafeReader(FileSystemReader):
-    """DCP's reader with the restricted unpickler; parses the metadata once for many reads."""
+    """A reader of DCP with the restricted unpickler; it parses the metadata once for many reads."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -71,6 +73,8 @@ class _SafeReader(FileSystemReader):
 
 
 class _SafeLoadPlanner(DefaultLoadPlanner):
+    """A load planner that reads values other than tensors with ``weights_only=True``."""
+
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -83,7 +87,7 @@ class _SafeLoadPlanner(DefaultLoadPlanner):
 
 
 def read_dcp_folder(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The nested state of a DCP folder; tensors as :class:`LazyTensor`.
+    """Read the nested state of a DCP folder; tensors as :class:`LazyTensor`.
 
     Raises:
         CheckpointError: not readable, or only by running code from it.
@@ -142,6 +146,8 @@ def _put(root: Any, path: tuple[Any, ...], value: Any) -> None:
 
 
 class _LazySavePlanner(DefaultSavePlanner):
+    """A save planner that reads a lazy tensor when it is written."""
+
     def lookup_object(self, index: MetadataIndex) -> Any:
         held = self.state_dict[index.fqn]
         return held.load() if isinstance(held, LazyTensor) else super().lookup_object(index)

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are the model, which are optimizer states, and what they are called outside."""
+"""The names under which a checkpoint's tensors are exported: those of the model, and those of optimizer states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL_KEYS = ("state_dict", "model", "module")
 
 @dataclass(frozen=True)
 class ExportNames:
-    """Names for export.
+    """The names for an export.
 
     Attributes:
         model: name outside -> name in the checkpoint, in saved order; tied tensors under their first name only.
@@ -36,7 +36,10 @@ class ExportNames:
 
 
 def export_names(opened: OpenCheckpoint, strip_prefix: str | None = None) -> ExportNames:
-    """Sort the tensors of a checkpoint.
+    """Sort the tensors of a checkpoint into model and optimizer states.
+
+    The model is at ``metadata["model_key"]``, else at ``state_dict``, ``model`` or ``module``, else it is every tensor
+    outside of optimizer states.
 
     The model is what stands under ``metadata["model_key"]``, else under ``state_dict``, ``model`` or ``module``, else
     every tensor outside of optimizer states.

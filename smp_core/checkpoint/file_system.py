@@ -1,4 +1,4 @@
-"""What a POSIX file system does in one step: renames, locks, directories made durable."""
+"""The atomic operations of a POSIX file system: renames, locks, directories made durable."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _RENAME_EXCHANGE = 2
 
 
 def rename_exchange(first: str, second: str) -> bool:
-    """Swap two paths in one step. False where the system or the file system cannot."""
+    """Swap two paths in one step; return False where the system or the file system cannot."""
     return _renameat2(first, second, _RENAME_EXCHANGE)
 
 
 def rename_new(source: str, target: str) -> None:
-    """Rename a directory to a path where nothing may be.
+    """Rename a directory to a path at which nothing may exist.
 
     Raises:
         FileExistsError: something is there.
@@ -64,7 +64,7 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
 
 
 def host_id() -> str:
-    """An identity of this host's current boot: 8 hexadecimal digits."""
+    """Return an identity of this host's current boot: 8 hexadecimal digits."""
     try:
         identity = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -73,7 +73,7 @@ def host_id() -> str:
 
 
 def try_lock(path: str) -> int | None:
-    """A descriptor that holds the lock of a directory; None when another process holds it."""
+    """Lock a directory and return the descriptor that holds the lock; None when another process holds it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,7 +86,7 @@ def try_lock(path: str) -> int | None:
 
 
 def remove_tree(path: str) -> bool:
-    """Remove a file or directory; whether nothing of it is left, else it is logged."""
+    """Remove a file or directory; return whether all of it is gone, and log where not."""
     if os.path.islink(path) or os.path.isfile(path):
         os.unlink(path)
         return True
@@ -98,5 +98,5 @@ def remove_tree(path: str) -> bool:
 
 
 def new_save_id() -> str:
-    """A random identity, beginning with an identity of this host's current boot."""
+    """Make a random identity, beginning with an identity of this host's current boot."""
     return f"{host_id()}-{secrets.token_hex(6)}"

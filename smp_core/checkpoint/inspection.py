@@ -1,4 +1,4 @@
-"""What a checkpoint or a folder of checkpoints holds, as rich tables and as a plot."""
+"""The content of a checkpoint, or of a folder of checkpoints, as rich tables and as a plot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _size(count: int) -> str:
 
 
 def checkpoint_tables(path: str | os.PathLike[str], all_tensors: bool = False) -> list[Table]:
-    """Tables: the manifest's facts, the files, the tensors (the largest ones, or all).
+    """Make tables of the manifest's facts, of the files, and of the tensors (the largest ones, or all).
 
     Raises:
         CheckpointError: not a readable checkpoint.
@@ -83,7 +83,7 @@ def _tensors(opened: OpenCheckpoint, all_tensors: bool) -> Table:
 
 
 def list_table(root: str | os.PathLike[str]) -> Table:
-    """One row per checkpoint in a folder, oldest first: step, time, ranks, size, whether it is whole.
+    """Make a table of the checkpoints in a folder, oldest first: step, time, ranks, size, whether it is complete.
 
     Raises:
         CheckpointError: no such folder.
@@ -106,7 +106,7 @@ def list_table(root: str | os.PathLike[str]) -> Table:
 
 
 def plot_bytes(path: str | os.PathLike[str], out: Path) -> None:
-    """A bar chart of the bytes that each rank wrote, as PNG.
+    """Draw a bar chart of the bytes that each rank wrote, as PNG.
 
     Raises:
         CheckpointError: matplotlib is not installed, or not a readable checkpoint.

@@ -1,4 +1,4 @@
-"""How often to save: the period that loses the least time, from measured costs and a mean time between failures.
+"""The interval between saves that loses the least time, from measured costs and a mean time between failures.
 
 With a save that costs d seconds and failures M seconds apart on average, the best time between the end of one save and
 the start of the next is, to first order, sqrt(2 d M) (Young, CACM 17(9), 1974); Daly (Future Generation Computer
@@ -26,7 +26,7 @@ _FIRST_STEPS = 10  # until the first save, which is the first measurement
 
 
 def best_interval(save_seconds: float, seconds_between_failures: float) -> float:
-    """Seconds of training between two saves.
+    """Compute the seconds of training between two saves that lose the least time.
 
     Args:
         save_seconds: how long training stands still for a save.
@@ -46,7 +46,7 @@ def best_interval(save_seconds: float, seconds_between_failures: float) -> float
 
 
 class IntervalEstimate:
-    """The interval in steps, from the medians of what was measured lately.
+    """The interval in steps, from the medians of recent measurements.
 
     Args:
         seconds_between_failures: mean time between failures of the whole job. One node's, divided by the nodes.
@@ -64,11 +64,11 @@ class IntervalEstimate:
         self._steps.append(seconds)
 
     def add_save(self, seconds: float) -> None:
-        """Record how long a save kept training waiting."""
+        """Record the seconds for which a save kept training waiting."""
         self._saves.append(seconds)
 
     def steps(self) -> int | None:
-        """Steps between two saves, at least 1; None until a step and a save have been measured.
+        """Return the steps between two saves, at least 1; None until a step and a save have been measured.
 
         Times differ a little from rank to rank: one rank decides and tells the others.
         """
@@ -79,7 +79,7 @@ class IntervalEstimate:
 
 
 class SaveSchedule:
-    """Says after which optimizer steps to save: every N, or at the best interval for what was measured so far.
+    """A schedule of saves: every N optimizer steps, or at the best interval for the measurements so far.
 
     The interval is found anew after each save, by all ranks together, so that between two saves no rank has to ask
     another one.
@@ -113,7 +113,7 @@ class SaveSchedule:
         self._clock: float | None = None
 
     def step(self) -> bool:
-        """Count an optimizer step that has just ended; whether to save now."""
+        """Count an optimizer step that has just ended; return whether to save now."""
         now = time.perf_counter()
         if self._estimate is not None and self._clock is not None:
             self._estimate.add_step(now - self._clock)
@@ -122,7 +122,7 @@ class SaveSchedule:
         return self._since >= self.interval
 
     def saved(self, seconds: float) -> None:
-        """Take note of a save and settle when the next one is due. Collective with ``"auto"``.
+        """Record a save, and decide when the next one is due. Collective with ``"auto"``.
 
         Args:
             seconds: for which this rank's training stood still.

@@ -1,4 +1,4 @@
-"""What a checkpoint folder looks like: file names, the manifest, the tensor index, digests and dtype names.
+"""The layout of a checkpoint folder: file names, the manifest, the tensor index, digests and dtype names.
 
 One folder per checkpoint (see docs/checkpoint-format.md):
 
@@ -57,12 +57,12 @@ class CheckpointError(RuntimeError, ValueError):
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> ``"bfloat16"``: the name used in index.json."""
+    """Return the name of a dtype in index.json: ``"bfloat16"`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """The inverse of :func:`dtype_name`; also takes the short names ``bf16``, ``fp16``, ``fp32``, ``fp64``.
+    """Parse the name of a dtype, as in index.json, or short: ``bf16``, ``fp16``, ``fp32``, ``fp64``.
 
     Raises:
         CheckpointError: the name is no torch dtype.
@@ -75,12 +75,14 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def safetensors_dtype(dtype: torch.dtype) -> str | None:
-    """The safetensors name of a dtype, or None where safetensors has none (stored as bytes, dtype in the index)."""
+    """Return the safetensors name of a dtype, or None where safetensors has none (stored as bytes, dtype in the
+    index).
+    """
     return _SAFETENSORS_NAMES.get(dtype)
 
 
 def torch_dtype(safetensors_name: str) -> torch.dtype:
-    """The inverse of :func:`safetensors_dtype`.
+    """Return the dtype with this safetensors name.
 
     Raises:
         CheckpointError: torch has no such dtype.
@@ -99,7 +101,7 @@ class Digest(Protocol):
 
 
 def new_digest(algorithm: str) -> Digest:
-    """A running digest: ``xxh3`` (XXH3-128, more than 5 GB/s on one core) or ``sha256`` (slower, cryptographic).
+    """Make a running digest: ``xxh3`` (XXH3-128, more than 5 GB/s on one core) or ``sha256`` (slower, cryptographic).
 
     Raises:
         CheckpointError: another name.
@@ -112,7 +114,7 @@ def new_digest(algorithm: str) -> Digest:
 
 
 def digest_of(data: bytes, algorithm: str) -> str:
-    """Hexadecimal digest of a byte string."""
+    """Compute the hexadecimal digest of a byte string."""
     digest = new_digest(algorithm)
     digest.update(data)
     return digest.hexdigest()
@@ -120,7 +122,9 @@ def digest_of(data: bytes, algorithm: str) -> str:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint: its size in bytes and its digest; for tensor files also those of its header."""
+    """The record of a file of a checkpoint: its size in bytes and its digest; for tensor files also those of its
+    header.
+    """
 
     bytes: int
     digest: str
@@ -130,7 +134,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One slice of a tensor: where it sits in the tensor (offset, shape) and in which bytes of which file."""
+    """The record of a slice of a tensor: its place in the tensor (offset, shape), and its bytes in a file."""
 
     file: str
     entry: str
@@ -142,7 +146,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor of a checkpoint: global shape, dtype, its path in the saved state, its slices."""
+    """The record of a tensor of a checkpoint: global shape, dtype, its path in the saved state, its slices."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -151,39 +155,41 @@ class TensorRecord:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole tensor."""
+        """The number of elements of the unsharded tensor."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Size of the whole tensor in bytes."""
+        """The size of the unsharded tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Index:
-    """All tensors of a checkpoint by name. ``aliases`` maps a name to the tensor that shares its storage."""
+    """The index of all tensors of a checkpoint by name. ``aliases`` maps a name to the tensor that shares its
+    storage.
+    """
 
     tensors: dict[str, TensorRecord]
     aliases: dict[str, str] = field(default_factory=dict)
     alias_paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def record(self, name: str) -> TensorRecord:
-        """The record of a tensor or of the tensor that an alias stands for."""
+        """Return the record of a tensor, or of the tensor that an alias stands for."""
         return self.tensors[self.aliases.get(name, name)]
 
     def names(self) -> list[str]:
-        """Every name, aliases included, in saved order."""
+        """List every name, aliases included, in saved order."""
         return [*self.tensors, *self.aliases]
 
     def by_path(self) -> dict[tuple[Any, ...], str]:
-        """Path in the saved state -> name."""
+        """Map each path in the saved state to its name."""
         return {record.path: name for name, record in self.tensors.items()} | {
             path: name for name, path in self.alias_paths.items()
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The content of index.json."""
+        """Return the content of index.json."""
         tensors = {
             name: {
                 "dtype": dtype_name(record.dtype),
@@ -211,7 +217,7 @@ class Index:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Index:
-        """The inverse of :meth:`to_json`."""
+        """Parse the content of index.json."""
         tensors = {
             name: TensorRecord(
                 shape=tuple(entry["shape"]),
@@ -230,25 +236,28 @@ class Index:
 
 
 def optimizer_part(path: tuple[Any, ...]) -> dict[str, Any]:
-    """``{"optimizer_state": {"parameter": ..., "name": ...}}`` for ``(..., "state", parameter, name)``, else empty."""
+    """Describe the optimizer state at a path ``(..., "state", parameter, name)``; empty for other paths.
+
+    The result is ``{"optimizer_state": {"parameter": ..., "name": ...}}``.
+    """
     if len(path) >= 4 and path[-3] == "state":
         return {"optimizer_state": {"parameter": path[-2], "name": path[-1]}}
     return {}
 
 
 def path_to_json(path: tuple[Any, ...]) -> list[Any]:
-    """Keys of a path as JSON: strings and integers as they are, a tuple key as ``{"tuple": [...]}``."""
+    """Return the keys of a path as JSON: strings and integers as they are, a tuple key as ``{"tuple": [...]}``."""
     return [{"tuple": path_to_json(key)} if isinstance(key, tuple) else key for key in path]
 
 
 def path_from_json(path: list[Any]) -> tuple[Any, ...]:
-    """The inverse of :func:`path_to_json`."""
+    """Parse a path from JSON: the inverse of :func:`path_to_json`."""
     return tuple(path_from_json(key["tuple"]) if isinstance(key, dict) else key for key in path)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json: what was saved, by whom, and the size and digest of every file.
+    """The content of manifest.json: facts about the save, and the size and digest of every file.
 
     Attributes:
         id: random identity of this save; also in the header of every tensor file.
@@ -283,18 +292,18 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Size of all files but the manifest, in bytes."""
+        """The size of all files but the manifest, in bytes."""
         return sum(record.bytes for record in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """The file's content, with the digest of everything else in it as its last entry."""
+        """Return the file's content, with the digest of the other entries as its last entry."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content["manifest_digest"] = digest_of(_canonical(content), "xxh3")
         return json.dumps(content, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
-        """Parse and check.
+        """Parse and check the file's content.
 
         Raises:
             CheckpointError: not JSON, not of this format, of a later version, or changed since it was written.

@@ -1,4 +1,4 @@
-"""State dicts whose values are read when somebody looks at them, and what of them nobody has looked at."""
+"""The state dicts whose values are read when a hook looks at them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 @dataclass(frozen=True)
 class Unread:
-    """A value that nobody has looked at.
+    """A value that has not been read yet.
 
     Attributes:
         name: what it is called where it is stored, or its place there.
@@ -31,7 +31,10 @@ else:
 
 
 class LazyState(_Dict):
-    """A dict in which each :class:`Unread` becomes its value when it is looked at.
+    """A dict in which each :class:`Unread` becomes its value when it is accessed.
+
+    It is a dict for isinstance; ``__iter__`` is overridden, so that ``dict(state)`` and ``{**state}`` read values too,
+    instead of copying the content of the dict beneath.
 
     A dict for whoever asks with isinstance; ``__iter__`` is overridden, so that ``dict(state)`` and ``{**state}``
     look at values too, instead of copying what lies in the dict beneath.
@@ -75,7 +78,7 @@ class LazyState(_Dict):
 
 
 def as_it_lies(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The values as they are now, without looking at them: Unread where nobody has."""
+    """Return the values as they are now, without reading any."""
     if not isinstance(state, LazyState):
         return dict(state)
     return {key: dict.__getitem__(state, key) for key in dict.__iter__(state)}

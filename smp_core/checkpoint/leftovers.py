@@ -1,4 +1,4 @@
-"""What saves leave beside a checkpoint when they are interrupted, and when it may be removed.
+"""The leftovers of interrupted saves in a folder, and the rules for their removal.
 
 .tmp-<name>-<host>-<random>        a save being written; locked while it lives
 .prev-<name>-<host>-<random>       the checkpoint that an overwrite moved aside; whole
@@ -27,23 +27,23 @@ _SCRATCH_ENTRY = re.compile(r"\.(new|partial-.+)-[0-9a-f]{8}-[0-9a-f]{12}")
 
 
 def scratch_path(target: Path) -> Path:
-    """Where something other than a checkpoint is made before it is renamed to its path."""
+    """Return a temporary path for something other than a checkpoint, to be renamed to ``target``."""
     return target.parent / f".partial-{target.name}-{new_save_id()}"
 
 
 def own_name(entry: str) -> str:
-    """The name of the checkpoint that a temporary or previous directory belongs to."""
+    """Return the name of the checkpoint that a temporary or previous directory belongs to."""
     return entry.removeprefix(TEMPORARY_PREFIX).removeprefix(PREVIOUS_PREFIX)[:-22]
 
 
 def previous_of(path: str) -> str | None:
-    """The newest whole ``.prev-*`` of a path."""
+    """Return the newest complete ``.prev-*`` of a path."""
     found = [entry for entry in siblings(path, PREVIOUS_PREFIX) if os.path.exists(os.path.join(entry, MANIFEST))]
     return max(found, key=os.path.getmtime, default=None)
 
 
 def siblings(path: str, prefix: str) -> list[str]:
-    """Entries with this prefix that belong to a path."""
+    """List the entries with this prefix that belong to a path."""
     parent = os.path.dirname(os.path.abspath(path))
     start = f"{prefix}{os.path.basename(path)}-"
     try:
@@ -55,7 +55,7 @@ def siblings(path: str, prefix: str) -> list[str]:
 
 
 def sweep(path: str) -> list[str]:
-    """Remove what dead saves left beside this path, under whatever name; never what a live save still writes.
+    """Remove the leftovers of dead saves next to this path, under whatever name; never the files of a live save.
 
     Returns:
         the removed directories.
@@ -95,7 +95,9 @@ def sweep(path: str) -> list[str]:
 
 
 def _scratch_left_behind(parent: str) -> list[str]:
-    """What nothing has been written to for long: half exports, and folders of a crash before they were locked.
+    """List the entries that have not changed for long: half exports, and folders of a crash before they were locked.
+
+    Such entries have no lock, but their makers write all the time, or take no time at all.
 
     Nobody locks them, but who makes them writes all the time, or takes no time at all.
     """
@@ -108,7 +110,7 @@ def _scratch_left_behind(parent: str) -> list[str]:
 
 
 def _left_behind(parent: str) -> list[str]:
-    """Temporaries in a directory, and moved checkpoints whose own path holds one again."""
+    """List the temporaries in a directory, and moved checkpoints whose own path holds a checkpoint again."""
     try:
         names = [name for name in os.listdir(parent) if _OWN_ENTRY.fullmatch(name)]
     except OSError:
@@ -121,6 +123,7 @@ def _left_behind(parent: str) -> list[str]:
 
 
 def _newest_change(directory: str) -> float:
+    """Return the time of the newest change in a directory."""
     times = [os.path.getmtime(directory)]
     for where, _, names in os.walk(directory):
         for name in names:

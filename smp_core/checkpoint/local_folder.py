@@ -1,4 +1,4 @@
-"""Checkpoint folders on a local or shared POSIX file system.
+"""The checkpoint folders on a local or shared POSIX file system.
 
 A save goes to a fresh sibling ``.tmp-<name>-<host>-<random>``; its files and directories are fsynced, the manifest is
 written last, and one rename is the commit. Over an existing checkpoint the rename is an exchange (Linux renameat2), so
@@ -58,7 +58,7 @@ class _LocalRangeFile(RangeFile):
 
 
 class LocalFolder(Folder):
-    """A checkpoint directory; reads the ``.prev-*`` beside it when a crash fell between two renames."""
+    """A checkpoint directory; the ``.prev-*`` next to it when a crash fell between two renames."""
 
     def __init__(self, path: str) -> None:
         self.address = path
@@ -169,7 +169,7 @@ class LocalTransaction(Transaction):
             remove_tree(replaced)
 
     def _rename_into_place(self) -> str | None:
-        """Put the new checkpoint at its path; the path of what was there before, to be removed."""
+        """Put the new checkpoint at its path; return the path of the one it replaced, to be removed."""
         while True:
             try:
                 rename_new(self.temporary, self.path)
@@ -198,12 +198,14 @@ class LocalTransaction(Transaction):
 
 
 def _is_half(path: str) -> bool:
-    """Whether everything in a folder is part of a checkpoint, so that nobody misses it when a whole one replaces it."""
+    """Tell whether everything in a folder is part of a checkpoint, so that a save may replace the folder."""
     return all(_OWN_FILE.fullmatch(name) for name in os.listdir(path))
 
 
 def remove_local(path: str) -> None:
-    """Remove a checkpoint directory: renamed away first, so that no half of it is ever found under its name.
+    """Remove a checkpoint directory; it is renamed first, so that no half of it is ever found under its name.
+
+    A link to a checkpoint is removed as a link.
 
     A link to a checkpoint is removed as a link.
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders on object stores and other fsspec addresses (``s3://``, ``gs://``, ``memory://``).
+"""The checkpoint folders on object stores and other fsspec addresses (``s3://``, ``gs://``, ``memory://``).
 
 There is no rename to commit with. Every file of a save carries the save's identity in its name, so that nothing is
 written over; writing ``manifest.json``, one atomic put, is the commit. Over an earlier checkpoint, its manifest is
@@ -43,7 +43,7 @@ class _ObjectRangeFile(RangeFile):
         target[:] = data
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is held open."""
 
 
 class ObjectFolder(Folder):
@@ -162,7 +162,7 @@ def remove_objects(address: str) -> None:
 
 
 def list_objects(address: str) -> list[str]:
-    """Names of the folders under an address.
+    """List the names of the folders under an address.
 
     Raises:
         CheckpointError: nothing is there.
@@ -176,7 +176,7 @@ def list_objects(address: str) -> list[str]:
 
 
 def read_object(address: str) -> bytes | None:
-    """One small object, None where there is none."""
+    """Read one small object; None where there is none."""
     fs, path = _open_fs(address)
     try:
         return bytes(fs.cat_file(path))

@@ -1,4 +1,4 @@
-"""Opening a checkpoint folder: is it one, is it whole, and if it is something else, what."""
+"""The opening of a checkpoint folder, and the recognition of other programs' folders."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ class OpenCheckpoint:
             ) from error
 
     def plain_entries(self) -> dict[str, Any]:
-        """Entries of rest.pt."""
+        """Return the entries of rest.pt."""
         return self._plain
 
     def pickle_entries(self) -> dict[str, Any]:
-        """Entries of the pickle file. Runs code from the file: only for ``allow_pickle=True``."""
+        """Return the entries of the pickle file. Runs code from the file: only for ``allow_pickle=True``."""
         if self.manifest.rest_pickle is None:
             return {}
         return torch.load(io.BytesIO(self.checked(self.manifest.rest_pickle)), map_location="cpu", weights_only=False)
 
     def checked(self, name: str) -> bytes:
-        """A whole small file, its digest checked.
+        """Read a small file and check its digest.
 
         Raises:
             CheckpointError: missing or damaged.
@@ -113,7 +113,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a torch-smp checkpoint with a readable manifest is at the path."""
+    """Tell whether a torch-smp checkpoint with a readable manifest is at the path."""
     try:
         open_checkpoint(path)
     except (CheckpointError, OSError):
@@ -122,6 +122,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def _refusal(folder: Folder, path: str) -> CheckpointError:
+    """Make the error for a folder without a manifest, which says what the folder is instead."""
     if not folder.exists():
         return missing(path)
     names = folder.names()
@@ -151,7 +152,7 @@ _KINDS = {
 
 
 def foreign_kind(path: str, names: list[str]) -> str | None:
-    """What another program's checkpoint looks like: a key of the kinds known here, or None.
+    """Recognise another program's checkpoint: return its kind, or None.
 
     Args:
         path: where it is.

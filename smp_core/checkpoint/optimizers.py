@@ -27,7 +27,7 @@ from smp_core.module_names import clean_name
 
 
 def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state keyed by parameter name; tensors are the live ones (DTensors where sharded).
+    """Return the optimizer's state keyed by parameter name; tensors are the live ones (DTensors where sharded).
 
     Raises:
         CheckpointError: the optimizer steps a parameter that is not the model's.
@@ -50,7 +50,7 @@ def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the optimizer's parameters in the order in which torch numbers them."""
+    """List the names of the optimizer's parameters, in the order in which torch numbers them."""
     by_parameter: dict[torch.Tensor, str] = {p: clean_name(name) for name, p in model.named_parameters()}
     parameters = stepped_parameters(optimizer)
     strangers = [tuple(parameter.shape) for parameter in parameters if parameter not in by_parameter]
@@ -138,7 +138,7 @@ def _read_sharded_like(
 
 
 def _entry_like(parameter: torch.Tensor | None, entry: Any) -> Any:
-    """This rank's part of the whole tensors of one parameter's state; None: it is kept for none of them."""
+    """Return this rank's part of the unsharded tensors of one parameter's state; all of it for no parameter."""
     return entry if parameter is None else map_tensors(entry, functools.partial(shard_like, parameter))
 
 
@@ -157,7 +157,7 @@ def names_between(prefix_here: str, prefix_there: str) -> Callable[[str], str]:
 
 
 def _groups_like(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The saved groups with this optimizer's numbers: states are found by name, whatever the order was."""
+    """Return the saved groups with this optimizer's numbers: states are found by name, whatever the order was."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group["params"]) for group in saved] != sizes:
         raise CheckpointError(
@@ -170,7 +170,7 @@ def _groups_like(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) 
 
 
 def _on_their_devices(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Saved groups with tensors (a rate, betas) where the optimizer has them; where it has none, they stay."""
+    """Move tensors of saved groups (a rate, betas) to the devices of the optimizer's own; others stay."""
     moved = []
     for number, group in enumerate(saved):
         own = optimizer.param_groups[number] if number < len(optimizer.param_groups) else {}
@@ -185,8 +185,10 @@ def _on_their_devices(optimizer: torch.optim.Optimizer, saved: list[dict[str, An
 def like_parameter(
     parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, on_host: bool = False
 ) -> torch.Tensor:
-    """Zeros to be filled: sharded like ``parameter`` if of its shape, else plain, on its device (CPU if 0-d, or
-    ``on_host``)."""
+    """Make zeros, to be filled: sharded like ``parameter`` if of its shape, else plain.
+
+    Plain zeros are on the parameter's device; on the CPU if they are 0-d, or ``on_host``.
+    """
     if isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape):
         # Like the shard, also where that is on the host and the mesh of a GPU (from_local would bring it there).
         return torch.zeros_like(parameter, dtype=dtype, device="cpu" if on_host else None)
@@ -194,7 +196,9 @@ def like_parameter(
 
 
 def shard_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, as a DTensor like ``parameter`` (a plain tensor if that is what it is)."""
+    """Return this rank's part of an unsharded tensor, as a DTensor like ``parameter``; all of it if that is no
+    DTensor.
+    """
     if not isinstance(parameter, DTensor) or parameter.shape != whole.shape:
         return whole
     made = like_parameter(parameter, tuple(whole.shape), whole.dtype)
@@ -204,7 +208,9 @@ def shard_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Fill ``target`` (a DTensor sharded over dim 0, or a plain tensor) from the whole tensor; local, no collective."""
+    """Fill ``target`` (a DTensor sharded over dim 0, or a plain tensor) from the unsharded tensor; local, no
+    collective.
+    """
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
@@ -215,7 +221,7 @@ def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load an ordinary numbered optimizer state of whole tensors: each rank keeps its own part. Local."""
+    """Load an ordinary numbered optimizer state of unsharded tensors: each rank keeps its own part. Local."""
     parameters = stepped_parameters(optimizer)
     state = {
         key: _entry_like(parameters[key] if isinstance(key, int) else None, entry)
@@ -226,7 +232,7 @@ def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[
 
 
 def _nested(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    """``value`` under ``path``; integer keys stand for places in a list, filled up with empty dicts."""
+    """Put ``value`` at ``path``; integer keys stand for places in a list, filled up with empty dicts."""
     for key in reversed(path):
         value = [{} for _ in range(key)] + [value] if isinstance(key, int) else {key: value}
     return value

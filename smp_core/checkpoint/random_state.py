@@ -1,4 +1,5 @@
-"""Random states per rank: saved with a checkpoint, restored on the same number of ranks, derived anew on another.
+"""The random states of all ranks: saved with a checkpoint, restored on the same number of ranks, derived anew on
+another.
 
 On another world size there is no rank to which an old state belongs. Each rank is then seeded from (seed, step, rank),
 so that a resume is the same every time it is tried, and ranks differ.
@@ -23,7 +24,9 @@ logger = logging.getLogger("smp")
 
 
 def random_state() -> dict[str, Any]:
-    """States of this rank's generators: Python, numpy, torch on the CPU and on the current CUDA device.
+    """Return the states of this rank's generators: Python, numpy, torch on the CPU and on the current CUDA device.
+
+    The values are plain types and tensors, so that ``torch.load(weights_only=True)`` reads them too.
 
     In plain types and tensors, so that ``torch.load(weights_only=True)`` reads them too.
     """
@@ -39,7 +42,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore what :func:`random_state` gave.
+    """Restore the states from :func:`random_state`.
 
     Raises:
         CheckpointError: a part is missing.
@@ -56,7 +59,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def derived_seed(seed: int, step: int, rank: int) -> int:
-    """A 32-bit seed out of (seed, step, rank): equal every time, unrelated for neighbours."""
+    """Derive a 32-bit seed from (seed, step, rank): equal every time, unrelated for neighbours."""
     digest = hashlib.sha256(f"smp {seed} {step} {rank}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
@@ -71,7 +74,7 @@ def seed_random_state(seed: int) -> None:
 def resumed_random_state(
     saved: Sequence[Mapping[str, Any] | None], rank: int, world_size: int, seed: int, step: int, where: str
 ) -> dict[str, Any]:
-    """The random state with which this rank of a resumed run goes on; nothing is set yet.
+    """Return the random state with which this rank of a resumed run continues; no generator is changed.
 
     Args:
         saved: :func:`random_state` of every rank of the run that saved, by rank; empty or None where there is none.
@@ -105,7 +108,7 @@ def resumed_random_state(
 def restore_random_state(
     path: str | os.PathLike[str], rank: int, world_size: int, seed: int, key: str = "random"
 ) -> bool:
-    """Bring this rank's generators to where the checkpoint left them, as far as that has a meaning.
+    """Restore this rank's generators from the checkpoint, or seed them anew on another number of ranks.
 
     Args:
         path: a checkpoint whose ``per_rank`` was a dict with ``{key: random_state()}``.

@@ -1,4 +1,4 @@
-"""Steps that all ranks of a process group take together: an error on any of them is raised on every one."""
+"""The steps that all ranks of a process group take together: an error on any rank is raised on every one."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """This process by itself, whether or not torch.distributed is initialised."""
+        """Make the group of this process alone, whether or not torch.distributed is initialised."""
         ranks = cls.__new__(cls)
         ranks.distributed, ranks.group, ranks.rank, ranks.size = False, None, 0, 1
         return ranks
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, on every rank."""
+        """Gather every rank's value on every rank."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -45,7 +45,7 @@ class Ranks:
     def together(
         self, what: str, action: Callable[[], T], share: Callable[[T], Any] = lambda result: None
     ) -> tuple[T, list[Any]]:
-        """Run something on every rank.
+        """Run an action on every rank.
 
         Args:
             what: how the error message begins.
@@ -67,7 +67,7 @@ class Ranks:
         return cast(T, result), [part for part, _ in gathered]
 
     def on_first(self, what: str, action: Callable[[], T]) -> T:
-        """Run something on rank 0 and return its result on every rank.
+        """Run an action on rank 0 and return its result on every rank.
 
         Raises:
             CheckpointError: it failed.
@@ -96,7 +96,7 @@ def _describe(error: BaseException) -> str:
 
 
 def raise_any(what: str, messages: list[str | None], local: BaseException | None = None) -> None:
-    """Raise one error out of each rank's message (None: no error there)."""
+    """Raise one error from the messages of all ranks (None: no error there)."""
     failed: dict[str, list[int]] = {}
     for rank, message in enumerate(messages):
         if message is not None:

@@ -1,5 +1,5 @@
-"""Loading: torch's DCP load planner computes which stored slices overlap which local shards; our storage reader fetches
-them from the safetensors files, straight into the tensors that are there.
+"""The reader of checkpoints: torch's DCP load planner computes which stored slices overlap which local shards; our
+storage reader fetches them from the safetensors files, straight into the tensors of the template.
 
 Nothing is unpickled but rest.pt (weights_only=True) and, when asked for by name, rest-pickle.pt. Sizes of all files and
 the headers of the files in use are always checked; digests of everything when asked, or when something beside the
@@ -109,7 +109,7 @@ def _match(
     allow_dtype_cast: bool,
     allow_pickle: bool,
 ) -> tuple[dict[str, torch.Tensor], list[tuple[Any, Any, Any]]]:
-    """Pair the template's tensors with the checkpoint's; also the values that replace tensor-free parts."""
+    """Pair the template's tensors with the checkpoint's; also list the values that replace tensor-free parts."""
     index = opened.index
     by_path = index.by_path()
     wanted = dict(iterate_tensors(state))
@@ -159,6 +159,7 @@ def _listing(what: str, names: list[str]) -> str:
 def _collect_rest(
     opened: OpenCheckpoint, node: Any, path: Path, replacements: list[tuple[Any, Any, Any]], allow_pickle: bool
 ) -> None:
+    """Collect (container, key, saved value) for every value of the template that is no tensor."""
     entries = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in entries:
         here = (*path, key)
@@ -178,7 +179,7 @@ def _collect_rest(
 
 
 def decode_state(opened: OpenCheckpoint, tensor: Callable[[str], Any], allow_pickle: bool) -> Any:
-    """The whole saved state, with ``tensor(name)`` in the place of each tensor."""
+    """Decode the complete saved state, with ``tensor(name)`` in the place of each tensor."""
     return _decode(opened, subtree(opened.tree, ("state",)), tensor, allow_pickle)
 
 
@@ -195,7 +196,7 @@ def _decode(opened: OpenCheckpoint, tree: Any, tensor: Any, allow_pickle: bool) 
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
         CheckpointError: the folder is missing, half, damaged or foreign; the message says which.
@@ -204,7 +205,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def read_index(path: str | os.PathLike[str]) -> Index:
-    """The tensor index of a checkpoint: names, shapes, dtypes, files, slices.
+    """Read the tensor index of a checkpoint: names, shapes, dtypes, files, slices.
 
     Raises:
         CheckpointError: as in :func:`read_manifest`.
@@ -220,7 +221,7 @@ def read_rest(
     exclude: Iterable[str] = (),
     allow_pickle: bool = False,
 ) -> Any:
-    """What was saved, without its tensors, in the structure it had. Not collective.
+    """Read the saved state without its tensors, in the structure it had. Not collective.
 
     Args:
         path: checkpoint folder or address.
@@ -248,7 +249,7 @@ def read_rest(
 def read_template(
     path: str | os.PathLike[str], prefix: Path, tensor: Callable[[Path, str, TensorRecord], torch.Tensor]
 ) -> Any:
-    """What was saved under a path, in the structure it had, with tensors to be loaded into. Not collective.
+    """Read the state saved under a path, in the structure it had, with tensors to be loaded into. Not collective.
 
     Args:
         tensor: makes one, from the path it was saved at, its name and its record.
@@ -266,7 +267,7 @@ def read_template(
 
 
 def read_per_rank(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> list[Any]:
-    """What each rank gave as ``per_rank``, by rank of the saving run.
+    """Read the ``per_rank`` value of each rank of the saving run.
 
     Raises:
         CheckpointError: as in :func:`read_manifest`.
@@ -276,7 +277,7 @@ def read_per_rank(path: str | os.PathLike[str], *, allow_pickle: bool = False) -
 
 
 def read_tensors(path: str | os.PathLike[str], names: str | Iterable[str] = "*") -> dict[str, torch.Tensor]:
-    """Whole tensors on the CPU, by name. Not collective.
+    """Read unsharded tensors to the CPU, by name. Not collective.
 
     Args:
         path: checkpoint folder or address.
@@ -292,6 +293,7 @@ def read_tensors(path: str | os.PathLike[str], names: str | Iterable[str] = "*")
 
 
 def _select(index: Index, patterns: Iterable[str], must_match: bool = True) -> list[str]:
+    """List the names that fit the patterns."""
     names = index.names()
     known = set(names)
     selected: dict[str, None] = {}
@@ -304,7 +306,7 @@ def _select(index: Index, patterns: Iterable[str], must_match: bool = True) -> l
 
 
 class TensorFiles:
-    """Open tensor files of a checkpoint, each opened once."""
+    """The open tensor files of a checkpoint, each opened once."""
 
     def __init__(self, opened: OpenCheckpoint) -> None:
         self.opened = opened
@@ -318,11 +320,13 @@ class TensorFiles:
             file.close()
 
     def get(self, name: str) -> TensorFile:
+        """Open a tensor file, or return the open one."""
         if name not in self.files:
             self.files[name] = TensorFile(self.opened.folder, self.opened.manifest, name)
         return self.files[name]
 
     def whole(self, name: str) -> torch.Tensor:
+        """Read an unsharded tensor from its slices."""
         record = self.opened.index.record(name)
         result = torch.empty(record.shape, dtype=record.dtype)
         for chunk in record.chunks:
@@ -334,7 +338,7 @@ class TensorFiles:
 
 
 class SmpStorageReader(StorageReader):
-    """DCP storage over the files of one checkpoint.
+    """A storage of DCP over the files of one checkpoint.
 
     Args:
         opened: the checkpoint.
@@ -346,7 +350,7 @@ class SmpStorageReader(StorageReader):
         self.records: dict[str, TensorRecord] = {name: opened.index.record(name) for name in names}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: one reader serves one load."""
+        """Do nothing: one reader serves one load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(
@@ -361,7 +365,7 @@ class SmpStorageReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the folder is open."""
+        """Do nothing: the folder is open."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

@@ -32,20 +32,20 @@ LATEST = "LATEST"
 
 
 def step_name(step: int) -> str:
-    """``1000`` -> ``"step-00001000"``."""
+    """Return the name of a step's folder: ``"step-00001000"`` for 1000."""
     if step < 0:
         raise CheckpointError(f"step={step} must be 0 or more")
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The inverse of :func:`step_name`, None for other names."""
+    """Return the step of a folder's name, None for other names."""
     match = re.fullmatch(r"step-(\d{8,})", name)
     return int(match[1]) if match else None
 
 
 def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False) -> list[str]:
-    """Names of the checkpoints in a folder, the one created last at the end; broken ones before all others.
+    """List the names of the checkpoints in a folder, the one created last at the end; broken ones before all others.
 
     Args:
         root: the folder.
@@ -73,7 +73,7 @@ def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False) -> 
 
 
 def join(root: str | os.PathLike[str], name: str) -> str:
-    """The path or address of an entry of a folder."""
+    """Return the path or address of an entry of a folder."""
     return f"{os.fspath(root).rstrip('/')}/{name}"
 
 
@@ -84,7 +84,7 @@ def _looks_like_one(address: str, name: str) -> bool:
 
 
 def list_entries(root: str | os.PathLike[str]) -> list[str]:
-    """Names of the directories in a folder.
+    """List the names of the directories in a folder.
 
     Raises:
         CheckpointError: no such folder.
@@ -100,7 +100,7 @@ def list_entries(root: str | os.PathLike[str]) -> list[str]:
 
 
 def read_latest(root: str | os.PathLike[str]) -> str | None:
-    """What the file LATEST says, None where there is none."""
+    """Read the name in the file LATEST; None where there is no file."""
     if is_address(root):
         from smp_core.checkpoint.object_folder import read_object
 
@@ -112,7 +112,7 @@ def read_latest(root: str | os.PathLike[str]) -> str | None:
 
 
 def write_latest(root: str | os.PathLike[str], name: str) -> None:
-    """Make LATEST say a name, in one step."""
+    """Write a name to LATEST, in one step."""
     data = f"{name}\n".encode()
     if is_address(root):
         from smp_core.checkpoint.object_folder import write_object
@@ -130,7 +130,7 @@ def write_latest(root: str | os.PathLike[str], name: str) -> None:
 
 
 def newest_checkpoint(root: str | os.PathLike[str], verify: str | None = "sizes") -> str | None:
-    """The path of the newest whole checkpoint in a folder, None where there is none. Not collective.
+    """Find the newest unbroken checkpoint in a folder; None where there is none. Not collective.
 
     Broken ones are skipped, with a warning that names them and what is wrong.
 
@@ -158,7 +158,7 @@ def first_whole(
     verify: str | None = "auto",
     process_group: dist.ProcessGroup | None = None,
 ) -> str:
-    """The first whole checkpoint of several, the one that is wanted most at the front. Collective.
+    """Return the first unbroken checkpoint of several, the most wanted one in front. Collective.
 
     Broken ones are skipped, with a warning that names them and what is wrong; ranks share the reading.
 
@@ -201,7 +201,7 @@ def save_step(
     overwrite: bool = False,
     **options: Any,
 ) -> str:
-    """Save ``root/step-<step>``, make LATEST say so, and remove all but the newest. Collective.
+    """Save ``root/step-<step>``, write LATEST, and remove all but the newest checkpoints. Collective.
 
     Args:
         root: the folder, made when missing.
@@ -227,7 +227,7 @@ def save_step(
 
 
 def tidy(root: str | os.PathLike[str], newest: str, keep_last: int | None) -> None:
-    """After a commit: make LATEST name it and remove the oldest ``step-*`` checkpoints beyond ``keep_last``."""
+    """Write LATEST after a commit, and remove the oldest ``step-*`` checkpoints beyond ``keep_last``."""
     write_latest(root, newest)
     if keep_last is None:
         return

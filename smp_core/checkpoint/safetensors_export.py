@@ -1,4 +1,4 @@
-"""Safetensors folders as Transformers reads them, streamed from a checkpoint.
+"""The safetensors folders as Transformers reads them, streamed from a checkpoint.
 
 The header of each output file is known from the index; then one tensor at a time is read from its slices (any layout),
 cast and written, so that a worker holds at most one tensor and its cast copy. Tied tensors are written once, under the
@@ -35,7 +35,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 2
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a checkpoint is written out as safetensors.
+    """The options of an export as safetensors.
 
     Attributes:
         cast: dtype of floating-point model tensors, None: as saved.
@@ -61,7 +61,7 @@ class _OutputFile:
 
 
 def parse_size(size: int | str) -> int:
-    """``"5GB"``, ``"200MiB"`` or a number -> bytes.
+    """Parse ``"5GB"``, ``"200MiB"`` or a number to bytes.
 
     Raises:
         CheckpointError: not a size.
@@ -128,7 +128,7 @@ def _plan(
     shard_bytes: int,
     ties: dict[str, str],
 ) -> list[_OutputFile]:
-    """Cut a list of tensors into files of at most ``shard_bytes``, in order."""
+    """Divide a list of tensors into files of at most ``shard_bytes``, in order."""
     groups: list[list[tuple[Entry, str]]] = [[]]
     filled = 0
     for outside, name in names.items():
@@ -162,7 +162,7 @@ def _write_file(opened: OpenCheckpoint, folder: Path, file: _OutputFile, advance
 
 
 def _write_index(folder: Path, stem: str, files: list[_OutputFile]) -> None:
-    """``<stem>.safetensors.index.json``; like Transformers, only when there is more than one file."""
+    """Write ``<stem>.safetensors.index.json``; like Transformers, only when there is more than one file."""
     if len(files) == 1:
         return
     weights = {entry.key: file.name for file in files for entry in file.entries}

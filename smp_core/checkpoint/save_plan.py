@@ -1,4 +1,4 @@
-"""Who writes which slice: torch's DCP save planner for a flat dict of tensors, with ties and empty slices settled.
+"""The plan of a save: each slice goes to one writing rank, by torch's DCP planner for a flat dict of tensors.
 
 DCP gives each slice that several ranks hold to the one that has the least to write so far, so replicas share the work.
 """
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedTensor:
-    """A host copy of what one rank holds of a tensor; plans like the tensor it was copied from.
+    """A host copy of one rank's slices of a tensor; it plans like the tensor it was copied from.
 
     Attributes:
         items: DCP's write items of the tensor.
@@ -38,7 +38,7 @@ class StagedTensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LazyTensor:
-    """A whole tensor that is read only when it is written: a leaf of a state that is converted, not trained.
+    """An unsharded tensor that is read only when it is written: a leaf of a state that is converted, not trained.
 
     Attributes:
         shape, dtype: of the tensor.
@@ -58,7 +58,7 @@ class LazyTensor:
 
 
 class SmpSavePlanner(DefaultSavePlanner):
-    """DCP's planner for a flat dict of tensors, which also leaves out empty slices and writes tied tensors once.
+    """A planner of DCP for a flat dict of tensors that also leaves out empty slices and writes tied tensors once.
 
     A tie is two names over the same memory. A rank whose slice is empty cannot see ties, so each rank reports what it
     sees and the coordinator keeps the ties that nobody contradicts.
@@ -97,6 +97,7 @@ def _carries_data(item: WriteItem) -> bool:
 
 
 def _one_chunk_when_empty(plans: list[SavePlan]) -> list[SavePlan]:
+    """Keep one write item for each tensor without elements."""
     seen: set[str] = set()
     result = []
     for plan in plans:
@@ -113,7 +114,7 @@ def _one_chunk_when_empty(plans: list[SavePlan]) -> list[SavePlan]:
 
 
 def tie_key(tensor: torch.Tensor) -> Any:
-    """What two tensors over the same memory have in common; None where this rank's slice is empty."""
+    """Return a key that two tensors over the same memory have in common; None where this rank's slice is empty."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.numel() == 0:
         return None
@@ -123,7 +124,9 @@ def tie_key(tensor: torch.Tensor) -> Any:
 
 
 def find_ties(tensors: Mapping[str, torch.Tensor | StagedTensor | LazyTensor]) -> dict[str, str | None]:
-    """Name -> the first name over the same memory (itself when there is none), None where this rank cannot tell."""
+    """Map each name to the first name over the same memory (itself when there is none); to None where this rank cannot
+    tell.
+    """
     first: dict[Any, str] = {}
     ties: dict[str, str | None] = {}
     for name, tensor in tensors.items():
@@ -142,7 +145,7 @@ def find_ties(tensors: Mapping[str, torch.Tensor | StagedTensor | LazyTensor]) -
 
 
 def agreed_aliases(reports: list[dict[str, str | None]]) -> dict[str, str]:
-    """Tied name -> the name it is tied to, where no rank's :func:`find_ties` says otherwise."""
+    """Map each tied name to the name it is tied to, where no rank's :func:`find_ties` contradicts."""
     aliases: dict[str, str] = {}
     refuted: set[str] = set()
     for report in reports:

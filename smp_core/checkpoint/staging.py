@@ -1,4 +1,4 @@
-"""What one rank brings to a save: its named tensors and the encoded rest, either as they are or copied to host memory.
+"""The part of one rank in a save: its named tensors and the encoded rest, live or copied to host memory.
 
 A staged copy no longer depends on the live model: training may go on while it is written. Host buffers are kept from
 save to save (pinned where the tensors are on a GPU), so that staging is one copy and no allocation.
@@ -26,7 +26,7 @@ from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, name_tensor
 
 @dataclass(eq=False)
 class Staged:
-    """One rank's part of a save.
+    """The part of one rank in a save.
 
     Attributes:
         tensors: name -> tensor, or its staged copy.
@@ -46,7 +46,7 @@ class Staged:
 def stage(
     state: Mapping[str, Any], per_rank: Any, rank: int, allow_pickle: bool, buffers: HostBuffers | None = None
 ) -> Staged:
-    """Name, check and encode what this rank saves. Not collective.
+    """Name, check and encode the tensors and values that this rank saves. Not collective.
 
     Args:
         state: the nested state.
@@ -102,13 +102,13 @@ def _meshes(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
 
 
 class HostBuffers:
-    """Host memory for staged tensors, kept for the next save of the same shapes."""
+    """The host memory for staged tensors, kept for the next save of the same shapes."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int], torch.Tensor] = {}
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | StagedTensor | LazyTensor]:
-        """Copy this rank's slices; returns when all values have arrived. Tied tensors are copied once."""
+        """Copy this rank's slices, and return when all values have arrived. Tied tensors are copied once."""
         staged: dict[str, torch.Tensor | StagedTensor | LazyTensor] = {}
         copied: dict[Any, list[torch.Tensor]] = {}
         used: dict[tuple[str, int], torch.Tensor] = {}

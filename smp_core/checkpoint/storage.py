@@ -1,4 +1,4 @@
-"""Where checkpoint files live: the interface that the writer and the reader use.
+"""The storage of checkpoint files: the interface that the writer and the reader use.
 
 A `Folder` is read; a `Transaction` is written and becomes visible as a whole at `commit` or not at all. The two
 implementations are smp_core.checkpoint.local_folder (rename is the commit) and smp_core.checkpoint.object_folder
@@ -18,7 +18,7 @@ PIECE_BYTES = 8 << 20  # large enough for the disk, small enough that a piece is
 
 
 class Sink:
-    """One file being written: every byte goes through the digest on its way.
+    """A file being written: every byte goes through the digest.
 
     Args:
         raw: an unbuffered binary file.
@@ -55,7 +55,7 @@ class Sink:
         self.write(data)
 
     def close(self) -> FileRecord:
-        """Make durable, close, and say what was written."""
+        """Make the file durable, close it, and return its record."""
         try:
             if self.sync:
                 self.raw.flush()
@@ -96,15 +96,15 @@ class Folder(ABC):
 
     @abstractmethod
     def exists(self) -> bool:
-        """Whether the folder is there at all."""
+        """Tell whether the folder exists."""
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Names of the files in the folder, ``extra/NAME`` included."""
+        """List the files in the folder, ``extra/NAME`` included."""
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Size of a file in bytes.
+        """Return the size of a file in bytes.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -112,7 +112,7 @@ class Folder(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """A whole (small) file.
+        """Read a small file.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -123,12 +123,12 @@ class Folder(ABC):
         """Open a file for reading ranges."""
 
     def signs_of_crash(self) -> bool:
-        """Whether an unfinished save lies beside this folder."""
+        """Tell whether an unfinished save is next to this folder."""
         return False
 
 
 class Transaction(ABC):
-    """One save of one checkpoint.
+    """A save of one checkpoint.
 
     Rank 0 calls `begin`, hands `token()` to the others, which call `join`; all create files; rank 0 ends it with
     `commit` or `abort`.
@@ -154,7 +154,7 @@ class Transaction(ABC):
 
     @abstractmethod
     def file_name(self, stem: str, suffix: str) -> str:
-        """The name under which a file of this save is created."""
+        """Return the name under which a file of this save is created."""
 
     @abstractmethod
     def create(self, name: str, algorithm: str) -> Sink:
@@ -166,9 +166,9 @@ class Transaction(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Remove what was written; whatever was there before stays."""
+        """Remove the files of this save; the content from before stays."""
 
 
 def missing(address: str) -> CheckpointError:
-    """The error for a path where nothing is."""
+    """Make the error for a path at which nothing exists."""
     return CheckpointError(f"there is no checkpoint at {address}: nothing exists under this path")

@@ -1,5 +1,5 @@
-"""Safetensors files, streamed: a writer that hashes while it writes and never holds a second copy of the data, and a
-reader of single slices.
+"""The safetensors files, streamed: a writer that hashes while it writes and never holds a second copy of the data, and
+a reader of single slices.
 
 The format (https://github.com/huggingface/safetensors#format) is a length, a JSON header with dtype, shape and byte
 range of each entry, then the bytes. All sizes are known from the plan, so the header goes first and the tensors follow
@@ -33,7 +33,7 @@ _SPAN_BYTES = 64 << 20  # most memory that a slice with gaps takes while it is r
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file to be written: its key in the file, shape and dtype."""
+    """A tensor of a file to be written: its key in the file, shape and dtype."""
 
     key: str
     shape: tuple[int, ...]
@@ -41,12 +41,12 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Size in bytes."""
+        """The size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def bytes_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied. The tensor must outlive the view."""
+    """Return the bytes of a contiguous CPU tensor, not copied. The tensor must outlive the view."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
@@ -54,12 +54,14 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
 
 
 def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous CPU tensor with the same values; the tensor itself where it is one."""
+    """Return a contiguous CPU tensor with the same values; the tensor itself where it is one."""
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes, list[tuple[int, int]]]:
-    """The head of a safetensors file (length and JSON, padded to 8 bytes) and the absolute byte range of each entry."""
+    """Return the head of a safetensors file (length and JSON, padded to 8 bytes) and the absolute byte range of each
+    entry.
+    """
     content: dict[str, object] = {"__metadata__": metadata}
     position = 0
     for entry in entries:

@@ -1,4 +1,4 @@
-"""`torch.save` files written with one tensor in memory at a time.
+"""The files of `torch.save`, written with one tensor in memory at a time.
 
 torch.save takes a whole object. Under `torch.serialization.skip_data` it writes everything but the tensors' bytes and
 leaves room for them (a zip archive, each storage an uncompressed, aligned entry `data/0`, `data/1`, ... in the order in
@@ -30,7 +30,7 @@ _CRC_IN_CENTRAL_HEADER = 16
 
 
 class TorchFile:
-    """A torch.save file whose tensors are filled in one by one.
+    """A file of torch.save whose tensors are filled in one by one.
 
     Args:
         path: the file to make; must not exist.
@@ -79,7 +79,7 @@ class TorchFile:
         return [found[number] for number in sorted(found)]
 
     def fill(self, number: int, tensor: torch.Tensor) -> None:
-        """Write the whole value of ``leaves[number]``.
+        """Write the unsharded value of ``leaves[number]``.
 
         Raises:
             CheckpointError: it does not have the shape and dtype that room was left for.
@@ -102,7 +102,7 @@ class TorchFile:
             view, position = view[count:], position + count
 
     def close(self) -> None:
-        """Put the checksums right and make the file durable."""
+        """Correct the checksums and make the file durable."""
         descriptor = self._file.fileno()
         for entry in self._entries:
             checksum = struct.pack("<I", self._checksums.get(entry.filename, 0))
@@ -137,7 +137,7 @@ def _data_start(descriptor: int, entry: zipfile.ZipInfo) -> int:
 def stream_torch_save(
     path: str | os.PathLike[str], content: Any, whole: Callable[[Any], torch.Tensor], advance: Callable[[int], None]
 ) -> None:
-    """``torch.save(content, path)`` with one tensor in memory at a time.
+    """Write ``torch.save(content, path)`` with one tensor in memory at a time.
 
     Args:
         path: the file to make; must not exist.

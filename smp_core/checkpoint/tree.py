@@ -1,4 +1,4 @@
-"""Nested state <-> (named tensors, JSON tree, what JSON cannot hold).
+"""The encoding of a nested state as named tensors, a JSON tree, and the values that JSON cannot hold.
 
 A state is a nest of dicts, lists and tuples. Tensors are taken out under a name made of their path; the rest becomes
 JSON in which values that JSON has no type for carry a tag, so that every type comes back as it was:
@@ -34,14 +34,16 @@ DROP = object()
 
 @dataclass(frozen=True)
 class TensorReference:
-    """Stands in a list or tuple for a tensor that was not asked for."""
+    """A placeholder, in a list or tuple, for a tensor that was not asked for."""
 
     name: str
 
 
 @dataclass
 class EncodedRest:
-    """The non-tensor part of a state: JSON tree, entries of rest.pt, entries that need pickle and where they stand."""
+    """The part of a state that is not tensors: JSON tree, entries of rest.pt, entries that need pickle and their
+    paths.
+    """
 
     tree: Any = None
     plain: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +52,7 @@ class EncodedRest:
 
 
 def path_text(path: Path) -> str:
-    """``("optimizer_states", 0, "lr")`` -> ``"optimizer_states.0.lr"``."""
+    """Join a path by dots: ``"optimizer_states.0.lr"`` for ``("optimizer_states", 0, "lr")``."""
     return ".".join(str(key) for key in path)
 
 
@@ -171,7 +173,7 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
 
 
 def merge_rest(rest: EncodedRest, per_rank: Sequence[EncodedRest]) -> EncodedRest:
-    """One tree ``{"state": ..., "per_rank": [...]}`` out of the state's rest and each rank's own value."""
+    """Merge the state's rest and each rank's own value into one tree ``{"state": ..., "per_rank": [...]}``."""
     merged = EncodedRest(plain=dict(rest.plain), pickle=dict(rest.pickle), pickled_paths=list(rest.pickled_paths))
     for rank, own in enumerate(per_rank):
         merged.plain.update({f"rank{rank}.{key}": value for key, value in own.plain.items()})
@@ -195,7 +197,7 @@ def _renumbered(node: Any, prefix: str) -> Any:
 def decode_rest(
     tree: Any, tensor: Callable[[str], Any], plain: dict[str, Any] | None, pickled: Callable[[str], Any]
 ) -> Any:
-    """The inverse of :func:`encode_rest`.
+    """Decode the result of :func:`encode_rest`.
 
     Args:
         tree: the JSON tree.
@@ -240,7 +242,7 @@ def decode_rest(
 
 
 def subtree(tree: Any, path: Path) -> Any:
-    """The node of the JSON tree at a path of the state.
+    """Return the node of the JSON tree at a path of the state.
 
     Raises:
         KeyError: there is none.

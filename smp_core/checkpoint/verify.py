@@ -1,4 +1,4 @@
-"""Checking files against the manifest: sizes (cheap), digests (reads everything)."""
+"""The check of files against the manifest: sizes (cheap), digests (reads everything)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_files(opened: OpenCheckpoint, mode: str | None, rank: int = 0, size: i
 
 
 def file_problem(folder: Folder, manifest: Manifest, name: str, record: FileRecord, mode: str) -> str | None:
-    """What is wrong with a file, or None."""
+    """Describe the problem of a file; None for a file without one."""
     where = f"{folder.address}/{name}"
     try:
         size = folder.size(name)
@@ -101,7 +101,7 @@ def _digest_file(folder: Folder, name: str, size: int, algorithm: str) -> str:
 
 
 def verify_checkpoint(path: str | os.PathLike[str], deep: bool = False) -> list[str]:
-    """Everything that is wrong with a checkpoint; an empty list when it is whole.
+    """List every problem of a checkpoint; none when it is complete.
 
     Args:
         path: checkpoint folder or address.

@@ -1,5 +1,5 @@
-"""Saving: torch's DCP planner decides who writes which slice (replicas share the work), our storage writer streams the
-slices into one safetensors file per rank, and rank 0 commits the whole with one rename.
+"""The writer of checkpoints: torch's DCP planner gives each slice to one rank (replicas share the work), our storage
+writer streams the slices into one safetensors file per rank, and rank 0 commits all with one rename.
 
 Order of a save: (1) every rank names its tensors; (2) rank 0 encodes the rest, so that a value that cannot be saved is
 refused before anything is written; (3) rank 0 makes the temporary folder; (4) plan, write, fsync on all ranks;
@@ -100,14 +100,14 @@ class SaveOptions:
 
 
 def not_saved(path: str | os.PathLike[str]) -> str:
-    """How messages about a failed save begin."""
+    """Return the beginning of messages about a failed save."""
     return f"checkpoint {os.fspath(path)} was not saved"
 
 
 def write_staged(
     path: str | os.PathLike[str], make_staged: Callable[[], Staged], options: SaveOptions, ranks: Ranks
 ) -> None:
-    """Write and commit what every rank has staged. Collective.
+    """Write and commit the parts that all ranks have staged. Collective.
 
     Args:
         path: the checkpoint folder.
@@ -192,7 +192,7 @@ def _check_options(options: SaveOptions) -> None:
 
 
 class SmpStorageWriter(StorageWriter):
-    """DCP storage that writes one safetensors file per rank and commits on the coordinator.
+    """A storage of DCP that writes one safetensors file per rank and commits on the coordinator.
 
     Args:
         transaction: the save, already begun or joined.
@@ -220,10 +220,10 @@ class SmpStorageWriter(StorageWriter):
         self.ranks = ranks
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: one writer serves one save."""
+        """Do nothing: one writer serves one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the transaction is open."""
+        """Do nothing: the transaction is open."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan

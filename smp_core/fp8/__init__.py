@@ -1,4 +1,4 @@
-"""FP8 training: delayed scaling, FP8 layers, FP8 weight gathering. Only the recipe is loaded at once (no torch)."""
+"""The FP8 training: delayed scaling, FP8 layers, FP8 weight gathering. Only the recipe is loaded at once (no torch)."""
 
 from __future__ import annotations
 

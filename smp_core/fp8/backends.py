@@ -1,9 +1,8 @@
-"""FP8 layers of other libraries, behind the same recipe.
+"""The FP8 layers of other libraries, behind the same recipe.
 
 The modules that the native backend would choose (``nn.Linear`` only) become the library's own. Parameters stay the same
-objects with the same names; weights travel in the parameters' dtype, because both libraries' FP8 all-gathers turn
-parameters into tensor subclasses that state dicts would show. What a recipe cannot ask of a library is refused by
-:class:`Fp8Recipe`.
+objects with the same names; weights are gathered in the parameters' dtype, because both libraries' FP8 all-gathers turn
+parameters into tensor subclasses that state dicts would show. :class:`Fp8Recipe` refuses settings that a library lacks.
 
 ``backend="torchao"``: dynamic tensorwise scaling. Its layers keep no state between steps, so nothing is stepped or
 saved.
@@ -35,7 +34,7 @@ _INSTALL = {
 
 @dataclass(frozen=True)
 class OtherLayers:
-    """What another library's layers need of a training step.
+    """The needs of another library's layers in a training step.
 
     Attributes:
         left_out: module name -> reason, of every module with a matrix product that stays as it is.
@@ -56,7 +55,7 @@ def convert_with(
         amax_group: the ranks that agree on scales, where the library keeps any; default the world.
 
     Raises:
-        ValueError: the library is not installed (what to install is named), or it cannot do this.
+        ValueError: the library is not installed (the message has the command), or it cannot convert any layer.
     """
     backend = recipe.backend
     if importlib.util.find_spec(backend) is None:
@@ -64,6 +63,8 @@ def convert_with(
             f"fp8: backend={backend!r} needs a package that is not installed: {_INSTALL[backend]}; or write "
             "backend='native'"
         )
+
+    # The layers that the native backend would choose, as far as the library has a counterpart.
     chosen, left_out = choose(model, recipe)
     names = {name: module for name, module, _ in chosen if name and type(module) is nn.Linear}
     for name, *_ in chosen:
@@ -72,6 +73,8 @@ def convert_with(
     if not names:
         why = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(left_out.items())[:5])
         raise ValueError(f"fp8: backend={backend!r} can convert no layer ({why}); write backend='native'")
+
+    # The library's own layers.
     if backend == "transformer_engine":
         from smp_core.fp8.transformer_engine import convert
 

@@ -1,10 +1,10 @@
-"""Casts to FP8: value * scale, clamped, rounded to nearest even; with the amax, and on the device the transpose.
+"""The casts to FP8: value * scale, clamped, rounded to nearest even; with the amax, and on the device the transpose.
 
 Every cast clamps first: above E4M3's range torch 2.11 makes nan and torch 2.13 saturates, also infinities, without a
 trace. Infinities are found in the amax instead. nan stays nan.
 
-Two ways to the same numbers: a Triton kernel that reads the tensor once (CUDA, where Triton is there) and the eager
-formula (everywhere; it is what the kernel is tested against). There is no third one by ``torch.compile``: on CUDA it
+There are two ways to the same numbers: a Triton kernel that reads the tensor once (CUDA, where Triton is installed) and
+the eager formula (everywhere; the kernel is tested against it). There is no third one by ``torch.compile``: on CUDA it
 needs Triton itself.
 
 Shape letters: R rows (tokens), C columns (features).
@@ -22,11 +22,11 @@ from smp_core.fp8.scaling import LARGEST, Fp8State, scale_for
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A matrix in FP8: ``data * inverse_scale`` is its value.
+    """A matrix in FP8, of value ``data * inverse_scale``.
 
     Attributes:
         rows: ``[R, C]``, row-major; None if only the transpose is needed.
-        columns: ``[C, R]``, row-major, the same numbers transposed; None where nobody needs it.
+        columns: ``[C, R]``, row-major, the same numbers transposed; None if no product reads it.
         inverse_scale: 0-d float32.
     """
 
@@ -40,8 +40,11 @@ _CAPABLE: dict[torch.device, bool] = {}
 
 @torch.compiler.assume_constant_result
 def device_multiplies_fp8(device: torch.device) -> bool:
-    """Whether ``torch._scaled_mm`` runs on the device's tensor cores (Ada, Hopper and later). On CPU it exists too, as
-    a reference kernel that is 500 times slower than dequantising: never used outside tests."""
+    """Tell whether ``torch._scaled_mm`` runs on the device's tensor cores (Ada, Hopper and later).
+
+    On CPU the operator exists too, as a reference kernel that is 500 times slower than dequantising: never used outside
+    tests.
+    """
     if device not in _CAPABLE:
         _CAPABLE[device] = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     return _CAPABLE[device]
@@ -51,26 +54,30 @@ _TRITON = importlib.util.find_spec("triton") is not None
 
 
 def has_triton() -> bool:
+    """Tell whether Triton is installed."""
     return _TRITON
 
 
 @torch.no_grad()
 def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, 0-d float32; nan if there is one, 0 for an empty tensor."""
+    """Return the largest magnitude, 0-d float32; nan if there is one, 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
     return torch.linalg.vector_norm(x, ord=torch.inf).float()
 
 
 def cast_eager(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Any shape. Scales are powers of two, so the product is exact in every dtype that has float32's exponents."""
+    """Cast a tensor of any shape.
+
+    Scales are powers of two, so the product is exact in every dtype that has float32's exponents.
+    """
     if x.dtype == torch.float16:
         x = x.float()
     return (x * scale.to(x.dtype)).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
 def transposed(x8_RC: torch.Tensor) -> torch.Tensor:
-    """A row-major copy ``[C, R]`` of FP8 numbers, moved as bytes."""
+    """Make a row-major copy ``[C, R]`` of FP8 numbers, moved as bytes."""
     return x8_RC.view(torch.uint8).t().contiguous().view(x8_RC.dtype)
 
 
@@ -88,9 +95,10 @@ def quantize(
     """Cast ``x_RC`` by the scale in effect for this site and role, or by its own amax while that is not calibrated.
 
     Args:
-        rows, columns: which layouts are wanted.
-        recording: note the amax in the history (not in evaluation).
+        rows, columns: the layouts to make.
+        recording: record the amax in the history (not in evaluation).
     """
+    # The scale.
     dtype = state.formats[role]
     if state.uses_history(site, role):
         scale, inverse = state.scales(site, role)
@@ -99,6 +107,8 @@ def quantize(
         amax = amax_of(x_RC)
         scale = scale_for(amax, LARGEST[dtype], state.recipe.margin)
         inverse = 1.0 / scale
+
+    # The cast.
     if device_multiplies_fp8(x_RC.device) and has_triton() and x_RC.numel():
         from smp_core.fp8.triton_casts import cast_fused
 
@@ -107,7 +117,8 @@ def quantize(
         data, data_t, found = cast_fused(x_RC, scale, dtype, rows=rows, columns=columns, amax=slot)
     else:
         x8_RC = cast_eager(x_RC, scale, dtype)
-        data, data_t = x8_RC if rows else None, transposed(x8_RC) if columns else None
+        data = x8_RC if rows else None
+        data_t = transposed(x8_RC) if columns else None
         slot = None
         found = amax_of(x_RC) if amax is None and recording else x_RC.new_zeros(())
     if recording:
@@ -119,7 +130,7 @@ def quantize(
 
 
 def _count(counts: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
-    """Add to saturated, flushed (not zero before, zero in FP8) and all elements."""
+    """Add to the counts of saturated, flushed (not zero before, zero in FP8) and all elements."""
     scaled = (x.float() * scale).abs()
     counts[0] += (scaled > LARGEST[dtype]).sum()
     counts[1] += ((scaled > 0) & (scaled.clamp(max=LARGEST[dtype]).to(dtype).float() == 0)).sum()

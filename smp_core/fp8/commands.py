@@ -1,4 +1,4 @@
-"""`smp fp8-report`: what Fp8Monitor has logged, as a table of the worst modules and a picture."""
+"""The command `smp fp8-report`: Fp8Monitor's log as a table of the worst modules and a picture."""
 
 from __future__ import annotations
 

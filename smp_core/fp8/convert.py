@@ -1,4 +1,4 @@
-"""convert_to_fp8(): which modules compute in FP8, and the handle that steps their scales."""
+"""convert_to_fp8(): the choice of modules that compute in FP8, and the handle that steps their scales."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _NO_PRODUCT = (
 
 
 def _alone(amax: torch.Tensor) -> None:
-    """One process agrees with itself."""
+    """Leave the tensor as it is: one process has nothing to agree on."""
 
 
 @dataclass
 class Fp8Model:
-    """A converted model: its state, the weights, and why other modules were left out.
+    """A converted model: its state, the weights, and the reasons why other modules were left out.
 
     Attributes:
         left_out: module name -> reason, of every module with a matrix product that stays as it is.
         all_reduce_max: makes a float32 tensor the elementwise maximum over all ranks that share the model, in place.
-        device: where the model computes; None: where its parameters are.
+        device: the device on which the model computes; None: that of its parameters.
     """
 
     model: nn.Module
@@ -51,13 +51,13 @@ class Fp8Model:
     device: torch.device | None = None
 
     def gather_of(self, module: nn.Module, parameter: str) -> WeightGather | None:
-        """How this parameter travels in FP8; None: as it is."""
+        """Return the FP8 form of this parameter for all-gathers; None: it is gathered in its own dtype."""
         site = getattr(module, SITES, {}).get(parameter)
         return WeightGather(self.state, site.index) if site is not None and self.recipe.fp8_all_gather else None
 
     @torch.no_grad()
     def weight_amax(self) -> torch.Tensor:
-        """``[N]`` float32: the largest magnitude of each weight, of this rank's shards where it is sharded."""
+        """Return ``[N]`` float32: the largest magnitude of each weight, of this rank's shards where it is sharded."""
         weights = []
         for module, name, _ in self.sites:
             weight = getattr(module, name).detach()
@@ -73,14 +73,14 @@ class Fp8Model:
         return torch.stack(amax).to(self.state.device)
 
     def refresh_weights(self) -> None:
-        """Scale weights by what they are now: after they were made, loaded or edited. Collective."""
+        """Scale weights by their present values, after they were made, loaded or edited. Collective."""
         self.state.to(self.device or next(self.model.parameters()).device)
         amax = self.weight_amax()
         self.all_reduce_max(amax)
         self.state.set_weight_scales(amax)
 
     def step(self) -> None:
-        """After an optimizer step: new scales. Collective; one all-reduce."""
+        """Make new scales after an optimizer step. Collective; one all-reduce."""
         bad = self.state.step(self.weight_amax(), self.all_reduce_max)
         if bad:
             shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
@@ -93,8 +93,10 @@ class Fp8Model:
         optimizer.register_step_post_hook(lambda *_: self.step())
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors by module name, the same on every rank and for every number of ranks. Collective only where
-        ``reduce_amax=False`` (ranks' own histories are merged to their maximum)."""
+        """Return plain tensors by module name, the same on every rank and for every number of ranks.
+
+        Collective only where ``reduce_amax=False`` (ranks' own histories are merged to their maximum).
+        """
         state = self.state.state_dict()
         if not self.recipe.reduce_amax:
             history = self.state.history.clone()
@@ -104,7 +106,7 @@ class Fp8Model:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any] | None, name_there: Callable[[str], str] = str) -> None:
-        """Bring a state back, and scale weights by what they are now. Collective.
+        """Load a state, and scale weights by their present values. Collective.
 
         Args:
             state: of :meth:`state_dict`; None or with modules missing: those are calibrated anew, and a warning says
@@ -120,7 +122,7 @@ class Fp8Model:
         self.refresh_weights()
 
     def describe(self) -> str:
-        """What computes in FP8 and what does not, with reasons, for people."""
+        """Describe the modules that compute in FP8 and those that do not, with reasons, for people."""
         kinds: dict[str, int] = defaultdict(int)
         for module, _, _ in self.sites:
             kinds[type(module).__name__] += 1
@@ -129,8 +131,8 @@ class Fp8Model:
         for name, reason in self.left_out.items():
             by_reason[reason].append(name)
         for reason, names in by_reason.items():
-            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            lines.append(f"fp8: left out: {shown} ({reason})")
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            lines.append(f"fp8: left out: {', '.join(names[:4])}{more} ({reason})")
         return "\n".join(lines)
 
 
@@ -142,9 +144,9 @@ def convert_to_fp8(
 ) -> Fp8Model:
     """Make the linear layers of ``model`` compute in FP8, in place; call it before the model is sharded.
 
-    Converted are ``nn.Linear``, Transformers' ``Conv1D`` and fused experts with ``gate_up_proj`` and ``down_proj``.
-    Parameters stay the same objects with the same names. After every optimizer step, :meth:`Fp8Model.step` has to run
-    on every rank (:meth:`Fp8Model.follow`).
+    The function converts ``nn.Linear``, Transformers' ``Conv1D`` and fused experts with ``gate_up_proj`` and
+    ``down_proj``. Parameters stay the same objects with the same names. After every optimizer step,
+    :meth:`Fp8Model.step` has to run on every rank (:meth:`Fp8Model.follow`).
 
     Args:
         all_reduce_max: see :class:`Fp8Model`; default one process.
@@ -162,6 +164,8 @@ def convert_to_fp8(
             f"fp8: convert_to_fp8 is the native backend; backend={recipe.backend!r} is applied by "
             "smp_core.fp8.backends.convert_with"
         )
+
+    # The modules, and a site for each of their weights.
     chosen, left_out = choose(model, recipe)
     names = [_site_name(name, parameter) for name, _, parameters in chosen for parameter in parameters]
     state = Fp8State(recipe, names, _device(model))
@@ -173,6 +177,7 @@ def convert_to_fp8(
             sites.append((module, parameter, own[parameter]))
         module.__class__ = fp8_class(type(module))  # type: ignore[arg-type]  # modules' classes are hashable
         setattr(module, SITES, own)
+
     fp8 = Fp8Model(model, recipe, state, tuple(sites), left_out, all_reduce_max)
     if not any(getattr(module, name).is_meta for module, name, _ in sites):
         fp8.refresh_weights()
@@ -180,7 +185,7 @@ def convert_to_fp8(
 
 
 def choose(model: nn.Module, recipe: Fp8Recipe) -> tuple[list[tuple[str, nn.Module, tuple[str, ...]]], dict[str, str]]:
-    """Which modules can and shall be converted, as (name, module, parameters), and why others are left out."""
+    """Choose the modules to convert, as (name, module, parameters), and the reasons why others are left out."""
     holders: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -199,9 +204,9 @@ def choose(model: nn.Module, recipe: Fp8Recipe) -> tuple[list[tuple[str, nn.Modu
             left_out[name] = reason
     unmatched = [glob for glob in recipe.include if glob not in matched]
     if unmatched and left_out:
+        examples = [name for name, *_ in chosen] or list(left_out)
         raise ValueError(
-            f"fp8: include={unmatched[0]!r} matches no linear layer; there are for example "
-            f"{', '.join([name for name, *_ in chosen][:3] or list(left_out)[:3])}"
+            f"fp8: include={unmatched[0]!r} matches no linear layer; there are for example {', '.join(examples[:3])}"
         )
     if not chosen:
         why = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in list(left_out.items())[:5])
@@ -212,14 +217,17 @@ def choose(model: nn.Module, recipe: Fp8Recipe) -> tuple[list[tuple[str, nn.Modu
 
 
 def _has_product(module: nn.Module) -> bool:
-    """Whether the module itself multiplies by a weight matrix, as far as one can see: linear layers, and modules
-    with matrices of their own that are neither embeddings nor convolutions."""
+    """Tell whether the module itself multiplies by a weight matrix, as far as its parameters show.
+
+    Such modules are linear layers, and modules with matrices of their own that are neither embeddings nor convolutions.
+    """
     if isinstance(module, _NO_PRODUCT):
         return False
     return any(parameter.ndim in (2, 3) for parameter in module.parameters(recurse=False))
 
 
 def _why_not(name: str, module: nn.Module, recipe: Fp8Recipe, holders: Mapping[int, list[str]]) -> str | None:
+    """Return the reason why a module is not converted; None: it is."""
     if not any(fnmatch.fnmatchcase(name, glob) for glob in recipe.include):
         return f"not in include={list(recipe.include)}"
     for glob in recipe.exclude:
@@ -243,37 +251,42 @@ def _why_not(name: str, module: nn.Module, recipe: Fp8Recipe, holders: Mapping[i
 
 
 def _weights(module: nn.Module) -> tuple[str, ...]:
-    """The parameters that the FP8 forward multiplies by; none where there is no such forward for the class."""
+    """List the parameters that the FP8 forward multiplies by; none where the class has no such forward."""
     kind = type(module)
     if kind is nn.Linear:
         return ("weight",)
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return ("weight",)
     own = dict(module.named_parameters(recurse=False))
-    if (
-        kind.__name__.endswith("Experts")
-        and set(own) == {"gate_up_proj", "down_proj"}
-        and all(parameter.ndim == 3 for parameter in own.values())
-        and callable(getattr(module, "act_fn", None))
-        and isinstance(getattr(module, "num_experts", None), int)
-        # Two halves, [E, 2I, K] and [E, K, I], not interleaved and not transposed.
-        and own["gate_up_proj"].shape[1] == 2 * own["down_proj"].shape[2]
-        and own["gate_up_proj"].shape[2] == own["down_proj"].shape[1]
-        and not any(getattr(module, flag, False) for flag in ("is_transposed", "has_bias", "has_post_expert_norm"))
-        and getattr(module, "is_concatenated", True)
-        and _plain_gate(kind)
-        and list(inspect.signature(kind.forward).parameters) == _EXPERT_CALL
-    ):
-        return ("gate_up_proj", "down_proj")
+    if kind.__name__.endswith("Experts") and set(own) == {"gate_up_proj", "down_proj"}:
+        up, down = own["gate_up_proj"], own["down_proj"]
+        if _are_halves(up, down) and _has_known_forward(module):
+            return ("gate_up_proj", "down_proj")
     return ()
 
 
 _EXPERT_CALL = ["self", "hidden_states", "top_k_index", "top_k_weights"]
 
 
+def _are_halves(up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Tell whether the projections are [E, 2I, K] and [E, K, I], so not transposed."""
+    return up.ndim == down.ndim == 3 and up.shape[1] == 2 * down.shape[2] and up.shape[2] == down.shape[1]
+
+
+def _has_known_forward(experts: nn.Module) -> bool:
+    """Tell whether fused experts compute as :class:`smp_core.fp8.linear._ExpertsForward`, with halves side by side."""
+    kind = type(experts)
+    has_parts = callable(getattr(experts, "act_fn", None)) and isinstance(getattr(experts, "num_experts", None), int)
+    others = ("is_transposed", "has_bias", "has_post_expert_norm")
+    is_plain = getattr(experts, "is_concatenated", True) and not any(getattr(experts, flag, False) for flag in others)
+    has_call = list(inspect.signature(kind.forward).parameters) == _EXPERT_CALL
+    return has_parts and is_plain and _plain_gate(kind) and has_call
+
+
 def _plain_gate(kind: type[nn.Module]) -> bool:
-    """Whether the experts gate as act(gate) * up: a class that says otherwise defines ``_apply_gate`` (Transformers'
-    name) itself."""
+    """Tell whether the experts gate as act(gate) * up: a class with another gate defines ``_apply_gate`` (Transformers'
+    name) itself.
+    """
     gate = getattr(kind, "_apply_gate", None)
     return gate is None or gate.__module__ == "transformers.integrations.moe"
 

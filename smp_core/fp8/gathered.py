@@ -1,13 +1,15 @@
 """GatheredWeight: a weight that was gathered in FP8, seen as a tensor of the parameters' dtype.
 
-FSDP2 lets a sharded parameter say what travels (``fsdp_pre_all_gather``) and what becomes of it
-(``fsdp_post_all_gather``). What travels is the shard cast with the scale all ranks share, as uint8 (gloo knows no FP8),
-half the bytes of bfloat16. What becomes of it must look like a parameter in high precision, so that its gradient is
-one: this wrapper. FP8 products read :attr:`GatheredWeight.data8`; any other operation sees the dequantised values.
+A sharded parameter gives FSDP2 the tensor to gather (``fsdp_pre_all_gather``), and makes the unsharded parameter of the
+gathered one (``fsdp_post_all_gather``). Gathered is the shard cast with the scale all ranks share, as uint8 (gloo knows
+no FP8), half the bytes of bfloat16. The unsharded parameter must look like one in high precision, so that its gradient
+is one: it is this wrapper. FP8 products read :attr:`GatheredWeight.data8`; any other operation sees the dequantised
+values.
 
-It exists only while a unit is gathered. Sharded parameters, hence state dicts and checkpoints, are plain DTensors.
+The wrapper exists only while a unit is unsharded. Sharded parameters, hence state dicts and checkpoints, are plain
+DTensors.
 
-``_make_wrapper_subclass`` is torch's documented way to make such a tensor and ``_pytree`` what maps over an operation's
+``_make_wrapper_subclass`` is torch's documented way to make such a tensor, and ``_pytree`` maps over an operation's
 arguments; neither has a public name.
 """
 
@@ -24,7 +26,7 @@ from smp_core.fp8.scaling import WEIGHT, Fp8State
 
 
 class GatheredWeight(torch.Tensor):
-    """``data8 * inverse_scale``, of ``data8``'s shape and the dtype given."""
+    """A tensor of value ``data8 * inverse_scale``, of ``data8``'s shape and the dtype given."""
 
     data8: torch.Tensor
     inverse_scale: torch.Tensor
@@ -60,10 +62,10 @@ class GatheredWeight(torch.Tensor):
         kwargs = kwargs or {}
         if func in _SAME_TENSOR:
             weight = args[0]
-            if func is torch.ops.aten.as_strided.default and (
-                tuple(args[1]) != tuple(weight.shape) or tuple(args[2]) != weight.stride()
-            ):
-                return func(dequantize(weight), *args[1:], **kwargs)
+            if func is torch.ops.aten.as_strided.default:
+                size, stride = tuple(args[1]), tuple(args[2])
+                if size != tuple(weight.shape) or stride != weight.stride():
+                    return func(dequantize(weight), *args[1:], **kwargs)
             return GatheredWeight(weight.data8, weight.inverse_scale, weight.dtype)
         if func is torch.ops.aten.zeros_like.default:  # a gradient of nothing, perhaps of a weight that is freed
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=args[0].device)
@@ -71,27 +73,27 @@ class GatheredWeight(torch.Tensor):
         return func(*args, **kwargs)
 
 
-# What FSDP2 and nn.Parameter do to make a parameter of it.
+# The operations by which FSDP2 and nn.Parameter make a parameter of a tensor.
 _SAME_TENSOR = (torch.ops.aten.as_strided.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def dequantize(weight: GatheredWeight) -> torch.Tensor:
-    """The values as a plain tensor."""
+    """Return the values as a plain tensor."""
     return (weight.data8.float() * weight.inverse_scale).to(weight.dtype)
 
 
 class WeightGather:
-    """How one weight travels: what FSDP2 asks for around an all-gather.
+    """The FP8 form of one weight in an all-gather, for FSDP2.
 
     Args:
-        state, site: whose weight scale is used.
+        state, site: the state and the site whose weight scale is used.
     """
 
     def __init__(self, state: Fp8State, site: int) -> None:
         self._state, self._site = state, site
 
     def pack(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """uint8 of the shard's shape, and the inverse scale that goes with it (known to every rank)."""
+        """Return uint8 of the shard's shape, and the inverse scale (known to every rank)."""
         scale, inverse = self._state.scales(self._site, WEIGHT)
         return cast_eager(shard, scale, self._state.formats[WEIGHT]).view(torch.uint8), inverse
 
@@ -103,8 +105,10 @@ class WeightGather:
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> GatheredWeight | None:
-        """The gathered weight of ``size`` from ``payload`` (rows padded), or ``out`` renewed: its bytes are in the same
-        storage, only the scale may have changed."""
+        """Return the gathered weight of ``size`` from ``payload`` (rows padded), or renew ``out``.
+
+        The bytes of ``out`` are in the same storage; only its scale may have changed.
+        """
         if out is not None:
             assert isinstance(out, GatheredWeight)
             out.inverse_scale = inverse

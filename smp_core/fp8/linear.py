@@ -1,8 +1,8 @@
-"""Linear layers whose three matrix products run in FP8.
+"""The linear layers whose three matrix products run in FP8.
 
 Forward casts the input and the weight, backward the gradient; the input is kept for backward in FP8, half the bytes of
-bfloat16. A layer keeps its class (as a base class), its parameters and their names: only ``forward`` is another one, so
-that state dicts, initialisers and adapters see what they know.
+bfloat16. A layer keeps its class (as a base class), its parameters and their names, so that state dicts, initialisers
+and adapters work as before: only ``forward`` is another one.
 
 Shape letters: R rows (all leading dims of the input flattened), K inputs, N outputs, E experts.
 """
@@ -28,14 +28,14 @@ SITES = "fp8_sites"
 
 @dataclass(eq=False)
 class Fp8Site:
-    """One weight with its row in the state."""
+    """A weight with its row in the state."""
 
     state: Fp8State
     index: int
     name: str
 
     def quantize_weight(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weight's FP8 numbers, of its own shape, and their inverse scale."""
+        """Return the weight's FP8 numbers, of its own shape, and their inverse scale."""
         if isinstance(weight, GatheredWeight):
             return weight.data8, weight.inverse_scale
         flat = weight.detach().reshape(-1, weight.shape[-1])
@@ -45,7 +45,7 @@ class Fp8Site:
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """``y[R, N]`` from ``x[R, K]`` and a weight ``[N, K]`` (``[K, N]`` with ``flipped``)."""
+    """A product ``y[R, N]`` of ``x[R, K]`` and a weight ``[N, K]`` (``[K, N]`` with ``flipped``)."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -58,7 +58,7 @@ class _Fp8Linear(torch.autograd.Function):
         dtype: torch.dtype,
         recording: bool,
     ) -> torch.Tensor:
-        # The weight's gradient reads the input once more: on the device its transpose, which is then all that is kept.
+        # The weight's gradient reads the input once more: on the device its transpose, and then only that is kept.
         wants_w = recording and ctx.needs_input_grad[1]
         columns = wants_w and needs_columns(x_RK.device)
         x = quantize(x_RK.detach(), site.state, site.index, INPUT, columns=columns, recording=recording)
@@ -96,7 +96,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _oriented(w8: torch.Tensor, inverse: torch.Tensor, flipped: bool, backward: bool = False) -> Quantized:
-    """A weight as ``[N, K]``: stored that way, or, ``flipped``, as its transpose, which is what backward reads."""
+    """Return a weight as ``[N, K]``: stored in this form, or, ``flipped``, as its transpose, which backward reads."""
     if not flipped:
         return Quantized(w8, None, inverse)
     if not needs_columns(w8.device):
@@ -107,7 +107,7 @@ def _oriented(w8: torch.Tensor, inverse: torch.Tensor, flipped: bool, backward: 
 def fp8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Fp8Site, *, flipped: bool = False
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` in FP8.
+    """Compute ``x @ weight.T + bias`` in FP8.
 
     Args:
         x: ``[..., K]``, floating point.
@@ -124,7 +124,7 @@ def fp8_linear(
 
 
 class Float8Linear(nn.Linear):
-    """``nn.Linear`` with FP8 products; made by :func:`smp_core.fp8.convert_to_fp8`, never by its constructor."""
+    """A ``nn.Linear`` with FP8 products; made by :func:`smp_core.fp8.convert_to_fp8`, never by its constructor."""
 
     fp8_sites: dict[str, Fp8Site]
 
@@ -133,7 +133,7 @@ class Float8Linear(nn.Linear):
 
 
 class _Conv1DForward:
-    """Transformers' ``Conv1D``: a linear layer whose weight is stored as ``[K, N]``."""
+    """The forward of Transformers' ``Conv1D``: a linear layer whose weight is stored as ``[K, N]``."""
 
     fp8_sites: dict[str, Fp8Site]
     weight: torch.Tensor
@@ -144,7 +144,9 @@ class _Conv1DForward:
 
 
 class _Fp8GroupedLinear(torch.autograd.Function):
-    """``y[R, N]``: rows sorted by expert times their expert's ``[N, K]`` part of a weight ``[E, N, K]``."""
+    """A product ``y[R, N]`` of rows sorted by expert, each with its expert's ``[N, K]`` part of a weight ``[E, N,
+    K]``.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -194,6 +196,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
 
 
 def _groups(counts: Sequence[int]) -> list[tuple[int, slice]]:
+    """List the experts that have rows, each with the slice of its rows."""
     groups, start = [], 0
     for expert, count in enumerate(counts):
         if count:
@@ -203,8 +206,11 @@ def _groups(counts: Sequence[int]) -> list[tuple[int, slice]]:
 
 
 class _ExpertsForward:
-    """Fused experts of Transformers' mixture-of-experts models: gate and up projections in one ``[E, 2I, K]``
-    parameter, down projections in one ``[E, K, I]``; an expert computes ``down(act(gate(x)) * up(x))``."""
+    """The forward of fused experts in Transformers' mixture-of-experts models.
+
+    Gate and up projections are one ``[E, 2I, K]`` parameter, down projections one ``[E, K, I]``; an expert computes
+    ``down(act(gate(x)) * up(x))``.
+    """
 
     fp8_sites: dict[str, Fp8Site]
     gate_up_proj: torch.Tensor
@@ -215,7 +221,7 @@ class _ExpertsForward:
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """``hidden_states[R, K]``, chosen experts and their weights ``[R, top_k]`` -> ``[R, K]``."""
+        """Compute ``[R, K]`` from ``hidden_states[R, K]``, the chosen experts and their weights ``[R, top_k]``."""
         chosen = top_k_index.reshape(-1)
         order = chosen.argsort(stable=True)
         # Experts of other ranks have the number after the last one; their rows are left out.
@@ -238,7 +244,7 @@ class _ExpertsForward:
 
 @functools.cache
 def fp8_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class with FP8 products for modules of class ``kind``, which it inherits from.
+    """Return the class with FP8 products for modules of class ``kind``, from which it inherits.
 
     Raises:
         KeyError: there is none.

@@ -1,8 +1,8 @@
-"""Fp8Watch: how well some steps' numbers fitted into FP8, per module, into a log that `smp fp8-report` draws.
+"""Fp8Watch: the fit of some steps' numbers into FP8, per module, in a log that `smp fp8-report` draws.
 
 A probed step counts, for each converted weight's input and output gradient, the elements beyond FP8's range (saturated)
 and those that became zero without having been zero (flushed). Counting reads every tensor again, so only some steps
-are probed. Weights are scaled by their present amax and never saturate; of them the scale is logged.
+are probed. Weights are scaled by their present amax and never saturate; the log has their scales.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smp_core.fp8.scaling import ROLES, WEIGHT
 
 
 class Fp8Probe:
-    """Counts one step at a time.
+    """A counter of one step at a time.
 
     Args:
         fp8: the converted model.
@@ -37,7 +37,7 @@ class Fp8Probe:
         return self._fp8.state.counts is not None
 
     def begin(self) -> None:
-        """Count from here on, until :meth:`end`."""
+        """Begin to count, until :meth:`end`."""
         state = self._fp8.state
         state.counts = torch.zeros(len(state.names), 3, 3, device=state.device, dtype=torch.float64)
 
@@ -65,10 +65,10 @@ class Fp8Probe:
 
 
 class Fp8Watch:
-    """Probes a step every so often and writes the log: what both faces' monitors are made of.
+    """A probe of a step every so often, and its log; the core of both faces' FP8 monitors.
 
     Args:
-        monitor: the name people know it by, for messages.
+        monitor: the name of the face's monitor, for messages.
         every_n_steps: optimizer steps from one probe to the next, >= 1.
         path: the log; default ``fp8.jsonl`` in the folder that :meth:`start` is given.
         modules: globs over module names whose figures :meth:`step_ends` returns; the log gets all.
@@ -89,7 +89,7 @@ class Fp8Watch:
         """Watch ``fp8`` from now on.
 
         Args:
-            instead: what to write where there is no FP8, for the message.
+            instead: the text to write where there is no FP8, for the message.
 
         Raises:
             ValueError: the run computes without FP8, or in another library's layers.
@@ -105,14 +105,16 @@ class Fp8Watch:
             self.path = Path(folder) / "fp8.jsonl"
 
     def step_begins(self, step: int) -> None:
-        """Before a batch, with the number of optimizer steps done."""
+        """Begin a probe if one is due. Call it before a batch, with the number of optimizer steps done."""
         assert self._probe is not None
         if not self._probe.is_counting and step % self.every_n_steps == 0:
             self._probe.begin()
             self._began = step
 
     def step_ends(self, step: int, *, writes: bool) -> dict[str, float]:
-        """After a batch, with the number of optimizer steps done. Collective where a probed step has ended.
+        """End a probe if its step has ended. Call it after a batch, with the number of optimizer steps done.
+
+        Collective where a probed step has ended.
 
         Args:
             writes: whether this rank writes the log.
@@ -126,16 +128,15 @@ class Fp8Watch:
         figures = self._probe.end()
         if writes:
             append_to_log(self.path, step, figures)
-        return {
-            f"fp8/{name}/{figure}": value
-            for name, values in figures.items()
-            if any(fnmatch.fnmatchcase(name, glob) for glob in self.modules)
-            for figure, value in values.items()
-        }
+        shown: dict[str, float] = {}
+        for name, values in figures.items():
+            if any(fnmatch.fnmatchcase(name, glob) for glob in self.modules):
+                shown |= {f"fp8/{name}/{figure}": value for figure, value in values.items()}
+        return shown
 
 
 def append_to_log(path: Path, step: int, figures: dict[str, dict[str, float]]) -> None:
-    """One JSON line per probed step."""
+    """Append one JSON line for a probed step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, "modules": figures}) + "\n")
@@ -143,14 +144,14 @@ def append_to_log(path: Path, step: int, figures: dict[str, dict[str, float]]) -
 
 @dataclass(frozen=True)
 class Fp8Log:
-    """What a log holds: steps, and per figure and module a value for each of them (nan where there is none)."""
+    """The content of a log: steps, and per figure and module a value for each of them (nan where there is none)."""
 
     steps: list[int]
     figures: dict[str, dict[str, list[float]]]
 
     @classmethod
     def read(cls, path: Path) -> Fp8Log:
-        """Read a log; of a step that was logged twice (a run that was resumed) the later one counts.
+        """Read a log; of a step that was logged twice (by a resumed run) the later line counts.
 
         Raises:
             ValueError: no such file, no log, or an empty one.
@@ -167,7 +168,7 @@ class Fp8Log:
         return cls(steps, figures)
 
     def worst(self, figure: str, count: int = 5) -> list[tuple[str, float]]:
-        """Modules with the largest values of a figure in any step."""
+        """List the modules with the largest values of a figure in any step."""
         largest = {name: max(values) for name, values in self.figures.get(figure, {}).items()}
         return sorted(largest.items(), key=lambda pair: -pair[1])[:count]
 
@@ -189,7 +190,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def draw(log: Fp8Log, path: Path) -> None:
-    """Scales and rates over steps, a line per module, as PNG (or what the suffix says).
+    """Draw scales and rates over steps, a line per module, as PNG (or in the format of the suffix).
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (``pip install torch-smp[plot]``).

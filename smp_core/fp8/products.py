@@ -4,13 +4,13 @@
     input gradient  dx[R, K] = g[R, N] w[N, K]
     weight gradient dw[N, K] = g[R, N]^T x[R, K]
 
-On CUDA from capability 8.9 on these are ``torch._scaled_mm`` (torch has no public name for it before 2.13), which wants
+On CUDA from capability 8.9 on these are ``torch._scaled_mm`` (torch has no public name for it before 2.13), which needs
 the first operand row-major and the second column-major: so the gradients' products read transposed copies, made by the
 casts. Fast accumulation (fewer bits in the tensor core's sums) is used in the forward product only. Sizes are multiples
 of 16; rows are padded here where they are not.
 
 Elsewhere operands are dequantised and multiplied: the same numbers up to the order of summation. FP8 numbers and their
-products are exact in float32, so what differs from the device is only how sums round.
+products are exact in float32, so the results differ from the device's only by the rounding of sums.
 
 Shape letters: R rows (tokens), K inputs, N outputs.
 """
@@ -26,20 +26,21 @@ _ALIGNMENT = 16
 
 
 def forward_product(x: Quantized, w: Quantized, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    """``[R, N]`` in ``dtype``, with the bias added."""
+    """Compute ``[R, N]`` in ``dtype``, with the bias added."""
     assert x.rows is not None and w.rows is not None
     if not device_multiplies_fp8(x.rows.device):
         y = _emulate(x.rows, w.rows.t(), x, w, dtype)
         return y if bias is None else y + bias.to(dtype)
-    fused = bias is not None and dtype in (torch.bfloat16, torch.float16)
-    y = scaled_mm(
-        x.rows, w.rows.t(), x, w, dtype, bias=bias.to(dtype) if fused and bias is not None else None, fast=True
-    )
-    return y if bias is None or fused else y + bias.to(dtype)
+    if bias is None:
+        return scaled_mm(x.rows, w.rows.t(), x, w, dtype, fast=True)
+    bias = bias.to(dtype)
+    if dtype in (torch.bfloat16, torch.float16):
+        return scaled_mm(x.rows, w.rows.t(), x, w, dtype, bias=bias, fast=True)
+    return scaled_mm(x.rows, w.rows.t(), x, w, dtype, fast=True) + bias
 
 
 def input_gradient(g: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """``[R, K]`` in ``dtype``."""
+    """Compute ``[R, K]`` in ``dtype``."""
     assert g.rows is not None
     if not device_multiplies_fp8(g.rows.device):
         assert w.rows is not None
@@ -53,7 +54,7 @@ def input_gradient(g: Quantized, w: Quantized, dtype: torch.dtype) -> torch.Tens
 
 
 def weight_gradient(g: Quantized, x: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """``[N, K]`` in ``dtype``."""
+    """Compute ``[N, K]`` in ``dtype``."""
     if g.columns is None or x.columns is None:
         assert g.rows is not None and x.rows is not None
         return _emulate(g.rows.t(), x.rows, g, x, dtype)
@@ -62,7 +63,7 @@ def weight_gradient(g: Quantized, x: Quantized, dtype: torch.dtype) -> torch.Ten
 
 
 def needs_columns(device: torch.device) -> bool:
-    """Whether the products read transposed copies of inputs and gradients there."""
+    """Tell whether the products on this device read transposed copies of inputs and gradients."""
     return device_multiplies_fp8(device)
 
 
@@ -76,7 +77,7 @@ def scaled_mm(
     bias: torch.Tensor | None = None,
     fast: bool = False,
 ) -> torch.Tensor:
-    """``a8 @ b8`` by ``torch._scaled_mm``. Checks Hopper's rules on every device.
+    """Compute ``a8 @ b8`` by ``torch._scaled_mm``, after a check of Hopper's rules on every device.
 
     Raises:
         ValueError: ``a8`` is not row-major, ``b8`` not column-major, both are E5M2, or a size is no multiple of 16.
@@ -100,6 +101,7 @@ def scaled_mm(
 
 
 def _emulate(a8: torch.Tensor, b8: torch.Tensor, a: Quantized, b: Quantized, dtype: torch.dtype) -> torch.Tensor:
+    """Compute ``a8 @ b8`` on dequantised operands."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     with torch.autocast(a8.device.type, enabled=False):
         product = a8.to(wide) @ b8.to(wide)
@@ -107,7 +109,7 @@ def _emulate(a8: torch.Tensor, b8: torch.Tensor, a: Quantized, b: Quantized, dty
 
 
 def _padded(x8_CR: torch.Tensor) -> torch.Tensor:
-    """The summed dim filled up with zeros to a multiple of 16."""
+    """Pad the summed dim with zeros to a multiple of 16."""
     missing = -x8_CR.shape[1] % _ALIGNMENT
     if missing == 0:
         return x8_CR

@@ -1,4 +1,4 @@
-"""Fp8Recipe: what is computed in FP8 and how scales are found. Plain values; no torch here.
+"""Fp8Recipe: the products that run in FP8, and the rule for their scales. Plain values; no torch here.
 
 The names follow Transformer Engine's ``DelayedScaling`` (which SageMaker SMP drives) where they mean the same.
 """
@@ -16,13 +16,13 @@ Fp8Format = Literal["hybrid", "e4m3"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 Backend = Literal["native", "torchao", "transformer_engine"]
 
-# Attribute and module names that output heads go by; their logits feed the loss and want all the precision there is.
+# The usual names of output heads; their logits feed the loss and need full precision.
 HEADS = ("lm_head", "*.lm_head", "head", "*.head", "output", "embed_out", "*.embed_out", "score", "*.score")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Recipe:
-    """How matrix products run in FP8.
+    """The settings of matrix products in FP8.
 
     Args:
         scaling: ``"delayed"`` (scales from the largest magnitudes of earlier steps) or ``"dynamic"`` (every tensor by
@@ -33,15 +33,15 @@ class Fp8Recipe:
         margin: scales are divided by 2 ** margin: room for values larger than any seen. An integer >= 0.
         reduce_amax: whether ranks agree on the scales of inputs and gradients (one MAX all-reduce per optimizer step).
             False: each rank has its own; weights always share theirs.
-        include: globs over module names that are converted; default all that can be.
-        exclude: globs that are not; default the output head by its usual names (``HEADS``).
+        include: globs over names of modules to convert; default all that can be.
+        exclude: globs over names of modules to leave out; default the output head by its usual names (``HEADS``).
         calibration_steps: first optimizer steps in which delayed scaling uses present magnitudes, >= 1.
-        fp8_all_gather: whether sharded weights travel as FP8 bytes (default) or in the parameters' dtype.
+        fp8_all_gather: whether sharded weights are gathered as FP8 bytes (default) or in the parameters' dtype.
         backend: ``"native"``, or another library's FP8 layers by name, with ``fp8_all_gather=False``: ``"torchao"``
             (with ``scaling="dynamic"``) or ``"transformer_engine"`` (CUDA only).
 
     Raises:
-        ValueError: a value that is not allowed; it is named together with what is.
+        ValueError: a value that is not allowed; the message names it and the allowed ones.
     """
 
     scaling: Scaling = "delayed"
@@ -57,6 +57,7 @@ class Fp8Recipe:
     backend: Backend = "native"
 
     def __post_init__(self) -> None:
+        # Words.
         for field, kind in (
             ("scaling", Scaling),
             ("fp8_format", Fp8Format),
@@ -68,6 +69,7 @@ class Fp8Recipe:
             if word not in get_args(kind):
                 raise _refusal(field, value, ", ".join(map(repr, get_args(kind))))
             object.__setattr__(self, field, word)
+        # Whole numbers.
         for field, least in (("amax_history_len", 1), ("margin", 0), ("calibration_steps", 1)):
             number = getattr(self, field)
             if isinstance(number, str) and number.strip().isdecimal():
@@ -75,17 +77,20 @@ class Fp8Recipe:
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise _refusal(field, getattr(self, field), f"an integer of at least {least}")
             object.__setattr__(self, field, number)
+        # Flags.
         for field in ("reduce_amax", "fp8_all_gather"):
             flag = {"true": True, "false": False}.get(str(getattr(self, field)).lower())
             if flag is None:
                 raise _refusal(field, getattr(self, field), "true, false")
             object.__setattr__(self, field, flag)
+        # Globs.
         for field in ("include", "exclude"):
             globs = getattr(self, field)
             globs = (globs,) if isinstance(globs, str) else tuple(globs or ())
             if not all(isinstance(each, str) and each for each in globs):
                 raise _refusal(field, getattr(self, field), "a list of globs over module names")
             object.__setattr__(self, field, globs)
+        # Limits of the backend.
         for field, only, why in _LIMITS[self.backend, self.scaling]:
             if getattr(self, field) != only:
                 raise ValueError(
@@ -94,7 +99,7 @@ class Fp8Recipe:
                 )
 
     def __str__(self) -> str:
-        """The fields that differ from the defaults, for tables."""
+        """Show the fields that differ from the defaults, for tables."""
         changed = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)
@@ -103,13 +108,15 @@ class Fp8Recipe:
         return f"Fp8Recipe({', '.join(changed)})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields in types that YAML and JSON have; ``Fp8Recipe.read`` takes it back."""
+        """Return the fields in types that YAML and JSON have, for :meth:`read`."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
 
     @classmethod
     def read(cls, value: Any) -> Fp8Recipe | None:
-        """What people write for ``fp8``: None or False (off), True, a scaling or format by name (``"dynamic"``,
-        ``"hybrid"``), a mapping of fields (also as JSON text, as in ``SMP_FP8``), or a recipe.
+        """Read the knob ``fp8``.
+
+        Allowed are None or False (off), True, a scaling or format by name (``"dynamic"``, ``"hybrid"``), a mapping of
+        fields (also as JSON text, as in ``SMP_FP8``), or a recipe.
 
         Raises:
             ValueError: none of these, an unknown field (with the nearest one), or a bad value of one.

@@ -40,12 +40,13 @@ _EXPONENT_LIMIT = 100
 
 
 def formats_of(recipe: Fp8Recipe) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """The dtypes of inputs, weights and gradients."""
+    """Return the dtypes of inputs, weights and gradients."""
     return E4M3, E4M3, (E5M2 if recipe.fp8_format == "hybrid" else E4M3)
 
 
 def scale_for(amax: torch.Tensor, largest: torch.Tensor | float, margin: int = 0) -> torch.Tensor:
-    """The largest power of two that keeps ``amax * scale * 2 ** margin`` within ``largest``; float32, same shape.
+    """Return the largest power of two that keeps ``amax * scale * 2 ** margin`` within ``largest``; float32, same
+    shape.
 
     1 where ``amax`` is zero or not finite.
     """
@@ -59,12 +60,12 @@ def scale_for(amax: torch.Tensor, largest: torch.Tensor | float, margin: int = 0
 
 
 class Fp8State:
-    """Histories and scales of all sites of one model.
+    """The histories and scales of all sites of one model.
 
     Args:
         recipe: history length, algorithm, margin, formats.
         names: the sites' names, which are those of the modules (or parameters, for fused experts).
-        device: where the tensors live.
+        device: the device of the tensors.
 
     Attributes:
         history: ``[H, N, 3]`` float32, newest first; 0 where nothing has been recorded.
@@ -100,13 +101,13 @@ class Fp8State:
             setattr(self, name, getattr(self, name).to(device))
 
     def uses_history(self, site: int, role: int) -> bool:
-        """Whether tensors of this role are cast with ``scale``; otherwise by their own present amax."""
+        """Tell whether tensors of this role are cast with ``scale``; otherwise by their own present amax."""
         # A look-up of a bool, so that a compiled forward is compiled again when it changes, and not in every step.
         return self._delayed[site][role]
 
     @property
     def calibrated(self) -> list[list[bool]]:
-        """Per site and role, whether ``scale`` comes from a history."""
+        """The flags, per site and role, whether ``scale`` comes from a history."""
         return self._calibrated
 
     @calibrated.setter
@@ -116,23 +117,25 @@ class Fp8State:
         self._delayed = [[known and (delays or role == WEIGHT) for role, known in enumerate(row)] for row in flags]
 
     def scales(self, site: int, role: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scale and its inverse, 0-d float32."""
+        """Return the scale and its inverse, 0-d float32."""
         return self.scale[site, role], self.inverse[site, role]
 
     @torch.no_grad()
     def record(self, site: int, role: int, amax: torch.Tensor) -> None:
-        """Note a 0-d amax of the present step; nan and inf are kept, and veto the step (see :meth:`nonfinite`)."""
+        """Record a 0-d amax of the present step; nan and inf are kept, and veto the step (see :meth:`nonfinite`)."""
         slot = self.current[site, role]
         torch.maximum(slot, amax.to(slot.dtype), out=slot)
 
     @torch.no_grad()
     def nonfinite(self) -> torch.Tensor:
-        """0-d bool: whether an input or gradient of the present step held inf or nan on this rank."""
+        """Tell, as 0-d bool, whether an input or gradient of the present step held inf or nan on this rank."""
         return ~torch.isfinite(self.current).all()
 
     @torch.no_grad()
     def set_weight_scales(self, amax: torch.Tensor) -> None:
-        """Scales of the weights from their present amaxes ``[N]``, those of whole weights, equal on all ranks."""
+        """Set the scales of the weights from their present amaxes ``[N]``, those of unsharded weights, equal on all
+        ranks.
+        """
         fresh = scale_for(amax, LARGEST[self.formats[WEIGHT]], self.recipe.margin)
         self.scale, self.inverse = self.scale.clone(), self.inverse.clone()
         self.scale[:, WEIGHT] = fresh
@@ -142,15 +145,16 @@ class Fp8State:
 
     @torch.no_grad()
     def step(self, weight_amax: torch.Tensor, all_reduce_max: Callable[[torch.Tensor], None]) -> list[str]:
-        """After an optimizer step: agree on the amaxes, roll histories, make new scales. Collective.
+        """Agree on the amaxes after an optimizer step, roll histories, make new scales. Collective.
 
         Args:
             weight_amax: ``[N]``, of this rank's shards of the weights.
             all_reduce_max: makes a float32 tensor the elementwise maximum over the ranks, in place. Called once.
 
         Returns:
-            what held inf or nan on any rank, as ``"<site> (<role>)"``; its history and scale stay as they were.
+            tensors that held inf or nan on any rank, as ``"<site> (<role>)"``; their histories and scales stay.
         """
+        # The amaxes of all ranks.
         amax = self.current.clone()
         amax[:, WEIGHT] = weight_amax
         # Libraries compare, and a nan wins or loses by its place in the comparison; inf is ordered.
@@ -161,6 +165,7 @@ class Fp8State:
             weights = amax[:, WEIGHT].contiguous()
             all_reduce_max(weights)
             amax[:, WEIGHT] = weights
+        # Histories, and the scales that follow from them.
         fine = torch.isfinite(amax) & (amax > 0)
         rolled = torch.cat([amax[None], self.history[:-1]])
         self.history = torch.where(fine[None], rolled, self.history)
@@ -169,10 +174,13 @@ class Fp8State:
         self._make_scales(basis)
         self.current = torch.zeros_like(self.current)
         self.steps += 1
-        # One look from the host per step; the veto of a non-finite step has waited for the device already.
+        # One copy to the host per step; the veto of a non-finite step has waited for the device already.
         seen, bad = torch.stack([basis > 0, torch.isinf(amax)]).tolist()
         self.calibrated = seen
-        return [f"{self.names[i]} ({ROLES[r]})" for i, row in enumerate(bad) for r, is_bad in enumerate(row) if is_bad]
+        found = []
+        for name, row in zip(self.names, bad, strict=True):
+            found += [f"{name} ({role})" for role, is_bad in zip(ROLES, row, strict=True) if is_bad]
+        return found
 
     def _make_scales(self, basis: torch.Tensor) -> None:
         fresh = scale_for(basis, self._largest, self.recipe.margin)
@@ -181,7 +189,9 @@ class Fp8State:
         self.generation += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain CPU tensors by site name (``amax_history`` ``[H, 3]``, ``scale`` ``[3]``), and the step count."""
+        """Return plain CPU tensors by site name (``amax_history`` ``[H, 3]``, ``scale`` ``[3]``), and the step
+        count.
+        """
         history, scale = self.history.cpu(), self.scale.cpu()
         sites = {
             clean_name(name): {"amax_history": history[:, i].clone(), "scale": scale[i].clone()}
@@ -191,13 +201,13 @@ class Fp8State:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], name_there: Callable[[str], str] = str) -> list[str]:
-        """Bring back what :meth:`state_dict` gave; a history of another length is cut or filled up with zeros.
+        """Load a state of :meth:`state_dict`; a history of another length is cut or filled up with zeros.
 
         Args:
             name_there: a site's name here -> its name in ``state``.
 
         Returns:
-            names of sites that ``state`` has nothing of: those are calibrated anew.
+            names of sites that ``state`` lacks: they are calibrated anew.
         """
         saved = {clean_name(name): tensors for name, tensors in state.get("sites", {}).items()}
         missing = []

@@ -1,16 +1,16 @@
-"""Transformer Engine's linear layers behind our recipe: ``backend="transformer_engine"``.
+"""The linear layers of Transformer Engine behind our recipe: ``backend="transformer_engine"``.
 
     scaling="delayed"   its ``DelayedScaling``; amaxes are agreed on over all ranks, forward ones at the end of the
                         outermost forward pass and backward ones at the end of backward, so once per micro-batch
     scaling="dynamic"   its ``Float8CurrentScaling``
 
-Its layers compute in FP8 inside a context around the outermost forward pass; :func:`convert` returns what makes one,
-and whoever calls the model enters it. Outside, as in recomputed activations, they would compute in high precision, so
-activation checkpointing is refused.
+Its layers compute in FP8 inside a context around the outermost forward pass; :func:`convert` returns a function that
+makes one, and the caller of the model enters it. Outside, as in recomputed activations, they would compute in high
+precision, so activation checkpointing is refused.
 
-What its layers do not have beside ours: they run on CUDA only; a non-finite amax drops no step; amax histories stay in
-the layers (state dicts show parameters only), so that a resumed run of delayed scaling finds them anew, which is said
-once. ``Fp8Monitor`` sees the native layers only.
+Its layers lack some features of ours: they run on CUDA only; a non-finite amax drops no step; amax histories stay in
+the layers (state dicts show parameters only), so that a resumed run of delayed scaling finds them anew, of which one
+warning tells. ``Fp8Monitor`` sees the native layers only.
 
 Signatures as in Transformer Engine 2.2 to 2.20; ``autocast`` is ``fp8_autocast`` before 2.9.
 """
@@ -46,7 +46,7 @@ def convert(
     """Replace ``linears`` (by name) in ``model`` by Transformer Engine's.
 
     Returns:
-        what makes the context of an outermost forward pass. ``model``'s own forward enters one by itself.
+        a function that makes the context of an outermost forward pass. ``model``'s own forward enters one by itself.
 
     Raises:
         ValueError: on a device other than CUDA.
@@ -72,7 +72,7 @@ def convert(
 
 
 def recipe_for(recipe: Fp8Recipe) -> Any:
-    """Transformer Engine's recipe that means the same."""
+    """Return Transformer Engine's recipe of the same meaning."""
     from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 
     fp8_format = {"hybrid": Format.HYBRID, "e4m3": Format.E4M3}[recipe.fp8_format]
@@ -102,7 +102,7 @@ def _counterpart(te: Any, linear: nn.Module) -> nn.Module:
 @functools.cache
 def _linear_class(te: Any) -> Any:
     class Linear(te.Linear):
-        """Transformer Engine's, with ``nn.Linear``'s initial values and state dict."""
+        """A linear layer of Transformer Engine with ``nn.Linear``'s initial values and state dict."""
 
         def reset_parameters(self, defer_init: bool | None = False) -> None:
             if not defer_init:
@@ -122,7 +122,7 @@ def _region(te: Any, recipe: Any, amax_group: dist.ProcessGroup | None) -> Regio
 
 
 def _enclose(model: nn.Module, region: Region) -> None:
-    """Let ``model``'s forward run inside a region of its own; a region inside another one changes nothing."""
+    """Run ``model``'s forward inside a region of its own; a region inside another one changes nothing."""
     entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def enter(*_: Any) -> None:

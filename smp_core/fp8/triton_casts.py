@@ -1,11 +1,11 @@
-"""One pass over a tensor: its FP8 numbers, their transpose and its amax, as a Triton kernel.
+"""The cast of a tensor in one pass as a Triton kernel: its FP8 numbers, their transpose and its amax.
 
-This is what makes delayed scaling cheaper than current scaling: with the scale known beforehand the tensor is read
-once, and the transposed copy that Hopper's gradient products want comes out of the same registers. Numbers are those of
+The one pass makes delayed scaling cheaper than current scaling: with the scale known beforehand the tensor is read
+once, and the transposed copy that Hopper's gradient products need comes out of the same registers. Numbers are those of
 :func:`smp_core.fp8.casting.cast_eager` (clamp, round to nearest even, nan stays nan); the amax is inf where the tensor
 holds a nan.
 
-Imported only where Triton is there. Shape letters: R rows, C columns.
+The module is imported only where Triton is installed. Shape letters: R rows, C columns.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def cast_fused(
     columns: bool,
     amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted, and the 0-d float32 amax of ``x_RC``.
+    """Return ``[R, C]`` and ``[C, R]`` FP8 numbers, as far as wanted, and the 0-d float32 amax of ``x_RC``.
 
     Args:
         x_RC: on the current CUDA device, any strides, floating point.
