@@ -113,6 +113,37 @@ class WatchesMemory:
         self._watch: MemoryWatch | None = None
         self._highest: dict[str, float] = {}
 
+    def _start_watching(
+        self,
+        parallel: ParallelModel | None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        log: Path,
+        step: int,
+        why_not: str,
+    ) -> None:
+        """Begin a training run: with a watch if one was asked for, and without the peaks of an earlier run.
+
+        Args:
+            step: optimizer steps taken before.
+            why_not: the end of the error's message where nothing is sharded.
+
+        Raises:
+            ValueError: a watch was asked for and nothing is sharded.
+        """
+        self._highest = {}
+        self._abandon_watch()  # an earlier run may have failed inside a step
+        self._watch = None
+        if self.memory_every_n_steps is None:
+            return
+        if parallel is None:
+            raise ValueError(f"{type(self).__name__}(memory_every_n_steps=...) {why_not}")
+        self._watch = MemoryWatch(parallel, optimizers, self.memory_every_n_steps, log, step)
+
+    def _abandon_watch(self) -> None:
+        """Stop watching a step that did not come to its end."""
+        if self._watch is not None:
+            self._watch.abandon()
+
     def _note_peak(self, device: torch.device) -> None:
         for name, value in peak_memory_gib(device).items():
             self._highest[name] = max(value, self._highest.get(name, 0.0))

@@ -13,12 +13,17 @@ from accelerate.parallelism_config import ParallelismConfig
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from accelerate_smp.callbacks import SmpMonitorCallback
 from accelerate_smp.trainer import SmpTrainer
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import Recorder, Run, whole_weights
 from tests.harness import run_ranks
 
 VOCABULARY, LENGTH, STEPS, BATCH = 41, 21, 20, 4
+# A multiple of 2 x 2 and of 2 x 4 ranks.
+PADDED_LENGTH = 24
+# The FLOPs that the monitor is given for a sample.
+FLOPS = 1000.0
 
 
 def make_model() -> LlamaForCausalLM:
@@ -73,6 +78,7 @@ def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None =
         }
     )
     recorder = Recorder()
+    monitor = SmpMonitorCallback(flops_per_sample=FLOPS)
     options: dict[str, Any] = {"compute_loss_func": function}
     if knobs is not None:
         options["smp_config"] = knobs
@@ -81,12 +87,13 @@ def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None =
         args=arguments,
         train_dataset=make_rows(STEPS * BATCH * micro_batches // 2, 1),
         eval_dataset=make_rows(4 * BATCH, 2),
-        callbacks=[recorder],
+        callbacks=[recorder] if knobs is None else [recorder, monitor],
         **options,
     )
     run = recorder.run
     run.extra["before"] = trainer.evaluate()["eval_loss"]
     trainer.train()
+    run.extra["figures"] = dict(monitor.latest)
     run.extra["after"] = trainer.evaluate()["eval_loss"]
     # Not a multiple of the batch, on any number of ranks.
     for name, keys in (("labelled", ("input_ids", "labels")), ("unlabelled", ("input_ids",))):
@@ -110,7 +117,8 @@ def test_twenty_steps_of_trainer_equal_one_process(
     tmp_path: Path, shard: int, context: int, micro_batches: int, more: dict[str, Any]
 ) -> None:
     """float32: losses and norms to 1e-6 + 2e-7 per step (summation order), evaluation likewise; logits, which grow with
-    weights that Adam moves by its own noise, to 2e-4. Every prediction is there, in order, of whole sequences."""
+    weights that Adam moves by its own noise, to 2e-4. Every prediction is there, in order, of whole sequences. The
+    monitor counts a shared sample once, with its tokens (padding included) and FLOPs."""
     expected = run_trainer(tmp_path / "alone", micro_batches)
     knobs = {"shard_degree": shard, "context_parallel_degree": context, **more}
     for seen in run_ranks(run_trainer, 4, tmp_path / "ranks", micro_batches, knobs, ranks_per_node=2):
@@ -124,6 +132,11 @@ def test_twenty_steps_of_trainer_equal_one_process(
             assert seen.extra[name].shape == (7, LENGTH, VOCABULARY)
             torch.testing.assert_close(seen.extra[name], expected.extra[name], atol=2e-4, rtol=0)
         assert torch.equal(seen.extra["label_ids"], expected.extra["label_ids"])
+        figures = seen.extra["figures"]
+        # Rates share one clock, so their ratios are exact but for rounding.
+        assert figures["tokens_per_second"] / figures["samples_per_second"] == pytest.approx(PADDED_LENGTH, rel=1e-9)
+        flops_per_second = figures["tflops_per_device"] * 1e12 * 4
+        assert flops_per_second / figures["samples_per_second"] == pytest.approx(FLOPS, rel=1e-9)
 
 
 def token_losses(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

@@ -1,0 +1,172 @@
+"""JobFigures: the rates and bytes of a whole job, from the counts of its ranks; the core of both faces' monitors.
+
+A face counts each batch of its rank, and asks for a report every so many optimizer steps. A report adds up the counts
+of all ranks, with one small sum and one small maximum, so that its figures are those of the job and not rank 0's times
+a guess. Each of R ranks that share a sample counts it, so samples are divided by R; of its tokens and its FLOPs each
+rank counts its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from smp_core.comm.meter import LINK_CLASSES, LinkClass
+from smp_core.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops
+from smp_core.parallel_model import ParallelModel
+
+BYTES: dict[LinkClass, str] = {"inter": "bytes_between_nodes", "intra": "bytes_inside_nodes"}
+"""The names of the figures of bytes, by link class."""
+
+
+@dataclass
+class _Counts:
+    """The counts of this rank since the last report."""
+
+    samples: float = 0.0
+    tokens: float = 0.0
+    flops: float = 0.0
+
+
+class JobFigures:
+    """The figures of one training run.
+
+    Args:
+        parallel: the handle of the sharded model, for bytes; None: bytes are not reported.
+        device: the device of this rank.
+        world_size: all ranks; each is one device.
+        data_size: ranks that read different samples.
+        over_ranks: (values, "sum" or "max") -> the sum or the maximum of each value over all ranks. Collective.
+        peak_tflops: the device's peak in TFLOPS, for MFU; None: the known dense bfloat16 peak of the device, if any.
+        flops_per_sample: model FLOPs of one sample's training step; None: measured by :meth:`measure_forward`.
+        step: optimizer steps taken before.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModel | None,
+        *,
+        device: torch.device,
+        world_size: int,
+        data_size: int,
+        over_ranks: Callable[[list[float], str], list[float]],
+        peak_tflops: float | None = None,
+        flops_per_sample: float | None = None,
+        step: int = 0,
+    ) -> None:
+        self._meter = parallel.meter if parallel is not None and parallel.meter.enabled else None
+        self._nodes = 1 if parallel is None else parallel.mesh.topology.num_nodes
+        self._sharing = world_size // data_size
+        self._over_ranks = over_ranks
+        peak = device_peak_flops(device) if peak_tflops is None else peak_tflops * 1e12
+        # Counts are added up over the ranks before they are booked, so to the meter there is one data rank.
+        self._rates = StepMeter(world_size=world_size, peak_flops_per_device=peak, window=1)
+        self._clock_runs = False
+        # This rank's part of a shared sample.
+        self._flops_per_sample = None if flops_per_sample is None else flops_per_sample / self._sharing
+        self._measurement: FlopMeasurement | None = None
+        self._forward_flops = 0
+        self._since = _Counts()
+        self._samples = 0.0
+        self._tokens_known = True
+        self._step = step
+        self._sent = self._sent_bytes()
+
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether reports have bytes between nodes and inside them."""
+        return self._meter is not None
+
+    def measure_forward(self) -> None:
+        """Count the FLOPs of the operations from here to :meth:`end_forward`, until those of a sample are known."""
+        if self._flops_per_sample is None:
+            self._measurement = FlopMeasurement()
+            self._measurement.start()
+
+    def end_forward(self) -> None:
+        """End :meth:`measure_forward`, if it runs. A batch may have several forward passes."""
+        if self._measurement is not None:
+            self._forward_flops += self._measurement.stop().forward
+            self._measurement = None
+
+    def count(self, samples: int, tokens: int | None) -> None:
+        """Count a batch of this rank.
+
+        Args:
+            samples: its samples; those that several ranks share count on each of them.
+            tokens: its tokens on this rank; None: not known.
+        """
+        self.end_forward()
+        if self._flops_per_sample is None and samples:
+            self._flops_per_sample = ModelFlops({"forward": self._forward_flops}).training / samples
+        self._forward_flops = 0
+        self._tokens_known = self._tokens_known and tokens is not None
+        self._samples += samples
+        self._since.samples += samples
+        self._since.tokens += tokens or 0
+        self._since.flops += samples * (self._flops_per_sample or 0.0)
+
+    def start_clock(self) -> None:
+        """Start the clock, unless it runs. Call it after the first optimizer step, which has the warm-up in it."""
+        if not self._clock_runs:
+            self._rates.start()
+            self._clock_runs, self._since = True, _Counts()
+
+    def pause(self) -> None:
+        """Stop the clock until :meth:`resume`: for evaluations and saves."""
+        self._rates.pause()
+
+    def resume(self) -> None:
+        """Let the clock run again."""
+        self._rates.resume()
+
+    def report(self, step: int, highest: Mapping[str, float]) -> dict[str, float]:
+        """Add up the counts since the last report. Collective: every rank calls it after the same optimizer step.
+
+        Args:
+            step: optimizer steps taken.
+            highest: figures of which the highest of all ranks is reported.
+
+        Returns:
+            figures by name: ``samples`` since the start, the rates of :class:`smp_core.monitoring.Throughput` once the
+            clock runs, ``highest`` over all ranks, and bytes per optimizer step and node.
+        """
+        # The sums over all ranks.
+        sent = self._sent_bytes()
+        sent_since = [sent[link] - self._sent[link] for link in LINK_CLASSES]
+        since = self._since
+        own = [self._samples, since.samples, since.tokens, since.flops, *sent_since]
+        all_samples, samples, tokens, flops, *bytes_sent = self._over_ranks(own, "sum")
+        figures = {"samples": all_samples / self._sharing}
+
+        if self._clock_runs:
+            known_tokens = round(tokens) if self._tokens_known else None
+            self._rates.step(round(samples / self._sharing), known_tokens, flops or None)
+            throughput = self._rates.throughput()
+            figures |= {} if throughput is None else throughput.as_dict()
+
+        maxima = self._over_ranks(list(highest.values()), "max")
+        figures |= dict(zip(highest, maxima, strict=True))
+
+        if self._meter is not None:
+            steps = max(step - self._step, 1)
+            for link, value in zip(LINK_CLASSES, bytes_sent, strict=True):
+                figures[BYTES[link]] = value / self._nodes / steps
+        self._step, self._sent, self._since = step, sent, _Counts()
+        return figures
+
+    def _sent_bytes(self) -> dict[LinkClass, float]:
+        """Return the bytes that this rank has sent in closed steps, by link class."""
+        return dict.fromkeys(LINK_CLASSES, 0.0) if self._meter is None else self._meter.totals_by_link()
+
+
+def check_peak(peak_tflops: float | None) -> None:
+    """Refuse a peak that is not positive.
+
+    Raises:
+        ValueError: names the peak, and the fix.
+    """
+    if peak_tflops is not None and peak_tflops <= 0:
+        raise ValueError(f"peak_tflops={peak_tflops} is no peak; give TFLOPS of one device, or leave it out")
