@@ -1,4 +1,4 @@
-"""save_state and load_state as one checkpoint folder of smp_core.checkpoint.
+"""The functions behind save_state and load_state: one checkpoint folder of smp_core.checkpoint.
 
     state_dict, optimizer_states, lr_schedulers    under the names Lightning's folders have, so that each face loads the
                                                    other's; optimizer states by parameter name
@@ -138,7 +138,7 @@ def write(accelerator: SmpAccelerator, path: str, facts: dict[str, Any], schedul
 
 
 def load_state(accelerator: SmpAccelerator, input_dir: str | None, strict: bool = True) -> None:
-    """Bring back what :func:`save_state`, or Lightning, has saved. Collective."""
+    """Load a folder of :func:`save_state`, or of Lightning. Collective."""
     accelerator.wait_for_save()
     path = _folder_to_read(accelerator, input_dir)
     read(accelerator, path, accelerator._schedulers, strict)
@@ -231,7 +231,7 @@ def _take_model_state(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _load_fp8(models: list[nn.Module], path: str, rest: dict[str, Any]) -> None:
-    """FP8 scales, after the weights."""
+    """Load the FP8 scales, after the weights."""
     name_there = names_between("", read_manifest(path).metadata.get("module_prefix", ""))
     saved = [rest.get(FP8_STATE), *rest.get("more_" + FP8_STATE, [])]
     for number, handle in enumerate(map(parallel_of, models)):
@@ -259,7 +259,7 @@ def load_optimizers(
 
 
 def config_files(model: nn.Module) -> dict[str, str]:
-    """``config.json`` and ``generation_config.json`` of a Transformers model, so that an export is complete."""
+    """Return ``config.json`` and ``generation_config.json`` of a Transformers model, so that an export is complete."""
     files = {}
     for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
         to_json = getattr(getattr(model, attribute, None), "to_json_string", None)
@@ -345,7 +345,7 @@ def _folder_to_read(accelerator: SmpAccelerator, input_dir: str | None) -> str:
 
 
 def _numbered(root: str) -> list[str]:
-    """Folders ``checkpoint_<n>``, oldest first."""
+    """List the folders ``checkpoint_<n>``, oldest first."""
     names = [
         name for name in (os.listdir(root) if os.path.isdir(root) else []) if re.fullmatch(r"checkpoint_\d+", name)
     ]

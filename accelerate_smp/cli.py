@@ -55,7 +55,9 @@ def config(
     config_file: Annotated[Path, typer.Option(*_CONFIG_FILE, help="Where to write it.")] = Path("smp.yaml"),
     overwrite: Annotated[bool, typer.Option(help="Replace a file that is there.")] = False,
 ) -> None:
-    """Ask the questions and write the YAML for `accelerate-smp launch`. A question is asked until its answer is one."""
+    """Ask the questions and write the YAML for `accelerate-smp launch`. A question is repeated until its answer is
+    valid.
+    """
     if config_file.exists() and not overwrite:
         raise ValueError(f"{config_file} exists; type --overwrite, or another --config_file")
     gpus = torch.cuda.device_count()

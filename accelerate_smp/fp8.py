@@ -1,4 +1,4 @@
-"""Accelerate's ways to ask for FP8, translated to the knob ``fp8``.
+"""The ways to ask Accelerate for FP8, translated to the knob ``fp8``.
 
 Accelerate computes in FP8 by itself only with another library's layers, which ``mixed_precision="fp8"`` means there.
 Here FP8 is a property of the linear layers (``smp_config: {fp8: ...}``) under ``mixed_precision: bf16``. What its own
@@ -137,7 +137,7 @@ def _from_handlers(arguments: dict[str, Any]) -> Fp8Recipe | None:
 
 
 def _from_environment() -> Fp8Recipe | None:
-    """What `accelerate launch` exports of ``fp8_config:``."""
+    """Read the variables that `accelerate launch` exports of ``fp8_config:``."""
     settings = {name.removeprefix(_PREFIX).lower(): v for name, v in os.environ.items() if name.startswith(_PREFIX)}
     overrides = {name: settings.pop(name) for name in tuple(settings) if name.startswith("override_")}
     if any(value.lower() in ("true", "1") for value in overrides.values()):

@@ -1,4 +1,4 @@
-"""Fp8MonitorCallback: Lightning's Fp8Monitor for transformers' Trainer."""
+"""Fp8MonitorCallback: saturation, underflow and scales of FP8 layers, in the log of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smp_core.fp8.monitoring import Fp8Watch
 
 
 class Fp8MonitorCallback(TrainerCallback):
-    """Every ``every_n_steps`` optimizer steps: how each FP8 layer's numbers fitted.
+    """A callback that measures, every ``every_n_steps`` optimizer steps, how each FP8 layer's numbers fitted.
 
     SmpTrainer puts ``fp8/<module>/<figure>`` of the last probed step into the next log entry with a loss, so that they
     reach the console, ``trainer.state.log_history`` and every logger; a line of JSON goes to ``fp8.jsonl``, which

@@ -1,4 +1,4 @@
-"""`accelerate-smp launch`: one YAML for Accelerate's launcher and for torch-smp.
+"""The command `accelerate-smp launch`: one YAML for Accelerate's launcher and for torch-smp.
 
 The file is one of `accelerate config` with a section ``smp_config:`` beside Accelerate's own keys. Accelerate refuses
 keys it does not know, so its part is handed to its own launcher in a temporary file, and every worker reads the section
@@ -189,7 +189,7 @@ def launch(arguments: Sequence[str]) -> None:
 
 
 def _ended(who: str, status: int) -> int:
-    """Say how a worker ended, whose own traceback has been printed. Returns the exit status a shell would show."""
+    """Print how a worker ended, whose own traceback has been printed. Returns the exit status a shell would show."""
     by_signal = status < 0
     how = f"was ended by {signal.Signals(-status).name}" if by_signal else f"ended with exit status {status}"
     print(f"accelerate-smp: {who} {how}; its output is above", file=sys.stderr)
@@ -197,7 +197,7 @@ def _ended(who: str, status: int) -> int:
 
 
 def for_accelerate(document: Mapping[str, Any], processes: int, on_cpu: bool) -> dict[str, Any]:
-    """Accelerate's part of the file, such that its launcher starts ``processes`` workers."""
+    """Return Accelerate's part of the file, such that its launcher starts ``processes`` workers."""
     known = {"compute_environment": "LOCAL_MACHINE", **document, "num_processes": processes}
     kind = str(known.get("distributed_type") or "NO")
     if on_cpu or kind == "NO":

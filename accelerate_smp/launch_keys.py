@@ -1,4 +1,4 @@
-"""Accelerate's own keys in a launch file: which there are, and what those accept that the launcher acts on.
+"""The keys of Accelerate in a launch file, and the values of those that its launcher acts on.
 
 Its launcher reads files of older versions and of every engine; what it does not check here comes out as an error of
 argparse, of torch or of a worker.

@@ -1,4 +1,4 @@
-"""The run's layout in Accelerate's words: its data loaders, Trainer and TRL read ``accelerator.parallelism_config``.
+"""The run's layout in Accelerate's terms: its data loaders, Trainer and TRL read ``accelerator.parallelism_config``.
 
 dp_replicate_size   replicas of the model states
 dp_shard_size       ranks of a partition group that read different samples: shard_degree / context degree
@@ -18,11 +18,11 @@ from smp_core.mesh import SmpMesh
 
 @dataclass
 class SmpParallelism(ParallelismConfig):
-    """What torch-smp does, as a ``ParallelismConfig`` to read from. Made by :meth:`of`; nothing is set through it."""
+    """A ``ParallelismConfig`` that describes the run, to read from. Made by :meth:`of`; nothing is set through it."""
 
     @classmethod
     def of(cls, mesh: SmpMesh) -> SmpParallelism:
-        """The layout of ``mesh``. Collective where sequences are shared."""
+        """Describe the layout of ``mesh``. Collective where sequences are shared."""
         config = cls(
             dp_replicate_size=mesh.replicate_degree,
             dp_shard_size=mesh.shard_degree // mesh.context_degree,
@@ -39,19 +39,22 @@ class SmpParallelism(ParallelismConfig):
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """FSDP2 is given the partition group alone; the hop across replicas is ours."""
+        """The axis for FSDP2: the partition group alone; smp_core reduces across replicas."""
         return ["dp_shard_cp"]
 
     @property
     def cp_enabled(self) -> bool:
-        """False whatever ``cp_size`` is: torch's context parallelism, which Accelerate and Trainer would switch on, is
-        not what shares sequences here."""
+        """The flag of torch's context parallelism, which Accelerate and Trainer would switch on: False, smp_core shares
+        sequences.
+        """
         return False
 
 
 def _device_mesh(mesh: SmpMesh) -> DeviceMesh | None:
-    """The same ranks on axes of Accelerate's names, those of more than one rank; no new process groups unless
-    sequences are shared."""
+    """Return the same ranks on axes of Accelerate's names, those of more than one rank.
+
+    No new process groups are made unless sequences are shared.
+    """
     sizes = {
         "dp_replicate": mesh.replicate_degree,
         "dp_shard": mesh.shard_degree // mesh.context_degree,

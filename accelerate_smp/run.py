@@ -1,4 +1,4 @@
-"""`-m accelerate_smp.run script.py ARGS`: an unmodified script on torch-smp.
+"""The command `-m accelerate_smp.run script.py ARGS`: an unmodified script on torch-smp.
 
 Puts SmpAccelerator in the place of ``accelerate.Accelerator`` and SmpTrainer in the place of ``transformers.Trainer``,
 so that also their subclasses (Seq2SeqTrainer, TRL's) stand on it, and runs the script as ``__main__``:
@@ -33,14 +33,15 @@ _TRAINERS = ("transformers.trainer", "accelerate_smp.trainer")
 
 
 def replace_accelerator() -> None:
-    """From here on ``from accelerate import Accelerator`` gives SmpAccelerator."""
+    """Make ``from accelerate import Accelerator`` give SmpAccelerator from now on."""
     for module in (accelerate, accelerate.accelerator):
         module.Accelerator = SmpAccelerator  # type: ignore[attr-defined, misc]
 
 
 def replace_trainer() -> None:
-    """As soon as ``transformers.trainer`` is imported its Trainer is SmpTrainer; a script that does not use it does not
-    wait for it."""
+    """Make Trainer SmpTrainer as soon as ``transformers.trainer`` is imported; a script without it does not wait for
+    the import.
+    """
     if _TRAINERS[0] in sys.modules:
         _put_trainer_in_place()
     else:
@@ -59,11 +60,13 @@ def _put_trainer_in_place() -> None:
 
 
 class _AlreadyThere:
-    """SmpTrainerMixin where every Trainer is SmpTrainer."""
+    """An empty mixin, for SmpTrainerMixin where every Trainer is SmpTrainer."""
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Lets others find a Trainer and puts ours in place when it has been executed, whichever is imported first."""
+    """A finder that lets others find a Trainer, and replaces the Trainer after its module was executed, whichever is
+    imported first.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if fullname not in _TRAINERS:

@@ -1,4 +1,4 @@
-"""save_state and load_state of SmpAccelerator: one checkpoint folder (accelerate_smp/checkpoints.py)."""
+"""The save_state and load_state of SmpAccelerator: one checkpoint folder (accelerate_smp/checkpoints.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("smp")
 
 
 class SavedStatesAccelerator(Accelerator):
-    """Accelerator that saves and loads folders.
+    """An Accelerator that saves and loads folders.
 
     Attributes:
         smp: False: Accelerate's own.

@@ -1,4 +1,4 @@
-"""SmpCheckpointCallback: when transformers' Trainer saves, by steps or at the interval that loses the least time."""
+"""SmpCheckpointCallback: the saves of transformers' Trainer, by steps or at the interval that loses the least time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules end where they end on one process.
+"""The learning-rate schedules of a prepared run, which end where they end on one process.
 
 A schedule that is stepped with every batch was counted in batches, before the loader was prepared
 (`len(loader) * epochs`, as all of Accelerate's examples count). Each optimizer step uses up one such batch for each
@@ -36,8 +36,10 @@ class SmpScheduler(AcceleratedScheduler):
         return count
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance by the batches of the last optimizer step; nothing inside an accumulation window or after a step
-        that the gradient scaler skipped."""
+        """Advance by the batches of the last optimizer step.
+
+        The schedule does not advance inside an accumulation window, or after a step that the gradient scaler skipped.
+        """
         times = 1
         if self.step_with_optimizer and self.gradient_state.sync_gradients:
             in_batches = max(self._optimizer_steps, default=0) <= 1

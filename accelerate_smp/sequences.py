@@ -1,4 +1,4 @@
-"""Sequences that several ranks share, under Accelerate: what SmpAccelerator does beside sharding then.
+"""The sequences that several ranks share, under Accelerate: the further work of SmpAccelerator for them.
 
 prepare_data_loader    context peers read the same samples (Accelerate's loaders see the axis "cp"), and what a loader
                        yields is this rank's part of the first peer's batch
@@ -27,7 +27,7 @@ from smp_core.parallel_model import ParallelModel
 
 
 class SharedSequencesAccelerator(Accelerator):
-    """Accelerator for ranks that share sequences. Everything passes as it is while the context degree is 1.
+    """An Accelerator for ranks that share sequences. While the context degree is 1 it is Accelerate's own.
 
     Attributes:
         batch_layout: how to split batches; None: found out.
@@ -46,12 +46,12 @@ class SharedSequencesAccelerator(Accelerator):
 
     @property
     def context_degree(self) -> int:
-        """Ranks that share a sequence."""
+        """The ranks that share a sequence."""
         mesh = getattr(self, "smp_mesh", None)
         return 1 if mesh is None else mesh.context_degree
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; the loader yields this rank's part of each batch."""
+        """Prepare a loader as Accelerate does; it yields this rank's part of each batch."""
         if self.context_degree == 1:
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         before = self.dispatch_batches
@@ -88,8 +88,10 @@ class SharedSequencesAccelerator(Accelerator):
         return self._present.batch
 
     def run_over_ranks(self, model: nn.Module) -> None:
-        """Let ``model`` attend over the present batch's whole sequences. By hooks, because its other hooks, which fill
-        in positions and counts, have to see the batch too."""
+        """Let ``model`` attend over the present batch's unsplit sequences.
+
+        Hooks do it, because the model's other hooks, which fill in positions and counts, have to see the batch too.
+        """
         entered: list[AbstractContextManager[None]] = []
 
         def enter(*_: Any) -> None:
@@ -103,19 +105,21 @@ class SharedSequencesAccelerator(Accelerator):
         model.register_forward_hook(leave, always_call=True)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As Accelerate's; a mean over this rank's targets counts as its part of the mean over all of them."""
+        """Run backward as Accelerate does; a mean over this rank's targets counts as its part of the mean over all of
+        them.
+        """
         with enabled(self._present):
             super().backward(part_of_mean(loss), **kwargs)
 
     def whole_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """A tensor of the present batch's tokens over all ranks that share them. Collective; no gradient."""
+        """Gather a tensor of the present batch's tokens over all ranks that share them. Collective; no gradient."""
         if self._present is None:
             return tensor
         assert self.parallel.context is not None
         return self.parallel.context.gather(tensor, self._present, dim)
 
     def gather(self, tensor: Any) -> Any:
-        """As Accelerate's."""
+        """Gather as Accelerate does; inside :meth:`gather_for_metrics` each shared sample once."""
         gathered = super().gather(tensor)
         if not self._each_sample_once:
             return gathered
@@ -123,7 +127,7 @@ class SharedSequencesAccelerator(Accelerator):
         return recursively_apply(lambda t: t.unflatten(0, (self.num_processes, -1))[::degree].flatten(0, 1), gathered)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As Accelerate's, of whole sequences, each sample once; a number is the mean over the ranks that share it."""
+        """Gather unsplit sequences, each sample once; a number becomes the mean over the ranks that share it."""
         if self.context_degree == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         first = self.process_index % self.context_degree == 0
@@ -146,7 +150,7 @@ class SharedSequencesAccelerator(Accelerator):
         return self.mean_over_context(tensor) if tensor.is_floating_point() else tensor
 
     def mean_over_context(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks that share sequences. Collective over them."""
+        """Average a tensor over the ranks that share sequences. Collective over them."""
         if self.context_degree == 1:
             return tensor
         tensor = tensor.detach().clone()

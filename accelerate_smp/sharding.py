@@ -1,4 +1,4 @@
-"""A model becomes sharded: what Accelerate's settings mean for it, and the hooks it carries from then on."""
+"""The sharding of a model by Accelerate's settings, and the hooks that the model has from then on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shard(
     mesh: SmpMesh | None,
     optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> ParallelModel:
-    """Shard a model that is not sharded yet; one that came sharded keeps that and gets the rest. Collective.
+    """Shard a model; a pre-sharded one keeps its sharding and gets the other features. Collective.
 
     Args:
         accelerator: its device, precision and gradient scaler count.
@@ -54,15 +54,18 @@ def shard(
 
 
 def steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether the optimizer has any of the model's parameters."""
+    """Tell whether the optimizer has any of the model's parameters."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _gather_anew_for_evaluation(model: nn.Module, handle: ParallelModel) -> None:
-    """FSDP2 keeps the root gathered after a forward, for backward; without one ``model.parameters()`` would stay the
-    gathered ones, and an optimizer made after an evaluation would step those. Before it, units that stay gathered in a
-    window may hold other weights than somebody has put in their place to evaluate, averages for example."""
+    """Reshard the model before and after each forward without gradients.
+
+    After: FSDP2 keeps the root unsharded for a backward, and without one ``model.parameters()`` would stay the
+    unsharded ones, which an optimizer made after an evaluation would step. Before: units that stay unsharded in a
+    window may hold other weights than those to be evaluated, averages for example.
+    """
 
     def around(*_: Any) -> None:
         if not torch.is_grad_enabled():
@@ -73,7 +76,7 @@ def _gather_anew_for_evaluation(model: nn.Module, handle: ParallelModel) -> None
 
 
 def _count_evaluations_apart(model: nn.Module, handle: ParallelModel) -> None:
-    """What a forward in evaluation mode sends belongs to no optimizer step."""
+    """Count no bytes of a forward in evaluation mode to an optimizer step."""
     evaluations = contextlib.ExitStack()
 
     def before(module: nn.Module, *_: Any) -> None:

@@ -61,7 +61,7 @@ else:
 
 
 class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _Base):
-    """Put before a Trainer class: ``class MyTrainer(SmpTrainerMixin, SFTTrainer): ...``.
+    """A mixin before a Trainer class: ``class MyTrainer(SmpTrainerMixin, SFTTrainer): ...``.
 
     Args:
         smp_config: all knobs as :class:`SmpConfig`, dict or YAML file; default: ``SMP_*`` variables and the file that
@@ -81,7 +81,7 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """Whether Trainer is to leave the model alone because Transformers sharded it: SmpAccelerator does not."""
+        """The flag by which Trainer leaves a model alone that Transformers sharded: SmpAccelerator does not."""
         return self._came_sharded and not self.accelerator.sharding
 
     @is_distributed_loading_by_transformers.setter
@@ -90,7 +90,7 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether Trainer moves the model; one that came sharded is where it belongs."""
+        """The flag by which Trainer moves the model; a pre-sharded model is on its device."""
         return self._place_model and not self._came_sharded
 
     @place_model_on_device.setter
@@ -98,7 +98,7 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
         self._place_model = value
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer's, with SmpAccelerator for the Accelerator that it makes."""
+        """Create the Accelerator as Trainer does, but an SmpAccelerator."""
         self._see_the_other_cpus()
         on_cpu = self.args.device.type == "cpu"
         if self.args.fp16 and on_cpu:
@@ -127,7 +127,7 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
             )
 
     def _see_the_other_cpus(self) -> None:
-        """TrainingArguments take a CPU process under torchrun for a single one unless they say ``use_cpu=True``."""
+        """Set ``use_cpu=True``: TrainingArguments take a CPU process under torchrun for a single one otherwise."""
         alone = self.args.world_size == 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1
         if alone and "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
             self.args.use_cpu = True
@@ -139,8 +139,9 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
         return False
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As Trainer's, with the figures of :class:`SmpMonitorCallback` and :class:`Fp8MonitorCallback` beside the
-        loss."""
+        """Log as Trainer does, with the figures of :class:`SmpMonitorCallback` and :class:`Fp8MonitorCallback`
+        alongside the loss.
+        """
         if "loss" in logs:
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, (SmpMonitorCallback, Fp8MonitorCallback)):
@@ -150,7 +151,7 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
     # Evaluation
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; BatchNorm statistics are rank 0's on every rank, and what is sent belongs to no step."""
+        """Evaluate as Trainer does, with rank 0's BatchNorm statistics on every rank; no bytes count to a step."""
         handle = parallel_of(self.model)  # type: ignore[arg-type]
         if handle is None:
             return super().evaluation_loop(*args, **kwargs)
@@ -161,7 +162,7 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
     # Saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write what ``from_pretrained`` loads: safetensors, ``config.json``, tokenizer. Collective."""
+        """Write the files that ``from_pretrained`` loads: safetensors, ``config.json``, tokenizer. Collective."""
         handle = parallel_of(self.model)  # type: ignore[arg-type]
         if handle is None:
             super().save_model(output_dir, _internal_call)
@@ -176,7 +177,9 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
 
 @contextlib.contextmanager
 def _as_one_model(model: torch.nn.Module) -> Iterator[None]:
-    """A model that Transformers sharded gathers itself on all ranks when it is saved, whatever state it is given."""
+    """Hide that Transformers sharded the model: it would gather itself on all ranks when it is saved, whatever state it
+    is given.
+    """
     config = getattr(model, "config", None)
     sharding = getattr(config, "distributed_config", None)
     if sharding is not None:
@@ -189,7 +192,7 @@ def _as_one_model(model: torch.nn.Module) -> Iterator[None]:
 
 
 class SmoothedLabels(LabelSmoother):
-    """Label smoothing that knows by itself whether labels are shifted.
+    """A label smoother that decides by itself whether labels are shifted.
 
     Trainer tells it by the name of the model's class, which FSDP2 changes: labels of a sharded causal language model
     would be compared with the tokens they stand at. Of a split batch the targets are known already.
@@ -211,11 +214,11 @@ class SmoothedLabels(LabelSmoother):
 
 
 def _predicts_next_token(model: Any) -> bool:
-    """Whether it is one of Transformers' causal language models, adapters and sharding put aside."""
+    """Tell whether a model is one of Transformers' causal language models, adapters and sharding put aside."""
     if hasattr(model, "get_base_model"):  # PEFT
         model = model.get_base_model()
     return any(kind.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for kind in type(model).__mro__)
 
 
 class SmpTrainer(SmpTrainerMixin, Trainer):
-    """:class:`transformers.Trainer` on smp_core; the same arguments, and ``smp_config``."""
+    """A :class:`transformers.Trainer` on smp_core, with the same arguments, and ``smp_config``."""

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer, and going on from them.
+"""The checkpoints of transformers' Trainer, and the resumption from them.
 
 Trainer hands saving and loading to methods of its own, one for each part (``_save_optimizer_and_scheduler``,
 ``_load_rng_state``, ...); those are overridden here:
@@ -39,12 +39,12 @@ else:
 
 
 class CheckpointingTrainerMixin(_Base):
-    """Put before a Trainer class whose accelerator is :class:`SmpAccelerator`."""
+    """A mixin before a Trainer class whose accelerator is :class:`SmpAccelerator`."""
 
     accelerator: SmpAccelerator
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As Trainer's; ``save_total_limit`` removes older checkpoints once this one has committed."""
+        """Save as Trainer does; ``save_total_limit`` removes older checkpoints once this one has committed."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
@@ -71,13 +71,13 @@ class CheckpointingTrainerMixin(_Base):
         checkpoints.write(self.accelerator, os.path.join(output_dir, STATE_FOLDER), facts, [self.lr_scheduler])
 
     def _save_scaler(self, output_dir: str) -> None:
-        """In the state folder already."""
+        """Do nothing: the state folder has it."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """In the state folder already."""
+        """Do nothing: the state folder has them."""
 
     def _data_position(self) -> dict[str, Any]:
-        """Where in the epoch's samples the run stands, and how many make a step."""
+        """Return the run's place in the epoch's samples, and the samples of a step."""
         per_batch = self._train_batch_size * self.args.world_size // self.accelerator.context_degree
         per_step = self.get_total_train_batch_size(self.args)
         loader: Any = self.callback_handler.train_dataloader
@@ -94,7 +94,8 @@ class CheckpointingTrainerMixin(_Base):
     # Resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
-        """As Trainer's. ``resume_from_checkpoint=True`` skips broken checkpoints, with a warning that names them.
+        """Train as Trainer does. ``resume_from_checkpoint=True`` skips broken checkpoints, with a warning that names
+        them.
 
         With another number of ranks or another batch size, gradient accumulation is adapted so that an optimizer step
         keeps its number of samples.
@@ -221,7 +222,7 @@ class CheckpointingTrainerMixin(_Base):
         resume_from_checkpoint: Any,
         trial: Any,
     ) -> tuple[int, int]:
-        """As Trainer's, which counts the data position in steps: with another global batch it is counted in samples."""
+        """Compute the data position as Trainer does in steps; with another global batch in samples."""
         start = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
@@ -251,7 +252,7 @@ class CheckpointingTrainerMixin(_Base):
 
 
 def _surplus(run_dir: str, limit: int, best: str | None) -> list[str]:
-    """The oldest checkpoints, so that ``limit`` stay; the newest and the best are among those, as in Trainer."""
+    """List the oldest checkpoints, so that ``limit`` stay; the newest and the best are among those, as in Trainer."""
     found = sort_checkpoints(run_dir, use_mtime=True)
     kept = {*found[-1:], *([] if best is None else [str(Path(best))])}
     older = [path for path in found if path not in kept]

@@ -1,4 +1,4 @@
-"""Sequences that several ranks share, under transformers' Trainer.
+"""The sequences that several ranks share, under transformers' Trainer.
 
 Trainer counts targets over the micro-batches of an optimizer step and divides by them, so the loss is exact as soon as
 
@@ -40,7 +40,7 @@ else:
 
 
 class SharedSequencesTrainerMixin(_Base):
-    """Put before a Trainer class. Everything passes as it is while the context degree is 1."""
+    """A mixin before a Trainer class. While the context degree is 1 it changes nothing."""
 
     accelerator: SmpAccelerator
     _split: SplitBatch | None = None
@@ -52,7 +52,7 @@ class SharedSequencesTrainerMixin(_Base):
 
     @property
     def compute_loss_func(self) -> Callable[..., Any] | None:
-        """As it was given; while sequences are shared, it sees this rank's tokens and their targets."""
+        """The user's loss function; while sequences are shared, it sees this rank's tokens and their targets."""
         function = self._compute_loss_func
         return None if function is None else functools.partial(_of_own_targets, function)
 
@@ -61,7 +61,7 @@ class SharedSequencesTrainerMixin(_Base):
         self._compute_loss_func = function
 
     def _check_context_parallel(self) -> None:
-        """Refuse what would count targets by itself."""
+        """Refuse a model that would count targets by itself."""
         if not shifts_labels(self.model):  # type: ignore[arg-type]
             raise ValueError(
                 f"{type(self.model).__name__} computes its loss as a mean over a rank's own targets; under Trainer "
@@ -71,7 +71,7 @@ class SharedSequencesTrainerMixin(_Base):
     def _prepare_context_parallel_inputs(
         self, model: torch.nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], contextlib.AbstractContextManager[None]], dict[str, Any]]:
-        """This rank's part of the first context peer's batch, and what to enter around forward and backward."""
+        """Return a context for forward and backward, and this rank's part of the first context peer's batch."""
         context = self._context
         if context is None:
             return super()._prepare_context_parallel_inputs(model, inputs)
@@ -83,7 +83,9 @@ class SharedSequencesTrainerMixin(_Base):
         return functools.partial(enabled, self._split), self._split.batch
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """As Trainer's: targets of all micro-batches, over all ranks or for this one, per rank that shares them."""
+        """Count targets as Trainer does: of all micro-batches, over all ranks or for this one, per rank that shares
+        them.
+        """
         context = self._context
         if context is None or not batch_samples or "labels" not in batch_samples[0]:
             return super()._get_num_items_in_batch(batch_samples, device)
@@ -101,7 +103,9 @@ class SharedSequencesTrainerMixin(_Base):
         return number
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; a model whose loss is chunked smooths labels itself, because smoothing needs logits."""
+        """Compute the loss as Trainer does; a model whose loss is chunked smooths labels itself, because smoothing
+        needs logits.
+        """
         smoother, handle = self.label_smoother, parallel_of(self.model)  # type: ignore[arg-type]
         in_chunks = handle is not None and handle.config.chunked_cross_entropy is not None
         # Who has a loss of their own asks the smoother themselves.
@@ -122,7 +126,7 @@ class SharedSequencesTrainerMixin(_Base):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """As Trainer's: the loss of the whole sequences, and logits of all their tokens."""
+        """Predict as Trainer does, with the loss of the unsplit sequences, and logits of all their tokens."""
         context = self._context
         asked_for = loss_only() if prediction_loss_only else contextlib.nullcontext()
         if context is None:
@@ -143,9 +147,12 @@ class SharedSequencesTrainerMixin(_Base):
 
 
 def _of_own_targets(function: Callable[..., Any], outputs: Any, labels: torch.Tensor | None, **options: Any) -> Any:
-    """A loss function as Trainer calls it, which compares a token's logits with the next token's label, on what this
-    rank has of a split batch: the targets become the labels of the tokens after, and a token without logits of its own
-    stands at the end."""
+    """Call a loss function of Trainer, which compares a token's logits with the next token's label, on this rank's
+    tokens.
+
+    The targets of a split batch become the labels of the tokens after them, and a token without logits of its own
+    stands at the end.
+    """
     split = active_split()
     if split is None or split.labels is None:  # whole sequences, or labels where their tokens are
         return function(outputs, labels, **options)

@@ -1,4 +1,5 @@
-"""An optimizer that was made before its model was sharded, and was not prepared with it, would move nothing.
+"""The error for an optimizer that was made before its model was sharded, and was not prepared with it: it would train
+nothing.
 
 It steps tensors that the model does not use any more and that never get a gradient. So its first step is an error; one
 that is prepared is given the parameters that the model has now.
@@ -23,7 +24,7 @@ _hooks: list[Any] = []
 
 @contextlib.contextmanager
 def parameters_replaced(model: nn.Module) -> Iterator[None]:
-    """Inside, ``model`` is given other parameters; who steps the old ones from then on is told. Keeps none alive."""
+    """Watch for optimizers that step parameters which ``model`` loses inside the block. Keeps none of them alive."""
     before = [TensorWeakRef(parameter) for parameter in model.parameters()]
     name = type(model).__name__
     yield
@@ -37,7 +38,7 @@ def parameters_replaced(model: nn.Module) -> Iterator[None]:
 
 
 def is_prepared(optimizer: torch.optim.Optimizer) -> None:
-    """Note that ``optimizer`` has been given the parameters of now."""
+    """Record that ``optimizer`` has been given the model's present parameters."""
     _prepared.add(optimizer)
 
 

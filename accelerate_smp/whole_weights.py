@@ -1,4 +1,4 @@
-"""Whole weights of sharded models, by whatever call a script ends with.
+"""The unsharded weights of sharded models, by whatever call a script ends with.
 
     accelerator.get_state_dict(model)          whole on rank 0; so does save_model, which asks for it
     model.save_pretrained(...), push_to_hub    of Transformers, PEFT, Diffusers, the Hub's mixin, also of a part of the
@@ -34,10 +34,11 @@ _PART = "_smp_part_of"
 
 
 class WholeWeightsAccelerator(Accelerator):
-    """Accelerator whose ways to save give whole weights."""
+    """An Accelerator whose methods to save give unsharded weights."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state dict on rank 0's CPU, ``{}`` on the others; of a part of a sharded model too. Collective.
+        """Return the full state dict on rank 0's CPU, ``{}`` on the others; of a part of a sharded model too.
+        Collective.
 
         Raises:
             RuntimeError: it is not called on every rank.
@@ -50,7 +51,7 @@ class WholeWeightsAccelerator(Accelerator):
         return OrderedDict(state)  # of which `save` into safetensors leaves out tied names, as of a module's own
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """As Accelerate's, of whole tensors.
+        """Save an object as Accelerate does, with unsharded tensors.
 
         Raises:
             ValueError: ``obj`` has sharded tensors.
@@ -63,7 +64,7 @@ class WholeWeightsAccelerator(Accelerator):
         super().save(map_tensors(obj, _plain), f, safe_serialization)
 
     def wait_for_everyone(self) -> None:
-        """As Accelerate's.
+        """Wait for all ranks as Accelerate does.
 
         Raises:
             RuntimeError: a rank is in a call that all have to make.
@@ -73,7 +74,7 @@ class WholeWeightsAccelerator(Accelerator):
 
 
 def save_whole(model: nn.Module, handle: ParallelModel) -> None:
-    """Let ``save_pretrained`` of the model and its parts write whole weights."""
+    """Let ``save_pretrained`` of the model and its parts write unsharded weights."""
     for name, part in model.named_modules():
         if callable(getattr(part, "save_pretrained", None)):
             object.__setattr__(part, _PART, (handle, f"{name}." if name else ""))
@@ -81,7 +82,9 @@ def save_whole(model: nn.Module, handle: ParallelModel) -> None:
 
 
 def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """As the class's, with whole weights that rank 0 writes. Collective, unless ``state_dict`` is whole already."""
+    """Save as the class does, with unsharded weights that rank 0 writes. Collective, unless ``state_dict`` is unsharded
+    already.
+    """
     own: Any = type(self).save_pretrained  # type: ignore[attr-defined]
     given = kwargs.get("state_dict")
     if given is not None and not given:
@@ -104,7 +107,7 @@ def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def whole_state(handle: ParallelModel, prefix: str = "") -> dict[str, Any]:
-    """The whole state dict of the part of the model whose names begin with ``prefix``. Collective."""
+    """Return the full state dict of the part of the model whose names begin with ``prefix``. Collective."""
     handle.reshard()
     handle.broadcast_buffers()
     state = handle.model_state()
@@ -112,7 +115,7 @@ def whole_state(handle: ParallelModel, prefix: str = "") -> dict[str, Any]:
 
 
 def holds_shards(state: Any) -> bool:
-    """Whether a nested state has tensors of which this rank holds a part."""
+    """Tell whether a nested state has tensors of which this rank holds a part."""
     return any(is_a_part(tensor) for _, tensor in iterate_tensors(state))
 
 
@@ -122,7 +125,7 @@ def _plain(tensor: Any) -> Any:
 
 @contextlib.contextmanager
 def _showing(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, ``state_dict()`` of the model and its parts is out of ``state``."""
+    """Make ``state_dict()`` of the model and its parts return values of ``state`` inside the block."""
     shown = dict(model.named_modules())
     for name, part in shown.items():
         start = f"{name}." if name else ""

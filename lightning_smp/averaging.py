@@ -1,4 +1,4 @@
-"""Lightning's callbacks that average weights, over sharded ones; and those that no sharding allows.
+"""The averages of weights by Lightning's callbacks, over sharded weights; and the callbacks that no sharding allows.
 
 ``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the LightningModule before it is
 sharded. Under our strategy an instance of one, or of a user's subclass, becomes an instance of a derived class whose
@@ -31,7 +31,7 @@ from smp_core.parallel_model import ParallelModel
 
 
 def take_over_callbacks(trainer: Trainer) -> None:
-    """Before any callback's ``setup``: make those that average weights do it on shards.
+    """Make the callbacks that average weights do it on shards. Call it before any callback's ``setup``.
 
     Raises:
         ValueError: a callback that cannot work on a sharded module.
@@ -51,7 +51,7 @@ def take_over_callbacks(trainer: Trainer) -> None:
 
 
 def make_averages(trainer: Trainer, parallel: ParallelModel, loading: Loading | None) -> None:
-    """Once the module is sharded, its weights are loaded and its optimizers are made. Collective."""
+    """Make the averages, once the module is sharded, its weights are loaded and its optimizers are made. Collective."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if not isinstance(callback, (_Weight, _Stochastic)):
             continue
@@ -78,7 +78,7 @@ def _derived(kind: Any, sharded: Any) -> Any:
 
 
 def _back_to_stock(callback: Any, trainer: Trainer) -> bool:
-    """Whether the callback came to a Trainer with another strategy and is what it was before."""
+    """Restore the callback's own class if it came to a Trainer with another strategy; return whether it did."""
     if isinstance(trainer.strategy, SteppingStrategy):
         return False
     callback.__class__ = callback.stock
@@ -86,7 +86,9 @@ def _back_to_stock(callback: Any, trainer: Trainer) -> bool:
 
 
 def _load_now(callback: _Weight | _Stochastic, trainer: Trainer) -> None:
-    """In the middle of a run, where the learning rate finder puts back what it has tried out."""
+    """Load an average in the middle of a run, where the learning rate finder restores the state from before its
+    trial.
+    """
     average: Any = callback._average_model
     if average is not None:
         strategy: Any = trainer.strategy
@@ -95,7 +97,7 @@ def _load_now(callback: _Weight | _Stochastic, trainer: Trainer) -> None:
 
 
 class _Weight(WeightAveraging):
-    """``WeightAveraging`` over shards."""
+    """A ``WeightAveraging`` over shards."""
 
     _average_model: ShardedAverage | None
     saved: Mapping[str, Any] | None = None
@@ -154,7 +156,7 @@ class _Weight(WeightAveraging):
 
 
 class _WholeModel(ShardedAverage):
-    """What ``StochasticWeightAveraging`` takes for a copy of the LightningModule."""
+    """The average as ``StochasticWeightAveraging`` sees it: in the place of a copy of the LightningModule."""
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -162,7 +164,7 @@ class _WholeModel(ShardedAverage):
 
 
 class _Stochastic(StochasticWeightAveraging):
-    """``StochasticWeightAveraging`` over shards."""
+    """A ``StochasticWeightAveraging`` over shards."""
 
     saved: Mapping[str, Any] | None = None
     """A checkpoint's average that is to be loaded."""
@@ -192,7 +194,7 @@ class _Stochastic(StochasticWeightAveraging):
 
     @override
     def _load_average_model_state(self, model_state: Any) -> None:
-        """The strategy loads it (:func:`make_averages`)."""
+        """Do nothing: the strategy loads the average (:func:`make_averages`)."""
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

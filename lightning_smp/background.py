@@ -1,4 +1,4 @@
-"""Saves behind training (``async_save=True``) as the Trainer and ModelCheckpoint see them.
+"""The asynchronous saves (``async_save=True``) as the Trainer and ModelCheckpoint see them.
 
 ModelCheckpoint takes a checkpoint for saved when ``save_checkpoint`` returns: it looks whether a name is taken, links
 to the checkpoint (``save_last="link"``) and removes older ones. So while a checkpoint is being written an empty folder
@@ -18,7 +18,7 @@ from smp_core.checkpoint.addresses import is_address, local_path
 
 @contextlib.contextmanager
 def in_lightning_words() -> Iterator[None]:
-    """The core's errors name arguments of its functions; here stands what a LightningModule says instead."""
+    """Translate the core's errors, which name arguments of its functions, to settings of a LightningModule."""
     words = {
         "strict=False loads": "strict_loading=False on the LightningModule loads",
         "or pass allow_pickle=True to saving and to loading": "or leave them out: save_hyperparameters(ignore=[...])",
@@ -33,7 +33,7 @@ def in_lightning_words() -> Iterator[None]:
 
 
 class BackgroundSaves:
-    """At most one save in flight. Creating it is collective.
+    """A writer with at most one save in flight. Its construction is collective.
 
     Args:
         is_first: whether this is the rank that names, links and removes checkpoints.
@@ -45,7 +45,7 @@ class BackgroundSaves:
         self._path: Any = None
 
     def save(self, path: Any, checkpoint: dict[str, Any], **options: Any) -> None:
-        """Stage and return; arguments as of :func:`smp_core.checkpoint.save_checkpoint`. Collective.
+        """Stage a checkpoint and return, with arguments as of :func:`smp_core.checkpoint.save_checkpoint`. Collective.
 
         Raises:
             CheckpointError: the save before failed; on all ranks.
@@ -58,7 +58,7 @@ class BackgroundSaves:
                 os.makedirs(local_path(path))
 
     def settle(self) -> None:
-        """Once per step: when the save has ended on all ranks, raise its error on all of them."""
+        """Raise the error of a save that has ended, on all ranks at once. Call it once per step."""
         with self._giving_up_the_place():
             self.checkpointer.settle()
 
@@ -72,7 +72,7 @@ class BackgroundSaves:
             self.checkpointer.wait()
 
     def after_commit(self, what: str, action: Callable[[], object]) -> None:
-        """Do something to older checkpoints, once the save in flight has committed. On the first rank."""
+        """Run an action on older checkpoints once the save in flight has committed. On the first rank."""
         self.checkpointer.after_commit(what, action)
 
     @contextlib.contextmanager

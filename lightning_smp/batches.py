@@ -1,4 +1,4 @@
-"""Whether all ranks have the same number of batches, where data loaders tell it.
+"""The check that all ranks have the same number of batches, where data loaders tell it.
 
 A rank that has run out of batches never comes to the next gather or reduction, and the others wait for it until the
 timeout.
@@ -15,7 +15,7 @@ from smp_core.mesh import SmpMesh
 
 
 def require_equal_training(trainer: Trainer) -> None:
-    """Before training. Collective.
+    """Check the numbers of batches before training. Collective.
 
     Raises:
         ValueError: an epoch has more batches on one rank than on another, and more than one of them are trained on.
@@ -28,7 +28,7 @@ def require_equal_training(trainer: Trainer) -> None:
 
 
 def require_equal_evaluation(limit: str, batches: Any, mesh: SmpMesh) -> None:
-    """Before an evaluation: among ranks that gather parameters together. Collective.
+    """Check the numbers of batches before an evaluation, among ranks that gather parameters together. Collective.
 
     Args:
         limit: the Trainer's argument that bounds the number of batches.

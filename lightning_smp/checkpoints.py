@@ -45,7 +45,7 @@ logger = logging.getLogger("smp")
 
 
 def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
-    """Say what part a CheckpointIO has.
+    """Refuse a CheckpointIO that has no part in sharded saves, or warn of one that only reads.
 
     Raises:
         ValueError: it is one that only writes, and has none.
@@ -63,12 +63,12 @@ def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
 
 
 def model_state(strategy: SmpShardedStrategy) -> dict[str, Any]:
-    """The module's state dict; sharded parameters as DTensors."""
+    """Return the module's state dict; sharded parameters as DTensors."""
     return strategy.parallel.model_state()
 
 
 def optimizer_state(strategy: SmpShardedStrategy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """One optimizer's state by parameter name, or in torch's own numbered form with ``save_full_state_dict``."""
+    """Return one optimizer's state by parameter name, or in torch's own numbered form with ``save_full_state_dict``."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer holds the real one
     if strategy.config.save_full_state_dict:
         return optimizer.state_dict()
@@ -139,7 +139,7 @@ def _save_whole(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: 
 
 
 def _model_files(module: nn.Module) -> dict[str, str]:
-    """``config.json`` and ``generation_config.json`` of a Transformers model, so that an export is complete."""
+    """Return ``config.json`` and ``generation_config.json`` of a Transformers model, so that an export is complete."""
     files = {}
     inner = uncompiled(module)
     for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):

@@ -1,4 +1,4 @@
-"""Launchers that Lightning does not detect by itself: Open MPI's ``mpirun`` and SageMaker, one process per host.
+"""The launchers that Lightning does not detect by itself: Open MPI's ``mpirun`` and SageMaker, one process per host.
 
 torchrun and SLURM are Lightning's own environments; those are left to it.
 """

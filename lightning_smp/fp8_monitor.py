@@ -14,7 +14,7 @@ from smp_core.parallel_model import ParallelModel
 
 
 class Fp8Monitor(Callback):
-    """Every ``every_n_steps`` optimizer steps: how each FP8 layer's numbers fitted.
+    """A callback that measures, every ``every_n_steps`` optimizer steps, how each FP8 layer's numbers fitted.
 
     Loggers get ``fp8/<module>/<figure>``; a line of JSON goes to ``fp8.jsonl``, which ``smp fp8-report`` draws.
     Figures: see :meth:`smp_core.fp8.monitoring.Fp8Probe.end`. A probed step is slower, the others are not touched.

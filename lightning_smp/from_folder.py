@@ -1,4 +1,4 @@
-"""``load_from_checkpoint`` of LightningModules and data modules reads checkpoint folders too."""
+"""The ``load_from_checkpoint`` of LightningModules and data modules, for checkpoint folders too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from smp_core.checkpoint.addresses import is_address
 
 
 class LoadFromCheckpoint:
-    """Lightning's classmethod ``load_from_checkpoint``, which reads one file; a folder too, by way of such a file.
+    """A replacement of Lightning's classmethod ``load_from_checkpoint``, which reads one file; it makes such a file of
+    a folder.
 
     Args:
         stock: Lightning's own, as it stands in the class.

@@ -1,4 +1,4 @@
-"""Knobs as arguments of the strategy: by name, as one object or mapping, and in its signature, for LightningCLI."""
+"""The knobs as arguments of the strategy: by name, as one object or mapping, and in its signature, for LightningCLI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEFAULTS = SmpConfig()
 def read_config(
     config: SmpConfig | Mapping[str, Any] | None, knobs: dict[str, Any], arguments: Iterable[str]
 ) -> SmpConfig:
-    """What the strategy was given.
+    """Read the strategy's arguments into a configuration.
 
     Args:
         arguments: names of its other arguments, which a misspelt knob may stand for.

@@ -1,4 +1,4 @@
-"""Lightning's precision plugins on sharded parameters.
+"""The precision plugins of Lightning on sharded parameters.
 
 The plugins are Lightning's own; what they cannot do is clip and unscale gradients of which each rank holds a part, some
 of them plain tensors (0-d parameters), some DTensors. So the two clipping methods of the instance and the class of its
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Fp8Precision(Precision):
-    """Linear layers in FP8, under ``Trainer(strategy="smp_sharded", plugins=[Fp8Precision(recipe)])``.
+    """A precision plugin for linear layers in FP8: ``Trainer(strategy="smp_sharded", plugins=[Fp8Precision(recipe)])``.
 
     Args:
         recipe: an :class:`~smp_core.fp8.Fp8Recipe`, or what the knob ``fp8`` takes; default delayed scaling.

@@ -28,7 +28,7 @@ from smp_core.topology import Topology
 
 
 class ProcessGroupStrategy(ParallelStrategy):
-    """One process per device, in one process group; what to do with a module is for subclasses to say.
+    """A strategy of one process per device, in one process group; subclasses shard and step the module.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: Lightning's own; by default
@@ -142,7 +142,9 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Over all ranks or ``group``: ``"mean"``, ``"sum"``, ... or a ``ReduceOp``; what is no tensor stays."""
+        """Reduce a tensor over all ranks or ``group``: ``"mean"``, ``"sum"``, ... or a ``ReduceOp``; other objects
+        stay.
+        """
         if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
             return tensor
         group = dist.group.WORLD if group is None else group
@@ -168,8 +170,11 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        """The module stays where it is: it can be evaluated, saved or trained on by a next call, of all ranks, which
-        the watch goes on to look after."""
+        """Tear the run down, and leave the module on its device.
+
+        The module can be evaluated, saved or trained on by a next call of all ranks, which the watch goes on to look
+        after.
+        """
         assert self.cluster_environment is not None and self.accelerator is not None
         if self._watch is not None:
             self._watch.end_run()

@@ -1,4 +1,4 @@
-"""Where a resumed run goes on: the window's first batch, the place in the data, the global batch, random states.
+"""The resumption of a run: the window's first batch, the place in the data, the global batch, random states.
 
 Lightning counts batches and starts an epoch's data from its beginning again, so what it has seen is seen twice and the
 rest never. Here the place is counted in samples, which holds on other numbers of ranks and for other batch sizes:
@@ -35,7 +35,7 @@ _COUNTERS = ("ready", "started", "processed", "completed")
 
 @dataclass(frozen=True)
 class WindowStart:
-    """Where the data stood before the first micro-batch of the open window.
+    """The place in the data before the first micro-batch of the open window.
 
     Attributes:
         batches: batches of this epoch before it.
@@ -49,7 +49,7 @@ class WindowStart:
 
     @classmethod
     def here(cls, trainer: Trainer, loaders: dict[str, Any]) -> WindowStart:
-        """To be called when the window's first batch has been fetched and counted as ready."""
+        """Return the present place. Call it when the window's first batch has been fetched and counted as ready."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
         return cls(progress.current.ready - 1, progress.total.ready - 1, loaders)
 
@@ -71,7 +71,7 @@ class WindowStart:
 
 
 def loader_state(trainer: Trainer) -> dict[str, Any]:
-    """Position of the training data loaders that can tell it, as Lightning saves it; empty otherwise."""
+    """Return the position of training data loaders that can tell it, as Lightning saves it; empty otherwise."""
     return copy.deepcopy(trainer.fit_loop.on_save_checkpoint())
 
 
@@ -92,7 +92,7 @@ class PlacedSampler(Sampler[Any]):
         self._random: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
 
     def begin_after(self, samples: int, at_start: dict[str, Any] | None, then: dict[str, Any] | None) -> None:
-        """Leave samples out of the next epoch; random states for its start and after the gap (None: as they are)."""
+        """Leave samples out of the next epoch; set random states for its start and after the gap (None: no change)."""
         self._skip, self._random = samples, (at_start, then)
 
     def __iter__(self) -> Iterator[Any]:
@@ -127,24 +127,24 @@ def place_sampler(loader: Any) -> None:
 
 
 def sampler_of(loader: Any) -> PlacedSampler | None:
-    """The wrapped sampler of a loader."""
+    """Return the wrapped sampler of a loader."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     return sampler if isinstance(sampler, PlacedSampler) else None
 
 
 def training_loaders(trainer: Trainer) -> list[Any]:
-    """The data loaders of fit, flat."""
+    """List the data loaders of fit, flat."""
     return [] if trainer.train_dataloader is None else CombinedLoader(trainer.train_dataloader).flattened
 
 
 def samples_per_batch(loader: Any, data_size: int) -> int | None:
-    """Samples of one batch over all ranks; None where the loader does not tell."""
+    """Count the samples of one batch over all ranks; None where the loader does not tell."""
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return None if size is None else size * data_size
 
 
 def describe_place(trainer: Trainer, checkpoint: dict[str, Any], data_size: int) -> dict[str, Any] | None:
-    """``smp_data`` of a checkpoint dictionary; None outside of fit.
+    """Return ``smp_data`` of a checkpoint dictionary; None outside of fit.
 
     Args:
         data_size: ranks that read different samples.
@@ -164,7 +164,7 @@ def describe_place(trainer: Trainer, checkpoint: dict[str, Any], data_size: int)
 
 
 def accumulation(trainer: Trainer) -> int | None:
-    """Micro-batches of an optimizer step; None where the module or a schedule decides."""
+    """Return the micro-batches of an optimizer step; None where the module or a schedule decides."""
     scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)  # type: ignore[attr-defined]
     assert trainer.lightning_module is not None
     if scheduled or not trainer.lightning_module.automatic_optimization:
@@ -173,14 +173,16 @@ def accumulation(trainer: Trainer) -> int | None:
 
 
 def random_of_rank(trainer: Trainer) -> dict[str, Any]:
-    """What a rank saves of its generators: as they are, and as they were when its samplers' epoch began."""
+    """Return a rank's random states for a checkpoint: the present ones, and those at the start of its samplers'
+    epoch.
+    """
     starts = [getattr(sampler_of(loader), "random_at_start", None) for loader in training_loaders(trainer)]
     kept = {} if all(start is None for start in starts) else {"epoch_random": starts}
     return {"random": random_state(), **kept}
 
 
 class Resume:
-    """A resume that is under way, from loading to the first batch.
+    """A resumption in progress, from loading to the first batch.
 
     Args:
         place: ``smp_data`` of the checkpoint, None where it has none (another program's, or an older one's).
@@ -205,7 +207,7 @@ class Resume:
         self.allow_batch_change = allow_batch_change
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Settle the global batch and put the data to its place.
+        """Keep or change the global batch, and move the data to their place.
 
         Raises:
             ValueError: the global batch would change, which is not allowed.
@@ -224,6 +226,7 @@ class Resume:
         self._go_to(trainer, loaders, batches)
 
     def _settle_global_batch(self, trainer: Trainer, sizes: list[int | None]) -> None:
+        """Keep the global batch, by another accumulation if needed; warn of a change or refuse it."""
         assert self.place is not None
         saved, steps = self.place["samples_per_batch"], self.place["accumulate_grad_batches"]
         here = accumulation(trainer)
@@ -264,7 +267,7 @@ class Resume:
         )
 
     def _batches_here(self, trainer: Trainer, sizes: list[int | None]) -> int:
-        """The place in batches of this run; Lightning's counters are put to it."""
+        """Return the place in batches of this run, and set Lightning's counters to it."""
         assert self.place is not None
         before: int = self.place["batches"]
         if sizes == self.place["samples_per_batch"]:
@@ -287,6 +290,7 @@ class Resume:
         return batches
 
     def _go_to(self, trainer: Trainer, loaders: list[Any], batches: int) -> None:
+        """Move samplers or fetchers to the place, and restore the generators where no sampler does."""
         if not batches and self.random is not None:
             # An epoch's start: nothing is left out, and making the iterators draws what it drew in the run that saved.
             set_random_state(self.random)
@@ -318,7 +322,7 @@ class Resume:
             self.random = None
 
     def on_train_batch_start(self) -> None:
-        """Before the first training step: restore the generators, where fetching the batch has not done it."""
+        """Restore the generators before the first training step, unless fetching the batch has done it."""
         if self.random is not None:
             set_random_state(self.random)
 

@@ -16,7 +16,8 @@ from smp_core.checkpoint.interval import SaveSchedule
 
 
 class SmpCheckpoint(ModelCheckpoint):
-    """Saves ``dirpath/step-00001000.ckpt`` every so many optimizer steps and when training ends, and keeps the newest.
+    """A callback that saves ``dirpath/step-00001000.ckpt`` every so many optimizer steps and at the end, and keeps the
+    newest.
 
     ``last.ckpt`` is a link to the newest, so that ``ckpt_path="last"`` finds it; object stores have no links.
 

@@ -1,4 +1,4 @@
-"""Sequences that several ranks share, under the Trainer: batches split, losses weighted, outputs made whole.
+"""The sequences that several ranks share, under the Trainer: batches split, losses weighted, outputs gathered.
 
 The strategy calls these where Lightning hands it a batch, a step and a backward pass; the work is
 :mod:`smp_core.context_parallel`'s.
@@ -39,22 +39,24 @@ class SharedSequences:
             self._shifts = shifts_labels(module)
 
     def part_of(self, batch: Any) -> Any:
-        """This rank's part of the first context peer's batch. Collective over all ranks."""
+        """Return this rank's part of the first context peer's batch. Collective over all ranks."""
         if self._context is None:
             return batch
         self.split = self._context.split(batch, self._layout, shifts=self._shifts)
         return self.split.batch
 
     def active(self) -> AbstractContextManager[None]:
-        """Around a step and around backward."""
+        """Return the context to enter around a step and around backward."""
         return enabled(self.split)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """What to run backward from."""
+        """Return the loss from which backward starts."""
         return part_of_mean(loss)
 
     def outputs(self, outputs: Any) -> Any:
-        """Of an evaluation or predict step: whole sequences, if that was asked for. Collective over context ranks."""
+        """Gather the unsplit sequences of an evaluation or predict step's outputs, if asked for. Collective over
+        context ranks.
+        """
         if self._context is None or self.split is None or not self._full_outputs:
             return outputs
         return self._context.gather_all(outputs, self.split)

@@ -1,4 +1,4 @@
-"""A LightningModule becomes sharded, once; what a later run with it may still change.
+"""The sharding of a LightningModule, once; and the settings that a later run may still change.
 
 Lightning calls a strategy for every ``fit``, ``validate``, ``test`` and ``predict``. The first of them shards the
 module, which carries the handle from then on; the others find it.
@@ -34,14 +34,16 @@ _ATTACHED = "_smp_parallel"
 
 
 def is_sharded(module: LightningModule) -> bool:
-    """Whether an earlier run has sharded this module."""
+    """Tell whether an earlier run has sharded this module."""
     return hasattr(module, _ATTACHED)
 
 
 @contextlib.contextmanager
 def keeping_what_is_sharded(module: LightningModule) -> Generator[None, None, None]:
-    """Around ``configure_model``. Lightning calls that hook again for every ``validate`` and ``test``; a module
-    that was sharded, and perhaps trained, before keeps its submodules and parameters."""
+    """Keep the submodules and parameters of a sharded module through ``configure_model``.
+
+    Lightning calls that hook again for every ``validate`` and ``test``; the module may have been trained before.
+    """
     sharded = is_sharded(module)
     registries: list[dict[str, Any]] = [module._modules, module._parameters, module._buffers]  # type: ignore[list-item]
     before = [dict(registry) for registry in registries]
@@ -52,7 +54,7 @@ def keeping_what_is_sharded(module: LightningModule) -> Generator[None, None, No
 
 
 def with_recipe(config: SmpConfig, plugin: Precision, device: torch.device) -> SmpConfig:
-    """``plugins=[Fp8Precision(recipe)]`` is the knob ``fp8`` by another name.
+    """Read ``plugins=[Fp8Precision(recipe)]`` as the knob ``fp8``.
 
     Raises:
         ValueError: both were given, and they differ.
@@ -125,8 +127,11 @@ def _leave_inference_mode(module: nn.Module) -> None:
 
 
 def _meant_by(plugin: Precision, device: torch.device) -> planning.Precision:
-    """Under autocast parameters are gathered in autocast's dtype, half the bytes; not on CPU, whose autocast lets
-    ``layer_norm`` meet a float32 input and a half precision weight, which it refuses."""
+    """Translate a precision plugin to the core's.
+
+    Under autocast parameters are gathered in autocast's dtype, half the bytes; not on CPU, whose autocast lets
+    ``layer_norm`` meet a float32 input and a half precision weight, which it refuses.
+    """
     gathered, why = autocast_dtype(plugin), f"precision={plugin.precision!r}"
     casts_inputs = gathered is None
     if gathered is not None and device.type == "cpu":
@@ -136,7 +141,7 @@ def _meant_by(plugin: Precision, device: torch.device) -> planning.Precision:
 
 
 def reattach(module: LightningModule, asked: SmpConfig, precision: Precision) -> tuple[ParallelModel, SmpConfig]:
-    """A module that an earlier run sharded stays as it is; other knobs for it would have no effect.
+    """Return the handle of a module that an earlier run sharded; refuse knobs that would have no effect.
 
     Returns:
         its handle, and the config with what took effect: the module's, and the run's where a knob is the run's own.
@@ -154,7 +159,7 @@ def reattach(module: LightningModule, asked: SmpConfig, precision: Precision) ->
 
 
 def check_layer_sync(module: LightningModule, layer_sync: LayerSync | None) -> None:
-    """Before a sharded module is trained.
+    """Check ``sync_batchnorm`` before a sharded module is trained.
 
     Raises:
         ValueError: ``sync_batchnorm=True`` for a module that was sharded without it.

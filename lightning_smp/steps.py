@@ -1,4 +1,6 @@
-"""Steps of a sharded LightningModule: forward, backward, the accumulation window, the optimizer step, evaluation."""
+"""The steps of a sharded LightningModule: forward, backward, the accumulation window, the optimizer step,
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from smp_core.sharding.grad_norm import settle_nonfinite
 
 
 class SteppingStrategy(ProcessGroupStrategy):
-    """How a module is stepped once it is sharded; what shards it is for the subclass to say."""
+    """A strategy that steps a sharded module; a subclass shards it."""
 
     config: SmpConfig
     _sequences: SharedSequences
@@ -33,7 +35,7 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @property
     def parallel(self) -> ParallelModel:
-        """The parallelized LightningModule: units, window, meter, mesh. Known once ``setup`` has run."""
+        """The parallelized LightningModule: units, window, meter, mesh. Available once ``setup`` has run."""
         if self._parallel is None:
             raise RuntimeError("the model is not parallelized yet; strategy.parallel is there from on_fit_start on")
         return self._parallel
@@ -73,7 +75,9 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """As Lightning's; where sequences are shared it is this rank's part of the first context peer's batch."""
+        """Move a batch as Lightning does; where sequences are shared, return this rank's part of the first context
+        peer's batch.
+        """
         return self._sequences.part_of(super().batch_to_device(batch, device, dataloader_idx))
 
     @override
@@ -82,7 +86,9 @@ class SteppingStrategy(ProcessGroupStrategy):
             return super().backward(self._sequences.weighted(closure_loss), *args, **kwargs)
 
     def whole_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """In a step: a tensor that has this rank's tokens along ``dim``, of all of them. Collective; no gradient."""
+        """Gather the unsplit sequence of a tensor that has this rank's tokens along ``dim``, inside a step. Collective;
+        no gradient.
+        """
         return self._sequences.whole(tensor, dim)
 
     @override

@@ -50,8 +50,9 @@ logger = logging.getLogger("smp")
 
 
 class SmpShardedStrategy(SteppingStrategy):
-    """MiCS sharding for ``Trainer(strategy=SmpShardedStrategy(...))``; by name ``"smp_sharded"``,
-    ``"smp_sharded_node"``, ``"smp_sharded_world"``, ``"smp_sharded_fp8"``.
+    """A strategy of MiCS sharding for ``Trainer(strategy=SmpShardedStrategy(...))``.
+
+    By name it is ``"smp_sharded"``, ``"smp_sharded_node"``, ``"smp_sharded_world"``, ``"smp_sharded_fp8"``.
 
     Args:
         config: all knobs in one :class:`smp_core.config.SmpConfig` or mapping; or give them as keywords.
@@ -123,7 +124,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def connect(self, model: LightningModule) -> None:
-        """A run begins. It leaves inference mode, if it was called in it: FSDP2 cannot train on what was made there."""
+        """Begin a run, outside of inference mode: FSDP2 cannot train tensors that were made in it."""
         self.loading, self._is_set_up = None, False
         self._run = contextlib.ExitStack()
         if torch.is_inference_mode_enabled():
@@ -219,7 +220,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Sharding has done it; torchmetrics and the like follow here."""
+        """Move the children without parameters, such as torchmetrics; the others are where sharding has put them."""
         for child in self.parallel.module.modules():
             if not any(True for _ in child.parameters()) and child is not self.parallel.module:
                 child.to(self.root_device)
@@ -257,7 +258,7 @@ class SmpShardedStrategy(SteppingStrategy):
         return result
 
     def _remember_loaders(self) -> None:
-        """Between windows; a save inside the next one resumes from here."""
+        """Remember the data loaders' state between windows; a save inside the next one resumes from it."""
         assert self.lightning_module is not None
         if (
             self.lightning_module.trainer.accumulate_grad_batches > 1
@@ -293,7 +294,7 @@ class SmpShardedStrategy(SteppingStrategy):
             self.background_saves.wait()
 
     def _is_running(self) -> bool:
-        """Whether there is training for a save to hide behind; after it, who saves wants to find the checkpoint."""
+        """Tell whether training hides a save; after training, a save has to be complete when it returns."""
         assert self.lightning_module is not None
         state = self.lightning_module.trainer.state
         return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
@@ -324,7 +325,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def teardown(self) -> None:
-        """After the save in flight. The module stays sharded."""
+        """Tear the run down after the save in flight. The module stays sharded."""
         try:
             if self.background_saves is not None:
                 self.background_saves.wait()

@@ -64,7 +64,7 @@ def take_written(parallel: ParallelModel) -> None:
 
 
 class ShardedAverage(AveragedModel):
-    """torch's ``AveragedModel`` of a sharded module.
+    """An ``AveragedModel`` of a sharded module.
 
     Args:
         parallel: the sharded module's handle, its optimizers prepared.
@@ -134,7 +134,7 @@ class ShardedAverage(AveragedModel):
         return dict(get_model_state_dict(self.parallel.module))
 
     def _named_parts(self) -> list[tuple[str, int]]:
-        """Every name of every parameter, and its place among the averages."""
+        """Yield every name of every parameter, with its place among the averages."""
         module = self.parallel.module
         number_of = {id(parameter): i for i, parameter in enumerate(module.parameters())}
         named = module.named_parameters(remove_duplicate=False)
@@ -149,7 +149,7 @@ class ShardedAverage(AveragedModel):
     # State dicts of AveragedModel
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """As of an ``AveragedModel`` of the whole module, with the tensors of :meth:`weights`."""
+        """Return the state of an ``AveragedModel`` of the unsharded module, with the tensors of :meth:`weights`."""
         named = {f"module.{name}": value for name, value in self.weights().items()}
         return {**named, "n_averaged": self.n_averaged}
 

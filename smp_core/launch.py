@@ -1,4 +1,4 @@
-"""Which launcher started this process, and the rank it gave it.
+"""The launcher that started this process, and the rank that it gave the process.
 
 Reads the variables of torchrun (and of anything that sets RANK and WORLD_SIZE), Open MPI, SLURM and SageMaker into one
 form, and sets nothing. The innermost launcher wins: torchrun started by srun or by SageMaker numbers the ranks, not the
@@ -24,7 +24,7 @@ Kind = Literal["torchrun", "openmpi", "slurm", "sagemaker", "plain"]
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What the launcher says about this process.
+    """The launcher's facts about this process.
 
     Args:
         kind: "torchrun", "openmpi", "slurm", "sagemaker" (one process for each host, started by SageMaker itself) or
@@ -159,7 +159,7 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Tasks on this node, from `2(x3),1` (nodes 0-2 have two, node 3 has one) and the node's number."""
+    """Count the tasks on this node, from `2(x3),1` (nodes 0-2 have two, node 3 has one) and the node's number."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if text is None or "SLURM_NODEID" not in environ:
         return None

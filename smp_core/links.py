@@ -1,4 +1,4 @@
-"""How fast the links are: fits of measured collectives, stored, and what gathers and sums take by them.
+"""The speed of links: fits of measured collectives, stored, and the predicted times of gathers and sums.
 
 A collective of g ranks in which each of them sends n bytes in r rounds takes r x latency + n / bandwidth seconds: the
 alpha-beta model, with rounds and bytes of the ring algorithms (Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005,
@@ -41,18 +41,18 @@ _VERSION = 2  # 1 had times of messages between neighbours
 
 
 def rounds(kind: Kind, ranks: int) -> int:
-    """Messages that each of ``ranks`` sends one after the other in a ring."""
+    """Count the messages that each of ``ranks`` sends one after the other in a ring."""
     return (2 if kind == "all_reduce" else 1) * (ranks - 1)
 
 
 def ring_bytes(kind: Kind, ranks: int, n_bytes: float) -> float:
-    """Bytes that each of ``ranks`` sends in a ring for a tensor of ``n_bytes``."""
+    """Count the bytes that each of ``ranks`` sends in a ring for a tensor of ``n_bytes``."""
     return rounds(kind, ranks) * n_bytes / ranks
 
 
 @dataclass(frozen=True)
 class LinkFit:
-    """One kind of collective in one place.
+    """The fit of one kind of collective in one place.
 
     Attributes:
         latency: seconds of one round without bytes.
@@ -69,7 +69,7 @@ class LinkFit:
     by: str = ""
 
     def seconds(self, messages: int, n_bytes: float) -> float:
-        """Of ``messages`` one after the other, ``n_bytes`` in all."""
+        """Predict the time of ``messages`` one after the other, ``n_bytes`` in all."""
         return messages * self.latency + n_bytes / self.bandwidth
 
     @classmethod
@@ -107,7 +107,7 @@ def _terms(points: Sequence[tuple[float, float]]) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class Collectives:
-    """What was measured in one place, in groups of ``ranks``."""
+    """The measurements in one place, in groups of ``ranks``."""
 
     ranks: int
     all_gather: LinkFit
@@ -115,7 +115,7 @@ class Collectives:
     all_reduce: LinkFit
 
     def seconds(self, kind: Kind, ranks: int, n_bytes: float) -> float:
-        """Predicted, for a group of ``ranks`` and a tensor of ``n_bytes``."""
+        """Predict the time for a group of ``ranks`` and a tensor of ``n_bytes``."""
         fit: LinkFit = getattr(self, kind)
         return fit.seconds(rounds(kind, ranks), ring_bytes(kind, ranks, n_bytes))
 
@@ -186,7 +186,7 @@ class Links:
         )
 
     def table(self) -> Table:
-        """All fits, for the terminal."""
+        """Make a table of all fits, for the terminal."""
         from rich import box
         from rich.table import Table
 
@@ -235,7 +235,7 @@ def _rate(bytes_per_second: float) -> str:
 
 
 def gather_seconds(links: Links, degree: int, n_bytes: float, encoded: float = 1.0) -> tuple[float, float]:
-    """Predicted time of an all-gather of ``n_bytes`` over a partition group of ``degree`` ranks that spans nodes.
+    """Predict the time of an all-gather of ``n_bytes`` over a partition group of ``degree`` ranks that spans nodes.
 
     Returns:
         (in one stage, in two: between nodes, then inside).

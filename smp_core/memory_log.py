@@ -1,4 +1,4 @@
-"""Peaks of memory by kind: what is recorded of a step, its log of JSON lines, the picture, and `smp memory-report`."""
+"""The peaks of memory by kind: the record of a step, its log of JSON lines, the picture, and `smp memory-report`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "oth
 
 @dataclass(frozen=True)
 class StepMemory:
-    """One step's peak on the device, and what it has in host memory; bytes by kind."""
+    """The peak of one step on the device, and its host memory; bytes by kind."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]
@@ -32,14 +32,14 @@ class StepMemory:
 
 
 def append_to_log(path: Path, step: int, memory: StepMemory) -> None:
-    """One JSON line for a step."""
+    """Append one JSON line for a step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, "device": dict(memory.device), "host": dict(memory.host)}) + "\n")
 
 
 def read_log(path: Path) -> dict[int, StepMemory]:
-    """Steps in order; of one that was logged twice (a run that was resumed) the later counts.
+    """Read the steps in order; of a step that was logged twice (by a resumed run) the later line counts.
 
     Raises:
         ValueError: no such file, no log, or an empty one.

@@ -1,4 +1,4 @@
-"""MemoryReport: what a step's memory is made of, at its peak.
+"""MemoryReport: the parts of a step's memory, at its peak.
 
 By kind: parameters (this rank's shards and what is whole), gathered (units that are whole at the moment), gradients
 (with the partial sums of an open window), optimizer (states), activations (what autograd holds for backward, what
@@ -48,7 +48,7 @@ class _Saved:
 
 
 class MemoryReport:
-    """Peak memory of this rank's steps by kind.
+    """The peak memory of this rank's steps by kind.
 
     ``with report.step():`` around forward, backward and optimizer step; ``table()`` and ``save_plot()`` show what was
     seen, ``steps`` holds it.
@@ -94,7 +94,7 @@ class MemoryReport:
         self._sample()
 
     def end(self) -> StepMemory:
-        """What was seen since :meth:`begin`, which ``steps`` has too now."""
+        """Return the peak since :meth:`begin`, and add it to ``steps``."""
         self._sample()
         self.abandon()
         if self._device.type == "cuda":
@@ -108,7 +108,7 @@ class MemoryReport:
         self._watching.close()
 
     def activations(self) -> int:
-        """Bytes on the device that are held for backward now."""
+        """Count the bytes on the device that are kept for backward now."""
         offloader = self._parallel.activations.offloader
         parked = 0 if offloader is None else sum(offloader.on_device())
         return sum(size for size, _ in self._held.values()) + parked
@@ -207,7 +207,7 @@ class MemoryReport:
     # For people
 
     def table(self) -> Table:
-        """Steps by kind in MiB."""
+        """Make a table of the steps by kind in MiB."""
         from rich.table import Table
 
         table = Table(title="peak memory by step, MiB on the device", caption=self._host_caption())

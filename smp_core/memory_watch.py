@@ -1,4 +1,4 @@
-"""MemoryWatch: every so many optimizer steps what a step's peak is made of, over all ranks, into a log.
+"""MemoryWatch: the parts of a step's peak memory every so many optimizer steps, over all ranks, in a log.
 
 What the monitors of both faces use. A watched step is slower (docs/memory.md has figures), the others are not touched.
 """
@@ -18,7 +18,7 @@ from smp_core.parallel_model import ParallelModel
 
 
 class MemoryWatch:
-    """Peaks by kind, the highest of all ranks.
+    """A watch over peaks by kind, the highest of all ranks.
 
     Args:
         parallel: the parallelized model.
@@ -52,17 +52,19 @@ class MemoryWatch:
         return (step // self._every + 1) * self._every
 
     def is_due(self, step: int) -> bool:
-        """Whether :meth:`begin` is to be called now, ``step`` optimizer steps having been taken."""
+        """Tell whether :meth:`begin` is to be called now, after ``step`` optimizer steps."""
         return self._began is None and step + 1 >= self._due
 
     def begin(self, step: int) -> None:
-        """Before the first forward of the step after number ``step``."""
+        """Begin to watch. Call it before the first forward of the step after number ``step``."""
         self._began = step
         self._report.begin()
 
     def end(self, step: int) -> None:
-        """After a batch. Once the optimizer has stepped, the watch ends. Collective then: every rank watches the same
-        steps."""
+        """End the watch once the optimizer has stepped. Call it after a batch.
+
+        Collective then: every rank watches the same steps.
+        """
         if self._began is None or step == self._began:
             return
         self._began, self._due = None, self._after(step)
@@ -90,7 +92,7 @@ class MemoryWatch:
             self._report.abandon()
 
     def save_plot(self, path: str | Path) -> None:
-        """A stacked bar for each watched step, as a PNG (or what else the ending of ``path`` says).
+        """Draw a stacked bar for each watched step, as a PNG (or in the format of the ending of ``path``).
 
         Raises:
             ValueError: no step has been watched, or matplotlib is not installed.
@@ -101,7 +103,7 @@ class MemoryWatch:
 
 
 class WatchesMemory:
-    """A base of the monitors of both faces: the peak memory of a training run, and on request what it is made of."""
+    """A base of the monitors of both faces: the peak memory of a training run, and on request its parts."""
 
     def _will_watch(self, every_n_steps: int | None) -> None:
         """Take the option of the same name, before anything runs."""
@@ -149,13 +151,14 @@ class WatchesMemory:
             self._highest[name] = max(value, self._highest.get(name, 0.0))
 
     def _watch_if_due(self, step: int, device: torch.device) -> None:
-        """Before the first forward of the step after number ``step``."""
+        """Begin a watch if one is due. Call it before the first forward of the step after number ``step``."""
         if self._watch is not None and self._watch.is_due(step):
             self._note_peak(device)  # watching starts the allocator's own peak anew
             self._watch.begin(step)
 
     def save_memory_plot(self, path: str | Path) -> None:
-        """What the peaks of the watched steps were made of, as stacked bars: a PNG, or what ``path`` ends in.
+        """Draw the parts of the watched steps' peaks as stacked bars, into a PNG or the format of the ending of
+        ``path``.
 
         Raises:
             ValueError: no step has been watched, or matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""What training achieves: samples/s, tokens/s, model TFLOPS per device, MFU, peak memory.
+"""The throughput and memory of training: samples/s, tokens/s, model TFLOPS per device, MFU, peak memory.
 
 Model FLOPs are counted by torch's FlopCounterMode while a forward pass runs: matrix products, convolutions and
 attention, with one multiply-add as two operations and causal attention as if it were full (the convention of PaLM,
@@ -62,7 +62,7 @@ _PEAK_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 peak of a device in FLOP/s, None if it is not known (or has none: CPU, V100, T4).
+    """Return the dense bfloat16 peak of a device in FLOP/s, None if it is not known (or has none: CPU, V100, T4).
 
     Sources: the vendors' data sheets (NVIDIA A100, A10, A30, A40, L4, L40S, H100, H200, HGX B200 and B300, GB200, RTX
     A6000; AMD Instinct MI250X, MI300X, MI325X, MI355X). NVIDIA prints Hopper's, Ada's and Blackwell's figures with 2:4
@@ -75,13 +75,13 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def device_peak_flops(device: torch.device) -> float | None:
-    """`peak_flops` of a torch device; None for a CPU."""
+    """Return `peak_flops` of a torch device; None for a CPU."""
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 @dataclass
 class ModelFlops:
-    """Model FLOPs of one batch of one data rank.
+    """The model FLOPs of one batch of one data rank.
 
     `forward` is what was counted; `training` three times that (the backward pass costs two forwards). `by_operator`
     splits `forward` by operator, as in {"aten.mm": ...}.
@@ -99,7 +99,7 @@ class ModelFlops:
 
 
 class FlopMeasurement:
-    """Counts the model FLOPs of the operations that run between `start` and `stop`, for example a real first forward.
+    """A counter of the model FLOPs of operations between `start` and `stop`, for example of a real first forward.
 
     Works on sharded models (their parameters are whole while a unit computes) and costs some time per operator, so it
     is meant for one batch. Use `start`/`stop`, or `with FlopMeasurement() as measured: model(batch)`.
@@ -193,7 +193,9 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _formulas_torch_lacks() -> dict[Any, Callable[..., int]]:
-    """FlopCounterMode (torch 2.13) skips attention on CPU and the grouped products of mixture-of-experts layers."""
+    """Return FLOP formulas that FlopCounterMode (torch 2.13) lacks: attention on CPU, and grouped products of
+    mixture-of-experts layers.
+    """
 
     formulas: dict[str, Callable[..., int]] = {}
 
@@ -217,7 +219,7 @@ def _formulas_torch_lacks() -> dict[Any, Callable[..., int]]:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Rates of the whole job; None where something needed for it is not known."""
+    """The rates of the whole job; None where an input of the rate is not known."""
 
     samples_per_second: float
     tokens_per_second: float | None = None
@@ -225,12 +227,12 @@ class Throughput:
     mfu: float | None = None
 
     def as_dict(self) -> dict[str, float]:
-        """What is known, by name, for loggers."""
+        """Return the known rates by name, for loggers."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 class StepMeter:
-    """Rates over the last steps.
+    """A meter of rates over the last steps.
 
     Args:
         data_size: data ranks, that is ranks that read different samples (`SmpMesh.data_size`).
@@ -263,12 +265,12 @@ class StepMeter:
         self._steps: deque[tuple[float, int, int | None, float | None]] = deque(maxlen=window + 1)
 
     def start(self) -> None:
-        """Begins a new window now: before the first step, and after anything that should not count."""
+        """Begin a new window now: before the first step, and after anything that should not count."""
         self._steps.clear()
         self._steps.append((self._now(), 0, None, None))
 
     def step(self, samples: int, tokens: int | None = None, flops: float | None = None) -> None:
-        """Books a step that has just ended. All figures are of this data rank's batch, whole sequences.
+        """Count a step that has just ended. All figures are of this data rank's batch, unsplit sequences.
 
         Args:
             samples: samples in the batch.
@@ -281,7 +283,7 @@ class StepMeter:
         self._steps.append((self._now(), samples, tokens, flops))
 
     def pause(self) -> None:
-        """Time from here to `resume` (validation, a checkpoint) does not count."""
+        """Stop the clock until `resume`: for validation or a checkpoint."""
         if self._paused_at is None:
             self._paused_at = self._clock()
 
@@ -291,7 +293,9 @@ class StepMeter:
             self._paused_at = None
 
     def throughput(self) -> Throughput | None:
-        """Rates over the window; None before the first step. Other data ranks are taken to do as much as this one."""
+        """Return rates over the window; None before the first step. Other data ranks are taken to do as much as this
+        one.
+        """
         if len(self._steps) < 2:
             return None
         seconds = self._steps[-1][0] - self._steps[0][0]
@@ -313,7 +317,7 @@ class StepMeter:
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
-    """Highest memory use so far in GiB, under a name that says of what.
+    """Return the highest memory use so far in GiB, under a name that tells the kind of memory.
 
     On CUDA "peak_device_memory_gib", the allocator's peak since `torch.cuda.reset_peak_memory_stats`; elsewhere
     "peak_host_rss_gib", the resident set of this process since it started (not of its data loader workers).

@@ -1,4 +1,4 @@
-"""Topology: which rank sits on which node.
+"""Topology: the nodes of a cluster, and the ranks on each of them.
 
 Owns the map from global ranks to nodes. Every process reports where it runs (hostname and boot id; two containers on
 one host share the boot id but not the hostname, two hosts may share a hostname but not the boot id), the reports are
@@ -32,7 +32,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes and their ranks. Ranks are numbered node by node and every node has the same number of them.
+    """The nodes and their ranks. Ranks are numbered node by node and every node has the same number of them.
 
     Args:
         nodes: global ranks of each node, in rank order, as in ((0, 1), (2, 3)).
@@ -76,7 +76,8 @@ class Topology:
 
     @classmethod
     def discover(cls, group: dist.ProcessGroup | None = None) -> Topology:
-        """Ask all ranks of the process group where they run. Collective: every rank of the group has to call it.
+        """Discover the topology from all ranks of the process group. Collective: every rank of the group has to call
+        it.
 
         Args:
             group: process group to ask; default the whole world. Ranks are numbered as in the group. Without an
@@ -109,23 +110,25 @@ class Topology:
         return self.num_nodes * self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
-        """Index of the node that `rank` sits on."""
+        """Return the index of the node of `rank`."""
         return self._position(rank)[0]
 
     def local_rank_of(self, rank: int) -> int:
-        """Position of `rank` among the ranks of its node."""
+        """Return the position of `rank` among the ranks of its node."""
         return self._position(rank)[1]
 
     def same_node(self, a: int, b: int) -> bool:
-        """Whether two ranks share a node, and with it the fast link."""
+        """Tell whether two ranks share a node, and with it the fast link."""
         return self.node_of(a) == self.node_of(b)
 
     def spans_nodes(self, ranks: Iterable[int]) -> bool:
-        """Whether the ranks sit on more than one node."""
+        """Tell whether the ranks are on more than one node."""
         return len({self.node_of(rank) for rank in ranks}) > 1
 
     def allowed_shard_degrees(self) -> tuple[int, ...]:
-        """Degrees whose partition groups fill the world and cut it along nodes: parts of a node, or whole nodes."""
+        """List the degrees whose partition groups fill the world and cut it along nodes: parts of a node, or full
+        nodes.
+        """
         per_node = self.ranks_per_node
         return tuple(n for n in _divisors(self.world_size) if per_node % n == 0 or n % per_node == 0)
 
@@ -188,7 +191,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Where one process says that it runs. Variables are reported as text, so that all ranks judge them alike.
+    """The report of one process about its place. Variables are reported as text, so that all ranks judge them alike.
 
     Attributes:
         hostname: name of the host, or of the container.
@@ -270,7 +273,7 @@ def _posed_ranks_per_node(reports: Sequence[RankReport]) -> int | None:
 
 
 def by_rank(values: Sequence[object]) -> str:
-    """What each rank said, for people: ``4 on ranks 0-2; 2 on rank 3``. None is "not set"."""
+    """Describe each rank's value, for people: ``4 on ranks 0-2; 2 on rank 3``. None is "not set"."""
     distinct = [value for rank, value in enumerate(values) if value not in values[:rank]]
     return "; ".join(
         f"{'not set' if value is None else repr(value)} on {_span([r for r, v in enumerate(values) if v == value])}"
@@ -279,7 +282,7 @@ def by_rank(values: Sequence[object]) -> str:
 
 
 def _distinct_names(reports: Sequence[RankReport]) -> tuple[str, ...]:
-    """Hostnames; where hosts share one, the beginning of the boot id tells them apart."""
+    """Return hostnames; where hosts share one, the beginning of the boot id tells them apart."""
     names = [report.hostname for report in reports]
     return tuple(
         f"{report.hostname}/{report.boot_id[:8]}" if names.count(report.hostname) > 1 else report.hostname
@@ -318,7 +321,7 @@ def _ranks(count: int) -> str:
 
 
 def _span(ranks: Sequence[int]) -> str:
-    """`ranks 0-3` for consecutive ranks, `ranks 0, 2` for others."""
+    """Describe ranks: `ranks 0-3` for consecutive ones, `ranks 0, 2` for others."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
