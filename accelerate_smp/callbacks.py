@@ -41,7 +41,7 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
     ``tflops_per_device``, ``mfu``, ``peak_device_memory_gib`` or ``peak_host_rss_gib`` (the highest of all ranks), and
     ``bytes_between_nodes``, ``bytes_inside_nodes``: sent per optimizer step and node. Rates are of the whole job since
     the last entry; the clock starts after the first step and stands still in evaluations and while saving.
-    With ``memory_every_n_steps`` also what the last watched step's peak was made of, each the highest of all ranks:
+    With ``memory_every_n_steps`` also the parts of the last watched step's peak, each the highest of all ranks:
     ``peak_parameters_gib``, ``peak_gathered_gib``, ``peak_gradients_gib``, ``peak_optimizer_gib``,
     ``peak_activations_gib`` and, on CUDA, ``peak_other_gib``; :meth:`save_memory_plot` draws them. ``latest`` holds the
     last report.

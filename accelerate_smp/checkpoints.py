@@ -95,7 +95,7 @@ def _keep_newest(root: str, limit: int) -> None:
 
 
 def write(accelerator: SmpAccelerator, path: str, facts: dict[str, Any], schedulers: list[Any] | None = None) -> None:
-    """Write what the accelerator has prepared to ``path``. Collective.
+    """Write the objects that the accelerator has prepared to ``path``. Collective.
 
     Args:
         facts: for the manifest; ``step`` is the optimizer step.
@@ -149,7 +149,7 @@ def load_state(accelerator: SmpAccelerator, input_dir: str | None, strict: bool 
 def read(
     accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: bool = True, random: bool = True
 ) -> None:
-    """Load ``path`` into what the accelerator has prepared, and into ``schedulers``. Collective.
+    """Load ``path`` into the objects that the accelerator has prepared, and into ``schedulers``. Collective.
 
     Args:
         random: also the random states.

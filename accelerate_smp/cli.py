@@ -89,7 +89,7 @@ def config(
 
 
 def _ask(question: str, default: Any, reader: read.Reader) -> Any:
-    """The answer as ``reader`` reads it; what it refuses is asked again, with what is allowed."""
+    """Return the answer as ``reader`` reads it; a refused answer is asked again, with the allowed ones."""
 
     def value_of(answer: Any) -> Any:
         try:

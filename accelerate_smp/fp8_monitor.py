@@ -26,7 +26,7 @@ class Fp8MonitorCallback(TrainerCallback):
         modules: globs over module names that go to Trainer's log; the file gets all.
 
     Attributes:
-        latest: what the next log entry gets.
+        latest: the figures for the next log entry.
 
     Raises:
         ValueError: ``every_n_steps`` below 1; when training starts, a run without FP8.

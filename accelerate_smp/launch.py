@@ -201,7 +201,7 @@ def for_accelerate(document: Mapping[str, Any], processes: int, on_cpu: bool) ->
     known = {"compute_environment": "LOCAL_MACHINE", **document, "num_processes": processes}
     kind = str(known.get("distributed_type") or "NO")
     if on_cpu or kind == "NO":
-        # To the launcher "several workers under torchrun"; on CPU the workers find out what they are.
+        # To the launcher "several workers under torchrun"; on CPU the workers detect their device.
         kind = kind if kind == "FSDP" and processes > 1 else "MULTI_GPU"
     if processes == 1 and kind in ("MULTI_GPU", "MULTI_CPU"):
         kind = "NO"
@@ -209,7 +209,7 @@ def for_accelerate(document: Mapping[str, Any], processes: int, on_cpu: bool) ->
     if on_cpu:
         known["use_cpu"] = True
         known.pop("gpu_ids", None)
-    # A port that is free now, instead of 29500 whoever else uses it; several machines have to agree on one.
+    # A port that is free now, instead of 29500, which may be in use; several machines have to agree on one.
     if known.get("main_process_port") is None and int(known.get("num_machines", 1)) == 1:
         known["main_process_port"] = 0
     return known

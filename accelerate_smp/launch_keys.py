@@ -104,7 +104,7 @@ def refuse_flags(args: Namespace) -> None:
 
 
 def _refuse_engines(document: Mapping[str, Any]) -> None:
-    """Refuse what the launcher, or a worker on another device, would drop in silence."""
+    """Refuse settings that the launcher, or a worker on another device, would drop in silence."""
     where = document.get("compute_environment", "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
         raise ValueError(f"compute_environment: {where} is not started from here; allowed: LOCAL_MACHINE")

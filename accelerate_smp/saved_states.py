@@ -23,21 +23,23 @@ class SavedStatesAccelerator(Accelerator):
 
     Attributes:
         smp: False: Accelerate's own.
-        background_saves: what writes with ``async_save=True``, from the first save on.
+        background_saves: the writer with ``async_save=True``, from the first save on.
     """
 
     smp = True
     background_saves: AsyncCheckpointer | None = None
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
-        """Save models, optimizers, schedulers, samplers, scaler, random states and registered objects as one checkpoint
-        folder that any number of ranks loads (docs/checkpoint-format.md). Collective.
+        """Save all prepared objects as one checkpoint folder, which any number of ranks loads. Collective.
+
+        Saved are models, optimizers, schedulers, samplers, scaler, random states and registered objects
+        (docs/checkpoint-format.md).
 
         With ``async_save=True`` it returns when tensors have been copied to host memory; the first step after the
         writing has ended raises its error, and :meth:`wait_for_save` and ``end_training`` wait for it.
 
         Raises:
-            CheckpointError: on every rank when any rank failed; what was at ``output_dir`` before is untouched.
+            CheckpointError: on every rank when any rank failed; the content of ``output_dir`` is then untouched.
         """
         if not self.smp:
             return super().save_state(output_dir, safe_serialization, **options)

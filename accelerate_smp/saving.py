@@ -43,7 +43,7 @@ class SmpCheckpointCallback(TrainerCallback):
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         if self._begin is not None:
-            self._begin = time.perf_counter()  # what was before it was not the save
+            self._begin = time.perf_counter()  # the time before belongs to the step
 
     def on_save(self, *_: Any, **__: Any) -> None:
         self.schedule.saved(0.0 if self._begin is None else time.perf_counter() - self._begin)

@@ -19,7 +19,7 @@ class SmpScheduler(AcceleratedScheduler):
 
     Args:
         prepared: as Accelerate made it.
-        batches: which one optimizer step uses up, of the size that the unprepared loader has.
+        batches: the batches that one optimizer step uses up, of the size that the unprepared loader has.
     """
 
     def __init__(self, prepared: AcceleratedScheduler, batches: int) -> None:

@@ -1,10 +1,10 @@
 """The sequences that several ranks share, under Accelerate: the further work of SmpAccelerator for them.
 
-prepare_data_loader    context peers read the same samples (Accelerate's loaders see the axis "cp"), and what a loader
-                       yields is this rank's part of the first peer's batch
+prepare_data_loader    context peers read the same samples (Accelerate's loaders see the axis "cp"), and a loader
+                       yields this rank's part of the first peer's batch
 prepared models        run with that batch active
 backward               likewise, from this rank's part of the mean over all ranks' targets
-gather_for_metrics     whole sequences, each sample once
+gather_for_metrics     unsplit sequences, each sample once
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class SharedSequencesAccelerator(Accelerator):
     """An Accelerator for ranks that share sequences. While the context degree is 1 it is Accelerate's own.
 
     Attributes:
-        batch_layout: how to split batches; None: found out.
-        split_in_loader: whether loaders yield parts; False where somebody else splits (SmpTrainer).
+        batch_layout: the tensors of a batch to split, and their dims; None: found in the batch.
+        split_in_loader: whether loaders yield parts; False where SmpTrainer splits.
     """
 
     batch_layout: BatchLayout | None = None
@@ -73,7 +73,7 @@ class SharedSequencesAccelerator(Accelerator):
                 yield accelerator._part_of(batch)
             accelerator._present = None
 
-        # Accelerate's loaders say they are of their base's class; the class itself is set past that property.
+        # A property of Accelerate's loaders hides their class behind their base's; object's own slot sets the class.
         splitting = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
         vars(object)["__class__"].__set__(prepared, splitting)
         return prepared

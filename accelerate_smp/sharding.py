@@ -29,14 +29,14 @@ def shard(
     """Shard a model; a pre-sharded one keeps its sharding and gets the other features. Collective.
 
     Args:
-        accelerator: its device, precision and gradient scaler count.
-        mesh: of the models before; None: this is the first one, and ``shard_degree="auto"`` is settled by it.
+        accelerator: gives device, precision and gradient scaler.
+        mesh: the mesh of the models before; None: this is the first one, which resolves ``shard_degree="auto"``.
         optimizers: prepared together with models; memory is planned for those that step this one.
 
     Raises:
-        ValueError: what :func:`smp_core.engine.parallelize` refuses.
+        ValueError: :func:`smp_core.engine.parallelize` refuses the model or the knobs.
     """
-    device = accelerator.device  # first: it says so when Accelerate's state was reset since
+    device = accelerator.device  # first: it raises if Accelerate's state was reset
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     precision = Precision(
         mixed if accelerator.native_amp else None,

@@ -6,9 +6,9 @@ Trainer counts targets over the micro-batches of an optimizer step and divides b
     private as all of Trainer's steps; there is no public hook around forward and backward)
     targets are counted once per sample, without those that cross into another document (``_get_num_items_in_batch``)
 
-and evaluation and prediction see whole sequences and each sample once. What computes a loss from logits and labels
-(``label_smoothing_factor``, ``compute_loss_func``) is given this rank's tokens and their targets. Models whose loss is
-chunked (``chunked_cross_entropy``) smooth labels themselves, and chunk in evaluation too if nobody looks at logits.
+and evaluation and prediction see unsplit sequences and each sample once. Functions that compute a loss from logits and
+labels (``label_smoothing_factor``, ``compute_loss_func``) get this rank's tokens and their targets. Models with a loss
+in chunks (``chunked_cross_entropy``) smooth labels themselves, and chunk in evaluation too if only the loss is asked for.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class SharedSequencesTrainerMixin(_Base):
         """
         smoother, handle = self.label_smoother, parallel_of(self.model)  # type: ignore[arg-type]
         in_chunks = handle is not None and handle.config.chunked_cross_entropy is not None
-        # Who has a loss of their own asks the smoother themselves.
+        # A loss of the user's own calls the smoother itself.
         trainers_own = self.compute_loss_func is None and super().compute_loss.__func__ is Trainer.compute_loss  # type: ignore[attr-defined]
         if smoother is None or not in_chunks or not trainers_own:
             return super().compute_loss(model, inputs, *args, **kwargs)

@@ -1,8 +1,8 @@
 """The error for an optimizer that was made before its model was sharded, and was not prepared with it: it would train
 nothing.
 
-It steps tensors that the model does not use any more and that never get a gradient. So its first step is an error; one
-that is prepared is given the parameters that the model has now.
+Such an optimizer steps tensors that the model does not use any more and that never receive a gradient. So its first
+step is an error; a prepared optimizer has been given the model's present parameters.
 """
 
 from __future__ import annotations

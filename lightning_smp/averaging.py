@@ -2,12 +2,12 @@
 
 ``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the LightningModule before it is
 sharded. Under our strategy an instance of one, or of a user's subclass, becomes an instance of a derived class whose
-average is a :class:`smp_core.averaging.ShardedAverage`, made when the module is sharded; when to average, to swap and
-to save is decided by the same code as ever.
+average is a :class:`smp_core.averaging.ShardedAverage`, made when the module is sharded. The same code as ever decides
+when to average, to swap and to save.
 
 Private names: ``_average_model``, ``_device``, ``_use_buffers``, ``_kwargs``, ``_swap_models`` and
 ``_copy_average_to_current`` of ``WeightAveraging``, and ``_average_model`` and ``_load_average_model_state`` of
-``StochasticWeightAveraging``: Lightning has no public way to say what the average is.
+``StochasticWeightAveraging``: Lightning has no public way to replace the average.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _load_average(callback: _Weight | _Stochastic, loading: Loading) -> None:
 
 @functools.cache
 def _derived(kind: Any, sharded: Any) -> Any:
-    # The user's class first: what it overrides stays so. The name is part of the key of the callback's state.
+    # The user's class first, so that its overrides count. The name is part of the key of the callback's state.
     bases = (sharded,) if issubclass(sharded, kind) else (kind, sharded)
     return type(kind.__name__, bases, {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "stock": kind})
 

@@ -138,7 +138,7 @@ class SmpMonitor(WatchesMemory, Callback):
         self._figures.measure_forward()
 
     # A batch may have several forward and backward passes (manual optimization). FLOPs are counted of what runs outside
-    # the backward passes: the forward, without what is recomputed in backward.
+    # the backward passes: the forward, without recomputations in backward.
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         assert self._figures is not None

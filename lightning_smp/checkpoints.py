@@ -1,7 +1,7 @@
 """A Lightning checkpoint written as one folder of sharded tensors, or as one ordinary ``.ckpt``; and removed.
 
-What is in the folder is Lightning's checkpoint dictionary: ``state_dict`` and ``optimizer_states`` as tensors (the
-latter by parameter name), everything else as the rest. Loading: lightning_smp/loading.py.
+The folder holds Lightning's checkpoint dictionary: ``state_dict`` and ``optimizer_states`` as tensors (the latter by
+parameter name), everything else as the rest. lightning_smp/loading.py reads it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _save_whole(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: 
         with in_lightning_words():
             save_full_state(path, checkpoint)
         return
-    # Somebody else writes the file, and takes the whole dictionary.
+    # Another CheckpointIO writes the file, and takes the complete dictionary.
     whole = full_state_dict(checkpoint)
 
     def write() -> None:

@@ -29,7 +29,7 @@ class Fp8Precision(Precision):
     """A precision plugin for linear layers in FP8: ``Trainer(strategy="smp_sharded", plugins=[Fp8Precision(recipe)])``.
 
     Args:
-        recipe: an :class:`~smp_core.fp8.Fp8Recipe`, or what the knob ``fp8`` takes; default delayed scaling.
+        recipe: an :class:`~smp_core.fp8.Fp8Recipe`, or a value of the knob ``fp8``; default delayed scaling.
         compute_dtype: what everything else computes in: ``torch.bfloat16`` (default; autocast, as ``"bf16-mixed"``) or
             ``torch.float32``. Parameters and optimizer states stay in their own dtype.
 

@@ -1,7 +1,7 @@
 """The resumption of a run: the window's first batch, the place in the data, the global batch, random states.
 
-Lightning counts batches and starts an epoch's data from its beginning again, so what it has seen is seen twice and the
-rest never. Here the place is counted in samples, which holds on other numbers of ranks and for other batch sizes:
+Lightning counts batches and starts an epoch's data from its beginning again, so that some samples are seen twice and
+others never. Here the place is counted in samples, which holds on other numbers of ranks and for other batch sizes:
 
     in a checkpoint    smp_data: batches of the epoch that were trained on, samples in each over all ranks, accumulation
     while training     the sampler inside each loader's BatchSampler is wrapped, so that an epoch can begin later
@@ -78,11 +78,11 @@ def loader_state(trainer: Trainer) -> dict[str, Any]:
 class PlacedSampler(Sampler[Any]):
     """A sampler whose next epoch can begin after some of its samples.
 
-    A sampler that draws from the global generators (RandomSampler) gives the same epoch again when they are put back to
-    where they were at its start; that state is kept, except for DistributedSampler, which has a seed of its own.
+    A sampler that draws from the global generators (RandomSampler) gives the same epoch again when their state from its
+    start is restored; that state is kept, except for DistributedSampler, which has a seed of its own.
 
     Args:
-        sampler: the one that decides.
+        sampler: the user's sampler.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -186,8 +186,8 @@ class Resume:
 
     Args:
         place: ``smp_data`` of the checkpoint, None where it has none (another program's, or an older one's).
-        random: the generators' state to go on with, None to leave them as they are.
-        epoch_random: their states at the start of the samplers' epoch, None where they have no part in it.
+        random: the generators' state to restore; None: they are not changed.
+        epoch_random: their states at the start of the samplers' epoch; None where samplers do not draw from them.
         data_size: ranks of this run that read different samples.
         allow_batch_change: the knob.
     """
@@ -219,7 +219,8 @@ class Resume:
             self._settle_global_batch(trainer, sizes)
             batches = self._batches_here(trainer, sizes)
         for loader in loaders:
-            for sampler in (loader.sampler, sampler_of(loader)) if isinstance(loader, DataLoader) else ():
+            samplers = (loader.sampler, sampler_of(loader)) if isinstance(loader, DataLoader) else ()
+            for sampler in samplers:
                 set_epoch = getattr(sampler, "set_epoch", None)
                 if set_epoch is not None:  # Lightning does it later, when workers have begun to fetch
                     set_epoch(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
@@ -227,6 +228,7 @@ class Resume:
 
     def _settle_global_batch(self, trainer: Trainer, sizes: list[int | None]) -> None:
         """Keep the global batch, by another accumulation if needed; warn of a change or refuse it."""
+        # The loaders.
         assert self.place is not None
         saved, steps = self.place["samples_per_batch"], self.place["accumulate_grad_batches"]
         here = accumulation(trainer)
@@ -237,10 +239,10 @@ class Resume:
             )
         if None in saved or None in sizes:
             if saved != sizes:
-                logger.warning(
-                    "data loaders without a batch_size: nobody can tell whether the global batch is the same"
-                )
+                logger.warning("data loaders without a batch_size: whether the global batch is the same is not known")
             return
+
+        # The samples of an optimizer step.
         before = [size * (steps or 1) for size in saved]
         now = [size * (here or 1) for size in sizes]  # type: ignore[operator]
         if before == now:
@@ -249,6 +251,8 @@ class Resume:
         if self.allow_batch_change:
             logger.warning("%s now (allow_batch_change=True)", change)
             return
+
+        # Another accumulation that keeps them.
         adapted = before[0] // sizes[0] if sizes[0] else 0
         if steps and here and [size * adapted for size in sizes] == before:  # type: ignore[operator]
             logger.warning(
@@ -292,7 +296,7 @@ class Resume:
     def _go_to(self, trainer: Trainer, loaders: list[Any], batches: int) -> None:
         """Move samplers or fetchers to the place, and restore the generators where no sampler does."""
         if not batches and self.random is not None:
-            # An epoch's start: nothing is left out, and making the iterators draws what it drew in the run that saved.
+            # An epoch's start: no sample is left out, and making the iterators draws the numbers of the run that saved.
             set_random_state(self.random)
             self.random = None
         elif batches:

@@ -22,7 +22,7 @@ class SmpCheckpoint(ModelCheckpoint):
     ``last.ckpt`` is a link to the newest, so that ``ckpt_path="last"`` finds it; object stores have no links.
 
     Args:
-        dirpath: the folder; default: where ModelCheckpoint saves.
+        dirpath: the folder; default: ModelCheckpoint's.
         checkpoint_interval: optimizer steps between two saves, or ``"auto"``: the interval that loses the least time
             (Daly 2006), from the measured times of steps and saves and the time between failures.
         mean_time_between_failures: of the whole job, in seconds or as a timedelta: one node's, divided by the number of

@@ -80,25 +80,25 @@ def shard(
     layer_sync: LayerSync | None,
     init_fn: Callable[[nn.Module], None] | None,
 ) -> ParallelModel:
-    """Shard a module for the first time and leave the handle on it. Collective.
+    """Shard a module for the first time and attach the handle to it. Collective.
 
     Args:
-        layer_sync: Lightning's, of ``sync_batchnorm=True``.
-        init_fn: of :class:`~lightning_smp.SmpShardedStrategy`.
+        layer_sync: Lightning's plugin for ``sync_batchnorm=True``.
+        init_fn: as in :class:`~lightning_smp.SmpShardedStrategy`.
 
     Raises:
-        ValueError: what :func:`smp_core.engine.parallelize` refuses.
+        ValueError: :func:`smp_core.engine.parallelize` refuses the module or the knobs.
     """
     _leave_inference_mode(module)
-    whole: nn.Module = module
+    unsharded: nn.Module = module
     if layer_sync is not None:
-        # For an evaluation too: the module stays as it is sharded now, and a fit may follow.
+        # Before an evaluation too: the module keeps the layers that are sharded now, and a fit may follow.
         # torch's own SyncBatchNorm refuses CPU tensors.
         sync = sync_batch_norm_on_cpu if device.type == "cpu" else layer_sync.apply
-        whole = sync(whole)
-    whole = precision.convert_module(whole)
+        unsharded = sync(unsharded)
+    unsharded = precision.convert_module(unsharded)
     parallel = parallelize(
-        whole,
+        unsharded,
         config,
         device=device,
         topology=topology,
@@ -144,7 +144,7 @@ def reattach(module: LightningModule, asked: SmpConfig, precision: Precision) ->
     """Return the handle of a module that an earlier run sharded; refuse knobs that would have no effect.
 
     Returns:
-        its handle, and the config with what took effect: the module's, and the run's where a knob is the run's own.
+        its handle, and the config in effect: the module's, and the run's where a knob is the run's own.
 
     Raises:
         ValueError: a knob or a precision asks for something else than the module has.
@@ -164,12 +164,11 @@ def check_layer_sync(module: LightningModule, layer_sync: LayerSync | None) -> N
     Raises:
         ValueError: ``sync_batchnorm=True`` for a module that was sharded without it.
     """
-    plain = [
-        name
-        for name, child in module.named_modules()
-        if isinstance(child, _BatchNorm) and not isinstance(child, (nn.SyncBatchNorm, CpuSyncBatchNorm))
-    ]
-    if layer_sync is not None and plain:
+    if layer_sync is None:
+        return
+    norms = [(name, child) for name, child in module.named_modules() if isinstance(child, _BatchNorm)]
+    plain = [name for name, norm in norms if not isinstance(norm, (nn.SyncBatchNorm, CpuSyncBatchNorm))]
+    if plain:
         raise ValueError(
             f"sync_batchnorm=True: this LightningModule was sharded before without it and {plain[0]} stays as it "
             "is; give the flag to the first Trainer too, or use a new module and trainer.fit(..., ckpt_path=...)"

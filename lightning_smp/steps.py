@@ -31,7 +31,7 @@ class SteppingStrategy(ProcessGroupStrategy):
     _sequences: SharedSequences
     _parallel: ParallelModel | None = None
 
-    # What a callback or a LightningModule may look at
+    # The attributes for callbacks and LightningModules
 
     @property
     def parallel(self) -> ParallelModel:
@@ -145,8 +145,8 @@ class SteppingStrategy(ProcessGroupStrategy):
             self._watch.step += 1
         return result
 
-    # Evaluation sees rank 0's BatchNorm statistics on every rank, and the weights as they are when it begins (averaged
-    # ones may have been put in their place, also in the middle of a window), and leaves no stale gathered ones behind.
+    # An evaluation computes with rank 0's BatchNorm statistics on every rank, and with the weights at its beginning
+    # (averages may have replaced them, also in the middle of a window), and leaves no stale unsharded ones.
 
     def _begin_evaluation(self, limit: str, batches: Any) -> None:
         require_equal_evaluation(limit, batches, self.mesh)

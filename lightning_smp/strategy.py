@@ -1,6 +1,6 @@
 """SmpShardedStrategy: smp_core under Lightning's Trainer.
 
-Thin: each hook calls the core. What Lightning leaves to a strategy and where it is done:
+Each hook calls the core. The work that Lightning leaves to a strategy, and the places where it is done:
 
     setup_environment     process group, topology, watch over the ranks (lightning_smp/processes.py)
     setup                 precision, parallelize (lightning_smp/sharding.py), optimizers
@@ -10,7 +10,7 @@ Thin: each hook calls the core. What Lightning leaves to a strategy and where it
     optimizer_step        the window is closed before clipping; non-finite norms; the meter's step
     save_checkpoint       one folder of sharded tensors, or one ordinary .ckpt (lightning_smp/checkpoints.py)
     load_checkpoint       either, before setup; read when the module is sharded (lightning_smp/loading.py)
-    on_exception          says which rank was lost (lightning_smp/processes.py)
+    on_exception          the report of the rank that was lost (lightning_smp/processes.py)
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class SmpShardedStrategy(SteppingStrategy):
             ``checkpoint_io`` is used for ordinary ``.ckpt`` files (``save_full_state_dict=True``); sharded folders have
             a writer of their own.
         process_group_backend: default ``"nccl"`` on CUDA, ``"gloo"`` on CPU.
-        timeout: of collectives; a rank that dies is noticed within it.
+        timeout: the limit of collectives; a rank that dies is noticed within it.
         init_fn: gives one module its initial values in place; for modules built on the meta device that have no
             initialiser of their own (see docs/delayed-init.md).
-        batch_layout: with ``context_parallel_degree`` above 1, which tensors of a batch are split along which dim
-            (:class:`smp_core.context_parallel.batch.BatchLayout`); by default found out.
+        batch_layout: with ``context_parallel_degree`` above 1, the tensors of a batch to split, and their dims
+            (:class:`smp_core.context_parallel.batch.BatchLayout`); by default found in the batch.
         full_outputs: with ``context_parallel_degree`` above 1, whether tensors [batch, tokens, ...] that validation,
-            test and predict steps return are made whole over the ranks that share the sequences.
+            test and predict steps return are gathered over the ranks that share the sequences.
         knobs: the fields of :class:`smp_core.config.SmpConfig` (``shard_degree=8``, ...). The signature lists them
             (LightningCLI reads it).
 
@@ -156,14 +156,12 @@ class SmpShardedStrategy(SteppingStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        # FSDP2 cannot train on what it gathered under inference mode.
-        for loop in (
-            trainer.fit_loop.epoch_loop.val_loop,
-            trainer.validate_loop,
-            trainer.test_loop,
-            trainer.predict_loop,
-        ):
-            loop.inference_mode = False
+        # FSDP2 cannot train on tensors that it gathered under inference mode.
+        for evaluation in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            evaluation.inference_mode = False
+        trainer.predict_loop.inference_mode = False
+
+        # The sharded module.
         module = self.lightning_module
         precision = self.precision_plugin
         self.config = with_recipe(self.config, precision, self.root_device)
@@ -184,6 +182,8 @@ class SmpShardedStrategy(SteppingStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 check_layer_sync(module, self._layer_sync)
             self._parallel, self.config = reattach(module, self.config, precision)
+
+        # Its collaborators: checkpoints, the watch, shared sequences, saves in the background.
         checkpoints.check_plugin(self.checkpoint_io, self.config)
         if self._watch is not None:
             self._watch.meetings.add_group(self.mesh.shard_ranks)
@@ -192,6 +192,8 @@ class SmpShardedStrategy(SteppingStrategy):
         self.model_to_device()
         if self.config.async_save and self.background_saves is None:
             self.background_saves = BackgroundSaves(self.is_global_zero)
+
+        # Weights, optimizers, averages.
         self.resume = None
         if self.loading is not None:
             self.loading.load_weights(self._parallel)
@@ -211,11 +213,12 @@ class SmpShardedStrategy(SteppingStrategy):
         self._reset_optimizers_and_schedulers()
         self.parallel.reshard()
         super().setup_optimizers(trainer)
-        if (said := missed(self.parallel.plan, self.optimizers)) is not None and self.global_rank == 0:
-            logger.warning("%s", said)
+        warning = missed(self.parallel.plan, self.optimizers)
+        if warning is not None and self.global_rank == 0:
+            logger.warning("%s", warning)
         for optimizer in self.optimizers:
             self.parallel.prepare_optimizer(optimizer)
-        # Assigning makes Lightning's wrappers anew, from the optimizers as they are now.
+        # The assignment makes new wrappers of Lightning, from the prepared optimizers.
         self.optimizers = self.optimizers
 
     @override
@@ -225,7 +228,7 @@ class SmpShardedStrategy(SteppingStrategy):
             if not any(True for _ in child.parameters()) and child is not self.parallel.module:
                 child.to(self.root_device)
 
-    # Where the data stand, and the save in flight
+    # The place in the data, and the save in flight
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -260,11 +263,9 @@ class SmpShardedStrategy(SteppingStrategy):
     def _remember_loaders(self) -> None:
         """Remember the data loaders' state between windows; a save inside the next one resumes from it."""
         assert self.lightning_module is not None
-        if (
-            self.lightning_module.trainer.accumulate_grad_batches > 1
-            or not self.lightning_module.automatic_optimization
-        ):
-            self._loaders = loader_state(self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        if trainer.accumulate_grad_batches > 1 or not self.lightning_module.automatic_optimization:
+            self._loaders = loader_state(trainer)
 
     # Checkpoints
 
@@ -308,7 +309,7 @@ class SmpShardedStrategy(SteppingStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.loading is not None
         self.loading.take_model_state(checkpoint["state_dict"], strict)
-        if self._is_set_up:  # in the middle of a run: the learning rate finder puts back what it has tried out
+        if self._is_set_up:  # in the middle of a run: the learning rate finder restores the state from before its trial
             self.loading.load_weights(self.parallel)
 
     @override
@@ -330,7 +331,7 @@ class SmpShardedStrategy(SteppingStrategy):
             if self.background_saves is not None:
                 self.background_saves.wait()
         except CheckpointError as error:
-            if not self._failed:  # else it would hide what went wrong first
+            if not self._failed:  # else it would hide the first error
                 raise
             logger.error("%s", error)
         finally:

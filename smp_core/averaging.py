@@ -1,8 +1,9 @@
 """ShardedAverage: an average of weights (EMA, SWA) that is sharded as the weights are.
 
-Each rank averages what it steps: its shards or, with ``optimizer_shard="world"``, the masters of its part, in their
-precision. So the average takes as much memory as these and averaging sends nothing. ``torch.optim.swa_utils`` does the
-averaging; to it, and to whoever swaps weights, a :class:`RankWeights` is a module of plain tensors.
+Each rank averages the tensors that it steps: its shards or, with ``optimizer_shard="world"``, the masters of its part,
+in their precision. So the average takes as much memory as these tensors, and averaging needs no communication.
+``torch.optim.swa_utils`` does the averaging; to it, and to callers that swap weights, a :class:`RankWeights` is a
+module of plain tensors.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from smp_core.sharding.optimizer import FlatShard, WorldSharding, like, local_of
 
 
 class RankWeights(nn.Module):
-    """This rank's part of every parameter, and all buffers, of a sharded module, in the module's order. The tensors are
-    plain and share memory with what this rank steps; a copy of the module (``copy.deepcopy``) has its own.
+    """A module with this rank's part of every parameter, and all buffers, of a sharded module, in its order.
+
+    The tensors are plain and share memory with the tensors that this rank steps; a copy of the module
+    (``copy.deepcopy``) has its own.
 
     Args:
         parallel: the sharded module's handle.
@@ -43,8 +46,10 @@ class RankWeights(nn.Module):
             self.register_buffer(str(number), buffer)
 
     def finer(self) -> RankWeights:
-        """The same with copies in float32 of what is in half precision, in which small changes of an average are
-        lost."""
+        """Replace parts in half precision by float32 copies, in place.
+
+        Half precision loses the small changes of an average.
+        """
         for part in self.parts:
             if part.dtype in (torch.float16, torch.bfloat16):
                 part.data = part.data.float()
@@ -53,7 +58,7 @@ class RankWeights(nn.Module):
 
 @torch.no_grad()
 def take_written(parallel: ParallelModel) -> None:
-    """Make the model compute with what was written into its :class:`RankWeights`. Collective."""
+    """Make the model compute with the values written into its :class:`RankWeights`. Collective."""
     world = _world_of(parallel)
     for shard in () if world is None else world.shards:
         shard.update_parameters()
@@ -68,7 +73,7 @@ class ShardedAverage(AveragedModel):
 
     Args:
         parallel: the sharded module's handle, its optimizers prepared.
-        device: where the average is kept; default: with the weights. Of half precision weights it is float32.
+        device: the device of the average; default: that of the weights. Half precision weights have a float32 average.
         options: of ``AveragedModel``: ``avg_fn``, ``multi_avg_fn``, ``use_buffers``.
 
     Attributes:
@@ -86,8 +91,11 @@ class ShardedAverage(AveragedModel):
         self.parallel = parallel
 
     def update_parameters(self, model: nn.Module | None = None) -> None:
-        """Average the module's present weights in. ``model`` is what callers of ``AveragedModel`` give; it is taken to
-        be the sharded module."""
+        """Update the average with the module's present weights.
+
+        Args:
+            model: the argument that callers of ``AveragedModel`` give; taken to be the sharded module.
+        """
         super().update_parameters(RankWeights(self.parallel).finer())
 
     def _parts(self) -> list[torch.Tensor]:
@@ -96,28 +104,34 @@ class ShardedAverage(AveragedModel):
     # Names: those of the module's state dict.
 
     def weights(self) -> dict[str, Any]:
-        """The average as the module's state dict, copies: DTensors where parameters are sharded. Collective with
-        ``optimizer_shard="world"``."""
+        """Return copies of the averages as the module's state dict: DTensors where parameters are sharded.
+
+        Collective with ``optimizer_shard="world"``.
+        """
         parallel, averages = self.parallel, self._parts()
         number_of = {id(parameter): i for i, parameter in enumerate(parallel.module.parameters())}
-        whole: dict[int, torch.Tensor] = {}
+        made: dict[int, torch.Tensor] = {}
+
+        # Averages of masters are gathered to the parameters' shards; the others are these shards.
         world = _world_of(parallel)
         for shard in () if world is None else world.shards:
             numbers = [number_of[id(parameter)] for parameter in shard.parameters]
-            made = shard.put_together({i: averages[number] for i, number in enumerate(numbers)})
-            whole.update({numbers[i]: value for i, value in made.items()})
+            together = shard.put_together({i: averages[number] for i, number in enumerate(numbers)})
+            made.update({numbers[i]: value for i, value in together.items()})
         for parameter, number in zip(parallel.module.parameters(), number_of.values(), strict=True):
-            if number not in whole:
+            if number not in made:
                 average = averages[number]
-                whole[number] = like(parameter, average, on_host=average.device.type == "cpu")
+                made[number] = like(parameter, average, on_host=average.device.type == "cpu")
+
+        # All names of each of them, and of averaged buffers.
         state = self._model_state()
-        state.update({name: whole[number] for name, number in self._named_parts() if name in state})
+        state.update({name: made[number] for name, number in self._named_parts() if name in state})
         state.update({name: buffer.clone() for name, buffer in self._named_averaged_buffers() if name in state})
         return state
 
     @torch.no_grad()
     def take_weights(self, state: Mapping[str, torch.Tensor]) -> None:
-        """The other way round: from a state dict with the module's names, of tensors as :meth:`weights` has them."""
+        """Set the averages from a state dict of :meth:`weights`."""
         parallel, averages = self.parallel, self._parts()
         places = _places(_world_of(parallel))
         parameters = list(parallel.module.parameters())
@@ -154,7 +168,7 @@ class ShardedAverage(AveragedModel):
         return {**named, "n_averaged": self.n_averaged}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """The other way round; whole tensors are welcome: each rank takes its part. Collective."""
+        """Load a state of :meth:`state_dict`, with sharded or unsharded tensors. Collective."""
         template = self.weights()
         for name, value in template.items():
             saved = state_dict[f"module.{name}"]
@@ -166,7 +180,7 @@ class ShardedAverage(AveragedModel):
 
 @torch.no_grad()
 def fill(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a whole tensor, or a DTensor like ``target``, into ``target``."""
+    """Copy an unsharded tensor, or a DTensor like ``target``, into ``target``."""
     if isinstance(value, DTensor):
         local_of(target).copy_(local_of(value))
     else:
@@ -183,7 +197,7 @@ def _places(world: WorldSharding | None) -> dict[int, tuple[FlatShard, int]]:
 
 
 def _require_elementwise(name: str, function: Callable[..., Any]) -> None:
-    """Try an averaging function that is not torch's own on a small tensor, whole and in two halves."""
+    """Try an averaging function that is not torch's own on a small tensor, at once and in two halves."""
     if function.__module__ == AveragedModel.__module__:
         return
     function = copy.deepcopy(function)  # it may count its calls

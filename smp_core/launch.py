@@ -1,9 +1,9 @@
 """The launcher that started this process, and the rank that it gave the process.
 
-Reads the variables of torchrun (and of anything that sets RANK and WORLD_SIZE), Open MPI, SLURM and SageMaker into one
-form, and sets nothing. The innermost launcher wins: torchrun started by srun or by SageMaker numbers the ranks, not the
-one outside. Variables: torchrun's "Environment Variables", Open MPI's `OMPI_COMM_WORLD_*`, "OUTPUT ENVIRONMENT
-VARIABLES" of srun(1), and the SageMaker training toolkit's `SM_*`.
+This module reads the variables of torchrun (and of anything that sets RANK and WORLD_SIZE), Open MPI, SLURM and
+SageMaker into one form, and sets none. The innermost launcher wins: torchrun started by srun or by SageMaker numbers
+the ranks, not the launcher outside. Sources: torchrun's "Environment Variables", Open MPI's `OMPI_COMM_WORLD_*`,
+"OUTPUT ENVIRONMENT VARIABLES" of srun(1), and the SageMaker training toolkit's `SM_*`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class LaunchEnvironment:
         rank: number of this process in the world, from 0.
         world_size: number of processes.
         local_rank: number of this process on its node, from 0.
-        local_world_size: number of processes on this node; None when the launcher does not say.
-        master_addr: host that rank 0 runs on.
-        master_port: port that the processes meet at.
+        local_world_size: number of processes on this node; None when the launcher does not tell.
+        master_addr: the host of rank 0.
+        master_port: the port at which the processes meet.
 
     Raises:
         ValueError: numbers that contradict each other.
@@ -70,7 +70,7 @@ _STALE = "variables of two launches may be mixed: unset those of the other one, 
 
 
 def launch_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """The launch environment of this process.
+    """Return the launch environment of this process.
 
     Args:
         environ: variables; default os.environ.
@@ -176,7 +176,7 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _first_slurm_host(nodelist: str) -> str:
-    """The first host of `a`, `a,b`, `gpu[03-07,9]` or `gpu[03-07]-ib`."""
+    """Return the first host of `a`, `a,b`, `gpu[03-07,9]` or `gpu[03-07]-ib`."""
     match = re.match(r"([^\[,]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist.strip())
     host = "".join(part or "" for part in match.groups()) if match else ""
     if not host:
@@ -211,9 +211,12 @@ def _sagemaker_hosts(environ: Mapping[str, str]) -> list[str]:
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) and host for host in hosts):
         raise ValueError(f"""SM_HOSTS={text} is not a JSON list of host names, such as '["algo-1", "algo-2"]'""")
-    return sorted(
-        hosts, key=lambda host: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", host)]
-    )
+
+    def by_number(host: str) -> list[int | str]:
+        """Sort key: "algo-10" comes after "algo-9"."""
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", host)]
+
+    return sorted(hosts, key=by_number)
 
 
 def _master_addr(environ: Mapping[str, str], default: str) -> str:

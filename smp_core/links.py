@@ -59,7 +59,7 @@ class LinkFit:
         bandwidth: bytes per second that one rank sends while all others of its kind do.
         error: largest difference between the line and a point, relative to the point.
         points: (bytes that a rank sends, seconds), as measured.
-        by: what ran: "library" (the backend's own collective) or "messages" between all pairs of ranks.
+        by: the algorithm: "library" (the backend's own collective) or "messages" between all pairs of ranks.
     """
 
     latency: float
@@ -74,9 +74,11 @@ class LinkFit:
 
     @classmethod
     def through(cls, points: Sequence[tuple[float, float]], messages: int, by: str = "") -> LinkFit:
-        """Least squares weighted by 1 / seconds, as for noise whose variance grows with the time: unweighted the
-        largest size alone would count and the latency be anything; with relative errors the large sizes, which models
-        have, would be off by what small ones gain from buffers on the way. Neither latency nor bandwidth is negative.
+        """Fit a line through measured points, by least squares weighted by 1 / seconds.
+
+        The weights suit noise whose variance grows with the time. Without weights the largest size alone would count,
+        and the latency could be anything; with relative errors the large sizes, which models have, would be off by the
+        gain of small ones from buffers on the way. Neither latency nor bandwidth is negative.
 
         Args:
             points: (bytes that a rank sends, seconds), two sizes or more.
@@ -144,7 +146,8 @@ class Links:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Links:
-        """
+        """Read the file of :meth:`save`.
+
         Raises:
             ValueError: no such file, or not one that :meth:`save` of this version wrote; the file is named.
         """
@@ -163,7 +166,7 @@ class Links:
 
     @classmethod
     def stored(cls, topology: Topology) -> Links | None:
-        """What ``SMP_LINKS`` names, if it was measured on a cluster of this shape; None otherwise."""
+        """Read the file that ``SMP_LINKS`` names, if it was measured on a cluster of this shape; else return None."""
         path = os.environ.get(LINKS_VARIABLE)
         if not path:
             return None
@@ -172,7 +175,7 @@ class Links:
         return links if fits else None
 
     def poor_fits(self) -> str | None:
-        """A sentence that names the fits whose points are far from them; None if there are none."""
+        """Return a sentence that names the fits whose points are far from them; None if there are none."""
         poor = [
             f"{kind} {PLACES[place]} ({fit.error:.0%})"
             for place, kind, fit in self._fits()
@@ -207,12 +210,12 @@ class Links:
         return table
 
     def _fits(self) -> list[tuple[Place, Kind, LinkFit]]:
-        return [
-            (place, kind, getattr(getattr(self, place), kind))
-            for place in PLACES
-            for kind in KINDS
-            if getattr(self, place) is not None
-        ]
+        found: list[tuple[Place, Kind, LinkFit]] = []
+        for place in PLACES:
+            collectives: Collectives | None = getattr(self, place)
+            if collectives is not None:
+                found += [(place, kind, getattr(collectives, kind)) for kind in KINDS]
+        return found
 
 
 def _collectives(values: dict[str, Any] | None) -> Collectives | None:
@@ -230,8 +233,8 @@ def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s" if bytes_per_second >= 1e9 else f"{bytes_per_second / 1e6:.3g} MB/s"
 
 
-# What partition and replication groups would take, in one stage and in two (MiCS, arXiv 2205.00119, 3.2). ``encoded``:
-# bytes of a payload by those of what it encodes; only what crosses nodes is encoded, in one stage all of it.
+# The times of partition and replication groups, in one stage and in two (MiCS, arXiv 2205.00119, 3.2). ``encoded`` is
+# the size of a compressed payload relative to its tensor; only bytes that cross nodes are compressed, in one stage all.
 
 
 def gather_seconds(links: Links, degree: int, n_bytes: float, encoded: float = 1.0) -> tuple[float, float]:
@@ -244,7 +247,7 @@ def gather_seconds(links: Links, degree: int, n_bytes: float, encoded: float = 1
 
 
 def reduce_seconds(links: Links, degree: int, n_bytes: float, encoded: float = 1.0) -> tuple[float, float]:
-    """The same for a reduce-scatter of ``n_bytes``: (in one stage, in two: inside nodes, then between them)."""
+    """Predict the time of a reduce-scatter of ``n_bytes``: (in one stage, in two: inside nodes, then between them)."""
     return _in_one_and_two_stages(links, "reduce_scatter", degree, n_bytes, encoded)
 
 
@@ -258,8 +261,10 @@ def _in_one_and_two_stages(
 
 
 def replica_sum_seconds(links: Links, degree: int, n_bytes: float, encoded: float = 1.0) -> tuple[float, float]:
-    """Predicted time of the sum of ``n_bytes`` across replicas with several of their ranks on each node: ``degree`` is
-    less than the ranks of a node, which are in ``degree`` replication groups side by side.
+    """Predict the time of the sum of ``n_bytes`` across replicas that have several ranks on each node.
+
+    Args:
+        degree: less than the ranks of a node, which are then in ``degree`` replication groups.
 
     Returns:
         (one all-reduce, whose ``degree`` rings share the node's link; in stages: inside, between nodes, inside).

@@ -98,7 +98,7 @@ def memory_report(
     log: Annotated[Path, typer.Argument(help="the file SmpMonitor(memory_every_n_steps=...) writes: memory.jsonl")],
     out: Annotated[Path | None, typer.Option(help="the picture; default: the log's name with .png")] = None,
 ) -> None:
-    """What the peak of a step's memory is made of: a table of the highest one, and a stacked bar for each step."""
+    """Show the parts of a step's peak memory: a table of the highest one, and a stacked bar for each step."""
     picture = out or log.with_suffix(".png")
     steps = read_log(log)
     console().print(_table(steps))

@@ -1,14 +1,20 @@
 """MemoryReport: the parts of a step's memory, at its peak.
 
-By kind: parameters (this rank's shards and what is whole), gathered (units that are whole at the moment), gradients
-(with the partial sums of an open window), optimizer (states), activations (what autograd holds for backward, what
-selective checkpointing keeps, offloaded inputs that are on the device) and, on CUDA, other: the rest of what the
-allocator has given out (temporaries, what one module recomputes in backward, buffers of collectives). Masters of
-``optimizer_shard="world"`` are the optimizer's. What is in host
-memory under ``state_offload`` or ``activation_offloading`` is counted apart.
+The kinds of memory:
+
+    parameters    this rank's shards, and replicated parameters
+    gathered      units that are unsharded at the moment
+    gradients     with the partial sums of an open window
+    optimizer     its states, and the masters of ``optimizer_shard="world"``
+    activations   tensors that autograd saves for backward or that selective checkpointing keeps, and offloaded inputs
+                  that are on the device
+    other         on CUDA, the rest of the allocator's memory: temporaries, a module's recomputed activations, buffers
+                  of collectives
+
+Host memory under ``state_offload`` or ``activation_offloading`` is counted apart.
 
 Saved-tensor hooks see each tensor that autograd saves; a storage counts once, parameters not at all. Torch applies the
-innermost pair of hooks only: what is saved inside a checkpointed module goes to checkpointing's own pair, which holds
+innermost pair of hooks only: tensors saved inside a checkpointed module go to checkpointing's own pair, which holds
 nothing; the module's inputs come to ours, or to the offloader's. Samples are taken when a unit begins and ends its
 forward, and now and then in backward; the largest is the step's peak by kind. On CUDA the allocator's own peak, which
 may lie between samples, decides how much is "other". On a CPU there is no allocator to ask.
@@ -39,7 +45,7 @@ _SAMPLE_EVERY = 32
 
 
 class _Saved:
-    """A tensor that autograd holds, counted until the graph lets go of it."""
+    """A tensor that autograd saves, counted until the graph frees it."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -50,12 +56,12 @@ class _Saved:
 class MemoryReport:
     """The peak memory of this rank's steps by kind.
 
-    ``with report.step():`` around forward, backward and optimizer step; ``table()`` and ``save_plot()`` show what was
-    seen, ``steps`` holds it.
+    Write ``with report.step():`` around forward, backward and optimizer step; ``steps`` has the peaks, and ``table()``
+    and ``save_plot()`` show them.
 
     Args:
         parallel: the parallelized model (``trainer.strategy.parallel``, ``accelerator.parallel``).
-        optimizers: whose states to count.
+        optimizers: the optimizers whose states count.
     """
 
     def __init__(self, parallel: ParallelModel, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
@@ -79,8 +85,10 @@ class MemoryReport:
         self.end()
 
     def begin(self) -> None:
-        """Watch from here on, where a ``with`` cannot stand (callbacks), until :meth:`end`. What is entered in between
-        has to be left in between: hooks of saved tensors are a stack."""
+        """Watch until :meth:`end`, for callers without a ``with`` (callbacks).
+
+        Contexts that are entered in between have to be left in between: hooks of saved tensors are a stack.
+        """
         self._peak, self._parameters = {}, self._addresses_of_parameters()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -113,13 +121,13 @@ class MemoryReport:
         parked = 0 if offloader is None else sum(offloader.on_device())
         return sum(size for size, _ in self._held.values()) + parked
 
-    # What is held
+    # The memory that is held
 
     def _addresses_of_parameters(self) -> set[int]:
         return {_local(p).untyped_storage().data_ptr() for p in self._own_parameters()}
 
     def _own_parameters(self) -> list[torch.Tensor]:
-        """Shards, and what is whole on every rank; a module's own list shows whole ones while its unit is gathered."""
+        """List the shards and the replicated parameters; ``module.parameters()`` has unsharded ones in between."""
         parallel = self._parallel
         if not parallel.units:
             return list(parallel.module.parameters())
@@ -220,10 +228,12 @@ class MemoryReport:
 
     def _host_caption(self) -> str | None:
         host = self.steps[-1].host if self.steps else {}
-        return "in host memory: " + ", ".join(f"{k} {v / MIB:.2f} MiB" for k, v in host.items()) if host else None
+        if not host:
+            return None
+        return "in host memory: " + ", ".join(f"{kind} {size / MIB:.2f} MiB" for kind, size in host.items())
 
     def save_plot(self, path: str | os.PathLike[str]) -> None:
-        """A stacked bar for each step, as a PNG (or what else the ending of ``path`` says).
+        """Draw a stacked bar for each step, as a PNG (or in the format of the ending of ``path``).
 
         Raises:
             ValueError: no step has been watched, or matplotlib is not installed.

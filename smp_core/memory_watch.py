@@ -22,15 +22,15 @@ class MemoryWatch:
 
     Args:
         parallel: the parallelized model.
-        optimizers: whose states to count.
+        optimizers: the optimizers whose states count.
         every_n_steps: >= 1; each step whose number it divides is watched.
         log: rank 0 adds a line for each watched step to this file (:mod:`smp_core.memory_log`).
         step: optimizer steps that were taken before.
 
     Attributes:
         latest: figures of the last watched step in GiB: ``peak_parameters_gib``, ``peak_activations_gib``, ...; on CPU
-            without ``peak_other_gib``, of which nobody knows there.
-        steps: what was seen, by number of the step.
+            without ``peak_other_gib``, which is not known there.
+        steps: the peaks of the watched steps, by number of the step.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Topology: the nodes of a cluster, and the ranks on each of them.
 
-Owns the map from global ranks to nodes. Every process reports where it runs (hostname and boot id; two containers on
-one host share the boot id but not the hostname, two hosts may share a hostname but not the boot id), the reports are
-exchanged over the process group, and every rank draws the same conclusion from the same reports, errors included.
-`SMP_RANKS_PER_NODE` overrides the finding, so that processes of one machine can pose as a cluster.
+This module owns the map from global ranks to nodes. Every process reports its place (hostname and boot id; two
+containers on one host share the boot id but not the hostname, two hosts may share a hostname but not the boot id), the
+reports are exchanged over the process group, and every rank draws the same conclusion from the same reports, errors
+included. `SMP_RANKS_PER_NODE` overrides the reports, so that processes of one machine can pose as a cluster.
 
 The partition groups of MiCS (arXiv 2205.00119, section 3) are consecutive ranks, which is why a layout must be node by
 node and even.
@@ -61,7 +61,7 @@ class Topology:
 
     @classmethod
     def uniform(cls, world_size: int, ranks_per_node: int) -> Topology:
-        """The topology of `world_size` ranks with `ranks_per_node` on each node, without asking any process.
+        """Make the topology of `world_size` ranks with `ranks_per_node` on each node, without asking any process.
 
         Raises:
             ValueError: `ranks_per_node` does not divide `world_size`.
@@ -133,10 +133,10 @@ class Topology:
         return tuple(n for n in _divisors(self.world_size) if per_node % n == 0 or n % per_node == 0)
 
     def resolve_shard_degree(self, requested: int | str) -> int:
-        """The number of ranks in a partition group.
+        """Resolve a shard degree to the number of ranks in a partition group.
 
         Args:
-            requested: an integer, "node" or "world". "auto" is planning's business and refused here.
+            requested: an integer, "node" or "world". "auto" is refused: it is resolved by the planner.
 
         Raises:
             ValueError: the degree does not divide the world, or its groups would straddle nodes unevenly.
@@ -209,7 +209,7 @@ class RankReport:
 
     @classmethod
     def of_this_process(cls) -> RankReport:
-        """The report of the calling process."""
+        """Make the report of the calling process."""
         try:
             boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
         except OSError:
@@ -224,7 +224,7 @@ class RankReport:
 
 
 def topology_of_reports(reports: Sequence[RankReport]) -> tuple[Topology, list[str]]:
-    """The topology that follows from the ranks' reports, and warnings about reports that do not fit it.
+    """Return the topology that follows from the ranks' reports, and warnings about reports that do not fit it.
 
     Args:
         reports: one for each rank, in rank order.
@@ -239,12 +239,11 @@ def topology_of_reports(reports: Sequence[RankReport]) -> tuple[Topology, list[s
         topology = Topology(tuple(map(tuple, found)), names)
         return topology, _misfits(topology, reports)
     topology = Topology.uniform(len(reports), posed)
-    merged = [
-        f"{RANKS_PER_NODE_VARIABLE}={posed} counts {_listed(sorted(hosts))} as one node"
-        for hosts in ({reports[rank].hostname for rank in node} for node in topology.nodes)
-        if len(hosts) > 1
-    ]
-    return topology, merged[:1]
+    for node in topology.nodes:
+        hosts = {reports[rank].hostname for rank in node}
+        if len(hosts) > 1:
+            return topology, [f"{RANKS_PER_NODE_VARIABLE}={posed} counts {_listed(sorted(hosts))} as one node"]
+    return topology, []
 
 
 def _found_nodes(reports: Sequence[RankReport]) -> list[list[int]]:
@@ -274,11 +273,13 @@ def _posed_ranks_per_node(reports: Sequence[RankReport]) -> int | None:
 
 def by_rank(values: Sequence[object]) -> str:
     """Describe each rank's value, for people: ``4 on ranks 0-2; 2 on rank 3``. None is "not set"."""
-    distinct = [value for rank, value in enumerate(values) if value not in values[:rank]]
-    return "; ".join(
-        f"{'not set' if value is None else repr(value)} on {_span([r for r, v in enumerate(values) if v == value])}"
-        for value in distinct
-    )
+    described = []
+    for first, value in enumerate(values):
+        if value not in values[:first]:
+            ranks = [rank for rank, other in enumerate(values) if other == value]
+            shown = "not set" if value is None else repr(value)
+            described.append(f"{shown} on {_span(ranks)}")
+    return "; ".join(described)
 
 
 def _distinct_names(reports: Sequence[RankReport]) -> tuple[str, ...]:

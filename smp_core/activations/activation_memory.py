@@ -36,7 +36,7 @@ class ActivationMemory:
     offloader: Offloader | None = None
 
     def describe(self) -> list[str]:
-        """Describe what is saved, in lines for people; none if nothing is saved."""
+        """Describe the savings in lines for people; none if nothing is saved."""
         lines = []
         if self.checkpointed:
             modules_by_mode = Counter(each.mode for each in self.checkpointed)

@@ -40,7 +40,7 @@ class _Parked:
     """An offloaded input: on the device, in a host buffer, or both. Autograd's graph keeps it alive."""
 
     def __init__(self, tensor: torch.Tensor, pool: HostPool) -> None:
-        # Autograd checks what it saves for changes in place, by _version, but not what hooks pack.
+        # Autograd checks saved tensors for changes in place, by _version, but not the tensors that hooks pack.
         self.version = tensor._version
         self.device_tensor: torch.Tensor | None = tensor
         self.size, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -219,7 +219,7 @@ class Offloader:
 def park_inputs(model: nn.Module, chosen: CheckpointedModule, offloader: Offloader) -> None:
     """Let ``offloader`` take the inputs of a checkpointed module. In place, before ``fully_shard``.
 
-    The hooks are around ``torch.compile``, not inside: what a compiled module saves for backward passes through them.
+    The hooks are around ``torch.compile``, not inside, so that they see the tensors that a compiled module saves.
     """
     module: Any = model.get_submodule(chosen.name)
     if compiled_of(module):  # what torch.compile returns has its forward as an attribute of the instance

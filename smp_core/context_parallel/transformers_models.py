@@ -7,7 +7,7 @@ Outside a split batch (``generate``, an evaluation of unsplit sequences) "smp_cp
 
 Some models derive more from the length of their input, and get it from the unsplit sequence here:
 
-    RoPE "dynamic", "longrope"     the largest position, for its frequencies: appended to what the rotary module gets
+    RoPE "dynamic", "longrope"     the largest position, for its frequencies: appended to the rotary module's positions
     chunked attention (Llama 4)    which chunk a token is in: a plan with the documents cut into chunks
     query temperature (Llama 4)    the place of a token in its row
 """
@@ -91,7 +91,7 @@ def check_model(model: Any) -> None:
     """Refuse a Transformers model that context parallelism would make wrong.
 
     Raises:
-        ValueError: names the model, what it has, and what to write.
+        ValueError: names the model, the feature in question, and the fix.
     """
     name, config = type(model).__name__, model.config
     text = config.get_text_config()

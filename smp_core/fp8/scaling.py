@@ -70,8 +70,8 @@ class Fp8State:
     Attributes:
         history: ``[H, N, 3]`` float32, newest first; 0 where nothing has been recorded.
         current: ``[N, 3]`` float32, the running maximum of the present step on this rank.
-        scale: ``[N, 3]`` float32; replaced, not written into, by every :meth:`step`, so that what an earlier forward
-            pass saved for its backward pass stays what it was.
+        scale: ``[N, 3]`` float32; replaced, not written into, by every :meth:`step`, so that scales that an earlier
+            forward pass saved for its backward pass do not change.
         generation: counts changes of the scales.
     """
 
