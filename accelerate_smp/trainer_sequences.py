@@ -8,7 +8,7 @@ Trainer counts targets over the micro-batches of an optimizer step and divides b
 
 and evaluation and prediction see unsplit sequences and each sample once. Functions that compute a loss from logits and
 labels (``label_smoothing_factor``, ``compute_loss_func``) get this rank's tokens and their targets. Models with a loss
-in chunks (``chunked_cross_entropy``) smooth labels themselves, and chunk in evaluation too if only the loss is asked for.
+in chunks (``chunked_cross_entropy``) smooth labels themselves, and chunk in evaluation too where only the loss counts.
 """
 
 from __future__ import annotations

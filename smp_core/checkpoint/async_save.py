@@ -1,9 +1,9 @@
 """The asynchronous saves: staged to host memory, then written by a thread over a process group of its own.
 
 Training stalls for the copy to host memory only. At most one save is in flight; its error is raised at the next call,
-on every rank, because the writing agrees on errors. What is to happen to older checkpoints while a save is in flight
-(removal, LATEST) happens after that save has committed, and not at all if it failed: the last good checkpoint is never
-given up for one that does not exist.
+on every rank, because the writing agrees on errors. Actions on older checkpoints that fall due while a save is in
+flight (removal, LATEST) run after that save has committed, and not at all if it failed: the last good checkpoint is
+never removed for one that does not exist.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AsyncCheckpointer:
         timeout: of that group: the longest that one rank may wait for the slowest rank's writing.
 
     Attributes:
-        stall_seconds: how long the last :meth:`save` kept training waiting (waiting for the save before included).
+        stall_seconds: the time for which the last :meth:`save` kept training waiting, for the save before it too.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def import_checkpoint(
     """Turn another program's checkpoint into one of ours.
 
     Args:
-        source: its file or folder; what it is, is found out.
+        source: its file or folder; the kind of checkpoint is detected.
         out: the checkpoint folder to make.
         add_prefix: put in front of model tensor names (``"model."`` for a LightningModule that has it as
             ``self.model``), and remembered, so that consolidate takes it off again.
@@ -62,7 +62,7 @@ def import_checkpoint(
         allow_pickle: read values of other classes from Lightning's files. This runs code from them.
 
     Returns:
-        what the source was.
+        the kind of the source.
 
     Raises:
         CheckpointError: not a known kind, damaged, or only readable by running code from it.
@@ -215,8 +215,9 @@ def export_checkpoint(
     Args:
         path: checkpoint folder or address.
         out: the folder to make.
-        kind: ``"dcp"``: the state as it is, for torch.distributed.checkpoint; ``"lightning"``: what Lightning's
-            ModelParallelStrategy loads; ``"accelerate"``: what Accelerate's FSDP2 loads (model and optimizer).
+        kind: the program that is to load the folder: ``"dcp"``: torch.distributed.checkpoint (the state as it is);
+            ``"lightning"``: Lightning's ModelParallelStrategy; ``"accelerate"``: Accelerate's FSDP2 (model and
+            optimizer).
         verify: check of the checkpoint before: ``"digests"``, ``"sizes"`` or None.
         overwrite: replace what is at ``out``.
         allow_pickle: for a checkpoint saved with ``allow_pickle=True``. Runs code from the file.
@@ -242,9 +243,10 @@ def export_checkpoint(
             if key is None:
                 raise CheckpointError(f"{opened.address} has no state_dict or model; at its top: {', '.join(state)}")
             optimizers = state.pop("optimizer_states", None) or [o for o in [state.pop("optimizer", None)] if o]
-            _write_lightning(temporary, state, key, optimizers) if kind == "lightning" else _write_accelerate(
-                temporary, state[key], optimizers
-            )
+            if kind == "lightning":
+                _write_lightning(temporary, state, key, optimizers)
+            else:
+                _write_accelerate(temporary, state[key], optimizers)
         put_in_place(temporary, target)
     finally:
         discard(temporary)

@@ -29,7 +29,7 @@ def best_interval(save_seconds: float, seconds_between_failures: float) -> float
     """Compute the seconds of training between two saves that lose the least time.
 
     Args:
-        save_seconds: how long training stands still for a save.
+        save_seconds: the time for which training stands still for a save.
         seconds_between_failures: mean time between failures of the whole job.
 
     Raises:
@@ -50,7 +50,7 @@ class IntervalEstimate:
 
     Args:
         seconds_between_failures: mean time between failures of the whole job. One node's, divided by the nodes.
-        history: how many steps and saves the medians are over.
+        history: the number of steps and of saves in the medians.
     """
 
     def __init__(self, seconds_between_failures: float, history: int = 50) -> None:

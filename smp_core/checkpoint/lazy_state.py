@@ -12,9 +12,9 @@ class Unread:
     """A value that has not been read yet.
 
     Attributes:
-        name: what it is called where it is stored, or its place there.
-        read: gives the value, tensors whole and on the CPU.
-        shape: a tensor's; None for anything else.
+        name: the value's name where it is stored, or its place there.
+        read: reads the value, with unsharded tensors on the CPU.
+        shape: the shape of a tensor; None for other values.
     """
 
     name: Any

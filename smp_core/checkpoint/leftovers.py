@@ -1,7 +1,7 @@
 """The leftovers of interrupted saves in a folder, and the rules for their removal.
 
 .tmp-<name>-<host>-<random>        a save being written; locked while it lives
-.prev-<name>-<host>-<random>       the checkpoint that an overwrite moved aside; whole
+.prev-<name>-<host>-<random>       the checkpoint that an overwrite moved aside; complete
 .partial-<name>-<host>-<random>    an export or a single file being written
 .new-<host>-<random>               a temporary in the microseconds before it is locked
 """
@@ -70,7 +70,7 @@ def sweep(path: str) -> list[str]:
     left_behind = _left_behind(parent)
     try:
         if left_behind:
-            fsync_directory(parent)  # before what a rename took the place of is given up
+            fsync_directory(parent)  # before a checkpoint that a rename replaced is removed
     except OSError as error:
         logger.error("%s cannot be made durable, so nothing in it is removed: %s", parent, error)
         return removed

@@ -155,8 +155,8 @@ def foreign_kind(path: str, names: list[str]) -> str | None:
     """Recognise another program's checkpoint: return its kind, or None.
 
     Args:
-        path: where it is.
-        names: files below it, relative to it.
+        path: the file or folder.
+        names: the files in the folder, relative to it.
     """
     if not is_address(path) and os.path.isfile(path):
         return "lightning-file"

@@ -48,9 +48,9 @@ class Ranks:
         """Run an action on every rank.
 
         Args:
-            what: how the error message begins.
-            action: what to run.
-            share: what of its result every rank gets to know.
+            what: the beginning of the error message.
+            action: the function to run.
+            share: this rank's result -> the part that every rank receives.
 
         Returns:
             this rank's result, and what every rank shares.

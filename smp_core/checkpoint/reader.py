@@ -57,8 +57,8 @@ def load_checkpoint(
     """Load a checkpoint in place into a nested state. Collective over all ranks of the group.
 
     Tensors of ``state`` (DTensors over any mesh, plain tensors, any world size) are filled in place. Parts of ``state``
-    that hold no tensor (``param_groups``, counters) are replaced by what was saved there. Only the top-level keys that
-    ``state`` has are looked at: ``{"state_dict": ...}`` loads the weights alone.
+    that hold no tensor (``param_groups``, counters) are replaced by the saved values. Only the top-level keys that
+    ``state`` has are loaded: ``{"state_dict": ...}`` loads the weights alone.
 
     Args:
         path: checkpoint folder or fsspec address.
@@ -174,7 +174,7 @@ def _collect_rest(
             logger.warning("%s has no %s: the value at hand is kept", opened.address, path_text(here))
             continue
         if isinstance(node, tuple):
-            continue  # immutable: what stands beside a tensor in a tuple stays
+            continue  # immutable: values alongside a tensor in a tuple stay
         replacements.append((node, key, _decode(opened, saved, lambda name: DROP, allow_pickle)))
 
 

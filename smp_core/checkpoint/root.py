@@ -56,7 +56,7 @@ def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False) -> 
     """
     found = []
     entries = list_entries(root)
-    # What an interrupted overwrite moved aside is read under its own name (local_folder.LocalFolder).
+    # A checkpoint that an interrupted overwrite moved aside is read under its own name (local_folder.LocalFolder).
     moved = {own_name(entry) for entry in entries if entry.startswith(PREVIOUS_PREFIX)}
     for name in sorted(moved.union(entries)):
         if name.startswith((TEMPORARY_PREFIX, PREVIOUS_PREFIX)):
@@ -132,7 +132,7 @@ def write_latest(root: str | os.PathLike[str], name: str) -> None:
 def newest_checkpoint(root: str | os.PathLike[str], verify: str | None = "sizes") -> str | None:
     """Find the newest unbroken checkpoint in a folder; None where there is none. Not collective.
 
-    Broken ones are skipped, with a warning that names them and what is wrong.
+    Broken checkpoints are skipped, with a warning that names them and their problems.
 
     Args:
         root: the folder; one that does not exist holds no checkpoint.
@@ -160,7 +160,7 @@ def first_whole(
 ) -> str:
     """Return the first unbroken checkpoint of several, the most wanted one in front. Collective.
 
-    Broken ones are skipped, with a warning that names them and what is wrong; ranks share the reading.
+    Broken checkpoints are skipped, with a warning that names them and their problems; ranks share the reading.
 
     Args:
         paths: checkpoint folders, or single files as ``save_full_state_dict`` writes them; the same on all ranks.
@@ -206,7 +206,7 @@ def save_step(
     Args:
         root: the folder, made when missing.
         step: the optimizer step; also goes into the manifest.
-        keep_last: how many checkpoints stay, the new one included; None: all. Only those named ``step-*`` count.
+        keep_last: the number of checkpoints that stay, the new one included; None: all. Only ``step-*`` count.
         overwrite: replace a checkpoint of the same step instead of refusing.
         state, process_group, metadata, **options: as in :func:`smp_core.checkpoint.save_checkpoint`.
 

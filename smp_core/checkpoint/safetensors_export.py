@@ -80,8 +80,8 @@ def write_safetensors_folder(
     Args:
         opened: the checkpoint.
         folder: made here; must not exist.
-        names: what to write under which name.
-        options: how.
+        names: the tensors to write, and their names in the export.
+        options: the options of the export.
 
     Returns:
         names of the files made.

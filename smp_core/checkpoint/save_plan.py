@@ -60,8 +60,8 @@ class LazyTensor:
 class SmpSavePlanner(DefaultSavePlanner):
     """A planner of DCP for a flat dict of tensors that also leaves out empty slices and writes tied tensors once.
 
-    A tie is two names over the same memory. A rank whose slice is empty cannot see ties, so each rank reports what it
-    sees and the coordinator keeps the ties that nobody contradicts.
+    A tie is two names over the same memory. A rank whose slice is empty cannot see ties, so each rank reports the ties
+    that it sees, and the coordinator keeps those that no rank contradicts.
     """
 
     def __init__(self) -> None:

@@ -89,7 +89,7 @@ class Folder(ABC):
     """A checkpoint folder for reading.
 
     Attributes:
-        address: what the user gave, for messages.
+        address: the path or address that the user gave, for messages.
     """
 
     address: str

@@ -88,7 +88,7 @@ def write_tensor_file(
 
     Args:
         sink: open file; closed on return and abandoned on an error.
-        entries: what the file holds, in order.
+        entries: the tensors of the file, in order.
         tensors: the values, in the same order; taken one at a time.
         metadata: text for the header's ``__metadata__``.
 

@@ -21,7 +21,7 @@ def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks,
         path: checkpoint folder or address.
         verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: digests when an interrupted save lies beside the
             folder, sizes otherwise.
-        ranks: who checks together.
+        ranks: the ranks that check together.
         what: how the message of an error begins.
 
     Raises:

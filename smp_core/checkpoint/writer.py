@@ -82,7 +82,7 @@ def save_checkpoint(
         allow_pickle: also save values that only unrestricted unpickling can read back; loading needs the same word.
 
     Raises:
-        CheckpointError: on every rank when any rank failed; what was at ``path`` before is untouched.
+        CheckpointError: on every rank when any rank failed; a checkpoint at ``path`` is then untouched.
     """
     ranks = Ranks(process_group)
     options = SaveOptions(dict(metadata or {}), dict(extra_files or {}), overwrite, digest)
@@ -111,9 +111,9 @@ def write_staged(
 
     Args:
         path: the checkpoint folder.
-        make_staged: gives this rank's part, or raises what all ranks shall hear of.
-        options: how to save.
-        ranks: who saves together.
+        make_staged: returns this rank's part, or raises an error that is to be raised on all ranks.
+        options: the options of the save.
+        ranks: the ranks that save together.
 
     Raises:
         CheckpointError: as :func:`save_checkpoint`.
@@ -199,8 +199,8 @@ class SmpStorageWriter(StorageWriter):
         save_id: its identity.
         staged: this rank's tensors and where they stand in the state.
         rest: the rest of the state and of all ranks; None on ranks other than 0.
-        options: how to save.
-        ranks: who saves together.
+        options: the options of the save.
+        ranks: the ranks that save together.
     """
 
     def __init__(
