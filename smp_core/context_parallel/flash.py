@@ -1,14 +1,14 @@
-"""torch's CUDA flash attention behind the signatures of :mod:`smp_core.context_parallel.kernels`.
+"""The CUDA flash attention of torch behind the signatures of :mod:`smp_core.context_parallel.kernels`.
 
 ``_flash_attention_forward`` and ``_flash_attention_backward`` take [B, L, H, D], grouped heads, causal masks aligned at
 the end and windows as they are, and several documents in one call through cumulative lengths (a row [L, H, D] at a
-time). They are private, and used because the public ``varlen_attn`` has no grouped heads in torch 2.11 and its backward
-takes no LSE from outside. FlashAttention 3 and 4 run behind the same names once
-``torch.nn.attention.activate_flash_attention_impl`` has been called. A window of W tokens, the own one included, is
-(W - 1, 0) in their terms.
+time). Both names are private, and used because the public ``varlen_attn`` has no grouped heads in torch 2.11 and its
+backward takes no LSE from outside. FlashAttention 3 and 4 run behind the same names once
+``torch.nn.attention.activate_flash_attention_impl`` has been called. A window of W tokens, the token itself included,
+is (W - 1, 0) there.
 
-They want heads of one size for keys and values, a multiple of 8 and at most 256. Zeros behind shorter heads change no
-score and no sum, and what they give is cut off again.
+Both need heads of one size for keys and values, a multiple of 8 and at most 256. Zeros behind shorter heads change no
+score and no sum, and their results are cut off again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def flash_forward(
     causal: bool,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [B, L, H, E] and LSE [B, H, L], float32."""
+    """Compute the output [B, L, H, E] and the LSE [B, H, L], float32."""
     options, e = _options(scale, window), v_BMKE.shape[-1]
     q_BLHD, k_BMKD, v_BMKD = _of_one_size(q_BLHD, k_BMKD, v_BMKE)
     if len(segments) == 1:
@@ -66,7 +66,7 @@ def flash_backward(
     causal: bool,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values. The kernels want the LSE contiguous."""
+    """Compute the gradients of queries, keys and values. The kernels need a contiguous LSE."""
     options, d, e = _options(scale, window), q_BLHD.shape[-1], v_BMKE.shape[-1]
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BLHD.device), torch.empty(0, device=q_BLHD.device)
     of_one_size = _of_one_size(grad_BLHE, q_BLHD, k_BMKD, v_BMKE, out_BLHE)
@@ -86,7 +86,7 @@ def flash_backward(
 
 
 def _of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Zeros behind every head, up to one size that the kernels take."""
+    """Pad every head with zeros to one size that the kernels take."""
     size = -(-max(tensor.shape[-1] for tensor in tensors) // 8) * 8
     return [F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor for tensor in tensors]
 
@@ -99,7 +99,9 @@ def _options(scale: float, window: int | None) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _varlen(segments: tuple[tuple[int, int], ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Cumulative lengths of queries and keys, and the longest of each: the same for all layers of a batch."""
+    """Return the cumulative lengths of queries and of keys, and the longest of each: the same for all layers of a
+    batch.
+    """
     queries, keys = zip(*segments, strict=True)
     cumulative = [streams.on_device([0, *accumulate(each)], torch.int32, device) for each in (queries, keys)]
     return cumulative[0], cumulative[1], max(queries), max(keys)
