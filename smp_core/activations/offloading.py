@@ -31,6 +31,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
+from smp_core import streams
 from smp_core.activations.host_pool import HostBuffer, HostPool
 from smp_core.module_names import compiled_of
 from smp_core.planning.checkpointed import CheckpointedModule
@@ -81,9 +82,10 @@ class Offloader:
 
     def __init__(self, device: torch.device, horizon: int, pool: HostPool, *, min_bytes: int) -> None:
         self.device, self.horizon, self.pool, self.min_bytes = device, horizon, pool, min_bytes
-        on_cuda = device.type == "cuda"
-        self._out = torch.cuda.Stream(device) if on_cuda else None
-        self._in = torch.cuda.Stream(device) if on_cuda else None
+        behind = streams.run_behind(device)
+        self._module: Any = torch.get_device_module(device)
+        self._out = self._module.Stream(device) if behind else None
+        self._in = self._module.Stream(device) if behind else None
         self._parked: list[weakref.ref[_Parked]] = []  # in forward's order
         self._seen = WeakIdKeyDictionary()
         self.bytes_out = 0
@@ -146,7 +148,7 @@ class Offloader:
             self._copy_out(leaving)
             leaving.check_unchanged()
             if leaving.copied_out is not None:
-                torch.cuda.current_stream(self.device).wait_event(leaving.copied_out)
+                self._module.current_stream(self.device).wait_event(leaving.copied_out)
             leaving.device_tensor = None
         # The copy of the next to leave runs while its successors compute.
         self._parked.append(weakref.ref(parked))
@@ -166,8 +168,8 @@ class Offloader:
         if self._out is None:
             parked.on_host().copy_(parked.device_tensor)
             return
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._out):
+        self._out.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(self._out):
             if parked.buffer.free_after is not None:
                 self._out.wait_event(parked.buffer.free_after)
             parked.on_host().copy_(parked.device_tensor, non_blocking=True)
@@ -184,8 +186,8 @@ class Offloader:
             parked.device_tensor.copy_(parked.on_host())
             parked.version = parked.device_tensor._version
             return
-        self._in.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._in):
+        self._in.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(self._in):
             self._in.wait_event(parked.copied_out)
             parked.device_tensor.copy_(parked.on_host(), non_blocking=True)
             parked.copied_in = parked.buffer.free_after = self._in.record_event()
@@ -201,11 +203,11 @@ class Offloader:
         tensor = packed.device_tensor
         assert tensor is not None
         if packed.copied_in is not None:
-            torch.cuda.current_stream(self.device).wait_event(packed.copied_in)
+            self._module.current_stream(self.device).wait_event(packed.copied_in)
             packed.copied_in = None
         if packed.buffer is not None:
             if packed.copied_out is not None:  # its memory may be used again as soon as it is given up
-                torch.cuda.current_stream(self.device).wait_event(packed.copied_out)
+                self._module.current_stream(self.device).wait_event(packed.copied_out)
             packed.device_tensor = None  # backward has it now; the host keeps it for a second backward
         # The inputs that backward takes next.
         in_order = self._alive()

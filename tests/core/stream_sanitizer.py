@@ -337,6 +337,7 @@ class Case:
     Args:
         knobs: SmpConfig's.
         thaws: one parameter of the last block is frozen in the first micro-batch of a step.
+        skips: forward ends before the last block, which is gathered ahead all the same.
         without: one of ``WITHOUT``.
     """
 
@@ -344,7 +345,23 @@ class Case:
     dtype: str = "float32"
     micro_batches: int = 2
     thaws: bool = False
+    skips: bool = False
     without: str | None = None
+
+
+class Chain(nn.Module):
+    """Blocks, of which the last can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS)
+        )
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        for block in list(self.blocks)[: BLOCKS - skips]:
+            x = block(x)
+        return x
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -355,9 +372,7 @@ def run(case: Case) -> dict[str, Any]:
 
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
-    model = nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS))
-    ).to(dtype)
+    model = Chain().to(dtype)
     mesh, config = build_mesh(SmpConfig(**case.knobs), Topology.uniform(WORLD, RANKS_PER_NODE), "cpu")
     parallel = parallelize(model, config, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -368,9 +383,11 @@ def run(case: Case) -> dict[str, Any]:
             if step == 1:
                 sanitizer.asked.clear()
             for micro in range(case.micro_batches):
-                model[-1][0].weight.requires_grad_(micro > 0 or not case.thaws)
+                model.blocks[-1][0].weight.requires_grad_(micro > 0 or not case.thaws)
                 with parallel.window.accumulate(enabled=micro < case.micro_batches - 1):
-                    parallel.module(torch.randn(8, WIDTH, dtype=dtype)).float().pow(2).mean().backward()
+                    x = torch.randn(8, WIDTH, dtype=dtype, requires_grad=True)
+                    loss = parallel.module(x, case.skips).float().pow(2).mean()
+                    loss.backward()
             parallel.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()

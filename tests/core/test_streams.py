@@ -15,6 +15,11 @@ import pytest
 from tests.core.stream_sanitizer import WITHOUT, Case
 from tests.harness import run_script
 
+OFFLOADED = {
+    "activation_checkpointing": "full",
+    "activation_offloading": True,
+    "activation_offloading_min_bytes": 0,
+}
 CLEAN = {
     "whole parameters, states over the world": Case({"shard_degree": 1, "optimizer_shard": "world"}),
     "nodes": Case({"shard_degree": 2}),
@@ -40,6 +45,9 @@ CLEAN = {
     ),
     "a secondary shard": Case({"shard_degree": 4, "reshard_after_forward": 2}),
     "FP8": Case({"shard_degree": 2, "fp8": {"fp8_all_gather": True}}),
+    "a unit gathered ahead and not used": Case({"shard_degree": 2, "forward_prefetch": 2}, skips=True),
+    "inputs on the host, none ahead": Case({"shard_degree": 2, **OFFLOADED, "activation_loading_horizon": 1}),
+    "inputs on the host, one ahead": Case({"shard_degree": 2, **OFFLOADED, "activation_loading_horizon": 2}),
     "once a step": Case(
         {
             "shard_degree": 4,
@@ -54,6 +62,8 @@ ASKS = {
     "nodes, non-finite steps skipped": {"settle_nonfinite": 1.0},
     "8 bits both ways": {"_look": 1.0},
     "FP8": {"close": 1.0, "step": 1.0},
+    # Whether another replica used what this rank did not.
+    "a unit gathered ahead and not used": {"close": 1.0},
 }
 LAUNCHED, TOLD, UNASKED, PINNED = WITHOUT
 BROKEN = {
