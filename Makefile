@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-accelerate bench-cluster test test-slow lint clean
+.PHONY: help venv demo demo-accelerate bench-cluster test quick test-slow lint clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ lint: $(STAMP) ## style and types
 
 test: lint ## style, types and the tests of every change (without those marked slow)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+quick: $(STAMP) ## the tests that start no processes, for the desk
+	QUICK_TESTS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## the full matrices
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import pytest
 
 from tests.fork_server import ROOT, close_servers
 from tests.rank_pool import RankPool, RanksFailed, base_environ
@@ -38,6 +39,7 @@ T = TypeVar("T")
 MAX_IDLE_RANKS = 8
 
 SCRIPT_OUTPUT_TAIL = 20000
+QUICK = "QUICK_TESTS"
 # Seconds that the processes of a script past its limit have, together, to write their stacks.
 STACK_LIMIT = 30.0
 
@@ -89,6 +91,12 @@ def free_port() -> int:
     raise OSError(f"no free TCP port on {STORE_HOST}")
 
 
+def _skip_if_quick() -> None:
+    """`make quick` is for the desk: what starts processes is skipped."""
+    if os.environ.get(QUICK):
+        pytest.skip("starts processes, which `make quick` leaves out")
+
+
 def run_ranks(
     fn: Callable[..., T],
     world_size: int,
@@ -124,6 +132,7 @@ def run_ranks(
         TypeError: `fn` or an argument cannot be pickled.
     """
     __tracebackhide__ = True
+    _skip_if_quick()
     name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"
     try:
         call = pickle.dumps((fn, args, kwargs))
@@ -176,6 +185,7 @@ def run_script(
         ScriptTimedOut: it ran past `timeout`; the message has its output and the Python stacks of its processes.
     """
     __tracebackhide__ = True
+    _skip_if_quick()
     command = [sys.executable, *(os.fspath(arg) for arg in args)]
     if nproc is not None:
         # torchrun takes a module as `-m module`, the same as python does.

@@ -106,9 +106,10 @@ class Plan:
         """Lines for people: the nodes, the layout, the units, what is replicated."""
         layout = self.layout
         total = sum(parameter.elements for parameter in self.shapes.parameters)
+        replicas = "1 replica" if layout.replicate == 1 else f"{layout.replicate} replicas"
         lines = [
             self.cluster.topology.describe(),
-            f"{layout.replicate} x {self.shard_degree}: {layout.replicate} replicas of the model states, "
+            f"{layout.replicate} x {self.shard_degree}: {replicas} of the model states, "
             f"each over {self.shard_degree} ranks" + (", collectives in two stages" if self.hierarchical else ""),
         ]
         if layout.context > 1:

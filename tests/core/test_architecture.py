@@ -307,3 +307,18 @@ def calls_outside_functions(node: ast.AST) -> Iterator[ast.Call]:
         yield node
     for child in ast.iter_child_nodes(node):
         yield from calls_outside_functions(child)
+
+
+MOST_LINES_OF_A_FILE = 400
+MOST_LINES_OF_A_FUNCTION = 60
+
+
+@pytest.mark.parametrize("module", sorted(sources()))
+def test_files_and_functions_are_read_in_one_sitting(module: str) -> None:
+    path = sources()[module]
+    length = len(path.read_text(encoding="utf-8").splitlines())
+    assert length <= MOST_LINES_OF_A_FILE, f"{path.name} has {length} lines: split it by subject"
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= MOST_LINES_OF_A_FUNCTION, f"{node.name} has {lines} lines: name its phases"
