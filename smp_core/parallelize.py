@@ -56,11 +56,7 @@ logger = logging.getLogger("smp")
 
 
 def parallelize_model(
-    model: nn.Module,
-    mesh: SmpMesh,
-    plan: Plan,
-    *,
-    init_fn: Callable[[nn.Module], None] | None = None,
+    model: nn.Module, mesh: SmpMesh, plan: Plan, *, init_fn: Callable[[nn.Module], None] | None = None
 ) -> ParallelModel:
     """Do to a model what was decided about it. In place; collective over the world.
 
@@ -83,25 +79,22 @@ def parallelize_model(
         units_with(model, plan.units, method)  # also where nothing is gathered and none has to be registered
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.comm_meter)
     traffic = Traffic(mesh, meter, plan)
-    unit_names = [unit.name for unit in plan.units] if plan.gathers else []
 
     # What the model computes: in FP8, over shared sequences, losses in chunks, again in backward.
     fp8, fp8_region = _to_fp8(model, mesh, knobs.fp8)
     context = share_sequences(model, mesh, int(knobs.context_head_groups), meter)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy)
-    savers = save_activations(model, plan.activations, unit_names, mesh.device)
+    savers = save_activations(model, plan, mesh.device)
 
     # Where its parameters live: rank 0's weights for what stays whole; a unit gets them just before it is sharded.
     if plan.gathers or knobs.optimizer_shard == "world":
         lay_out_contiguously(model)
     broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.gradient_group)
-    units = []
-    if plan.gathers:
-        gather_of = None if fp8 is None else fp8.gather_of
-        units = shard_units(model, plan, mesh, traffic, recomputed=savers.recomputed_units, gather_of=gather_of)
-        apply_fsdp_options(model, knobs)
-        explain_uncalled(units)
+    gather_of = None if fp8 is None else fp8.gather_of
+    units = shard_units(model, plan, mesh, traffic, recomputed=savers.recomputed_units, gather_of=gather_of)
+    apply_fsdp_options(model, knobs)
+    explain_uncalled(units)
     if plan.shapes.on_meta:
         states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
         materialize(model, states_on, seed=knobs.init_seed, init_fn=init_fn)
@@ -110,8 +103,7 @@ def parallelize_model(
 
     # Calls into it, and its gradients from here on.
     calls = Calls(model, mesh.shard_ranks)
-    if units:
-        register_forward_methods(model, units, calls, knobs.forward_methods)
+    register_forward_methods(model, units, calls, knobs.forward_methods)
     veto = None if fp8 is None else fp8.state.nonfinite
     window = AccumulationWindow(model, units, traffic, plan, calls, veto)
     follow_window(model, window)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 from smp_core.activations.checkpointing import apply_checkpointing
 from smp_core.activations.host_pool import HostPool
 from smp_core.activations.offloading import Offloader, park_inputs
-from smp_core.planning.activation_rules import ActivationPlan
 from smp_core.planning.checkpointed import CheckpointedModule
 from smp_core.planning.cluster import GIB
+from smp_core.planning.decide import Plan
 
 _LOWER = (
     "lower the batch size or the sequence length, checkpoint fewer modules, or raise activation_offloading_host_gib"
@@ -53,28 +52,26 @@ class ActivationMemory:
 NO_ACTIVATION_MEMORY_SAVED = ActivationMemory()
 
 
-def save_activations(
-    model: nn.Module, plan: ActivationPlan, units: Sequence[str], device: torch.device
-) -> ActivationMemory:
+def save_activations(model: nn.Module, plan: Plan, device: torch.device) -> ActivationMemory:
     """Recompute and offload the activations that the plan names. In place, before the model is sharded.
 
     Args:
-        units: names of the modules that are going to be FSDP units.
         device: where the model is going to compute.
     """
+    asked, unit_names = plan.activations, [unit.name for unit in plan.sharded_units]
     # Recomputation.
     modules = dict(model.named_modules())
     recomputed: set[str] = set()
-    for each in plan.checkpointed:
+    for each in asked.checkpointed:
         inside = set(modules[each.name].modules())
-        inner_units = [name for name in units if name != each.name and modules[name] in inside]
+        inner_units = [name for name in unit_names if name != each.name and modules[name] in inside]
         recomputed.update(inner_units)
-        apply_checkpointing(model, each, check=plan.check, to_the_end=bool(inner_units))
+        apply_checkpointing(model, each, check=asked.check, to_the_end=bool(inner_units))
     # Offloading of the inputs from which modules recompute.
     offloader = None
-    if plan.offloaded_bytes is not None:
-        pool = HostPool(plan.offloaded_bytes, pinned=device.type == "cuda", lower=_LOWER)
-        offloader = Offloader(device, plan.horizon, pool, min_bytes=plan.min_bytes)
-        for each in plan.checkpointed:
+    if asked.offloaded_bytes is not None:
+        pool = HostPool(asked.offloaded_bytes, pinned=device.type == "cuda", lower=_LOWER)
+        offloader = Offloader(device, asked.horizon, pool, min_bytes=asked.min_bytes)
+        for each in asked.checkpointed:
             park_inputs(model, each, offloader)
-    return ActivationMemory(plan.checkpointed, frozenset(recomputed), offloader)
+    return ActivationMemory(asked.checkpointed, frozenset(recomputed), offloader)

@@ -77,6 +77,11 @@ class Plan:
         return self.shapes.units.units
 
     @property
+    def sharded_units(self) -> tuple[PlannedUnit, ...]:
+        """Those that FSDP2 shards: none where nothing is gathered."""
+        return self.units if self.gathers else ()
+
+    @property
     def replicated(self) -> tuple[str, ...]:
         """Names of parameters that no unit can hold."""
         return self.shapes.units.replicated

@@ -62,13 +62,12 @@ def shard_units(
         reduce_dtype=plan.dtypes.reduced,
         cast_forward_inputs=plan.precision.cast_forward_inputs,
     )
-    # Without pages of a GPU's driver there is nothing to pin.
-    on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+    on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")  # elsewhere no driver could use pinned pages
     modules: dict[str, nn.Module] = dict(model.named_modules())
     by_name = dict(model.named_parameters())
     replicated = {by_name[name] for name in plan.replicated}
     units = []
-    for planned in plan.units:
+    for planned in plan.sharded_units:
         unit_module = modules[planned.name]
         broadcast_from_rank_0((by_name[name] for name in planned.parameters), mesh.device, mesh.gradient_group)
         fully_shard(
