@@ -154,5 +154,5 @@ class SharedSequencesAccelerator(Accelerator):
         if self.context_degree == 1:
             return tensor
         tensor = tensor.detach().clone()
-        dist.all_reduce(tensor, group=self.parallel.mesh.context_group)
+        dist.all_reduce(tensor, group=self.parallel.mesh.group("context"))
         return tensor / self.context_degree

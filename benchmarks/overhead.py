@@ -41,6 +41,7 @@ from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduce
 from smp_core.comm.meter import CommMeter
 from smp_core.config import SmpConfig
 from smp_core.engine import build_mesh
+from smp_core.layout import PARTITION
 from smp_core.topology import Topology
 
 GOAL = 0.97
@@ -108,9 +109,9 @@ def fit(args: argparse.Namespace, strategy: Any, ranks: int) -> float:
 
 def bare_loop(args: argparse.Namespace) -> float:
     mesh, _ = build_mesh(SmpConfig(shard_degree=4), Topology.discover(), "cpu")
-    assert mesh.partition_stages is not None
+    assert mesh.stages(*PARTITION) is not None
     meter = CommMeter(mesh.topology, mesh.rank)
-    groups = mesh.partition_stages
+    groups = mesh.stages(*PARTITION)
     comm = (HierarchicalAllGather(meter, *groups), HierarchicalReduceScatter(meter, *groups))
     model = gpt2()
     for unit in [*model.transformer.h, model]:

@@ -9,12 +9,12 @@ from torch.distributed.fsdp import FSDPModule
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Methods of FSDP2's modules that not every version has (the first two: 2.13).
-FSDP_METHODS = (
-    "set_reduce_scatter_max_input_buffers",
-    "set_separate_reduce_scatter_group",
-    "set_symm_mem_for_comm",
-)
+# Knob -> method of FSDP2's modules that not every version has (the first two: 2.13).
+FSDP_METHODS = {
+    "reduce_scatter_buffers": "set_reduce_scatter_max_input_buffers",
+    "separate_reduce_scatter_group": "set_separate_reduce_scatter_group",
+    "symmetric_memory": "set_symm_mem_for_comm",
+}
 
 
 def fsdp_has(method: str) -> bool:

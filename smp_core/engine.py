@@ -55,7 +55,7 @@ def parallelize(
         model: on any device or on meta; or sharded by FSDP2 already, which it keeps.
         device: this rank's.
         topology: default: the ranks are asked where they sit.
-        mesh: of a model before this one, which is then shared; its topology and device count.
+        mesh: an earlier model's, to be used again; ``device`` and ``topology`` are its own then.
         entry: what a step calls (:func:`smp_core.planning.units.plan_units`).
         precision: what the trainer's precision means for dtypes.
         optimizers: that step this model, where they are known already; ``shard_degree="auto"`` plans memory for them.
@@ -85,7 +85,12 @@ def parallelize(
             return decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
         return decide(shapes, asked, observe(), precision=precision)
 
-    plan = agreed(asked, settle, lambda plan: plan.shapes.word)
+    plan = agreed(asked, settle, lambda plan: plan.word)
+    if mesh is not None and mesh.layout != plan.layout:
+        raise ValueError(
+            f"shard_degree={plan.shard_degree} and context_parallel_degree={plan.layout.context}, but the mesh of the "
+            f"model before has {mesh.shard_degree} and {mesh.context_degree}; write the same, or shard_degree='auto'"
+        )
     if mesh is None:
         mesh = _mesh_of(plan.knobs, plan.layout, topology, device)
     if mesh.rank == 0:
@@ -97,7 +102,10 @@ def parallelize(
 
 
 def build_mesh(asked: SmpConfig, topology: Topology, device: torch.device | str) -> tuple[SmpMesh, SmpConfig]:
-    """The mesh before there is a model: ``shard_degree`` is a number, "node" or "world". Collective over the world.
+    """Make the mesh before there is a model. Collective over the world.
+
+    Args:
+        asked: ``shard_degree`` is a number, "node" or "world".
 
     Returns:
         the mesh, and the knobs of the layout as they take effect.

@@ -10,7 +10,7 @@ is held in a sum of a unit cannot tell the other, which has not used the unit, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -26,22 +26,17 @@ from smp_core.topology import Topology
 Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
+# The groups that are made: of which axes collectives run.
+_AXES = (PARTITION, ("replicate",), GRADIENTS, ("context",))
+
+
 @dataclass(frozen=True)
 class SmpMesh:
-    """The layout, the DeviceMesh and the groups this rank belongs to. Built once per run by :meth:`build`.
+    """A layout with the groups this rank belongs to on its axes. Built once per run by :meth:`build`.
 
     Attributes:
         layout: the axes and their sizes.
         device_mesh: 2-D, axes ("replicate", "shard").
-        shard_mesh: its 1-D slice over this rank's partition group: what FSDP2 gets.
-        replicate_group: ranks that hold the same shard. No other collectives use its communicator: replicas may send a
-            unit's sum before or after what all ranks send in one order.
-        partition_stages: for a partition group with several ranks on a node and several nodes: its ranks on this node,
-            and its ranks with this place on their nodes. None: its collectives have one stage.
-        context_group: ranks that share this rank's sequences; None when the context degree is 1.
-        gradient_group: ranks whose gradients are added up.
-        replica_stages: the same for the replication group.
-        gradient_stages: the same for all ranks whose gradients are added up.
     """
 
     topology: Topology
@@ -49,13 +44,9 @@ class SmpMesh:
     rank: int
     device: torch.device
     device_mesh: DeviceMesh
-    replicate_group: dist.ProcessGroup
-    partition_stages: Stages | None
-    replica_stages: Stages | None
-    gradient_stages: Stages | None
-    context_group: dist.ProcessGroup | None
-    gradient_group: dist.ProcessGroup
     _groups: _Groups
+    _by_axes: Mapping[tuple[str, ...], dist.ProcessGroup]
+    _stages: Mapping[tuple[str, ...], Stages | None]
 
     @classmethod
     def build(
@@ -87,28 +78,17 @@ class SmpMesh:
         groups = _Groups(rank, device)
         for known in (device_mesh.get_group("replicate"), device_mesh.get_group("shard"), _world_group()):
             groups.know(known)
-        partitions, replications = layout.groups(*PARTITION), layout.groups("replicate")
-        replicate = device_mesh.get_group("replicate")
-        if layout.size(*GRADIENTS) == layout.replicate > 1:  # the same ranks: torch gives the same group
-            replicate = groups.make(replications)
-
-        def in_two(members: Sequence[Ranks]) -> Stages | None:
-            return groups.own_stages(members, topology) if in_stages else None
-
-        mesh = cls(
-            topology=topology,
-            layout=layout,
-            rank=rank,
-            device=device,
-            device_mesh=device_mesh,
-            replicate_group=replicate,
-            partition_stages=in_two(partitions),
-            replica_stages=in_two(replications),
-            gradient_stages=in_two(layout.groups(*GRADIENTS)),
-            context_group=groups.own(layout.groups("context")) if layout.context > 1 else None,
-            gradient_group=groups.own(layout.groups(*GRADIENTS)),
-            _groups=groups,
-        )
+        by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        in_two: dict[tuple[str, ...], Stages | None] = {}
+        for axes in _AXES:
+            if axes == ("context",) and layout.context == 1:
+                continue  # nobody asks for it
+            members = layout.groups(*axes)
+            # A communicator of its own: replicas send a unit's sum before or after what all ranks send in one order.
+            alone = axes == ("replicate",) and layout.size(*GRADIENTS) == layout.replicate > 1
+            by_axes[axes] = groups.make(members) if alone else groups.own(members)
+            in_two[axes] = groups.own_stages(members, topology) if in_stages else None
+        mesh = cls(topology, layout, rank, device, device_mesh, groups, by_axes, in_two)
         groups.connect()
         if secondary is not None:
             mesh.secondary(secondary)
@@ -124,6 +104,15 @@ class SmpMesh:
         return DeviceMesh.from_group(
             [across, held], self.device.type, mesh=grid, mesh_dim_names=("across", "secondary")
         )
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """This rank's group along these axes of the layout: all ranks that differ from it on these axes only."""
+        return self._by_axes[axes]
+
+    def stages(self, *axes: str) -> Stages | None:
+        """The same group's ranks on this node, and its ranks with this place on their nodes; None where its collectives
+        have one stage, because it lies on one node or has one rank on each."""
+        return self._stages[axes]
 
     @property
     def shard_degree(self) -> int:
@@ -144,7 +133,18 @@ class SmpMesh:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        return self.device_mesh.get_group("shard")
+        """The partition group."""
+        return self.group(*PARTITION)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same shard. Nothing but sums of gradients uses its communicator."""
+        return self.group("replicate")
+
+    @property
+    def gradient_group(self) -> dist.ProcessGroup:
+        """Ranks whose gradients are added up."""
+        return self.group(*GRADIENTS)
 
     @property
     def shard_ranks(self) -> Ranks:

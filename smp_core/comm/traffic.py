@@ -17,6 +17,7 @@ from smp_core.comm.meter import CommMeter
 from smp_core.comm.quantized_gather import GatherPolicy, QuantizedAllGather
 from smp_core.comm.quantized_reduce import QuantizedReduceScatter
 from smp_core.comm.replica_hop import ReplicaHop
+from smp_core.layout import GRADIENTS, PARTITION
 from smp_core.mesh import SmpMesh
 from smp_core.planning.decide import Plan
 
@@ -67,7 +68,7 @@ class Traffic:
         self.mesh, self._meter = mesh, meter
         self.steps = 0
         knobs = self._knobs = plan.knobs
-        self._stages = mesh.partition_stages if plan.hierarchical else None
+        self._stages = mesh.stages(*PARTITION) if plan.hierarchical else None
         self._gathers_cross = mesh.topology.spans_nodes(mesh.shard_ranks)
         self._policy = None
         if knobs.quantized_all_gather is not None:
@@ -82,12 +83,12 @@ class Traffic:
         self._reductions: dict[str, QuantizedReduceScatter] = {}
         payload = None if plan.replica_payload is None else codec(plan.replica_payload)
         background, feedback = Background(mesh.device), bool(knobs.error_feedback)
-        replica_stages = mesh.replica_stages if knobs.hierarchical else None
+        replica_stages = mesh.stages("replicate") if knobs.hierarchical else None
         over_replicas = ReplicaHop(meter, mesh.replicate_group, replica_stages, background, payload, feedback)
         self.of_units = self.of_replicated = Route(over_replicas, mesh.gradient_degree)
         if mesh.shard_degree > 1:
             # 0-d and shared parameters: few, and gradients of what is shared matter most.
-            gradient_stages = mesh.gradient_stages if knobs.hierarchical else None
+            gradient_stages = mesh.stages(*GRADIENTS) if knobs.hierarchical else None
             over_all = ReplicaHop(meter, mesh.gradient_group, gradient_stages, background)
             self.of_replicated = Route(over_all, mesh.gradient_degree)
         over_world = knobs.optimizer_shard == "world"

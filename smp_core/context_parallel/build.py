@@ -26,5 +26,5 @@ def share_sequences(model: nn.Module, mesh: SmpMesh, head_groups: int, meter: Co
     if mesh.context_degree == 1:
         return None
     adapt_transformers_models(model)
-    group = register_group(mesh.context_group, head_groups=head_groups, meter=meter)
+    group = register_group(mesh.group("context"), head_groups=head_groups, meter=meter)
     return ContextParallel(group, mesh.world_group)

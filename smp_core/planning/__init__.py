@@ -1,1 +1,1 @@
-"""Planning: what a run will need, before it is started."""
+"""Planning: decisions about a model and a run, made before anything is changed."""

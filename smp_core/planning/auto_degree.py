@@ -3,7 +3,8 @@
 Under Accelerate the optimizer stands beside the model in ``prepare`` and is planned with. Lightning makes optimizers in
 ``configure_optimizers``, from sharded parameters. To ask for them twice would run the user's code twice, with what it
 does beside (schedulers, counters, parameter groups by name), so the plan is made with an assumption that the knob
-`planned_optimizer` replaces, and whoever it misled is told (:func:`missed`).
+`planned_optimizer` replaces, and a warning follows where the real one would have led to another degree
+(:func:`missed`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cluster: what is decided by of the machines: nodes, devices, memory, measured links, and what this torch can do."""
+"""Cluster: the facts about the machines that decisions use: nodes, devices, memory, links, what this torch can do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Cluster:
         device_memory: bytes of the smallest device; None: there is none to plan for.
         host_memory: bytes that this rank's node has available now.
         links: measured on a cluster of this shape.
-        fsdp_methods: those of `smp_core.compat.FSDP_METHODS` that this torch has.
+        fsdp_methods: those named in `smp_core.compat.FSDP_METHODS` that this torch has.
     """
 
     topology: Topology
@@ -34,12 +34,12 @@ class Cluster:
     device_memory: int | None = None
     host_memory: int = 0
     links: Links | None = None
-    fsdp_methods: frozenset[str] = frozenset(FSDP_METHODS)
+    fsdp_methods: frozenset[str] = frozenset(FSDP_METHODS.values())
 
     @classmethod
     def observer(cls, topology: Topology, device: torch.device) -> Callable[[], Cluster]:
-        """Ask all ranks for the memory of their devices, collectively; what is left to do is this rank's own, and may
-        raise `ValueError` (a file of links that is none)."""
+        """Ask all ranks for the memory of their devices: collective. The function that comes back reads local files
+        only, and may raise `ValueError` (a file of links that is none)."""
         sizes = of_all_ranks(_device_memory(device))
         smallest = min((size for size in sizes if size is not None), default=None)
 
@@ -50,7 +50,7 @@ class Cluster:
                 smallest,
                 available_host_bytes(),
                 Links.stored(topology),
-                frozenset(filter(fsdp_has, FSDP_METHODS)),
+                frozenset(filter(fsdp_has, FSDP_METHODS.values())),
             )
 
         return observe

@@ -1,5 +1,5 @@
 """Rules for what is gathered and reduced, how often, and compressed how. A knob that can save nothing here (nothing to
-gather, no link between nodes to spare) becomes what does take effect."""
+gather, no link between nodes to spare) is set to the value that is in effect."""
 
 from __future__ import annotations
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import xxhash
+
 from smp_core.comm.codec import CodeName
 from smp_core.config import SmpConfig
-from smp_core.layout import GRADIENTS, PARTITION, Layout
+from smp_core.layout import PARTITION, Layout
 from smp_core.planning.activation_rules import ActivationPlan, settle_activations
 from smp_core.planning.cluster import Cluster
 from smp_core.planning.communication_rules import (
@@ -48,14 +50,13 @@ class Plan:
         knobs: all in effect, with what was asked and why each became what it is.
         shapes, cluster, precision: what it was decided by.
         layout: the axes of the run.
-        in_stages: collectives over groups that span nodes with several ranks on each run in two stages.
         gathers: units are sharded by FSDP2; False: every parameter is replicated.
         dtypes: of parameters and sums.
         replica_payload: how sums across replicas travel between nodes; None: as they are.
         activations: what is recomputed and offloaded.
         warnings: about knobs that were asked for and have no effect.
         given: how the model came, if it came sharded.
-        optimizer: what the shard degree was chosen for, where it was.
+        optimizer: assumed when ``shard_degree="auto"`` was chosen; None otherwise.
     """
 
     knobs: SmpConfig
@@ -87,14 +88,17 @@ class Plan:
         return self.shapes.units.replicated
 
     @property
+    def word(self) -> str:
+        """Equal where the same is decided about the same model."""
+        came = None if self.given is None else (self.given.degree, self.given.two_dimensional)
+        digest = xxhash.xxh3_64_hexdigest(repr((self.shapes, self.precision, came)).encode())
+        where = ", some on the meta device" if self.shapes.on_meta else ""
+        return f"{self.shapes.kind} with {len(self.shapes.parameters)} parameters{where}, digest {digest}"
+
+    @property
     def shard_degree(self) -> int:
         """Ranks of a partition group, context ranks included."""
         return self.layout.size(*PARTITION)
-
-    @property
-    def gradient_degree(self) -> int:
-        """Ranks whose gradients are added up."""
-        return self.layout.size(*GRADIENTS)
 
     @property
     def hierarchical(self) -> bool:
@@ -148,21 +152,21 @@ def decide(
     asked.require_built()
     topology = cluster.topology
     draft = Draft(asked)
-    # Dtypes as the trainer or the model's maker wants them, then the degrees.
+    # Dtypes as the trainer or the model's maker wants them, the degrees, and what is gathered.
     if given is not None:
         settle_given(draft, given, shapes)
     settle_precision(draft, precision)
-    settle_reduce_dtype(draft, shapes)
     layout = settle_layout(draft, topology)
+    gathers = given is not None or settle_gathering(draft, layout, precision.cast_forward_inputs)
+    settle_reduce_dtype(draft, shapes)
     # What is sent, in which form and over which stages.
-    settle_stages(draft, shapes, layout, cluster)
     payload = settle_compression(draft, layout, topology)
+    settle_stages(draft, shapes, layout, cluster, payload)
     settle_optimizer_shard(draft, layout)
     settle_head_groups(draft, cluster.device)
-    gathers = given is not None or settle_gathering(draft, layout, precision.cast_forward_inputs)
     # Memory, and what is in flight.
     activations = settle_activations(draft, shapes, cluster)
-    settle_prefetch(draft, shapes, layout, cluster, gathers)
+    settle_prefetch(draft, shapes, layout, cluster)
     if draft.knobs.delayed_init and not shapes.on_meta:
         why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
         draft.drop("delayed_init", False, why)

@@ -31,7 +31,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """In effect; None: the parameters' (or gradients') own.
+    """The dtypes in effect; None means each tensor's own.
 
     Attributes:
         gathered: what forward and backward compute with.
@@ -85,7 +85,7 @@ def settle_reduce_dtype(draft: Draft, shapes: Shapes) -> None:
 
 def settle_stored_dtype(draft: Draft, shapes: Shapes, gathers: bool) -> torch.dtype | None:
     """What parameters with masters over the world are stored in, if not in their own dtype: what they are gathered in.
-    Weights of FP8 layers are quantised from what is stored, and masters on the host are made of it step by step."""
+    Not where that would lose digits: FP8 weights are quantised from stored ones, host masters are read from them."""
     knobs = draft.knobs
     dtype = dtype_of(knobs.param_dtype)
     native_fp8 = knobs.fp8 is not None and knobs.fp8.backend == "native"

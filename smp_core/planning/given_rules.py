@@ -1,4 +1,4 @@
-"""Rules for a model that came sharded: what was decided then is pinned, what comes too late is refused."""
+"""Rules for a model that came sharded: knobs of its sharding are fixed, those that come too late are refused."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def settle_given(draft: Draft, given: GivenSharding, shapes: Shapes) -> None:
     """Pin what the model came with.
 
     Raises:
-        ValueError: a knob that comes too late, another shard degree, shared sequences, or trainable plain parameters
-            beside a 2-D mesh.
+        ValueError: a knob that comes too late, shared sequences, or trainable plain parameters beside a 2-D mesh.
     """
     knobs, defaults = draft.knobs, SmpConfig()
     for knob in _TOO_LATE:
@@ -79,7 +78,8 @@ def settle_given(draft: Draft, given: GivenSharding, shapes: Shapes) -> None:
         )
     draft.settle("shard_degree", given.degree, _WHY)
     for knob in _PINNED:
-        draft.settle(knob, getattr(defaults, knob), _WHY)
+        asked_for = getattr(knobs, knob) != getattr(defaults, knob)
+        (draft.drop if asked_for else draft.settle)(knob, getattr(defaults, knob), _WHY)
     draft.settle("param_dtype", name_of(given.param_dtype), _WHY)
     draft.settle("reduce_dtype", name_of(given.reduce_dtype), _WHY)
     if given.two_dimensional:

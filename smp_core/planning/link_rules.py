@@ -47,9 +47,6 @@ MOST_IN_FLIGHT = 4
 
 # What a knob's "auto" is without a measurement: FSDP2's own behaviour.
 _OWN = {"forward_prefetch": 0, "backward_prefetch": 1, "reduce_scatter_buffers": 1}
-_METHODS = dict(
-    zip(("reduce_scatter_buffers", "separate_reduce_scatter_group", "symmetric_memory"), FSDP_METHODS, strict=True)
-)
 
 
 def units_in_flight(link: LinkFit, message_bytes: float) -> int:
@@ -59,8 +56,12 @@ def units_in_flight(link: LinkFit, message_bytes: float) -> int:
     return min(max(math.ceil(link.latency * link.bandwidth / message_bytes), 1), MOST_IN_FLIGHT)
 
 
-def settle_stages(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster) -> None:
-    """Settle what ``hierarchical="auto"`` means for this model, where links were measured."""
+def settle_stages(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster, payload: CodeName | None) -> None:
+    """Settle what ``hierarchical="auto"`` means for this model, where links were measured.
+
+    Args:
+        payload: of sums across replicas; None: as they are.
+    """
     knobs, links, degree = draft.knobs, cluster.links, layout.size(*PARTITION)
     of_partition = two_stages(degree, cluster.topology)
     several = of_partition or replicas_share_nodes(degree, cluster.topology)
@@ -75,7 +76,8 @@ def settle_stages(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster
         if of_partition:
             found = _partition_seconds(links, degree, knobs, elements, gathered, reduced)
         else:
-            found = [_replica_seconds(links, degree, knobs, elements, reduced)]
+            compressed = compression(payload, reduced, elements)
+            found = [replica_sum_seconds(links, degree, elements * reduced.itemsize, compressed)]
         one += sum(in_one for in_one, _ in found)
         two += sum(in_two for _, in_two in found)
     what = "gathers and sums of a micro-batch" if of_partition else "sums across replicas"
@@ -91,16 +93,8 @@ def _partition_seconds(
     gather = gather_seconds(links, degree, elements * gathered.itemsize, compressed)
     compressed = compression(knobs.quantized_reduce, reduced, elements)
     sums = reduce_seconds(links, degree, elements * reduced.itemsize, compressed)
-    # What backward gathers from a copy of the node's, or not at all, takes the same either way.
+    # Backward gathers over the whole group again only where nothing is kept after forward.
     return [gather, *([gather] if knobs.reshard_after_forward is True else []), sums]
-
-
-def _replica_seconds(
-    links: Links, degree: int, knobs: SmpConfig, elements: int, reduced: torch.dtype
-) -> tuple[float, float]:
-    payload: CodeName | None = knobs.quantized_reduce or ("bfloat16" if knobs.replica_reduce_dtype else None)
-    compressed = compression(payload, reduced, elements)
-    return replica_sum_seconds(links, degree, elements * reduced.itemsize, compressed)
 
 
 def compression(payload: CodeName | None, dtype: torch.dtype, elements: int) -> float:
@@ -108,14 +102,15 @@ def compression(payload: CodeName | None, dtype: torch.dtype, elements: int) -> 
     return min(codec(payload).size(elements) / (elements * dtype.itemsize), 1.0) if payload and elements else 1.0
 
 
-def settle_prefetch(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster, gathers: bool) -> None:
-    """Settle how many units are in flight, and FSDP2's other options about communication.
+def settle_prefetch(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster) -> None:
+    """Settle how many units are in flight, and FSDP2's other options about communication. What was asked for by value
+    is checked first; "auto" follows.
 
     Raises:
         ValueError: an option that this torch, device or configuration does not have.
     """
     degree = layout.size(*PARTITION)
-    for knob in _METHODS:
+    for knob in FSDP_METHODS:
         asked = getattr(draft.knobs, knob)
         if asked == "auto" or asked is False or (knob in _OWN and asked == _OWN[knob]):
             continue
@@ -130,16 +125,16 @@ def settle_prefetch(draft: Draft, shapes: Shapes, layout: Layout, cluster: Clust
         draft.settle("symmetric_memory", True, why)
     for knob in _OWN:
         if getattr(draft.knobs, knob) == "auto":
-            draft.settle(knob, *_by_links(knob, draft.knobs, shapes if gathers else None, layout, cluster))
+            draft.settle(knob, *_by_links(knob, draft.knobs, shapes, layout, cluster))
 
 
-def _by_links(knob: str, knobs: SmpConfig, shapes: Shapes | None, layout: Layout, cluster: Cluster) -> tuple[int, str]:
+def _by_links(knob: str, knobs: SmpConfig, shapes: Shapes, layout: Layout, cluster: Cluster) -> tuple[int, str]:
     topology, degree = cluster.topology, layout.size(*PARTITION)
     if degree == 1:
         return _OWN[knob], "shard_degree=1: nothing is gathered"
     between = topology.spans_nodes(layout.ranks(0, *PARTITION))
-    measured = _link_of(knobs, between, degree, cluster) if shapes is not None and shapes.unit_elements else None
-    if measured is None or shapes is None:
+    measured = _link_of(knobs, between, degree, cluster) if shapes.unit_elements else None
+    if measured is None:
         nodes, k = topology.num_nodes, topology.ranks_per_node
         return _OWN[knob], f"no measured links of {nodes} x {k} ranks ({LINKS_VARIABLE})"
     place, link = measured[0], measured[1].all_gather
@@ -174,7 +169,7 @@ def _link_of(knobs: SmpConfig, between: bool, degree: int, cluster: Cluster) -> 
 
 def missing_option(knobs: SmpConfig, knob: str, layout: Layout, cluster: Cluster) -> str | None:
     """Why FSDP2's option can do nothing here; None: it can."""
-    method, degree = _METHODS[knob], layout.size(*PARTITION)
+    method, degree = FSDP_METHODS[knob], layout.size(*PARTITION)
     in_stages = knobs.hierarchical and two_stages(degree, cluster.topology)
     if method not in cluster.fsdp_methods:
         return f"torch {torch.__version__} has no FSDPModule.{method}"

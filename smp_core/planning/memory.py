@@ -33,13 +33,14 @@ class MemoryEstimate:
         shard_degree: ranks that hold one copy of the model states together.
         parameters: parameter shards, in the model's own dtypes.
         gradients: gradient shards of trainable parameters, in the same dtypes.
-        partial_sums: sums of the accumulation window, where gradients are reduced in another dtype than they have, or
-            held whole (`reduce_every_micro_batch=False`).
+        partial_sums: sums of the accumulation window, where gradients are reduced in another dtype than parameters are
+            stored in, held whole (`reduce_every_micro_batch=False`), or given to masters.
         optimizer_states: of trainable parameters, in their dtypes; with `optimizer_shard="world"` float32 masters and
             their gradients too (with `state_offload="optimizer"` only these).
         buffers: whole on every device.
         gathered: the root unit and twice the largest other unit (the one that computes and the one fetched ahead), in
-            the dtype of gathered parameters; all units if they stay gathered.
+            the dtype of gathered parameters; all units if they stay gathered, their parts of a copy between forward
+            and backward (`reshard_after_forward="node"`).
         budget: device memory less headroom, None when it is not known.
     """
 
@@ -73,26 +74,31 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
         optimizer: what it keeps for each trainable parameter.
     """
     knobs, dtypes, degree = plan.knobs, plan.dtypes, plan.shard_degree
+    of_units = {name for unit in plan.sharded_units for name in unit.parameters}
+    over_world = knobs.optimizer_shard == "world" and plan.layout.replicate > 1
     parameters = gradients = partial_sums = states = 0
     for parameter in plan.shapes.parameters:
-        elements = _shard_elements(parameter, degree)
-        stored = dtypes.of_stored(parameter)
+        is_sharded = parameter.name in of_units
+        elements = _shard_elements(parameter, degree) if is_sharded else parameter.elements
+        stored = dtypes.of_stored(parameter) if is_sharded else parameter.dtype
+        reduced = dtypes.of_reduced(parameter)
         # state_offload="all" leaves what FSDP2 shards on the host; sums of gradients are on the device all the same.
-        offloaded = knobs.state_offload == "all" and parameter.is_divided
+        offloaded = knobs.state_offload == "all" and is_sharded
         parameters += 0 if offloaded else elements * stored.itemsize
         if not parameter.trainable:
             continue
-        gradients += 0 if offloaded else elements * stored.itemsize
-        if knobs.optimizer_shard == "world" and plan.layout.replicate > 1 and parameter.shape:
-            # Masters and their gradients are float32 where parameters are half precision. The sums of the window
-            # lie where gradients would.
+        if over_world and parameter.shape and (is_sharded or degree == 1):
+            # Masters and their gradients are float32 where parameters are half precision; sums take the place of
+            # the parameters' gradients.
             part = -(-elements // plan.layout.replicate)
             tensors = 1 if knobs.state_offload else 2 + optimizer.whole
             states += part * max(parameter.dtype.itemsize, 4) * tensors
-        elif knobs.state_offload is None:
+            partial_sums += elements * reduced.itemsize
+            continue
+        gradients += 0 if offloaded else elements * stored.itemsize
+        if knobs.state_offload is None:
             states += optimizer.whole * elements * parameter.dtype.itemsize
-        reduced = dtypes.of_reduced(parameter)
-        if not knobs.reduce_every_micro_batch and degree > 1 and parameter.shape:
+        if not knobs.reduce_every_micro_batch and is_sharded:
             partial_sums += parameter.elements * reduced.itemsize
         elif offloaded or reduced != stored:
             partial_sums += elements * reduced.itemsize
@@ -201,9 +207,7 @@ def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, st
 
 
 def _shard_elements(parameter: ParameterShape, shard_degree: int) -> int:
-    """Elements of one rank's shard, padded as FSDP2 pads; what is not divided is whole on every rank."""
-    if not parameter.is_divided:
-        return parameter.elements
+    """Elements of one rank's shard, padded as FSDP2 pads."""
     rows = parameter.shape[0]
     return -(-rows // shard_degree) * (parameter.elements // rows)
 
@@ -223,12 +227,14 @@ def _gathered_bytes(plan: Plan) -> int:
                 total += _shard_elements(parameter, degree) * degree * itemsize
         return total
 
-    sizes = [size(unit.parameters) for unit in shapes.units.units if not unit.is_root]
-    root = size(shapes.by_name)
-    if plan.knobs.reshard_after_forward is False:
+    sizes = [size(unit.parameters) for unit in plan.units if not unit.is_root]
+    root = sum(size(unit.parameters) for unit in plan.units if unit.is_root)
+    kept = plan.knobs.reshard_after_forward
+    if kept is False:
         return root + sum(sizes)
     # With a single unit beside the root there is none to fetch ahead
-    return root + sum(sorted(sizes)[-1:] * min(2, len(sizes)))
+    in_use = root + sum(sorted(sizes)[-1:] * min(2, len(sizes)))
+    return in_use + (-(-sum(sizes) // kept) if type(kept) is int else 0)
 
 
 def _does_not_fit(largest: MemoryEstimate, share: str, topology: Topology) -> str:

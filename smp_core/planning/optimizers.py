@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each trainable parameter, as far as memory is planned with it.
+"""Optimizer states, counted for the memory plan.
 
 Known are torch's optimizers, read from the object itself (class, momentum, ``amsgrad``, ...), and some by name for
 plans that are made before there is one. Any other is taken to keep two tensors of the parameter's shape and dtype, as

@@ -1,5 +1,5 @@
-"""Shapes: what is decided by of a model: names, shapes and dtypes, and which modules its units are. No tensors, no
-modules; the same on every rank."""
+"""Shapes: the facts about a model that decisions use: names, shapes and dtypes, and which modules its units are. No
+tensors, no modules; the same on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-import xxhash
 from torch import nn
 
 from smp_core.config import SmpConfig
@@ -127,12 +126,6 @@ class Shapes:
     def dtype(self) -> torch.dtype:
         """Of the first parameter, which most others have too."""
         return next((parameter.dtype for parameter in self.parameters), torch.float32)
-
-    @cached_property
-    def word(self) -> str:
-        """Equal for models whose parameters and units have the same names, shapes and dtypes."""
-        said = repr([(p.name, p.shape, p.dtype) for p in self.parameters] + [self.units.units])
-        return f"{self.kind} with {len(self.parameters)} parameters, {xxhash.xxh3_64_hexdigest(said.encode())}"
 
     def of_name(self, name: str) -> ParameterShape:
         return self.by_name[self.aliases.get(name, name)]

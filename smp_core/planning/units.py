@@ -9,7 +9,7 @@ is sharded, so that what FSDP2 would refuse later (a parameter tied across units
   reach ``wrap_min_parameters``;
 - roots: the model itself, or, for a module whose own forward is not what a step calls (a LightningModule), its
   callable children, and itself only where it owns parameters;
-- a leaf with another trainable dtype than the rest of its unit becomes a unit of its own;
+- a leaf layer whose trainable parameters have another dtype than the rest of its unit becomes a unit of its own;
 - replicated: 0-d and empty parameters, and those tied across units; they stay plain tensors, equal on all ranks.
 """
 
@@ -59,10 +59,6 @@ class WrapPlan:
     why: str
     blocks: tuple[str, ...] = ()
 
-    def unit_parameters(self) -> list[list[str]]:
-        """Parameter names unit by unit, for :mod:`smp_core.planning.memory`."""
-        return [list(unit.parameters) for unit in self.units]
-
 
 def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward") -> WrapPlan:
     """Decide the units of ``model``.
@@ -93,6 +89,8 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
     replicated |= tied
     chosen |= _other_dtype_leaves(model, owner, replicated)
     owner = _owners(model, chosen)
+    tied |= _tied_across_units(model, owner)  # the new units may have cut a tie inside of one
+    replicated |= tied
     replicated |= _second_dtypes(owner, replicated)
 
     members: dict[nn.Module, list[str]] = defaultdict(list)

@@ -214,8 +214,7 @@ class AccumulationWindow:
     @torch.no_grad()
     def drop(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
         """Drop what the window holds of these parameters: what ``zero_grad`` of an optimizer or a module
-        means in its middle. When all that it can hold has been dropped it is closed: on all ranks, whatever each of
-        them reached.
+        means in its middle. If everything was dropped the window ends, on all ranks alike.
 
         Args:
             set_to_none: as ``zero_grad`` has it; False: parameters that were reached have a gradient all the same.
@@ -257,7 +256,7 @@ class AccumulationWindow:
         self._forget()
 
     def _say_what_had_no_effect(self) -> None:
-        """Once: how many micro-batches there are shows only when a window has come to its end."""
+        """Warn once, at the end of the first window: only then it is known how many micro-batches there are."""
         asked = [
             (self._keep_gathered, "reshard_after_backward=false", "gathers"),
             (self._hold_gradients, "reduce_every_micro_batch=false", "reductions"),
@@ -291,7 +290,7 @@ class AccumulationWindow:
             if not self._reducing_held:
                 self._queue_end()
             each.add(reduced)
-            if self._last and each.unit.is_complete():
+            if self._last and each.unit.pass_is_over():
                 each.complete()
                 self._send_complete()
 
@@ -353,7 +352,7 @@ class AccumulationWindow:
             self._next += 1
 
     def _send_the_rest(self, held_somewhere: Sequence[int]) -> None:
-        """From the first unit on that this rank has no sum of."""
+        """Send the remaining units that any rank has a sum of; zeros where this rank has none."""
         for each, held in zip(self._units[self._next :], held_somewhere[self._next :], strict=True):
             if held:
                 each.send()

@@ -4,9 +4,9 @@
     collecting    micro-batches' sums, reduced inside the partition group, are added up
     complete      nothing more is added; it may be sent
     in flight     it is on its way to the other replicas
-    idle          its mean is in ``.grad`` of parameters, or of their masters
+    (idle)        again, with the mean in ``.grad`` of parameters, or of their masters
 
-A pass may jump from idle to in flight: a unit that only other replicas used sends zeros. With one replica nothing is
+A unit may go from idle to in flight at once: one that only other replicas used sends zeros. With one replica nothing is
 sent, and a complete sum becomes gradients.
 """
 
@@ -116,7 +116,7 @@ class UnitWindow:
                 self.flat[slot.offset : slot.offset + slot.padded] = 0
 
     def received_all(self) -> bool:
-        """Whether this rank has a gradient of every parameter in the sum."""
+        """Whether this rank has a gradient of every parameter in the sum, if there is one."""
         return all(slot.index in self.unit.reached for slot in self.slots)
 
     # In flight
@@ -126,6 +126,11 @@ class UnitWindow:
         if not self.route.adds_up:
             return
         slots = self.unit.window_slots()
+        if not slots:
+            raise RuntimeError(
+                f"unit {self.unit.name!r} is frozen as a whole on this rank, and other replicas have gradients of it; "
+                "freeze the same parameters on all ranks"
+            )
         if self.flat is None:
             self.slots, self.flat = slots, self.unit.zeros(slots[-1].offset + slots[-1].padded)
         self._widen(slots)
@@ -161,8 +166,8 @@ class UnitWindow:
             seen: for each parameter of the unit whether any rank has a gradient of it; None: all of them.
 
         Returns:
-            otherwise: the mean, where the parameters' shards are (on the host it may still be on its way); None: there
-            is none.
+            the mean, on the device of the parameters' shards (a copy to the host may still be on its way); None where
+            masters have it, or there is no sum.
         """
         if self.flat is None:
             return None

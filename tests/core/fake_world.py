@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's onl
 
 from smp_core.config import SmpConfig
 from smp_core.engine import build_mesh, parallelize
+from smp_core.layout import PARTITION
 from smp_core.topology import Topology
 from tests.core.gpt import SmallGpt
 from tests.core.recording import CallRecorder
@@ -45,10 +46,10 @@ def main(world: int, ranks_per_node: int, rank: int, knobs: dict[str, Any]) -> N
         optimizer.zero_grad()
     parallel.meter.close_step()
     named = {"shard": mesh.shard_group, "replicate": mesh.replicate_group}
-    if mesh.partition_stages is not None:
-        named.update(intra=mesh.partition_stages[0], inter=mesh.partition_stages[1])
-    if mesh.replica_stages is not None:
-        named.update(replicas_here=mesh.replica_stages[0], replicas_across=mesh.replica_stages[1])
+    if mesh.stages(*PARTITION) is not None:
+        named.update(intra=mesh.stages(*PARTITION)[0], inter=mesh.stages(*PARTITION)[1])
+    if mesh.stages("replicate") is not None:
+        named.update(replicas_here=mesh.stages("replicate")[0], replicas_across=mesh.stages("replicate")[1])
     calls = Counter((call.kind, len(call.ranks)) for call in recorder.calls if call.dtype != "int32")
     print(
         json.dumps(

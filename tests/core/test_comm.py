@@ -21,6 +21,7 @@ from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduce
 from smp_core.comm.meter import CommMeter
 from smp_core.config import SmpConfig
 from smp_core.engine import build_mesh
+from smp_core.layout import PARTITION
 from smp_core.topology import Topology
 from tests.harness import RanksFailed, run_ranks
 
@@ -38,8 +39,8 @@ class Cluster:
         self.meter = CommMeter(topology, self.mesh.rank)
         self.on_one_node = CommMeter(Topology.uniform(topology.world_size, topology.world_size), self.mesh.rank)
         self.group, self.size, self.rank = self.mesh.shard_group, dist.get_world_size(), dist.get_rank()
-        assert self.mesh.partition_stages is not None
-        self.stages = self.mesh.partition_stages
+        assert self.mesh.stages(*PARTITION) is not None
+        self.stages = self.mesh.stages(*PARTITION)
 
     def all_gathers(self) -> dict[str, Callable[[torch.Tensor, torch.Tensor], Any]]:
         two_stage = HierarchicalAllGather(self.meter, *self.stages)

@@ -21,6 +21,7 @@ from smp_core.planning.cluster import GIB, Cluster
 from smp_core.planning.decide import Plan, decide
 from smp_core.planning.dtype_rules import Precision
 from smp_core.planning.given_rules import GivenSharding
+from smp_core.planning.next_run import knobs_of_next_run
 from smp_core.planning.shapes import Shapes
 from smp_core.topology import Topology
 
@@ -264,6 +265,28 @@ def test_a_plan_tiles_the_world_or_the_error_names_a_knob(
     again = decide(shapes, plan.knobs, cluster)
     assert dataclasses.replace(again, warnings=()) == dataclasses.replace(plan, warnings=(), optimizer=None)
     assert again.knobs.effective() == plan.knobs.effective()
+
+
+def test_a_further_run_sets_its_own_knobs_anew() -> None:
+    plan = plan_of(save_full_state_dict=True, verify_checkpoint="digests")
+    config = knobs_of_next_run(plan, SmpConfig(async_save=True), "model")
+    assert (config.save_full_state_dict, config.async_save, config.verify_checkpoint) == (False, True, "auto")
+    with pytest.raises(ValueError, match=r"shard_degree=2: this model was sharded before with shard_degree=4"):
+        knobs_of_next_run(plan, SmpConfig(shard_degree=2), "model")
+
+
+def test_what_was_asked_of_a_model_that_came_otherwise_is_a_warning() -> None:
+    asked = SmpConfig(reshard_after_forward=False)
+    plan = decide(Shapes.of(Tower(), asked), asked, Cluster(Topology.uniform(4, 2)), given=GivenSharding((0, 1), False))
+    assert [line for line in plan.warnings if line.startswith("reshard_after_forward=False has no effect")]
+
+
+def test_a_reason_is_of_what_takes_effect() -> None:
+    """One rank holds everything: under autocast nothing is gathered in half precision, and gradients are float32."""
+    asked = SmpConfig(shard_degree=1)
+    precision = Precision(torch.bfloat16, "autocast", cast_forward_inputs=False)
+    plan = decide(Shapes.of(Tower(), asked), asked, Cluster(Topology.uniform(2, 2)), precision=precision)
+    assert plan.knobs.reduce_dtype is None and plan.knobs.why("reduce_dtype") == "the gradients' own dtype"
 
 
 def test_nothing_is_settled_outside_of_planning() -> None:

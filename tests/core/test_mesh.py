@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from smp_core.config import SmpConfig
 from smp_core.engine import build_mesh, parallelize
+from smp_core.layout import GRADIENTS, PARTITION
 from smp_core.links import LINKS_VARIABLE
 from smp_core.mesh import SmpMesh
 from smp_core.topology import Topology
@@ -44,10 +45,11 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int] | None:
 def look(knobs: dict[str, Any]) -> Seen:
     mesh, config = build_mesh(SmpConfig(**knobs), Topology.discover(), "cpu")
     sums = {}
-    intra, inter = mesh.partition_stages or (None, None)
+    intra, inter = mesh.stages(*PARTITION) or (None, None)
     stages = (ranks_of(intra), ranks_of(inter))
     named = {"shard": mesh.shard_group, "replicate": mesh.replicate_group, "intra": intra, "inter": inter}
-    for name, group in {**named, "context": mesh.context_group}.items():
+    shared = mesh.group("context") if mesh.context_degree > 1 else None
+    for name, group in {**named, "context": shared}.items():
         if group is not None:  # the group works, and is the one it says
             total = torch.tensor(float(10**mesh.rank))
             dist.all_reduce(total, group=group)
@@ -62,10 +64,10 @@ def look(knobs: dict[str, Any]) -> Seen:
         replicate=ranks_of(mesh.replicate_group) or [],
         intra=stages[0],
         inter=stages[1],
-        context=ranks_of(mesh.context_group),
+        context=ranks_of(shared),
         ranks={name: getattr(mesh, name) for name in (*places, *degrees)},
         sums=sums,
-        effective={**config.effective(), "in effect": mesh.partition_stages is not None},
+        effective={**config.effective(), "in effect": mesh.stages(*PARTITION) is not None},
         axes=mesh.device_mesh.mesh_dim_names,
     )
 
@@ -249,6 +251,37 @@ def test_ranks_that_plan_their_degree_and_ranks_that_were_given_one_are_an_error
     assert found[0] == found[1] and "shard_degree differs between ranks (2 on rank 0; 'auto' on rank 1)" in found[0]
 
 
+def parallelize_ones_own(case: str) -> str:
+    model = torch.nn.Linear(4, 4, bias=dist.get_rank() == 0 or case != "parameters")
+    if case == "meta" and dist.get_rank() == 1:
+        model = model.to("meta")
+    model.weight.requires_grad_(dist.get_rank() == 0 or case != "flags")
+    try:
+        parallelize(model, SmpConfig(shard_degree=2))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("case", ["parameters", "meta", "flags"])
+def test_a_model_that_differs_between_ranks_is_an_error_on_all_of_them(case: str) -> None:
+    found = run_ranks(parallelize_ones_own, 2, case)
+    assert found[0] == found[1] and "the model differs between ranks ('Linear with" in found[0]
+    assert ("on the meta device" in found[0]) == (case == "meta")
+
+
+def with_the_mesh_of_another_degree() -> str:
+    mesh, _ = build_mesh(SmpConfig(shard_degree=2), Topology.discover(), "cpu")
+    with pytest.raises(ValueError) as refused:
+        parallelize(torch.nn.Linear(2, 2), SmpConfig(shard_degree=1), mesh=mesh)
+    return str(refused.value)
+
+
+def test_the_mesh_of_a_model_before_has_to_fit() -> None:
+    for said in run_ranks(with_the_mesh_of_another_degree, 2):
+        assert said.startswith("shard_degree=1") and "has 2" in said
+
+
 def test_measured_links_are_those_of_all_ranks(tmp_path: Path) -> None:
     path, other = tmp_path / "links.json", tmp_path / "other.json"
     path.write_text("{}")
@@ -278,11 +311,15 @@ def test_a_degree_that_straddles_nodes_is_refused() -> None:
 
 
 def groups_of(mesh: SmpMesh) -> dict[str, dist.ProcessGroup]:
-    both = {"partition": mesh.partition_stages, "replicas": mesh.replica_stages, "gradients": mesh.gradient_stages}
+    both = {
+        "partition": mesh.stages(*PARTITION),
+        "replicas": mesh.stages("replicate"),
+        "gradients": mesh.stages(*GRADIENTS),
+    }
     named = {f"{name}, stage {i}": group for name, two in both.items() for i, group in enumerate(two or ())}
     named |= {"shard": mesh.shard_group, "replicate": mesh.replicate_group, "gradients": mesh.gradient_group}
-    if mesh.context_group is not None:
-        named["context"] = mesh.context_group
+    if mesh.context_degree > 1:
+        named["context"] = mesh.group("context")
     secondary = mesh.secondary(2)
     return named | {name: secondary.get_group(name) for name in ("across", "secondary")}
 

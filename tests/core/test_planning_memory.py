@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -250,6 +251,26 @@ def test_states_over_the_world_are_divided_by_it() -> None:
     # Masters and states on the host: what remains is the gradient of the part.
     offloaded = estimate_of(plan_of(model, 2, 8, UNITS, optimizer_shard="world", state_offload="optimizer"))
     assert offloaded.optimizer_states == (10 + 8 + 1) * 4
+
+
+def test_what_stays_whole_is_counted_whole() -> None:
+    """A 10x8 matrix tied across units: on every rank 80 elements, their gradient and two states; so is the 0-d one."""
+    with torch.device("meta"):
+        model = TwoBlocks()
+    shapes = shapes_of(model, UNITS)
+    units = tuple(unit for unit in shapes.units.units if not unit.is_root)
+    tied = dataclasses.replace(shapes, units=WrapPlan(units, ("embed.weight", "scale"), "as told"))
+    plan = decide(tied, SmpConfig(shard_degree=3), Cluster(Topology.uniform(3, 3)))
+    seen = estimate_of(plan)
+    assert seen.parameters == 4 * (80 + 24 + 3 + 48 + 1) and seen.gradients == 4 * (80 + 24 + 3 + 1)
+    assert seen.optimizer_states == 2 * seen.gradients
+    assert seen.gathered == 4 * 2 * 144, "nothing gathers it"
+
+
+def test_a_copy_that_is_kept_after_forward_is_counted() -> None:
+    # Of the units first 4 * (2 * 8 + 2) = 72 and second 128 elements a half stays on each of two ranks.
+    without, kept = estimate(4), estimate(4, reshard_after_forward=2)
+    assert kept.gathered == without.gathered + 4 * (72 + 128) // 2
 
 
 def test_units_of_parameters_that_are_not_there_are_refused() -> None:

@@ -84,10 +84,10 @@ class Replicas:
         self.mesh, _ = build_mesh(SmpConfig(shard_degree=1), topology, "cpu")
         pairs, _ = build_mesh(SmpConfig(shard_degree=2), topology, "cpu")
         self.meter = CommMeter(topology, self.mesh.rank)
-        assert self.mesh.replica_stages is not None and pairs.replica_stages is None
+        assert self.mesh.stages("replicate") is not None and pairs.stages("replicate") is None
         self.groups = {
-            "world": (self.mesh.world_group, self.mesh.replica_stages),
-            "pair": (pairs.replicate_group, pairs.replica_stages),
+            "world": (self.mesh.world_group, self.mesh.stages("replicate")),
+            "pair": (pairs.replicate_group, pairs.stages("replicate")),
         }
 
     def hop(self, where: str, name: CodeName | None = None, error_feedback: bool = False) -> ReplicaHop:

@@ -232,5 +232,24 @@ def test_a_model_without_parameters_is_refused() -> None:
 
 def test_parameter_names_come_unit_by_unit_for_planning() -> None:
     made = plan(zoo.Shared())
-    assert made.unit_parameters() == [list(unit.parameters) for unit in made.units]
-    assert [len(unit) for unit in made.unit_parameters()] == [4, 4, 2]
+    assert [len(unit.parameters) for unit in made.units] == [4, 4, 2]
+
+
+class TiedHalves(nn.Module):
+    """Mostly bfloat16, with a float32 embedding and head of one weight: each becomes a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.wide = nn.Linear(8, 64).bfloat16()
+        self.back = nn.Linear(64, 8).bfloat16()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.back(self.wide(self.embed(tokens).bfloat16())).float())
+
+
+def test_a_tie_that_units_of_another_dtype_cut_is_found() -> None:
+    made = plan_units(TiedHalves(), SmpConfig())
+    assert made.replicated == ("embed.weight",)
+    assert all("embed" not in name and "head" not in name for unit in made.units for name in unit.parameters)

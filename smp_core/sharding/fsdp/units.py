@@ -133,7 +133,7 @@ class ShardedUnit:
         """What FSDP2 reduces the parameter's gradient in."""
         return parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype
 
-    def is_complete(self) -> bool:
+    def pass_is_over(self) -> bool:
         """Whether the present pass has nothing more for this unit, when FSDP2 has just reduced it: no use is left that
         FSDP2 will reduce it for (on all ranks of the partition group), and every trainable parameter has its gradient,
         which autograd hands over once in a pass, when it has added up all uses. (Uses may be left over of a graph that
