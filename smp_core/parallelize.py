@@ -103,7 +103,8 @@ def parallelize_model(
 
     # Calls into it, and its gradients from here on.
     calls = Calls(model, mesh.shard_ranks)
-    register_forward_methods(model, units, calls, knobs.forward_methods)
+    if units:
+        register_forward_methods(model, units, calls, knobs.forward_methods)
     veto = None if fp8 is None else fp8.state.nonfinite
     window = AccumulationWindow(model, units, traffic, plan, calls, veto)
     follow_window(model, window)
