@@ -86,13 +86,10 @@ def parallelize(
         return decide(shapes, asked, observe(), precision=precision)
 
     plan = agreed(asked, settle, lambda plan: plan.word)
-    if mesh is not None and mesh.layout != plan.layout:
-        raise ValueError(
-            f"shard_degree={plan.shard_degree} and context_parallel_degree={plan.layout.context}, but the mesh of the "
-            f"model before has {mesh.shard_degree} and {mesh.context_degree}; write the same, or shard_degree='auto'"
-        )
     if mesh is None:
         mesh = _mesh_of(plan.knobs, plan.layout, topology, device)
+    else:
+        _require_layout(mesh, plan)
     if mesh.rank == 0:
         for line in plan.warnings:
             logger.warning("%s", line)
@@ -131,3 +128,11 @@ def _mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch
         in_stages=knobs.asked("hierarchical") is not False,
         secondary=keep if type(keep) is int else None,
     )
+
+
+def _require_layout(mesh: SmpMesh, plan: Plan) -> None:
+    if mesh.layout != plan.layout:
+        raise ValueError(
+            f"shard_degree={plan.shard_degree} and context_parallel_degree={plan.layout.context}, but the mesh of the "
+            f"model before has {mesh.shard_degree} and {mesh.context_degree}; write the same, or shard_degree='auto'"
+        )
