@@ -88,7 +88,7 @@ def parallelize(
     plan = agreed(asked, settle, lambda plan: plan.word)
     if mesh is None:
         mesh = _mesh_of(plan.knobs, plan.layout, topology, device)
-    else:
+    elif given is None:
         _require_layout(mesh, plan)
     if mesh.rank == 0:
         for line in plan.warnings:
