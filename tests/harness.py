@@ -53,8 +53,6 @@ _pools: dict[int, RankPool] = {}
 
 def _pool(world_size: int) -> RankPool:
     pool = _pools.pop(world_size, None)
-    if pool is not None and pool.alive and pool.is_worn_out():
-        pool.close()
     if pool is None or not pool.alive:
         pool = RankPool(world_size)
     _pools[world_size] = pool
@@ -63,6 +61,9 @@ def _pool(world_size: int) -> RankPool:
 
 def _make_room() -> None:
     """Close what is too many. Nearly all cases have two or four ranks, which cost seconds to start: others go first."""
+    for size, pool in list(_pools.items()):
+        if not pool.alive or pool.is_worn_out():
+            _pools.pop(size).close()
     while sum(_pools) > MAX_IDLE_RANKS:
         _pools.pop(max(_pools, key=lambda size: (size not in (2, 4), size))).close()
 

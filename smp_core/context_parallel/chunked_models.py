@@ -245,7 +245,10 @@ def use_chunked_loss(model: Any, chunk: int = 1024) -> None:
         has_loss = isinstance(loss, torch.Tensor)
         if not has_loss and torch.is_grad_enabled() and not warned:
             warned = True
-            logger.warning("chunked_cross_entropy has no effect on %s: its forward gets no labels", name)
+            logger.warning(
+                "chunked_cross_entropy has no effect on %s: its forward gets no labels, so its logits are made whole",
+                name,
+            )
         return _without_pending(outputs, has_loss)
 
     model.loss_function = loss_function
