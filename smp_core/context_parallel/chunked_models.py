@@ -26,6 +26,8 @@ from smp_core.context_parallel.transformers_models import transformers_models
 
 logger = logging.getLogger("smp")
 
+_NO_LABELS = "chunked_cross_entropy has no effect on %s: its forward gets no labels, so its logits are made whole"
+
 # The functions that act on every logit by itself, by their names in torch and as methods; another argument is a number,
 # or one for each word of the vocabulary.
 _ELEMENTWISE = ("add", "sub", "mul", "div", "true_divide", "tanh", "float", "to", "contiguous", "clamp")
@@ -245,10 +247,7 @@ def use_chunked_loss(model: Any, chunk: int = 1024) -> None:
         has_loss = isinstance(loss, torch.Tensor)
         if not has_loss and torch.is_grad_enabled() and not warned:
             warned = True
-            logger.warning(
-                "chunked_cross_entropy has no effect on %s: its forward gets no labels, so its logits are made whole",
-                name,
-            )
+            logger.warning(_NO_LABELS, name)
         return _without_pending(outputs, has_loss)
 
     model.loss_function = loss_function

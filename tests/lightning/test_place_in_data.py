@@ -104,7 +104,9 @@ PLACES: list[tuple[int, int | None]] = [(1, 2), (0, None), (2, 0)]
     "options",
     [
         pytest.param({}, id=""),
-        pytest.param({"distributed": False, "own_batches": True}, id="each rank shuffles for itself"),
+        pytest.param(
+            {"distributed": False, "own_batches": True}, id="each rank shuffles for itself", marks=pytest.mark.slow
+        ),
         pytest.param({"early": True}, id="loaders made early", marks=pytest.mark.slow),
         pytest.param({"workers": 1}, id="a worker reads", marks=pytest.mark.slow),
     ],
