@@ -228,7 +228,7 @@ def train_and_compare(flags: argparse.Namespace) -> int:
 
 
 def print_plan(flags: argparse.Namespace) -> None:
-    """What each shard degree needs of a device; the model is built on the meta device, without memory."""
+    """Print what each shard degree needs of a device; the model is built on the meta device, without memory."""
     config = gpt2_config(flags, flags.vocab_size, 0)
     with torch.device("meta"):
         model = GPT2LMHeadModel(config)

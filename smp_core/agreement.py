@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def of_all_ranks(own: T) -> list[T]:
-    """What every rank gave, in rank order. Collective over the world; without a process group there is one rank."""
+    """Gather what every rank gives, in rank order. Collective over the world; without a group there is one rank."""
     if not dist.is_initialized() or dist.get_backend() == "fake":  # a dry run of one rank, which hears from nobody
         return [own]
     everyone = [own] * dist.get_world_size()
@@ -34,7 +34,7 @@ def of_all_ranks(own: T) -> list[T]:
 
 
 def agreed(asked: SmpConfig, decide: Callable[[], T], model: Callable[[T], str] = lambda _: "") -> T:
-    """What ``decide()`` gives, if every rank was given the same and came to the same. Collective over the world.
+    """Decide on every rank, and require that all were given the same and came to the same. Collective over the world.
 
     Args:
         asked: the knobs that it decides by; the file that ``SMP_LINKS`` names is compared too.
@@ -71,11 +71,12 @@ def agreed(asked: SmpConfig, decide: Callable[[], T], model: Callable[[T], str] 
 
 
 def _differences(everyone: list[dict[str, object]], names: list[str]) -> list[str]:
-    return [
-        f"{name} differs between ranks ({by_rank([said[name] for said in everyone])})"
-        for name in names
-        if any(said[name] != everyone[0][name] for said in everyone)
-    ]
+    found = []
+    for name in names:
+        values = [said[name] for said in everyone]
+        if any(value != values[0] for value in values):
+            found.append(f"{name} differs between ranks ({by_rank(values)})")
+    return found
 
 
 def _links_file() -> str | None:

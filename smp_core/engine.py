@@ -2,7 +2,7 @@
 
 look      Shapes of the model, Cluster of the machines
 decide    a Plan: pure, the same on every rank
-agree     every rank was given the same and came to the same
+agree     every rank was given the same knobs, links and model, and none refuses
 mesh      the process groups of its layout
 do        parallelize_model(), or adopt_sharded_model() for one that came sharded
 """

@@ -85,14 +85,14 @@ def parallelize_model(
     context = share_sequences(model, mesh, int(knobs.context_head_groups), meter)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy)
-    savers = save_activations(model, plan, mesh.device)
+    saved = save_activations(model, plan, mesh.device)
 
     # Where its parameters live: rank 0's weights for what stays whole; a unit gets them just before it is sharded.
     if plan.gathers or knobs.optimizer_shard == "world":
         lay_out_contiguously(model)
     broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.gradient_group)
     gather_of = None if fp8 is None else fp8.gather_of
-    units = shard_units(model, plan, mesh, traffic, recomputed=savers.recomputed_units, gather_of=gather_of)
+    units = shard_units(model, plan, mesh, traffic, recomputed=saved.recomputed_units, gather_of=gather_of)
     apply_fsdp_options(model, knobs)
     explain_uncalled(units)
     if plan.shapes.on_meta:
@@ -111,13 +111,13 @@ def parallelize_model(
     if fp8 is not None:
         _start_scales(fp8, mesh, meter)
     return ParallelModel(
-        model, mesh, plan, tuple(units), window, meter, traffic, calls, replaced, savers, fp8, context, fp8_region
+        model, mesh, plan, tuple(units), window, meter, traffic, calls, replaced, saved, fp8, context, fp8_region
     )
 
 
 def change_this_process() -> None:
-    """What holds for all sharded models of a process: parts are not pickled in silence, numbers of theirs are those of
-    whole tensors, and errors that others raise about them are explained."""
+    """Switch on what holds for all sharded models of a process: parts are not pickled in silence, numbers of theirs are
+    those of whole tensors, and errors that others raise about them are explained."""
     refuse_to_pickle_shards()
     reduce_scalars()
     explain_uncaught_errors()
@@ -143,7 +143,7 @@ def _to_fp8(
 
 
 def _start_scales(fp8: Fp8Model, mesh: SmpMesh, meter: CommMeter) -> None:
-    """Scales are found over all ranks, every one of which holds a part of the weights or sees a part of the tokens."""
+    """Find scales over all ranks, every one of which holds a part of the weights or sees a part of the tokens."""
 
     def maximum_by(metered: CommMeter) -> Callable[[torch.Tensor], None]:
         reduce = FlatMaxReduce(metered)

@@ -60,7 +60,7 @@ def decide_with_smallest_degree(
     precision: Precision = TRAINERS_OWN,
     optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> Plan:
-    """:func:`smp_core.planning.decide.decide` with the smallest shard degree at which model states fit.
+    """Decide with the smallest shard degree at which model states fit.
 
     Args:
         optimizers: of this model, where they are known already.

@@ -84,7 +84,7 @@ def settle_reduce_dtype(draft: Draft, shapes: Shapes) -> None:
 
 
 def settle_stored_dtype(draft: Draft, shapes: Shapes, gathers: bool) -> torch.dtype | None:
-    """What parameters with masters over the world are stored in, if not in their own dtype: what they are gathered in.
+    """Decide what parameters with masters over the world are stored in, if not in their own dtype: what is gathered.
     Not where that would lose digits: FP8 weights are quantised from stored ones, host masters are read from them."""
     knobs = draft.knobs
     dtype = dtype_of(knobs.param_dtype)

@@ -114,11 +114,12 @@ def settle_prefetch(draft: Draft, shapes: Shapes, layout: Layout, cluster: Clust
         asked = getattr(draft.knobs, knob)
         if asked == "auto" or asked is False or (knob in _OWN and asked == _OWN[knob]):
             continue
-        missing = missing_option(draft.knobs, knob, layout, cluster)
         if degree == 1:
             why = "shard_degree=1: nothing is gathered or reduced in a partition group"
             draft.settle(knob, _OWN.get(knob, False), why)
-        elif missing:
+            continue
+        missing = missing_option(draft.knobs, knob, layout, cluster)
+        if missing:
             raise ValueError(f"{knob}={asked!r}: {missing}; write {knob}={1 if knob in _OWN else 'false'}")
     if draft.knobs.symmetric_memory:
         why = "torch's own collectives in the partition group, which the meter does not count"
