@@ -265,6 +265,7 @@ def test_script_output_and_status_come_back(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (4, "blue\n", "oh\n")
 
 
+@pytest.mark.slow
 def test_script_past_its_limit_is_killed_with_its_children_and_shows_stacks(tmp_path: Path) -> None:
     script, pid_file = tmp_path / "script.py", tmp_path / "pid"
     script.write_text(
@@ -280,6 +281,7 @@ def test_script_past_its_limit_is_killed_with_its_children_and_shows_stacks(tmp_
     assert _all_end([int(pid_file.read_text())])
 
 
+@pytest.mark.slow
 def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

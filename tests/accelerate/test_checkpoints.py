@@ -222,7 +222,9 @@ def expected_weights(steps: int) -> dict[str, torch.Tensor]:
     return full_weights(model)
 
 
-@pytest.mark.parametrize("way", ["Lightning to Accelerate", "Accelerate to Lightning"])
+@pytest.mark.parametrize(
+    "way", ["Lightning to Accelerate", pytest.param("Accelerate to Lightning", marks=pytest.mark.slow)]
+)
 def test_checkpoints_cross_over_between_the_faces(tmp_path: Path, way: str) -> None:
     """Two steps under one face, saved; two more under the other: weights (hence optimizer states) of four steps."""
     pytest.importorskip("lightning")

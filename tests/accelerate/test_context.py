@@ -165,6 +165,7 @@ def short_runs(folder: Path, on_ranks: bool) -> list[Run]:
     return found
 
 
+@pytest.mark.slow
 def test_losses_of_the_trainers_own_and_of_ones_own_equal_one_process(tmp_path: Path) -> None:
     """float32, as above. Logits are there for predictions, in chunks or not."""
     expected = short_runs(tmp_path / "alone", False)

@@ -29,10 +29,10 @@ def end(kind: str, ranks: int, event: str, rank: int, folder: Path) -> str:
 
 
 CASES = [("loop", 2, 1), ("trainer", 4, 2), ("loop", 4, 2), ("loop", 2, 0)]
-SLOW = [pytest.param(*case, marks=() if case == ("loop", 2, 1) else pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize(("kind", "ranks", "rank"), SLOW)
+@pytest.mark.slow  # in the normal run: tests/lightning/test_endings.py
+@pytest.mark.parametrize(("kind", "ranks", "rank"), CASES)
 def test_a_killed_rank_ends_the_run_and_is_named(kind: str, ranks: int, rank: int, tmp_path: Path) -> None:
     stderr = end(kind, ranks, "kill", rank, tmp_path)
     assert re.search(rf"torch-smp, rank (?!{rank}:)\d: .*rank {rank} was lost", stderr), stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -101,6 +102,7 @@ def assert_like(shared: Run, whole: Run) -> None:
     assert abs(sum(shared.losses) - sum(whole.losses)) <= 5e-3 * sum(whole.losses)
 
 
+@pytest.mark.slow
 def test_shared_sequences_train_in_fp8_as_whole_ones_do_also_recomputing(tmp_path: Path) -> None:
     """Recomputing changes nothing, not even a bit."""
     trainer, loop = run_trainer(tmp_path / "alone", 20, None), bare_loop(4, None)

@@ -113,7 +113,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, "one dimension, held"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("one dimension", marks=pytest.mark.slow),
+        "one dimension, tied",
+        "two dimensions",
+        pytest.param("two dimensions, tied", marks=pytest.mark.slow),
+        "one dimension, held",
+    ],
+)
 def test_a_model_that_came_sharded_trains_like_one_process(tmp_path: Path, case: str) -> None:
     tied, sizes = CASES[case.removesuffix(", held")]
     save_tiny(tmp_path / "model", tied)
@@ -165,7 +174,13 @@ def trainer_given(folder: Path, source: Path, sizes: dict[str, int] | None, resu
     return recorder.run
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp_size": 4}, {"fsdp_size": 2, "dp_replicate_size": 2}], ids=["1-D", "2-D"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"fsdp_size": 4}, id="1-D", marks=pytest.mark.slow),
+        pytest.param({"fsdp_size": 2, "dp_replicate_size": 2}, id="2-D"),
+    ],
+)
 def test_trainer_trains_saves_and_resumes_a_model_that_came_sharded(tmp_path: Path, sizes: dict[str, int]) -> None:
     """Stock Trainer refuses to save the training state of such a model."""
     save_tiny(tmp_path / "model", True)

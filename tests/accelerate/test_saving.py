@@ -179,6 +179,7 @@ def go_on_with_two(folder: str, checkpoint: str) -> tuple[Run, int, str]:
     return recorder.run, trainer.args.gradient_accumulation_steps, str(refused.value)
 
 
+@pytest.mark.slow
 def test_on_fewer_ranks_accumulation_keeps_the_global_batch(alone: tuple[Run, float], tmp_path: Path) -> None:
     expected, noise = alone
     run_ranks(save_on_four, 4, str(tmp_path), ranks_per_node=2)
@@ -202,6 +203,7 @@ def at_its_own_interval(folder: str) -> list[list[str]]:
     return kept
 
 
+@pytest.mark.slow
 def test_the_interval_follows_the_time_between_failures(tmp_path: Path) -> None:
     """12 steps: the first save, after 10, is the measurement; then after every step, or only at the end."""
     often, seldom = [f"checkpoint-{step}" for step in (10, 11, 12)], ["checkpoint-10", "checkpoint-12"]

@@ -25,17 +25,15 @@ from tests.harness import ROOT, run_ranks, run_script
 # Not test_sync with shard_degree=1: in the middle of a window it wants to see each rank's own ``.grad``, which is
 # hidden there at every degree; the port below runs instead.
 BUNDLED = [
-    pytest.param(name, sharding, marks=() if (name, sharding) == ("test_script", "whole") else pytest.mark.slow)
-    for name, sharding in [
-        ("test_script", "off"),
-        ("test_ops", "off"),
-        ("test_sync", "off"),
-        ("test_script", "whole"),
-        ("test_ops", "whole"),
-    ]
+    ("test_script", "off"),
+    ("test_ops", "off"),
+    ("test_sync", "off"),
+    ("test_script", "whole"),
+    ("test_ops", "whole"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sharding"), BUNDLED)
 def test_accelerates_bundled_script_passes_when_nothing_is_sharded(name: str, sharding: str, tmp_path: Path) -> None:
     script = ROOT / "tests" / "accelerate" / "scripts" / "bundled.py"

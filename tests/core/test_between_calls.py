@@ -261,8 +261,8 @@ def on_ranks(name: str) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-# The random runs draw these two as well.
-OFTEN_DRAWN = ("unsharded after forward", "whole gradients held")
+# The random runs draw these as well.
+OFTEN_DRAWN = ("unsharded after forward", "whole gradients held", "a copy in the node")
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def leaves_nothing(namespaces: None, tmp_path: Path) -> Iterator[dict[str, str]]
     assert set(left_behind()) <= before
 
 
+@pytest.mark.slow
 def test_bytes_that_pass_the_card_are_the_metered_ones(leaves_nothing: dict[str, str], tmp_path: Path) -> None:
     """Within 2 %: the card also counts 66 bytes of headers per frame of up to 64 KiB and pure acknowledgements (0.2 to
     0.4 % seen). Without 66 bytes per frame what is left over is gloo's message headers, flags, norms and two barriers:

@@ -99,7 +99,7 @@ def compare(names: list[str], world: int, **knobs) -> None:
 OTHERS = [name for name in SPECIMENS if name not in TRANSFORMERS and "compiled" not in name]
 
 
-@pytest.mark.parametrize("degree", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("degree", [*(pytest.param(degree, marks=pytest.mark.slow) for degree in (1, 2)), 4])
 def test_models_of_all_shapes_train_like_one_process(degree: int) -> None:
     compare(OTHERS, 4, ranks_per_node=2, shard_degree=degree)
 

@@ -113,7 +113,11 @@ def gradients_of_scenarios(names: list[str], **knobs: Any) -> dict[str, Gradient
     return found
 
 
-@pytest.mark.parametrize("knobs", [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 2, **HELD}], ids=str)
+@pytest.mark.parametrize(
+    "knobs",
+    [{"shard_degree": 1}, pytest.param({"shard_degree": 2}, marks=pytest.mark.slow), {"shard_degree": 2, **HELD}],
+    ids=str,
+)
 def test_conditional_and_repeated_parameters_have_the_gradients_of_one_process(knobs: dict[str, Any]) -> None:
     """Also None where one process has None. Thawing is another test's."""
     names = [name for name in allowed(knobs["shard_degree"]) if "frozen" not in name and "thawed" not in name]
@@ -355,6 +359,7 @@ def moved(save: str, before: dict[str, Any], later: dict[str, Any]) -> HalfPreci
     return half_precision_run("mixed", later, (2, BF16_STEPS), load=save)
 
 
+@pytest.mark.slow
 def test_half_precision_checkpoints_are_elastic(tmp_path: Path) -> None:
     """To other degrees, to float32 parameters and back: the weights in them are float32."""
     world, expected = {"optimizer_shard": "world"}, one_process_with_masters("mixed")

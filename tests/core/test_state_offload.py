@@ -80,6 +80,7 @@ def test_the_same_weights_after_twenty_steps() -> None:
     run_ranks(compare, 2, cases, 20)
 
 
+@pytest.mark.slow
 def test_the_same_weights_in_two_stages_and_with_replicas() -> None:
     cases = [
         ("all", "AdamW", {"shard_degree": 4, "hierarchical": True}),
@@ -200,6 +201,7 @@ def masters_cross_over(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_masters_cross_over_between_host_and_device(tmp_path: Any) -> None:
     assert run_ranks(masters_cross_over, 4, str(tmp_path), ranks_per_node=2) == [[]] * 4
 

@@ -86,10 +86,10 @@ def test_all_of_them_do_when_they_stay_gathered(degree: int, old_torch: bool) ->
     "options",
     [
         {"degree": 2},
-        {"degree": 4, "by_hand": True, **KEPT},
         *(
             pytest.param(options, marks=pytest.mark.slow)
             for options in (
+                {"degree": 4, "by_hand": True, **KEPT},
                 {"degree": 1},
                 {"degree": 4},
                 {"degree": 2, "by_hand": True},
@@ -105,9 +105,8 @@ def test_all_of_them_do_when_whole_gradients_are_held(options: dict[str, Any]) -
     check_scenarios(allowed(options["degree"]), **options, **HELD)
 
 
-@pytest.mark.parametrize(
-    "degree", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # in the normal run: windows with whole gradients, which are closed by hand too
+@pytest.mark.parametrize("degree", [1, 2, 4])
 def test_a_window_closed_by_hand_is_the_same(degree: int) -> None:
     check_scenarios(allowed(degree), degree, by_hand=True)
 

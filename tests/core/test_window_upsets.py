@@ -135,7 +135,7 @@ def steps_after(old_torch: bool, **knobs) -> None:
 @pytest.mark.parametrize(
     ("degree", "old_torch", "knobs"),
     [
-        (4, False, {}),
+        pytest.param(4, False, {}, marks=pytest.mark.slow),
         pytest.param(1, False, {}, marks=pytest.mark.slow),
         pytest.param(2, False, {}, marks=pytest.mark.slow),
         pytest.param(2, True, {}, marks=pytest.mark.slow),

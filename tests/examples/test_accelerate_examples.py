@@ -33,6 +33,7 @@ def test_example_learns_and_saves(tmp_path: Path, name: str, state: str, model: 
     assert math.isfinite(perplexity[0]) and is_checkpoint(out / state)
 
 
+@pytest.mark.slow
 def test_examples_of_this_face_do_without_lightning_and_import_in_silence() -> None:
     """torchao and torch speak through loggers, by the same names in every example."""
     code = (

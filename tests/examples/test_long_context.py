@@ -50,6 +50,7 @@ def test_a_tokenizer_of_ones_own(tmp_path: Path) -> None:
     assert finished.returncode != 0 and "give more text with --data, or a smaller --length" in finished.stderr
 
 
+@pytest.mark.slow
 def test_the_walk_through_of_smp_plans_on_meta() -> None:
     finished = run_script([SCRIPT, "--plan"])
     assert finished.returncode == 0, finished.stderr[-4000:]

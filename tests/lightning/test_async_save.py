@@ -83,7 +83,9 @@ def content(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "policy, held",
     [
-        ({"every_n_train_steps": 1, "save_top_k": 1, "save_last": "link"}, "step=1.ckpt"),
+        pytest.param(
+            {"every_n_train_steps": 1, "save_top_k": 1, "save_last": "link"}, "step=1.ckpt", marks=pytest.mark.slow
+        ),
         # The second save of a validation: it waits for the first, and nothing waits for it until the next validation.
         ({"monitor": "val_loss", "save_top_k": 2, "save_last": True, "save_on_train_epoch_end": False}, "last.ckpt"),
     ],

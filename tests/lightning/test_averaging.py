@@ -114,7 +114,7 @@ def test_averages_evaluations_and_final_weights_are_those_of_one_process(kind: s
     assert plain.losses != expected.losses
 
 
-@pytest.mark.parametrize("knobs", ["node", "world"])
+@pytest.mark.parametrize("knobs", [pytest.param("node", marks=pytest.mark.slow), "world"])
 def test_stochastic_weight_averaging_is_that_of_one_process(knobs: str) -> None:
     """With BatchNorm it goes through the data once more, without steps, for the statistics of the average."""
     flags: dict[str, Any] = {"max_epochs": 4, "val_check_interval": 1.0}
@@ -144,7 +144,9 @@ def interrupted(kind: str, knobs: dict[str, Any] | None, there: dict[str, Any], 
         pytest.param(
             "multi", {"shard_degree": 2, "save_full_state_dict": True}, {"shard_degree": 1}, marks=pytest.mark.slow
         ),
-        ("swa", {"shard_degree": 2, "optimizer_shard": "world"}, {"shard_degree": 2}),
+        pytest.param(
+            "swa", {"shard_degree": 2, "optimizer_shard": "world"}, {"shard_degree": 2}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_resumed_run_goes_on_with_its_average(kind: str, knobs: Any, there: Any, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "newest, linked": {"every_n_train_steps": 3, "monitor": "step", "mode": "max", "save_last": "link"},
     "weights only": {"save_weights_only": True, "save_top_k": 1},
 }
+SAMPLE = ("top-k", "newest, linked")
 
 
 def fit_saving(policy: str, folder: str, knobs: dict[str, Any] | None = None) -> Run:
@@ -44,7 +45,9 @@ def listing(folder: Path) -> dict[str, str]:
     return {path.name: os.readlink(path) if path.is_symlink() else "" for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [policy if policy in SAMPLE else pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES]
+)
 def test_model_checkpoint_keeps_what_it_keeps_in_one_process(policy: str, tmp_path: Path) -> None:
     alone, ours = tmp_path / "alone", tmp_path / "ours"
     expected = fit_saving(policy, str(alone))

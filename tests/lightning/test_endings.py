@@ -43,6 +43,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert_lost("torchrun", 1, end("torchrun", 2, "kill", 1, tmp_path).stderr)
 
 
+@pytest.mark.slow
 def test_an_exception_in_user_code_ends_all_ranks(tmp_path: Path) -> None:
     """Under Lightning's own launcher; the traceback is there and a surviving rank says whose it is."""
     stderr = end("lightning", 2, "raise", 1, tmp_path).stderr

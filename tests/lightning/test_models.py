@@ -138,7 +138,7 @@ def check_compiled(options: dict[str, Any], folder: Path) -> None:
         assert_same(resumed, Run(longer.losses[4:], longer.weights, longer.metrics))
 
 
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("blocks", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_submodules_train_alike_and_save_plain_names(blocks: bool, tmp_path: Path) -> None:
     """The backend that runs the captured graph as it is: capture, guards and names, without a C++ compiler."""
     check_compiled({"backend": "eager", "blocks": blocks}, tmp_path / "saved")

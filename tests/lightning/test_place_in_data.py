@@ -243,9 +243,9 @@ def uncut(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize(
     "damage, knobs, skipped",
     [
-        ("manifest", {}, ["last.ckpt"]),
+        pytest.param("manifest", {}, ["last.ckpt"], marks=pytest.mark.slow),
         ("bit", {"verify_checkpoint": "digests"}, ["last.ckpt", "step=10.ckpt"]),
-        ("bit", {"save_full_state_dict": True}, ["last.ckpt"]),
+        pytest.param("bit", {"save_full_state_dict": True}, ["last.ckpt"], marks=pytest.mark.slow),
     ],
     ids=["half", "bits flipped", "one file, cut"],
 )

@@ -42,7 +42,7 @@ def every_four_steps(folder: str, async_save: bool) -> list[Any]:
     return [first, between, second, sorted(os.listdir(folder)), os.readlink(f"{folder}/last.ckpt")]
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_newest_few_stay_and_the_newest_is_last(async_save: bool, tmp_path: Path) -> None:
     for first, between, second, after, last in run_ranks(
         every_four_steps, 4, str(tmp_path), async_save, ranks_per_node=2

@@ -24,7 +24,10 @@ def test_a_training_goes_on_on_other_ranks_and_degrees(kind: str, world: int) ->
     path = WRITTEN / kind.replace(" ", "-")
     expected = json.loads(Path(f"{path}.json").read_text())
     cases = [{"shard_degree": degree} for degree in (1, 2, 4) if degree <= world]
-    # To the last bit: all ranks compute the same batch, and means of equal numbers over 1, 2 and 4 ranks are exact.
+    # All ranks compute the same batch, and means of equal numbers over 1, 2 and 4 ranks are exact. What is left is the
+    # order of sums inside products, which processors differ in: the last bit of float32.
     for rank in run_ranks(go_on, world, kind, str(path), cases, ranks_per_node=2):
         for knobs, weights in zip(cases, rank, strict=True):
-            assert weights == expected, knobs
+            assert weights.keys() == expected.keys()
+            for name, values in weights.items():
+                assert values == pytest.approx(expected[name], rel=0, abs=3e-7), (knobs, name)

@@ -18,7 +18,7 @@ def check_float64(cases: list[Case], ranks: int, timeout: float = 240.0) -> None
         assert not wrong, f"{len(wrong)} of {len(seen)}, first {wrong[0]}"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_output_and_gradients_equal_one_process(ranks: int) -> None:
     check_float64(sample(ranks), ranks)
 
