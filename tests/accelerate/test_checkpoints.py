@@ -83,6 +83,7 @@ def in_mixed_precision(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_mixed_precision_weights_over_the_world_are_saved_in_float32(tmp_path: Path) -> None:
     """Stored and sent in bfloat16; the resumed run is the uninterrupted one to the last bit, which it is only from
     weights that were not rounded."""

@@ -171,7 +171,7 @@ def everything(degree: int, cases: list[tuple[bool, bool, bool]]) -> None:
         accumulate_case(degree, *case, with_optimizer)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_port_of_test_sync(degree: int) -> None:
     """split_batches, dispatch_batches and sync_each_batch, each on its own."""
     cases = [(False, False, False), (True, False, False), (False, True, False), (False, False, True)]

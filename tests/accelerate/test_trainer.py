@@ -79,6 +79,7 @@ def test_evaluation_prediction_best_model_and_saving(tmp_path: Path) -> None:
     assert all(torch.equal(again.state_dict()[name], value) for name, value in results[0].weights.items())
 
 
+@pytest.mark.slow
 def test_resume_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     """Saved by 4 ranks at step 2 of 6, gone on with by 2 ranks (another shard degree) and by one: steps and weights are
     those of the run that was not interrupted."""

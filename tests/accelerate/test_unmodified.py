@@ -67,6 +67,7 @@ def monitored(folder: str, evaluate: bool) -> tuple[list[dict[str, float]], dict
     return [e for e in trainer.state.log_history if "grad_norm" in e], meter.totals(), meter.outside()
 
 
+@pytest.mark.slow
 def test_monitor_reports_the_jobs_figures(tmp_path: Path) -> None:
     """Bytes do not depend on evaluations in between, rates are of the whole job, all ranks log the same."""
     runs = [run_ranks(monitored, 4, str(tmp_path), each, ranks_per_node=2) for each in (False, True)]

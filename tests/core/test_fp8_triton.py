@@ -36,7 +36,7 @@ def interpret() -> None:
             x = torch.stack([exact.roll(n) for n in range(70)]).to(source)
             x[0, :2] = torch.tensor([torch.inf, -torch.inf])
             x[69, 3:5] = 3 * LARGEST[dtype] / scale * torch.tensor([1, -1])
-            for given in (x, x.t(), x[:, :48], x[3:4]):
+            for given in (x, x.t(), x[:, :48], x[3:4]) if source is torch.float32 else (x[:, :48],):
                 rows, columns, amax = cast_fused(given, scale, dtype, rows=True, columns=True)
                 expected = cast_eager(given, scale, dtype).contiguous()
                 assert torch.equal(rows.view(torch.uint8), expected.view(torch.uint8)), (dtype, source, given.shape)

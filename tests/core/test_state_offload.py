@@ -90,6 +90,7 @@ def test_the_same_weights_in_two_stages_and_with_replicas() -> None:
     run_ranks(compare, 4, cases, 5, ranks_per_node=2)
 
 
+@pytest.mark.slow
 def test_states_of_world_slices_on_the_host_give_the_same_weights() -> None:
     world = {"optimizer_shard": "world"}
     cases = [

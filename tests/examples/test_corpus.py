@@ -110,6 +110,7 @@ def _build_in_a_process(folder: Path, cache: Path) -> tuple[Corpus, int]:
     return built, len(built.tokens("train"))
 
 
+@pytest.mark.slow
 def test_ranks_that_start_together_share_one_build(folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     # Not forked: this process may have threads, whose locks a fork would leave locked.

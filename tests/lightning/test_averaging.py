@@ -169,7 +169,8 @@ def resumed_in_half_precision(knobs: dict[str, Any], folder: str) -> bool:
     return all(torch.equal(value, resumed.weights[name]) for name, value in whole.weights.items())
 
 
-@pytest.mark.parametrize("shard", [pytest.param("shard", marks=pytest.mark.slow), "world"])
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["shard", "world"])
 def test_an_average_of_half_precision_weights_loses_nothing_by_a_resume(shard: str, tmp_path: Path) -> None:
     """It is float32, while the weights in the checkpoint are of the model's dtype."""
     knobs = {"shard_degree": 2, "optimizer_shard": shard}

@@ -154,7 +154,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["folder, over the world", *(pytest.param(f, marks=pytest.mark.slow) for f in ("folder", "file"))]
+)
 def test_what_hooks_edit_is_what_is_saved_and_loaded(form: str, tmp_path: Path) -> None:
     path, knobs = str(tmp_path / "saved"), FORMS[form]
     saved = together(fit_and_save, path, knobs)[0]

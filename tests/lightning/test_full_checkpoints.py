@@ -35,7 +35,7 @@ def assert_one_process_goes_on(path: Path, reference: Path) -> None:
     assert resumed.extra == expected.extra
 
 
-@pytest.mark.parametrize("degree", [1, 4])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_full_checkpoint_is_an_ordinary_file_of_one_process(degree: int, tmp_path: Path) -> None:
     """It has what one process writes, and one process and other ranks go on from it."""
     path, reference = tmp_path / "full.ckpt", tmp_path / "reference.ckpt"

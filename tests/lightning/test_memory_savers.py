@@ -55,8 +55,6 @@ def fit_all(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def test_every_saver_trains_the_same() -> None:
     settings = {
         "none": {},
-        "full": {"activation_checkpointing": "full"},
-        "selective": {"activation_checkpointing": "selective"},
         "by name": {"activation_checkpointing": {"model.blocks.[02]": "full"}},
         "inputs offloaded": {
             "activation_checkpointing": "full",

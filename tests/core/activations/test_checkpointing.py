@@ -59,7 +59,7 @@ def compare_modes(cases: list[Case]) -> int:
 
 
 ALL: list[Case] = list(itertools.product(MODES, (0.0, 0.1), UNITS, DEGREES))
-SAMPLE = random.Random(5).sample(ALL, 10)
+SAMPLE = random.Random(5).sample(ALL, 6)
 
 
 def test_losses_and_gradients_are_equal_to_the_last_bit() -> None:
@@ -212,7 +212,7 @@ def compiled_gradients(mode: str, backend: str | None, whole_model: bool) -> lis
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("whole_model", [False, True], ids=["blocks", "model"])
+@pytest.mark.parametrize("whole_model", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["blocks", "model"])
 def test_compiled(whole_model: bool) -> None:
     """``aot_eager`` traces and partitions forward and backward as inductor has them, with eager kernels."""
     expected = compiled_gradients("none", None, whole_model)

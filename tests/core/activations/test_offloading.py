@@ -284,6 +284,7 @@ def test_an_input_changed_in_place_is_an_error_and_no_wrong_gradient(horizon: in
         model(torch.randn(2, 8)).sum().backward()
 
 
+@pytest.mark.slow
 def test_compiled_blocks() -> None:
     def gradients(model: DroppingGpt, compiled: bool) -> list[torch.Tensor]:
         run = torch.compile(model, backend="aot_eager") if compiled else model

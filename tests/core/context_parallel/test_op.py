@@ -29,7 +29,7 @@ def test_output_and_gradients_equal_one_process_everywhere(ranks: int) -> None:
     check_float64(matrix() if ranks < 8 else matrix()[::3], ranks, timeout=600)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_lower_precision_adds_no_error_of_its_own(dtype: torch.dtype) -> None:
     """RMS error against float64, over all ranks' tokens, at most twice that of torch's own attention in one process."""
     cases = [Case(mask, length=128) for mask in ("causal", "window", "packed", "packed window", "bidirectional")]

@@ -89,7 +89,8 @@ def test_checkpointing_and_compile_keep_the_numbers_and_gather_as_often_as_they_
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow  # in the normal run: tests/core/context_parallel/test_models.py compiles layers
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_whole_graph_compiles(backend: str) -> None:
     for seen in run_ranks(errors_and_gathers, 2, [backend], timeout=600):
         error, calls = seen[backend]
