@@ -143,7 +143,7 @@ class AccumulationWindow:
             if self._keep_gathered:
                 each.unit.module.set_reshard_after_backward(last, recurse=False)  # type: ignore[operator]
             if self._hold_gradients:
-                each.unit.hold_gradients(None if last else self._queue_end)
+                each.hold(None if last else self._queue_end)
 
     @torch.no_grad()
     def close(self) -> None:
@@ -208,7 +208,7 @@ class AccumulationWindow:
         """Drop the window's gradients, held and closed: nothing of it reaches the next step, also when a forward or
         backward pass failed in the middle (on all ranks). What was gathered is sharded again. Collective."""
         self._await_sums()
-        forget_passes(each.unit for each in self._units)
+        forget_passes(each.unit.module for each in self._units)
         self._drop_gradients()
 
     @torch.no_grad()
@@ -226,9 +226,8 @@ class AccumulationWindow:
         for each in self._units:
             gone, members = each.unit.indices(dropped), each.unit.parameters()
             dropped |= {id(members[index]) for index in gone}
-            held |= {id(members[slot.index]) for slot in each.unit.window_slots()}
-            each.zero(gone)
-            each.unit.drop_gradients(gone, set_to_none)
+            held |= {id(members[slot.index]) for slot in each.window_slots()}
+            each.drop(gone, set_to_none)
         self._replicated.drop(dropped, set_to_none)
         if set_to_none:
             self._dropped |= dropped
@@ -290,7 +289,7 @@ class AccumulationWindow:
             if not self._reducing_held:
                 self._queue_end()
             each.add(reduced)
-            if self._last and each.unit.pass_is_over():
+            if self._last and each.pass_is_over():
                 each.complete()
                 self._send_complete()
 
@@ -311,7 +310,7 @@ class AccumulationWindow:
         self._dropped.clear()
         self.micro_batches += 1
         for each in self._units:
-            each.unit.end_of_pass()
+            each.end_of_pass()
         self._replicated.end_of_pass()
         if self._last:
             self.close()
@@ -347,7 +346,7 @@ class AccumulationWindow:
             each = self._units[self._next]
             if each.is_complete:
                 each.send()
-            elif each.unit.window_slots():
+            elif each.window_slots():
                 return
             self._next += 1
 

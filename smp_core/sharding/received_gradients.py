@@ -33,7 +33,7 @@ def tell_what_was_received(
     """
     flags: list[int] = []
     for each in units:
-        flags += [int(index in each.unit.reached) for index in range(len(each.unit.parameters()))]
+        flags += [int(index in each.received) for index in range(len(each.unit.parameters()))]
     flags += [int(name in replicated.reached) for name in replicated.parameters]
     flags += [int(each.flat is not None) for each in units]
     alone = mesh.gradient_degree == 1

@@ -13,7 +13,7 @@ sent, and a complete sum becomes gradients.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -50,6 +50,7 @@ class UnitWindow:
         route: their way from this rank's sum to ``.grad``.
 
     Attributes:
+        received: the parameters that received a gradient in this window, on this rank, by index.
         slots: the parameters in the sum, by where each begins.
         flat: this rank's sum, 1-D, in the dtype of FSDP2's reduction; None while idle.
         masters: of this rank's part, where optimizer states are sharded over the world.
@@ -61,8 +62,16 @@ class UnitWindow:
         self.slots: list[Slot] = []
         self.flat: torch.Tensor | None = None
         self.masters: FlatShard | None = None
+        self.received: set[int] = set()
+        self._received_in_pass: set[int] = set()
+        self._trainable_in_pass: set[int] = set()
+        self._was_trainable: set[int] = set()
+        self._reduced: set[int] = set()  # the parameters in what FSDP2 reduces at the moment
+        self._uses_left = 0  # forwards that no backward pass has come through yet, recomputed ones not counted
+        self._on_hold: Callable[[], None] | None = None
         self._over_world = False
         self._pending: Pending | None = None
+        unit.listener = self
 
     @property
     def sum_bytes(self) -> int:
@@ -78,6 +87,44 @@ class UnitWindow:
     def is_in_flight(self) -> bool:
         return self.phase is Phase.IN_FLIGHT
 
+    # Calls and backward passes
+
+    def used(self) -> None:
+        self._uses_left += 1
+
+    def came_through(self, received: set[int], trainable: set[int]) -> set[int]:
+        self._uses_left = max(self._uses_left - 1, 0)
+        self.received |= received
+        self._received_in_pass |= received
+        self._trainable_in_pass = trainable
+        if self._on_hold is not None:
+            self._was_trainable |= trainable
+            self._on_hold()
+        self._reduced = trainable | self._was_trainable if self.unit.awaits_reduction else trainable
+        return self._reduced
+
+    def hold(self, on_hold: Callable[[], None] | None) -> None:
+        """Whether backward passes from here on leave unsharded gradients instead of having them reduced; ``on_hold`` is
+        then called by each that comes through the unit. None: they are reduced, together with what is held."""
+        self._on_hold = on_hold
+        self.unit.hold_gradients(on_hold is not None)
+
+    def pass_is_over(self) -> bool:
+        """Whether the present pass has nothing more for this unit, when FSDP2 has just reduced it: no use is left that
+        FSDP2 will reduce it for (on all ranks of the partition group), and every trainable parameter has its gradient,
+        which autograd hands over once in a pass, when it has added up all uses. (Uses may be left over of a graph that
+        goes through backward twice.)"""
+        return self._uses_left == 0 and self._trainable_in_pass <= self._received_in_pass
+
+    def end_of_pass(self) -> None:
+        self._received_in_pass.clear()
+        self._was_trainable |= self.unit.trainable()
+
+    def window_slots(self) -> list[Slot]:
+        """The layout of what all ranks reduce: every parameter that is trainable, or was in an earlier pass,
+        also if this rank did not use the unit at all."""
+        return self.unit.layout(self.unit.trainable() | self._was_trainable)
+
     # Collecting
 
     def add(self, reduced: torch.Tensor) -> None:
@@ -89,7 +136,9 @@ class UnitWindow:
         # FSDP2 took its memory on another stream, and somebody lets go of it while this one may not have read it yet:
         # FSDP2 does when it is added to the sum, a wider sum takes its place when it is the sum.
         streams.used_here(reduced)
-        slots = self.unit.slots(reduced.numel())
+        slots = self.unit.layout(self._reduced)
+        if not slots or slots[-1].offset + slots[-1].padded != reduced.numel():
+            raise AssertionError(f"unit {self.unit.name!r}: a gradient of {reduced.numel()} elements fits no layout")
         if self.phase is Phase.IN_FLIGHT:
             # FSDP2 reduces once more when an output gets its gradient after that of the unit's inputs is complete.
             if reduced.any():
@@ -108,8 +157,12 @@ class UnitWindow:
         if self.phase is Phase.COLLECTING:
             self.phase = Phase.COMPLETE
 
-    def zero(self, indices: set[int]) -> None:
-        """Drop what the sum holds of these parameters."""
+    def drop(self, indices: set[int], set_to_none: bool) -> None:
+        """Drop what is held of these parameters, and forget that they received gradients; or (``set_to_none=False``)
+        leave it at zero."""
+        self.unit.drop_held(indices, set_to_none)
+        if set_to_none:
+            self.received -= indices
         for slot in self.slots:
             if slot.index in indices:
                 assert self.flat is not None
@@ -117,7 +170,7 @@ class UnitWindow:
 
     def received_all(self) -> bool:
         """Whether this rank has a gradient of every parameter in the sum, if there is one."""
-        return all(slot.index in self.unit.reached for slot in self.slots)
+        return all(slot.index in self.received for slot in self.slots)
 
     # In flight
 
@@ -125,14 +178,14 @@ class UnitWindow:
         """Start adding up over replicas; zeros, where this rank did not use the unit."""
         if not self.route.adds_up:
             return
-        slots = self.unit.window_slots()
+        slots = self.window_slots()
         if not slots:
             raise RuntimeError(
                 f"unit {self.unit.name!r} is frozen as a whole on this rank, and other replicas have gradients of it; "
                 "freeze the same parameters on all ranks"
             )
         if self.flat is None:
-            self.slots, self.flat = slots, self.unit.zeros(slots[-1].offset + slots[-1].padded)
+            self.slots, self.flat = slots, self.unit.zeros(slots, slots[-1].offset + slots[-1].padded)
         self._widen(slots)
         if self._over_world:
             self._widen(self._slots_of_masters())
@@ -141,7 +194,7 @@ class UnitWindow:
     def send_zeros(self, n_elements: int) -> None:
         """Send as many elements as another replica did, which are added up and dropped."""
         if self.phase is not Phase.IN_FLIGHT:
-            self.flat = self.unit.zeros(n_elements)
+            self.flat = self.unit.zeros(self.window_slots(), n_elements)
             self._start(self.flat)
 
     def wait(self) -> None:
@@ -200,7 +253,10 @@ class UnitWindow:
     def forget(self) -> None:
         """Be idle: nothing of this window is left."""
         self.slots, self.flat, self._pending, self.phase = [], None, None, Phase.IDLE
-        self.unit.end_of_window()
+        for noted in (self.received, self._received_in_pass, self._was_trainable):
+            noted.clear()
+        self._uses_left = 0
+        self.unit.forget_held()
 
     # Layout of the sum
 
@@ -216,7 +272,7 @@ class UnitWindow:
             the masters; None: nothing of the unit is trainable.
         """
         self._over_world = True
-        slots, parameters = self.unit.window_slots(), self.unit.parameters()
+        slots, parameters = self.window_slots(), self.unit.parameters()
         if not slots:
             return None
         members = [slot.index for slot in slots]
@@ -242,7 +298,7 @@ class UnitWindow:
                     "master to step; make it trainable before, or write optimizer_shard='shard'"
                 )
         index = {name: i for i, name in enumerate(names)}
-        return self.unit.layout(index[name] for name in held)
+        return self.unit.layout({index[name] for name in held})
 
     def _widen(self, more: list[Slot]) -> None:
         """Make room for parameters that were frozen or unused in earlier micro-batches."""

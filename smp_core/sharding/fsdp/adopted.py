@@ -1,14 +1,4 @@
-"""Units of a model that somebody else gave to ``fully_shard``.
-
-What is read here beyond the public API, and why no public one will do: of ``module._get_fsdp_state()`` and its
-``_fsdp_param_group``
-
-- ``fsdp_params``: which modules were sharded together;
-- ``mp_policy`` and ``offload_policy``: what the model computes in;
-- ``reset_sharded_param`` and ``_sharded_param_data``: parameters that were exchanged since (FSDP2 takes note at the
-  first forward);
-- ``_partial_reduce_output``: what torch's own two-hop holds between micro-batches.
-"""
+"""Units of a model that somebody else gave to ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -23,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.comm.traffic import Traffic
 from smp_core.planning.units import PlannedUnit, WrapPlan
+from smp_core.sharding.fsdp.internals import group_of, state_of
 from smp_core.sharding.fsdp.units import ShardedUnit
 
 
@@ -53,11 +44,11 @@ def given_units(model: nn.Module) -> WrapPlan:
     for name, module in reversed(list(model.named_modules())):
         if not isinstance(module, FSDPModule):
             continue
-        state: Any = module._get_fsdp_state()
+        state = state_of(module)
         if state in known:
             continue
         known.add(state)
-        group = state._fsdp_param_group
+        group = group_of(module)
         own = [] if group is None else [names[parameter.sharded_param] for parameter in group.fsdp_params]
         units.append(PlannedUnit(name, tuple(own), module not in inner))
     plain = tuple(name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor))
@@ -108,6 +99,6 @@ def forget_partial_sums(model: nn.Module) -> None:
 def _groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            group: Any = module._get_fsdp_state()._fsdp_param_group
+            group = group_of(module)
             if group is not None:
                 yield group

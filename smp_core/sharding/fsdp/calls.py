@@ -8,24 +8,11 @@ edited in between in ways that nothing records (``p.data.mul_()``, foreach and f
 
 Between a Trainer's runs the outermost call begins with a meeting of the ranks that hold the parts of the model: one
 that only some of them make (`if rank == 0: model(batch)`) would wait for the others forever.
-
-What is read here beyond the public API, and why no public one will do:
-
-- ``module._get_fsdp_state()``, its ``_fsdp_param_group`` and ``_state_ctx.iter_forward_root``: which call is the
-  outermost;
-- ``unshard``, ``is_unsharded``, ``_all_gather_result`` and ``_to_sharded`` of the group: every gather goes through the
-  first, the others tell and undo what an earlier call left;
-- ``fsdp_params`` and their ``_setattr_on_modules``, which puts a tensor in place of a module's parameter, with
-  ``_module_info``, ``_param_fqn``, ``to_unsharded``, ``sharded_param`` and ``_unsharded_param``;
-- ``_local_tensor`` and ``untyped_storage()._cdata`` of DTensors and ``_version`` of tensors: whether somebody assigned
-  to ``.data``, which DTensor ignores, or wrote into a tensor;
-- ``_parameters`` of modules, as FSDP2 itself finds and sets them; ``_backward_hooks`` and
-  ``_post_accumulate_grad_hooks`` of parameters, where ``register_hook`` and its sibling put what they are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from smp_core.module_names import clean_name
 from smp_core.rank_watch import meet_between_runs
+from smp_core.sharding.fsdp.internals import group_of, state_of
 from smp_core.sharding.fsdp.passes import backward_pass, drop_gather
 from smp_core.sharding.fsdp.units import ShardedUnit
 
@@ -57,11 +45,12 @@ class Calls:
         self._ranks = ranks
         self._depth = 0
         self._units: dict[int, _Unit] = {}
+        parameter_names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                group: Any = module._get_fsdp_state()._fsdp_param_group
+                group = group_of(module)
                 if group is not None and id(group) not in self._units:
-                    self._units[id(group)] = _Unit(group)
+                    self._units[id(group)] = _Unit(group, parameter_names)
                 module.register_forward_pre_hook(self._before_forward, prepend=True)
                 module.register_forward_hook(self._after_forward, always_call=True)
 
@@ -102,7 +91,7 @@ class Calls:
 
     def _is_outermost(self, module: nn.Module) -> bool:
         """Whether no other call goes on, nor a backward pass, whose recomputed forwards find what is gathered."""
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        state = state_of(module)
         within = self._depth > 0 or state._state_ctx.iter_forward_root not in (None, state)
         return not within and backward_pass() == -1
 
@@ -110,11 +99,11 @@ class Calls:
 class _Unit:
     """What is gathered together, and whether its modules show it."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, names: Mapping[int, str]) -> None:
         self._group = group
         self._left_by_a_call = False
         self._kept_versions: list[int] | None = None
-        self._parameters = [_ShownParameter(parameter) for parameter in group.fsdp_params]
+        self._parameters = [_ShownParameter(each, names) for each in group.fsdp_params]
         self._unshard = group.unshard
         group.unshard = self._gather
 
@@ -142,8 +131,7 @@ class _Unit:
                     for parameter in group.fsdp_params:
                         parameter.to_unsharded()
             else:
-                if group._all_gather_result is not None:
-                    drop_gather(group)
+                drop_gather(group)
                 group._to_sharded()
         if group.is_sharded:
             self._kept_versions = None
@@ -164,8 +152,9 @@ class _ShownParameter:
     _version: int
     _required_grad: bool
 
-    def __init__(self, parameter: Any) -> None:
+    def __init__(self, parameter: Any, names: Mapping[int, str]) -> None:
         self._parameter = parameter
+        self._name = names.get(id(parameter.sharded_param), parameter._module_info.param_name)
         self._put_on_modules = parameter._setattr_on_modules
         parameter._setattr_on_modules = self._show
         self._note(parameter.sharded_param)
@@ -205,7 +194,7 @@ class _ShownParameter:
             (info.module, info.param_name),
             *zip(info.shared_modules, info.shared_param_names, strict=True),
         ]:
-            there = module._parameters.get(name)
+            there = getattr(module, name, None)
             if there is not shown and there is not parameter.sharded_param:
                 raise ValueError(
                     f"{self._name} was replaced after the model was sharded, and what is there now would be neither "
@@ -231,11 +220,6 @@ class _ShownParameter:
     def _address_of_data(self) -> tuple[int, int]:
         shard = self._parameter.sharded_param
         return id(shard._local_tensor), shard.untyped_storage()._cdata
-
-    @property
-    def _name(self) -> str:
-        info = self._parameter._module_info
-        return self._parameter._param_fqn or f"{type(info.module).__name__}.{info.param_name}"
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -1,30 +1,16 @@
-"""Backward passes as FSDP2 sees them: which one runs, its end, and what one that failed leaves behind.
-
-What is read here beyond the public API, and why no public one will do:
-
-- ``torch.autograd.Variable._execution_engine.queue_callback`` and ``torch._C._current_graph_task_id``: the end of a
-  backward pass, as FSDP2 itself finds it, and which pass it is;
-- ``module._get_fsdp_state()``, its ``_is_root``, ``_state_ctx``, ``_comm_ctx`` and ``_modules_to_run_forward``, and
-  ``TrainingState`` of states and groups (``_fully_shard._fsdp_common``; ``_training_state``): what a failed backward
-  pass leaves behind, which torch < 2.13 has no ``reset_iter_state`` for; of a group (``_fsdp_param_group``) also
-  ``_post_forward_indices`` and ``_to_sharded``, and ``_unsharded_param`` of its parameters; of ``_comm_ctx`` what keeps
-  the input of the last reduction alive;
-- ``group._all_gather_result`` and ``device_handle``: gathers in flight, prefetched for a forward that never came.
-"""
+"""Backward passes as FSDP2 sees them: which one runs, its end, and what one that failed leaves behind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-if TYPE_CHECKING:
-    from smp_core.sharding.fsdp.units import ShardedUnit
-
+from smp_core.sharding.fsdp.internals import group_of, state_of
 
 FAILED_PASS = (
     "an earlier backward pass failed and left part of its gradients behind; call window.abandon() before the next "
@@ -52,81 +38,77 @@ def reshard(modules: Iterable[nn.Module]) -> None:
     their parameters are shards again and nothing reads weights from before a step or before a checkpoint was loaded."""
     for module in modules:
         if isinstance(module, FSDPModule):
-            group: Any = module._get_fsdp_state()._fsdp_param_group
-            if group is not None and group._all_gather_result is not None:
-                drop_gather(group)
+            drop_gather(group_of(module))
             module.reshard()
 
 
 @torch.no_grad()
-def forget_passes(units: Iterable[ShardedUnit]) -> None:
+def forget_passes(modules: Iterable[nn.Module]) -> None:
     """Bring units back to where they are between steps, also from the middle of a forward or backward that failed:
-    sharded, nothing in flight, no gradients."""
+    sharded, nothing in flight, no gradients.
+
+    Args:
+        modules: of all units of a model.
+    """
+    modules = list(modules)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    for unit in units:
-        state: Any = unit.module._get_fsdp_state()  # type: ignore[operator]
-        if state._is_root:
-            _wait_for_gathers(state)
-            if hasattr(unit.module, "reset_iter_state"):  # torch >= 2.13
-                unit.module.reset_iter_state()  # type: ignore[operator]
-            else:
-                _reset_tree(state)
-        for parameter in unit.fsdp_parameters:
+    for module in modules:
+        drop_gather(group_of(module))  # it has to end: its messages would meet those of the next pass
+    if hasattr(FSDPModule, "reset_iter_state"):  # torch >= 2.13
+        for module in modules:
+            if state_of(module)._is_root:
+                module.reset_iter_state()  # type: ignore[operator]
+    else:
+        _reset(modules)
+    for module in modules:
+        for parameter in getattr(group_of(module), "fsdp_params", ()):
             parameter.sharded_param.grad = None
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
 
-def _wait_for_gathers(root: Any) -> None:
-    """Gathers in flight have to end: their messages would meet those of the next pass."""
-    for state in root._state_ctx.all_states:
-        group = state._fsdp_param_group
-        if group is not None and group._all_gather_result is not None:
-            drop_gather(group)
-
-
 def drop_gather(group: Any) -> None:
-    """Its messages have to arrive all the same, or they would meet those of the next gather, and on a device it has to
-    be over before its memory is used again."""
-    result = group._all_gather_result
-    if result.all_gather_event is not None:
-        group.device_handle.current_stream().wait_event(result.all_gather_event)
+    """Forget the gather in flight, if there is one. Its messages have to arrive all the same, or they would meet those
+    of the next gather, and on a device it has to be over before its memory is used again."""
+    result = None if group is None else group._all_gather_result
+    if result is None:
+        return
+    if result.all_gather_event is not None:  # None without an accelerator
+        torch.accelerator.current_stream().wait_event(result.all_gather_event)
     if result.all_gather_work is not None:
         result.all_gather_work.wait()
     group._all_gather_result = None
 
 
-def forget_reductions(context: Any) -> None:
+def forget_reductions(module: nn.Module) -> None:
     """Let go of what FSDP2 reduced last and keeps until the next, or the end of the pass. The present stream has to
     wait for it already."""
+    context = state_of(module)._comm_ctx
     if hasattr(context, "reduce_scatter_states"):  # torch >= 2.13
         context.reduce_scatter_states.clear()
     else:
         context.reduce_scatter_state = None
 
 
-def _reset_tree(root: Any) -> None:
-    context = root._comm_ctx
-    for name in ("all_gather_state", "reduce_scatter_state"):
-        if hasattr(context, name):
-            setattr(context, name, None)
-    context.post_forward_order.clear()
-    for state in root._state_ctx.all_states:
+def _reset(modules: Iterable[nn.Module]) -> None:
+    """What ``reset_iter_state`` does."""
+    for module in modules:
+        state: Any = state_of(module)
         state._modules_to_run_forward.clear()
         state._training_state = TrainingState.IDLE
-        group = state._fsdp_param_group
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        if state._is_root is not None:
+            state._comm_ctx.all_gather_state = None
+            state._comm_ctx.post_forward_order.clear()
+            forget_reductions(module)
+        group = group_of(module)
         if group is not None:
-            for name in (
-                "_all_gather_result",
-                "_post_reduce_event",
-                "_all_reduce_state",
-                "_reshard_after_forward_event",
-            ):
-                setattr(group, name, None)
+            group._post_reduce_event = None
+            group._all_reduce_state = None
+            group._reshard_after_forward_event = None
             group._post_forward_indices.clear()
             group._training_state = TrainingState.IDLE
             group._to_sharded()
-    root._state_ctx.iter_forward_root = None
-    root._state_ctx.post_backward_final_callback_queued = False

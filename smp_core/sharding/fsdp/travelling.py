@@ -1,9 +1,7 @@
 """Parameters that travel in another form than they are stored in: FSDP2's all-gather extensions.
 
 FSDP2's documented place for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` is a tensor subclass as the parameter,
-which state dicts would then show. So they are put where FSDP2 looks for them, beyond the public API:
-``FSDPParam._sharded_local_tensor`` (of ``_fully_shard._fsdp_param``), and what belongs to it: ``_init_extensions``,
-``_sharded_param_data``, ``_orig_size``; ``_module_info`` says which parameter of which module it is.
+which state dicts would then show. So they are put where FSDP2 looks for them: ``FSDPParam._sharded_local_tensor``.
 """
 
 from __future__ import annotations
@@ -62,5 +60,5 @@ class _Travelling:
     def fsdp_post_all_gather(
         self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        weight = self._gather.unpack(gathered[0], metadata[0], self._parameter._orig_size, dtype, out)
+        weight = self._gather.unpack(gathered[0], metadata[0], self._parameter.sharded_param.shape, dtype, out)
         return None if weight is None else (weight, ())

@@ -1,31 +1,11 @@
-"""ShardedUnit: one module that FSDP2 gathers, frees and reduces as a whole.
-
-What is read here beyond the public API, and why no public one will do:
-
-- ``module._get_fsdp_state()._fsdp_param_group.fsdp_params``: which parameters, in which order and padding, make up the
-  flat tensor that ``set_all_reduce_hook`` hands out, and ``group._reduce_dtype``, its dtype;
-- ``pre_forward`` and ``post_backward`` of that group, which every way into a unit goes through (forward, and
-  :meth:`ShardedUnit.run_as_forward`, which methods of ``forward_methods`` go through): how often a unit is used, and
-  which of its parameters a backward pass reached, by ``_unsharded_param.grad``;
-- ``state._pre_forward`` / ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the module by one
-  whose signature Lightning misreads;
-- ``state._state_ctx``: whether an earlier backward pass failed;
-- ``unshard``, ``wait_for_unshard`` and ``reshard`` of the group: every gather and what is kept of it, in whatever mode
-  forward runs;
-- ``unsharded_accumulated_grad`` of parameters, and ``finalize_backward``, ``_training_state`` (``TrainingState`` of
-  ``_fully_shard._fsdp_common``) and ``comm_ctx`` of the group: whole gradients that wait for the window's last backward
-  pass, and their reduction where no pass does it;
-- ``reset_sharded_param`` of parameters and ``_init_mp_dtypes`` of the group: shards that are stored in another dtype
-  from the first optimizer on; with ``_orig_dtype``: units that were frozen as a whole when FSDP2 looked for the dtypes
-  of their gradients, and are trained later.
-"""
+"""ShardedUnit: one module that FSDP2 gathers, frees and reduces as a whole."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -33,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
+from smp_core.sharding.fsdp.internals import group_of, state_of
 from smp_core.sharding.fsdp.passes import FAILED_PASS, backward_pass, forget_reductions
 
 
@@ -48,11 +29,35 @@ class Slot:
     padded: int
 
 
+class Listener(Protocol):
+    """What is told where calls and backward passes come through a unit."""
+
+    def used(self) -> None:
+        """Take note of a forward that a backward pass is to come through; recomputed ones are not told."""
+
+    def came_through(self, received: set[int], trainable: set[int]) -> set[int]:
+        """Take note of a backward pass.
+
+        Args:
+            received: the parameters that have a gradient, by index.
+            trainable: those that could have one.
+
+        Returns:
+            the parameters whose gradients all ranks reduce now, unless they are held.
+        """
+
+
 class ShardedUnit:
-    """One wrapped module: its trainable parameters in FSDP2's order, and which of them autograd reached.
+    """One wrapped module with its parameters in FSDP2's order.
 
     Args:
         in_order: whether ``parameter_names`` are in that order, perhaps some of other modules sharded with this one.
+
+    Attributes:
+        listener: what keeps its gradients.
+        was_called: whether a forward ever came through.
+        awaits_reduction: whether backward passes came through whose gradients are held unsharded; the same on all ranks
+            of the partition group, also on one that has none.
     """
 
     def __init__(
@@ -62,18 +67,13 @@ class ShardedUnit:
         self.name = name
         self.module = module
         self.is_root = is_root
-        self.was_called = False
         self.parameter_names = tuple(parameter_names)
-        self.reached: set[int] = set()
-        self._reached_in_pass: set[int] = set()
-        self._uses_left = 0  # forwards that no backward pass has come through yet, recomputed ones not counted
-        self.was_trainable: set[int] = set()
-        self._reducing: set[int] = set()  # the parameters in what FSDP2 reduces at the moment
-        self._on_hold: Callable[[], None] | None = None
+        self.listener: Listener | None = None
+        self.was_called = False
         self.awaits_reduction = False
-        """Whether backward passes came through the unit whose gradients are whole and not reduced yet; the same on all
-        ranks of the partition group, also on one that has none."""
-        group: Any = module._get_fsdp_state()._fsdp_param_group
+        self._holds = False
+        self._has_dtypes = False
+        group = group_of(module)
         if in_order:
             self.names = list(parameter_names)
         else:
@@ -91,7 +91,7 @@ class ShardedUnit:
     @property
     def fsdp_parameters(self) -> list[Any]:
         """FSDP2's own objects; for the files of this room."""
-        group = self.module._get_fsdp_state()._fsdp_param_group
+        group = group_of(self.module)
         return [] if group is None else group.fsdp_params
 
     def parameters(self) -> list[nn.Parameter]:
@@ -107,61 +107,46 @@ class ShardedUnit:
         """This rank's part of each parameter, trainable or not."""
         return [parameter.to_local().detach() for parameter in self.parameters()]  # type: ignore[attr-defined]
 
-    def slots(self, n_elements: int) -> list[Slot]:
-        """The layout of the flat reduced gradient of ``n_elements`` that FSDP2 hands out now: every trainable
-        parameter, reached or not, and frozen ones of which whole gradients are held."""
-        slots = self._layout(self._reducing)
-        if not slots or slots[-1].offset + slots[-1].padded != n_elements:
-            raise AssertionError(f"unit {self.name!r}: a reduced gradient of {n_elements} elements fits no layout")
+    def trainable(self) -> set[int]:
+        """The parameters that want gradients, by index."""
+        return {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
+
+    def layout(self, indices: Container[int]) -> list[Slot]:
+        """The layout of a flat reduced gradient of these parameters."""
+        slots, offset = [], 0
+        for index, parameter in enumerate(self.fsdp_parameters):
+            if index in indices:
+                padded = parameter.padded_sharded_param_size.numel()
+                slots.append(Slot(index, offset, padded))
+                offset += padded
         return slots
 
-    def window_slots(self) -> list[Slot]:
-        """The layout of what all ranks reduce: every parameter that is trainable, or was in an earlier pass,
-        also if this rank did not use the unit at all."""
-        trainable = {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
-        return self._layout(trainable | self.was_trainable)
+    def zeros(self, slots: Sequence[Slot], n_elements: int) -> torch.Tensor:
+        """A flat reduced gradient of nothing, as if of the parameters of ``slots``."""
+        parameter = self.parameters()[slots[0].index if slots else 0]
+        assert isinstance(parameter, DTensor)
+        return torch.zeros(n_elements, dtype=self._sum_dtype(parameter), device=parameter.device_mesh.device_type)
 
-    def zeros(self, n_elements: int) -> torch.Tensor:
-        """A flat reduced gradient of nothing."""
-        group: Any = self.module._get_fsdp_state()._fsdp_param_group
-        slots = self.window_slots()
-        dtype = self._sum_dtype(self.fsdp_parameters[slots[0].index if slots else 0])
-        return torch.zeros(n_elements, dtype=dtype, device=group.device)
-
-    @staticmethod
-    def _sum_dtype(parameter: Any) -> torch.dtype:
+    def _sum_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """What FSDP2 reduces the parameter's gradient in."""
-        return parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype
+        policy = group_of(self.module).mp_policy
+        return policy.reduce_dtype or policy.param_dtype or parameter.dtype  # type: ignore[no-any-return]
 
-    def pass_is_over(self) -> bool:
-        """Whether the present pass has nothing more for this unit, when FSDP2 has just reduced it: no use is left that
-        FSDP2 will reduce it for (on all ranks of the partition group), and every trainable parameter has its gradient,
-        which autograd hands over once in a pass, when it has added up all uses. (Uses may be left over of a graph that
-        goes through backward twice.)"""
-        whole = (parameter._unsharded_param for parameter in self.fsdp_parameters)
-        trainable = {index for index, parameter in enumerate(whole) if parameter.requires_grad}
-        return self._uses_left == 0 and trainable <= self._reached_in_pass
-
-    def end_of_pass(self) -> None:
-        self._reached_in_pass.clear()
-        self.was_trainable |= {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
-
-    def hold_gradients(self, on_hold: Callable[[], None] | None) -> None:
-        """Whether backward passes from here on leave whole gradients, which add up to those of earlier passes, instead
-        of having them reduced; ``on_hold`` is then called by each that comes through the unit. None: they are reduced,
-        together with what is held."""
-        self._on_hold = on_hold
-        cast(Any, self.module).set_requires_gradient_sync(on_hold is None, recurse=False)
+    def hold_gradients(self, enabled: bool) -> None:
+        """Whether backward passes from here on leave unsharded gradients, which add up to those of earlier passes,
+        instead of having them reduced; once they are, it is together with what is held."""
+        self._holds = enabled
+        cast(Any, self.module).set_requires_gradient_sync(not enabled, recurse=False)
 
     def reduce_held(self) -> None:
         """Reduce what is held now, outside of a backward pass. Collective over the partition group."""
-        group: Any = self.module._get_fsdp_state()._fsdp_param_group
-        before = self._on_hold
-        self.hold_gradients(None)
+        group = group_of(self.module)
+        before = self._holds
+        self.hold_gradients(False)
         group.post_backward()
         group.finalize_backward()
         group._training_state = TrainingState.IDLE
-        forget_reductions(group.comm_ctx)
+        forget_reductions(self.module)
         self.hold_gradients(before)
 
     def indices(self, ids: Container[int]) -> set[int]:
@@ -172,14 +157,12 @@ class ShardedUnit:
             if id(parameter.sharded_param) in ids or id(getattr(parameter, "_unsharded_param", None)) in ids
         }
 
-    def drop_gradients(self, indices: Container[int], set_to_none: bool = True) -> None:
-        """Drop whole gradients of these parameters that are held, and forget that they were reached; or
-        (``set_to_none=False``) leave them at zero."""
+    def drop_held(self, indices: Container[int], set_to_none: bool = True) -> None:
+        """Drop unsharded gradients of these parameters that are held, or (``set_to_none=False``) leave them at zero."""
         for index, parameter in enumerate(self.fsdp_parameters):
             if index not in indices:
                 continue
             if set_to_none:
-                self.reached.discard(index)
                 parameter.unsharded_accumulated_grad = None
             elif parameter.unsharded_accumulated_grad is not None:
                 parameter.unsharded_accumulated_grad.zero_()
@@ -189,16 +172,10 @@ class ShardedUnit:
         held = (parameter.unsharded_accumulated_grad for parameter in self.fsdp_parameters)
         return sum(gradient.numel() * gradient.element_size() for gradient in held if gradient is not None)
 
-    def end_of_window(self) -> None:
-        self.drop_gradients(range(len(self.fsdp_parameters)))
+    def forget_held(self) -> None:
+        """Drop all that is held: nothing awaits its reduction."""
+        self.drop_held(range(len(self.fsdp_parameters)))
         self.awaits_reduction = False
-        self._uses_left = 0
-        self._reached_in_pass.clear()
-        self.was_trainable.clear()
-
-    def layout(self, indices: Iterable[int]) -> list[Slot]:
-        """The layout of a flat reduced gradient of these parameters."""
-        return self._layout(set(indices))
 
     @torch.no_grad()
     def store_in(self, dtype: torch.dtype, indices: Iterable[int]) -> None:
@@ -222,27 +199,19 @@ class ShardedUnit:
                     "first, or write optimizer_shard='shard'"
                 ) from error
             parameter.reset_sharded_param()
-        cast(Any, self.module)._get_fsdp_state()._fsdp_param_group._init_mp_dtypes()
-
-    def _layout(self, indices: Container[int]) -> list[Slot]:
-        slots, offset = [], 0
-        for index, parameter in enumerate(self.fsdp_parameters):
-            if index in indices:
-                padded = parameter.padded_sharded_param_size.numel()
-                slots.append(Slot(index, offset, padded))
-                offset += padded
-        return slots
+        group_of(self.module)._init_mp_dtypes()
 
     def local_gradient(self, slot: Slot, flat: torch.Tensor) -> DTensor:
         """The parameter's gradient as a DTensor like the parameter, viewed from ``flat`` (cast if dtypes differ)."""
         parameter = self.fsdp_parameters[slot.index]
-        flat = flat.to(parameter.orig_dtype)
-        local = flat.as_strided(parameter.sharded_size, parameter.contiguous_sharded_stride, slot.offset)
-        return parameter.to_sharded_dtensor(local)
+        shard = parameter.sharded_param.to_local()
+        own = flat[slot.offset : slot.offset + shard.numel()].to(shard.dtype)
+        gradient: DTensor = parameter.to_sharded_dtensor(own.view(shard.shape))
+        return gradient
 
     def is_gathered(self) -> bool:
         """Whether the unit's parameters are whole at the moment, or it has none."""
-        group: Any = self.module._get_fsdp_state()._fsdp_param_group
+        group = group_of(self.module)
         return group is None or group.is_unsharded
 
     def gathered_bytes(self) -> int:
@@ -267,46 +236,48 @@ class ShardedUnit:
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``method`` of the module with the unit's parameters gathered, as if it were the module's forward."""
         self._refuse_after_failure()
-        state = self.module._get_fsdp_state()
+        state = state_of(self.module)
         args, kwargs = state._pre_forward(self.module, args, kwargs)
         return state._post_forward(self.module, args, method(*args, **kwargs))
 
     def _using(self, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Count uses."""
+        """Tell of uses."""
 
-        def used(*args: Any, **kwargs: Any) -> Any:
+        def used(*args: Any) -> Any:
             self.was_called = True
             # A unit inside a checkpointed module is used again in backward.
-            self._uses_left += torch.is_grad_enabled() and backward_pass() == -1
-            inputs = pre_forward(*args, **kwargs)
-            group: Any = self.module._get_fsdp_state()._fsdp_param_group
-            if group._orig_dtype is None:
-                group._init_mp_dtypes()
+            if self.listener is not None and torch.is_grad_enabled() and backward_pass() == -1:
+                self.listener.used()
+            inputs = pre_forward(*args)
+            if not self._has_dtypes and self.trainable():
+                # FSDP2 looked for the dtypes of gradients before, when the unit may have been frozen as a whole.
+                group_of(self.module)._init_mp_dtypes()
+                self._has_dtypes = True
             return inputs
 
         return used
 
     def _noting(self, post_backward: Callable[..., None]) -> Callable[..., None]:
-        """Before gradients are reduced: note which there are, and put zeros where there are none, so that ranks that
+        """Before gradients are reduced: tell which there are, and put zeros where there are none, so that ranks that
         took another branch still send tensors of one size and layout. Or hold them, if a later pass reduces them."""
 
         def noted(*args: Any) -> None:
-            self._uses_left = max(self._uses_left - 1, 0)
-            used = [parameter for parameter in self.fsdp_parameters if hasattr(parameter, "_unsharded_param")]
-            for index, parameter in enumerate(used):
-                if parameter._unsharded_param.grad is not None:
-                    self.reached.add(index)
-                    self._reached_in_pass.add(index)
-            if self._on_hold is None:
-                self._complete_gradients(used)
+            gathered = [parameter for parameter in self.fsdp_parameters if hasattr(parameter, "_unsharded_param")]
+            if self._holds and not gathered:
+                return  # FSDP2 would look for the unsharded parameters of one that never ran
+            self.awaits_reduction |= self._holds
+            unsharded = [parameter._unsharded_param for parameter in gathered]
+            received = {index for index, parameter in enumerate(unsharded) if parameter.grad is not None}
+            reduced = {index for index, parameter in enumerate(unsharded) if parameter.requires_grad}
+            if self.listener is not None:
+                reduced = self.listener.came_through(received, reduced)
+            if self._holds:
+                self._set_gradients_aside(gathered)
+                post_backward(*args)
+            else:
+                self._complete_gradients(gathered, reduced)
                 with self._without_visible_gradients():
                     post_backward(*args)
-            elif used:  # FSDP2 would look for the whole parameters of one that never ran
-                self.awaits_reduction = True
-                self.was_trainable |= {i for i, each in enumerate(used) if each._unsharded_param.requires_grad}
-                self._on_hold()
-                self._set_gradients_aside(used)
-                post_backward(*args)
 
         return noted
 
@@ -324,35 +295,38 @@ class ShardedUnit:
             for shard, gradient in zip(shards, before, strict=True):
                 shard.grad = gradient
 
-    def _complete_gradients(self, used: Sequence[Any]) -> None:
+    def _complete_gradients(self, gathered: Sequence[Any], reduced: Iterable[int]) -> None:
         """A gradient for every parameter that all ranks reduce now, in one dtype."""
-        self._reducing = {i for i, parameter in enumerate(used) if parameter._unsharded_param.requires_grad}
         if self.awaits_reduction:
-            self._reducing |= self.was_trainable
-            self._set_gradients_aside(used)
-        for index in self._reducing:
-            parameter = used[index]
-            whole = parameter._unsharded_param
-            if self.awaits_reduction and parameter.unsharded_accumulated_grad is None:
-                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=self._sum_dtype(parameter))
-            elif not self.awaits_reduction and whole.grad is None:
-                whole.grad = torch.zeros_like(whole)
+            self._set_gradients_aside(gathered)
+        for index in reduced:
+            parameter = gathered[index]
+            unsharded = parameter._unsharded_param
+            if not self.awaits_reduction:
+                if unsharded.grad is None:
+                    unsharded.grad = torch.zeros_like(unsharded)
+            elif parameter.unsharded_accumulated_grad is None:
+                dtype = self._sum_dtype(parameter.sharded_param)
+                parameter.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=dtype)
         self.awaits_reduction = False
 
-    def _set_gradients_aside(self, used: Sequence[Any]) -> None:
-        """Whole gradients become, or are added to, what FSDP2 reduces with the next that it reduces; parameters have
-        none then, and show what the next pass reaches."""
-        for parameter in used:
-            parameter.accumulate_unsharded_grad_if_needed()
-            gradient = parameter._unsharded_param.grad
-            if gradient is not None:
-                parameter.unsharded_accumulated_grad = gradient.to(self._sum_dtype(parameter))
-                parameter._unsharded_param.grad = None
+    def _set_gradients_aside(self, gathered: Sequence[Any]) -> None:
+        """Unsharded gradients become, or are added to, what FSDP2 reduces with the next that it reduces; parameters
+        have none then, and show what the next pass leaves."""
+        for parameter in gathered:
+            gradient, held = parameter._unsharded_param.grad, parameter.unsharded_accumulated_grad
+            if gradient is None:
+                continue
+            if held is None:
+                parameter.unsharded_accumulated_grad = gradient.to(self._sum_dtype(parameter.sharded_param))
+            else:
+                held += gradient
+            parameter._unsharded_param.grad = None
 
     @torch.compiler.disable
     def _refuse_after_failure(self, *_: Any) -> None:
         """FSDP2 itself would go on from the middle of the failed pass and return wrong gradients."""
-        state = self.module._get_fsdp_state()
+        state = state_of(self.module)
         # Queued inside a pass is normal: forwards run there for activation checkpointing.
         if state._state_ctx.post_backward_final_callback_queued and backward_pass() == -1:
             raise RuntimeError(FAILED_PASS)

@@ -2,16 +2,6 @@
 
 FSDP2 is told to add up and never to divide (``set_force_sum_reduction_for_comms`` with a divide factor of 1), so that
 every gradient is divided exactly once, by us, whatever the dtype.
-
-What is read here beyond the public API, and why no public one will do:
-
-- ``_pre_forward_hook_handle`` and ``_post_forward_hook_handle`` of ``module._get_fsdp_state()``, what they call
-  (``_pre_forward``, ``_post_forward``), and ``_disable_current_modes`` (of ``_python_dispatch``): inside a selectively
-  checkpointed module what a unit's hooks do must not be taken for operations of the model;
-- ``post_forward_mesh_info`` of ``_fsdp_param_group`` and of its parameters, with ``HSDPMeshInfo`` (of
-  ``_fully_shard._fsdp_common``) and ``_init_sharded_post_forward_param_metadata``, which is given the parameter's
-  ``_orig_size``: ``reshard_after_forward=<int>`` would make two process groups for every unit; here all units share
-  two.
 """
 
 from __future__ import annotations
@@ -30,6 +20,7 @@ from smp_core.comm.traffic import Traffic
 from smp_core.fp8.gathered import WeightGather
 from smp_core.mesh import SmpMesh
 from smp_core.planning.decide import Plan
+from smp_core.sharding.fsdp.internals import group_of, state_of
 from smp_core.sharding.fsdp.travelling import travel
 from smp_core.sharding.fsdp.units import ShardedUnit
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
@@ -98,7 +89,8 @@ def shard_units(
 
 
 def _hide_hooks_from_modes(module: nn.Module) -> None:
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    """Inside a selectively checkpointed module what a unit's hooks do must not be taken for operations of the model."""
+    state = state_of(module)
 
     def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
         @torch.compiler.disable
@@ -116,11 +108,11 @@ def _hide_hooks_from_modes(module: nn.Module) -> None:
     state._post_forward_hook_handle = module.register_forward_hook(hidden(state._post_forward))
 
 
-def _keep_secondary_shard(module: FSDPModule, mesh: DeviceMesh) -> None:
-    group: Any = module._get_fsdp_state()._fsdp_param_group
+def _keep_secondary_shard(module: nn.Module, mesh: DeviceMesh) -> None:
+    group = group_of(module)
     if group is None:
         return
     group.post_forward_mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     for parameter in group.fsdp_params:
         parameter.post_forward_mesh_info = group.post_forward_mesh_info
-        parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
+        parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter.sharded_param.shape, device="meta"))
