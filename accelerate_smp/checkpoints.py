@@ -20,13 +20,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from accelerate_smp.background import BackgroundSavingAccelerator
 from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import (
     AsyncCheckpointer,
@@ -50,9 +51,6 @@ from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state, remainder_state
 from smp_core.module_names import uncompiled
 
-if TYPE_CHECKING:
-    from accelerate_smp.accelerator import SmpAccelerator
-
 logger = logging.getLogger("smp")
 
 FP8_STATE = "smp_fp8"  # as in Lightning's folders
@@ -60,7 +58,7 @@ FP8_STATE = "smp_fp8"  # as in Lightning's folders
 _SHARDED = ("state_dict.*", "more_state_dicts.*", "optimizer_states.*", f"{REMAINDERS}.*")
 
 
-def save_state(accelerator: SmpAccelerator, output_dir: str | None) -> str:
+def save_state(accelerator: BackgroundSavingAccelerator, output_dir: str | None) -> str:
     """Write everything the accelerator has prepared. Collective. Returns the folder."""
     output_dir = _folder_to_write(accelerator, output_dir)
     write(accelerator, output_dir, {"step": accelerator.step})
@@ -76,7 +74,7 @@ def save_state(accelerator: SmpAccelerator, output_dir: str | None) -> str:
     return output_dir
 
 
-def after_commit(accelerator: SmpAccelerator, what: str, action: Callable[[], object]) -> None:
+def after_commit(accelerator: BackgroundSavingAccelerator, what: str, action: Callable[[], object]) -> None:
     """Do something to older checkpoints on the main process, once the save in flight has committed."""
     if not accelerator.is_main_process:
         return
@@ -94,7 +92,9 @@ def _keep_newest(root: str, limit: int) -> None:
             shutil.rmtree(folder)
 
 
-def write(accelerator: SmpAccelerator, path: str, facts: dict[str, Any], schedulers: list[Any] | None = None) -> None:
+def write(
+    accelerator: BackgroundSavingAccelerator, path: str, facts: dict[str, Any], schedulers: list[Any] | None = None
+) -> None:
     """Write the objects that the accelerator has prepared to ``path``. Collective.
 
     Args:
@@ -137,7 +137,7 @@ def write(accelerator: SmpAccelerator, path: str, facts: dict[str, Any], schedul
         accelerator.background_saves.save(path, state, **options)
 
 
-def load_state(accelerator: SmpAccelerator, input_dir: str | None, strict: bool = True) -> None:
+def load_state(accelerator: BackgroundSavingAccelerator, input_dir: str | None, strict: bool = True) -> None:
     """Load a folder of :func:`save_state`, or of Lightning. Collective."""
     accelerator.wait_for_save()
     path = _folder_to_read(accelerator, input_dir)
@@ -147,7 +147,7 @@ def load_state(accelerator: SmpAccelerator, input_dir: str | None, strict: bool 
 
 
 def read(
-    accelerator: SmpAccelerator, path: str, schedulers: list[Any], strict: bool = True, random: bool = True
+    accelerator: BackgroundSavingAccelerator, path: str, schedulers: list[Any], strict: bool = True, random: bool = True
 ) -> None:
     """Load ``path`` into the objects that the accelerator has prepared, and into ``schedulers``. Collective.
 
@@ -193,7 +193,7 @@ def read(
             restore_random(accelerator, path, accelerator.smp_config.init_seed)
 
 
-def restore_random(accelerator: SmpAccelerator, path: str, seed: int) -> None:
+def restore_random(accelerator: BackgroundSavingAccelerator, path: str, seed: int) -> None:
     """Give each rank its random states; on another number of ranks, new ones from (seed, step, rank)."""
     if any(isinstance(part, dict) and "random" in part for part in read_per_rank(path)):
         restore_random_state(path, accelerator.process_index, accelerator.num_processes, seed)
@@ -268,7 +268,7 @@ def config_files(model: nn.Module) -> dict[str, str]:
     return files
 
 
-def _models(accelerator: SmpAccelerator) -> list[nn.Module]:
+def _models(accelerator: BackgroundSavingAccelerator) -> list[nn.Module]:
     for handle in map(parallel_of, accelerator._models):
         if handle is not None:
             handle.reshard()
@@ -276,7 +276,7 @@ def _models(accelerator: SmpAccelerator) -> list[nn.Module]:
     return [uncompiled(model) for model in accelerator._models]
 
 
-def _optimizers(accelerator: SmpAccelerator) -> list[torch.optim.Optimizer]:
+def _optimizers(accelerator: BackgroundSavingAccelerator) -> list[torch.optim.Optimizer]:
     return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
 
 
@@ -318,7 +318,7 @@ def _load_each(what: str, objects: list[Any], saved: list[Any], path: Any) -> No
         obj.load_state_dict(state)
 
 
-def _folder_to_write(accelerator: SmpAccelerator, output_dir: str | None) -> str:
+def _folder_to_write(accelerator: BackgroundSavingAccelerator, output_dir: str | None) -> str:
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
         if output_dir is None:
@@ -334,7 +334,7 @@ def _folder_to_write(accelerator: SmpAccelerator, output_dir: str | None) -> str
     return target
 
 
-def _folder_to_read(accelerator: SmpAccelerator, input_dir: str | None) -> str:
+def _folder_to_read(accelerator: BackgroundSavingAccelerator, input_dir: str | None) -> str:
     if input_dir is not None:
         return os.path.expanduser(os.fspath(input_dir))
     project = accelerator.project_configuration

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, cast
-
-from accelerate import Accelerator
+from typing import Any
 
 from accelerate_smp import checkpoints
+from accelerate_smp.background import BackgroundSavingAccelerator
 from accelerate_smp.handle import parallel_of
-from smp_core.checkpoint import AsyncCheckpointer
 from smp_core.rank_watch import meet
-
-if TYPE_CHECKING:
-    from accelerate_smp.accelerator import SmpAccelerator
 
 logger = logging.getLogger("smp")
 
 
-class SavedStatesAccelerator(Accelerator):
+class SavedStatesAccelerator(BackgroundSavingAccelerator):
     """An Accelerator that saves and loads folders.
 
     Attributes:
         smp: False: Accelerate's own.
-        background_saves: the writer with ``async_save=True``, from the first save on.
     """
 
     smp = True
-    background_saves: AsyncCheckpointer | None = None
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Save all prepared objects as one checkpoint folder, which any number of ranks loads. Collective.
@@ -52,7 +45,7 @@ class SavedStatesAccelerator(Accelerator):
             raise TypeError(f"save_state options {sorted(options)} have no counterpart here; leave them out")
         meet("accelerator.save_state(...)")
         self._say_what_an_open_window_means()
-        return checkpoints.save_state(cast("SmpAccelerator", self), output_dir)
+        return checkpoints.save_state(self, output_dir)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
         """Load what :meth:`save_state`, or Lightning under ``strategy="smp_sharded"``, has saved. Collective.
@@ -69,21 +62,7 @@ class SavedStatesAccelerator(Accelerator):
         if load_kwargs:
             raise TypeError(f"load_kwargs {sorted(load_kwargs)} have no counterpart here; leave them out")
         meet("accelerator.load_state(...)")
-        checkpoints.load_state(cast("SmpAccelerator", self), input_dir, **options)
-
-    def wait_for_save(self) -> None:
-        """Wait for the save that ``async_save=True`` left in flight.
-
-        Raises:
-            CheckpointError: it failed, on all ranks.
-        """
-        if self.background_saves is not None:
-            self.background_saves.wait()
-
-    def settle_save(self) -> None:
-        """Raise the error of a save that has ended since; does not wait for one in flight."""
-        if self.background_saves is not None:
-            self.background_saves.settle()
+        checkpoints.load_state(self, input_dir, **options)
 
     def _say_what_an_open_window_means(self) -> None:
         for handle in map(parallel_of, self._models):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -18,9 +18,10 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from lightning_smp.background import in_lightning_words
+from lightning_smp.background import BackgroundSaves, in_lightning_words
 from lightning_smp.checkpoint_sources import PER_RANK, main_module
 from lightning_smp.resume import random_of_rank
+from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import (
     CheckpointError,
     full_state_dict,
@@ -37,9 +38,6 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.comm.remainder_state import remainder_state
 from smp_core.config import SmpConfig
 from smp_core.module_names import uncompiled
-
-if TYPE_CHECKING:
-    from lightning_smp.strategy import SmpShardedStrategy
 
 logger = logging.getLogger("smp")
 
@@ -62,12 +60,12 @@ def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
         logger.warning("%s reads ordinary .ckpt files; it writes none without save_full_state_dict=True", name)
 
 
-def model_state(strategy: SmpShardedStrategy) -> dict[str, Any]:
+def model_state(strategy: SteppingStrategy) -> dict[str, Any]:
     """Return the module's state dict; sharded parameters as DTensors."""
     return strategy.parallel.model_state()
 
 
-def optimizer_state(strategy: SmpShardedStrategy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_state(strategy: SteppingStrategy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return one optimizer's state by parameter name, or in torch's own numbered form with ``save_full_state_dict``."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer holds the real one
     if strategy.config.save_full_state_dict:
@@ -75,10 +73,17 @@ def optimizer_state(strategy: SmpShardedStrategy, optimizer: torch.optim.Optimiz
     return named_optimizer_state(strategy.parallel.module, optimizer)
 
 
-def save(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+def save(
+    strategy: SteppingStrategy,
+    checkpoint: dict[str, Any],
+    path: Any,
+    storage_options: Any,
+    behind_training: BackgroundSaves | None,
+) -> None:
     """Write a checkpoint dictionary to ``path``. Collective; an error on one rank is raised on all.
 
-    With ``async_save`` it returns when the tensors have been copied to host memory.
+    Args:
+        behind_training: what saves with ``async_save``; it returns when the tensors have been copied to host memory.
     """
     if strategy.config.save_full_state_dict:
         _save_whole(strategy, checkpoint, path, storage_options)
@@ -103,22 +108,22 @@ def save(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, st
         "per_rank": _own_part(strategy) if _can_resume(checkpoint) else None,
     }
     with in_lightning_words():
-        if strategy.background_saves is None:
+        if behind_training is None:
             save_checkpoint(path, checkpoint, **options)
         else:
-            strategy.background_saves.save(path, checkpoint, **options)
+            behind_training.save(path, checkpoint, **options)
 
 
 def _can_resume(checkpoint: dict[str, Any]) -> bool:
     return "optimizer_states" in checkpoint  # not of ModelCheckpoint(save_weights_only=True)
 
 
-def _own_part(strategy: SmpShardedStrategy) -> dict[str, Any]:
+def _own_part(strategy: SteppingStrategy) -> dict[str, Any]:
     assert strategy.lightning_module is not None
     return random_of_rank(strategy.lightning_module.trainer)
 
 
-def _save_whole(strategy: SmpShardedStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+def _save_whole(strategy: SteppingStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
     if _can_resume(checkpoint):
         checkpoint[PER_RANK] = Ranks().gather(_own_part(strategy))
         if strategy.config.error_feedback and strategy.is_global_zero:
@@ -149,7 +154,7 @@ def _model_files(module: nn.Module) -> dict[str, str]:
     return files
 
 
-def remove(strategy: SmpShardedStrategy, path: Any) -> None:
+def remove(strategy: SteppingStrategy, path: Any, behind_training: BackgroundSaves | None) -> None:
     """Remove a folder so that no half of it stays behind, or a file; once the pending save has committed. On rank 0."""
 
     def remove_now() -> None:
@@ -160,7 +165,7 @@ def remove(strategy: SmpShardedStrategy, path: Any) -> None:
         else:
             strategy.checkpoint_io.remove_checkpoint(path)
 
-    if strategy.background_saves is None:
+    if behind_training is None:
         remove_now()
     else:
-        strategy.background_saves.after_commit(f"removal of {path}", remove_now)
+        behind_training.after_commit(f"removal of {path}", remove_now)

@@ -19,7 +19,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from lightning_smp.background import in_lightning_words
 from lightning_smp.checkpoint_sources import CheckpointFile, CheckpointFolder, Place
 from lightning_smp.resume import Resume
+from lightning_smp.steps import SteppingStrategy
 from smp_core.averaging import fill
 from smp_core.checkpoint import (
     CheckpointError,
@@ -44,9 +45,6 @@ from smp_core.module_names import clean_name
 from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.own_parts import load_whole_state
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
-
-if TYPE_CHECKING:
-    from lightning_smp.strategy import SmpShardedStrategy
 
 logger = logging.getLogger("smp")
 
@@ -67,7 +65,7 @@ class Loading:
         CheckpointError: the checkpoint is broken or missing, or it has no optimizer states and training is to go on.
     """
 
-    def __init__(self, strategy: SmpShardedStrategy, path: Any, weights_only: bool | None) -> None:
+    def __init__(self, strategy: SteppingStrategy, path: Any, weights_only: bool | None) -> None:
         verify = strategy.config.verify_checkpoint
         if _means_newest(strategy, path):
             path, verify = _newest_whole(path, verify), "sizes"
@@ -152,8 +150,8 @@ class Loading:
         elif saved is not None:
             logger.info("%s has FP8 scales, which are not used: this run computes without FP8", self.path)
 
-    def load_training(self, strategy: SmpShardedStrategy, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer states of ``checkpoint``, and prepare the resumption of the data. Collective.
+    def load_training(self, strategy: SteppingStrategy, checkpoint: Mapping[str, Any]) -> Resume:
+        """Load the optimizer states of ``checkpoint``; return how the data are resumed. Collective.
 
         Raises:
             CheckpointError: the states do not fit the optimizers.
@@ -177,7 +175,7 @@ class Loading:
             random = resumed_random_state(saved, rank, world, seed, step, os.fspath(self.path))
         epoch_random = parts[rank].get("epoch_random") if len(parts) == world else None
         allow, data_size = strategy.config.allow_batch_change, strategy.mesh.data_size
-        strategy.resume = Resume(checkpoint.get("smp_data"), random, epoch_random, data_size, allow)
+        return Resume(checkpoint.get("smp_data"), random, epoch_random, data_size, allow)
 
 
 def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: torch.device) -> dict[str, Any]:
@@ -207,7 +205,7 @@ def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: to
     return agreed
 
 
-def _means_newest(strategy: SmpShardedStrategy, path: Any) -> bool:
+def _means_newest(strategy: SteppingStrategy, path: Any) -> bool:
     """Tell whether a path is the one that ``ckpt_path="last"`` stands for."""
     assert strategy.lightning_module is not None
     folder, name = os.path.split(os.path.abspath(path))

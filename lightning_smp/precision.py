@@ -8,8 +8,8 @@ gradient scaler are ours. FP8 is a plugin of its own: it says how layers outside
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Generator
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision, Precision
@@ -18,11 +18,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from smp_core.fp8.recipe import Fp8Recipe
+from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.grad_norm import clip_grad_value_
 from smp_core.sharding.grad_scaler import ShardedGradScaler
-
-if TYPE_CHECKING:
-    from lightning_smp.steps import SteppingStrategy
 
 
 class Fp8Precision(Precision):
@@ -79,15 +77,19 @@ def autocast_dtype(plugin: Precision) -> torch.dtype | None:
     return None
 
 
-def adapt_precision(plugin: Precision, strategy: SteppingStrategy) -> Precision:
+def adapt_precision(plugin: Precision, parallel: Callable[[], ParallelModel]) -> Precision:
     """Give ``plugin`` clipping by the norm over all ranks and by value, and unscaling of both
-    kinds of tensors; returns the same object."""
+    kinds of tensors; returns the same object.
+
+    Args:
+        parallel: asked when gradients are clipped: the model is not sharded yet.
+    """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        strategy.parallel.clip_grad_norm_(clip_val, parameters=list(plugin.main_params(optimizer)))
+        parallel().clip_grad_norm_(clip_val, parameters=list(plugin.main_params(optimizer)))
 
     def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
-        strategy.window.close()
+        parallel().window.close()
         clip_grad_value_(plugin.main_params(optimizer), clip_val)
 
     if isinstance(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:

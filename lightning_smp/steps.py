@@ -61,7 +61,7 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else adapt_precision(plugin, self)
+        self._precision_plugin = None if plugin is None else adapt_precision(plugin, lambda: self.parallel)
 
     # Steps
 

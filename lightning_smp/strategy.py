@@ -290,7 +290,7 @@ class SmpShardedStrategy(SteppingStrategy):
             checkpoint["smp_data"] = place
         if self.parallel.fp8 is not None:
             checkpoint[FP8_STATE] = self.parallel.fp8.state_dict()
-        checkpoints.save(self, checkpoint, self.broadcast(filepath), storage_options)
+        checkpoints.save(self, checkpoint, self.broadcast(filepath), storage_options, self.background_saves)
         if self.background_saves is not None and not self._is_running():
             self.background_saves.wait()
 
@@ -315,12 +315,12 @@ class SmpShardedStrategy(SteppingStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.loading is not None
-        self.loading.load_training(self, checkpoint)
+        self.resume = self.loading.load_training(self, checkpoint)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
-            checkpoints.remove(self, filepath)
+            checkpoints.remove(self, filepath, self.background_saves)
 
     # The end
 

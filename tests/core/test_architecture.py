@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -24,8 +28,12 @@ FACES = {
     "lightning_smp": ("accelerate_smp", "accelerate"),
     "accelerate_smp": ("lightning_smp", "lightning", "pytorch_lightning"),
 }
-# The one room of FSDP2's internals.
+# The one room of FSDP2's internals, the file of it that lists them, and how many there are.
 INTERNALS = "smp_core/sharding/fsdp/"
+LIST_OF_INTERNALS = ROOT / INTERNALS / "internals.py"
+N_INTERNALS = 70
+# Words of theirs that public classes, or ours, have too.
+COMMON_WORDS = {"cast_forward_inputs", "clear", "mesh", "shard_mesh"}
 
 
 @cache
@@ -119,12 +127,12 @@ def room_of(module: str) -> tuple[int, int]:
     pytest.fail(f"{module} stands on no floor of docs/architecture.md")
 
 
-def edges(at_run_time: bool) -> Iterator[tuple[str, str]]:
-    """(module, module of the packages that it imports)."""
+def edges() -> Iterator[tuple[str, str]]:
+    """(module, module of the packages that it imports): at the top, inside functions, or for type checkers only."""
     modules = sources()
     for module, path in modules.items():
         for each in imports(path):
-            if each.target in modules and each.target != module and not (at_run_time and each.type_checking):
+            if each.target in modules and each.target != module:
                 yield module, each.target
 
 
@@ -142,7 +150,7 @@ def test_every_module_is_on_the_map() -> None:
 def test_imports_go_down_the_floors() -> None:
     """Also those for type checkers and those inside functions: they are no way around the rule."""
     wrong = []
-    for module, target in edges(at_run_time=False):
+    for module, target in edges():
         if target == "smp_core":  # holds the version and nothing else
             continue
         above, below = room_of(module), room_of(target)
@@ -152,9 +160,9 @@ def test_imports_go_down_the_floors() -> None:
 
 
 def test_no_imports_go_in_a_circle() -> None:
-    """Imports inside functions count: a circle that they hide is one all the same."""
+    """Imports inside functions and for type checkers count: a circle that they hide is one all the same."""
     graph: dict[str, set[str]] = {}
-    for module, target in edges(at_run_time=True):
+    for module, target in edges():
         graph.setdefault(module, set()).add(target)
     try:
         TopologicalSorter(graph).prepare()
@@ -251,6 +259,8 @@ def explanations(path: Path) -> str:
 def test_private_names_are_used_only_where_it_says_why(module: str) -> None:
     path = sources()[module]
     said = explanations(path)
+    if INTERNALS in str(path):
+        said += explanations(LIST_OF_INTERNALS)
     silent = sorted(name for name in private_names(path) if not re.search(rf"(?<!\w){name}(?!\w)", said))
     assert silent == [], f"{path.name}: name it in a comment or docstring and say why no public name will do"
 
@@ -274,10 +284,69 @@ def test_dataclasses_that_hold_tensors_compare_by_identity() -> None:
     assert found == []
 
 
+def listed_internals() -> set[str]:
+    """The names in front of the colons of the list."""
+    told = ast.get_docstring(parsed(LIST_OF_INTERNALS)) or ""
+    items = re.findall(r"^- ([^:]*):", told, re.MULTILINE)
+    return {name for item in items for name in re.findall(r"``(\w+)``", item)}
+
+
+def defined_by_fsdp2() -> set[str]:
+    """Methods and attributes of the classes behind ``fully_shard`` that no public class has too."""
+    spec = importlib.util.find_spec("torch.distributed.fsdp._fully_shard")
+    assert spec is not None and spec.submodule_search_locations
+    found = set()
+    for path in Path(spec.submodule_search_locations[0]).glob("_fsdp_*.py"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                found |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                found |= names_of_self(node)
+    public = (FSDPModule, DTensor, nn.Parameter, nn.Module)
+    return {name for name in found if not any(hasattr(kind, name) for kind in public)} - COMMON_WORDS
+
+
+def names_of_self(kind: ast.ClassDef) -> set[str]:
+    """Attributes that a class declares, or gives to ``self``."""
+    declared = {n.target.id for n in kind.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    stored = [n for n in ast.walk(kind) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+    return declared | {n.attr for n in stored if ast.unparse(n.value) == "self"}
+
+
+def names_in(path: Path) -> set[str]:
+    """Attributes, imported names, and what is asked for by a string, without what is ``self``'s."""
+    found = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.add(node.value)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {*node.module.split("."), *(alias.name for alias in node.names)}
+    return found
+
+
+def test_the_list_of_fsdp2s_internals_is_what_its_room_uses() -> None:
+    """A name that is added has to be told with its reason, and the number below is to become smaller only."""
+    files = [path for path in sources().values() if INTERNALS in str(path)]
+    classes = [node for path in files for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef)]
+    own = {name for kind in classes for name in names_of_self(kind)}
+    own |= {n.name for path in files for n in ast.walk(parsed(path)) if isinstance(n, ast.FunctionDef)}
+    there = set().union(*map(names_in, files))
+    listed, theirs = listed_internals(), defined_by_fsdp2()
+    private = {name for name in there if is_private(name)}
+    untold = sorted(((there & theirs) | private) - own - listed)
+    assert untold == [], "do without, or say why in sharding/fsdp/internals.py"
+    unused = sorted(listed - there - own)
+    assert unused == [], "strike them out in sharding/fsdp/internals.py"
+    assert len(listed) == N_INTERNALS
+
+
 def test_internals_of_fsdp2_are_in_one_room() -> None:
-    pattern = re.compile(r"_get_fsdp_state|_fsdp_param_group|_unsharded_param|_pre_forward\b|torch\._C|_fully_shard")
-    files = [str(path.relative_to(ROOT)) for path in sources().values() if pattern.search(path.read_text())]
-    assert files and [file for file in files if not file.startswith(INTERNALS)] == []
+    own = {name for name in listed_internals() & defined_by_fsdp2() if is_private(name)}
+    own |= {"_get_fsdp_state", "_fully_shard"}
+    found = {path: names_in(path) & own for path in sources().values()}
+    assert any(found.values())
+    assert {str(path): names for path, names in found.items() if names and INTERNALS not in str(path)} == {}
 
 
 def test_conversions_come_in_the_order_that_is_told() -> None:

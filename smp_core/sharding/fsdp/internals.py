@@ -25,7 +25,8 @@ What a unit consists of:
 Gathers (patched: ``unshard``, ``wait_for_unshard`` and ``reshard`` of the group, through which every gather goes, in
 whatever mode forward runs):
 
-- ``is_sharded``, ``is_unsharded``, ``_to_sharded``, ``to_unsharded``: what an earlier call left, used or undone;
+- ``wait_for_unshard``, ``is_sharded``, ``is_unsharded``, ``_to_sharded``, ``to_unsharded``: what an earlier call left,
+  used or undone;
 - ``_all_gather_result``, ``all_gather_event``, ``all_gather_work``: gathers in flight, prefetched for a forward that
   never came;
 - ``_setattr_on_modules`` (patched), ``_unsharded_param``: modules show shards between calls, gathered parameters inside

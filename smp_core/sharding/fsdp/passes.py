@@ -82,7 +82,15 @@ def drop_gather(group: Any) -> None:
     group._all_gather_result = None
 
 
-def forget_reductions(module: nn.Module) -> None:
+def end_of_reduction(module: nn.Module) -> None:
+    """Do for a unit that was reduced outside of a backward pass what the end of one does."""
+    group = group_of(module)
+    group.finalize_backward()
+    group._training_state = TrainingState.IDLE
+    _forget_reductions(module)
+
+
+def _forget_reductions(module: nn.Module) -> None:
     """Let go of what FSDP2 reduced last and keeps until the next, or the end of the pass. The present stream has to
     wait for it already."""
     context = state_of(module)._comm_ctx
@@ -103,7 +111,7 @@ def _reset(modules: Iterable[nn.Module]) -> None:
         if state._is_root is not None:
             state._comm_ctx.all_gather_state = None
             state._comm_ctx.post_forward_order.clear()
-            forget_reductions(module)
+            _forget_reductions(module)
         group = group_of(module)
         if group is not None:
             group._post_reduce_event = None

@@ -10,11 +10,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from smp_core.sharding.fsdp.internals import group_of, state_of
-from smp_core.sharding.fsdp.passes import FAILED_PASS, backward_pass, forget_reductions
+from smp_core.sharding.fsdp.passes import FAILED_PASS, backward_pass, end_of_reduction
 
 
 @dataclass(frozen=True)
@@ -144,9 +143,7 @@ class ShardedUnit:
         before = self._holds
         self.hold_gradients(False)
         group.post_backward()
-        group.finalize_backward()
-        group._training_state = TrainingState.IDLE
-        forget_reductions(self.module)
+        end_of_reduction(self.module)
         self.hold_gradients(before)
 
     def indices(self, ids: Container[int]) -> set[int]:
