@@ -57,7 +57,7 @@ from accelerate_smp.saved_states import SavedStatesAccelerator
 from accelerate_smp.schedules import SmpScheduler
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard
-from accelerate_smp.unprepared import is_prepared, parameters_replaced
+from accelerate_smp.unprepared import is_prepared, watch_for_unprepared
 from accelerate_smp.whole_weights import WholeWeightsAccelerator, save_whole
 from smp_core.command_line import console
 from smp_core.config import SmpConfig
@@ -199,8 +199,8 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
         if not self.sharding or getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if parallel_of(model) is None and not self.verify_device_map(model):
-            with parameters_replaced(model):
-                handle = self._parallelize(model)
+            handle = self._parallelize(model)
+            watch_for_unprepared()
             attach(model, handle)
             save_whole(model, handle)
             count_forwards(model, handle.mesh.shard_ranks)

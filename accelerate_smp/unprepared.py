@@ -7,32 +7,20 @@ step is an error; a prepared optimizer has been given the model's present parame
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-_replaced = WeakIdKeyDictionary()  # parameters that a model had before it was sharded -> the name of its class
+from smp_core.sharding.replaced import of_replaced
+
 _prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _hooks: list[Any] = []
 
 
-@contextlib.contextmanager
-def parameters_replaced(model: nn.Module) -> Iterator[None]:
-    """Watch for optimizers that step parameters which ``model`` loses inside the block. Keeps none of them alive."""
-    before = [TensorWeakRef(parameter) for parameter in model.parameters()]
-    name = type(model).__name__
-    yield
-    now = {id(parameter) for parameter in model.parameters()}
-    for reference in before:
-        parameter = reference()
-        if parameter is not None and id(parameter) not in now:
-            _replaced[parameter] = name
+def watch_for_unprepared() -> None:
+    """From now on an optimizer's first step is looked at, unless it is prepared."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_refuse))
 
@@ -45,11 +33,10 @@ def is_prepared(optimizer: torch.optim.Optimizer) -> None:
 def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if optimizer in _prepared:
         return
-    old = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in _replaced]
-    if old:
-        kind = type(optimizer).__name__
+    model, n = of_replaced(parameter for group in optimizer.param_groups for parameter in group["params"])
+    if model is not None:
         raise ValueError(
-            f"{kind} steps {len(old)} parameters that {_replaced[old[0]]} had before it was sharded, "
+            f"{type(optimizer).__name__} steps {n} parameters that {model} had before it was sharded, "
             "which would train nothing; write model, optimizer = accelerator.prepare(model, optimizer), or make the "
             "optimizer after prepare(model) and prepare it too"
         )

@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.activations.selective import kept_outputs_shown_to
 from smp_core.memory_log import KINDS, MIB, StepMemory, draw
 from smp_core.parallel_model import ParallelModel
+from smp_core.stepped import StepsOnHost
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -196,7 +197,7 @@ class MemoryReport:
     def _on_host(self) -> dict[str, int]:
         host: dict[str, int] = {}
         if self._parallel.config.state_offload == "optimizer":
-            host["optimizer"] = sum(getattr(each, "host_bytes", int)() for each in self._optimizers)
+            host["optimizer"] = sum(each.host_bytes() for each in self._optimizers if isinstance(each, StepsOnHost))
         if self._parallel.config.state_offload == "all":
             host["optimizer"] = self._state_bytes()
             sharded = [p for p in self._own_parameters() if isinstance(p, DTensor)]

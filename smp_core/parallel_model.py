@@ -24,11 +24,11 @@ from smp_core.module_names import clean_name
 from smp_core.planning.decide import Plan
 from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
-from smp_core.sharding.optimizer import model_parameter
 from smp_core.sharding.prepared_optimizer import prepare_optimizer
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.window import Window
+from smp_core.stepped import model_parameter
 
 logger = logging.getLogger("smp")
 

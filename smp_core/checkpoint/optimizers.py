@@ -24,6 +24,7 @@ from smp_core.checkpoint.lazy_state import Unread, as_it_lies
 from smp_core.checkpoint.reader import load_checkpoint, read_rest, read_template
 from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
 from smp_core.module_names import clean_name
+from smp_core.stepped import StepsOnHost, model_parameter
 
 
 def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -41,12 +42,8 @@ def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the model's parameters that the optimizer steps.
-
-    Under ``optimizer_shard="world"`` the optimizer steps masters; a master's ``smp_model_parameter`` is the parameter.
-    """
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [getattr(parameter, "smp_model_parameter", parameter) for parameter in stepped]
+    """Return the model's parameters that the optimizer steps, itself or (``optimizer_shard="world"``) masters of."""
+    return [model_parameter(stepped) for group in optimizer.param_groups for stepped in group["params"]]
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -96,7 +93,7 @@ def load_named_optimizer_state(
             f"the optimizer saved in {os.fspath(path)} steps other parameters; only here: {lacking[:5]}, only there: "
             f"{foreign[:5]}. Build configure_optimizers as it was, or load the weights alone"
         )
-    on_host = hasattr(optimizer, "host_bytes")  # state_offload="optimizer": states never see the device
+    on_host = isinstance(optimizer, StepsOnHost)
     saved = _read_sharded_like(path, prefix, by_name, on_host, verify)
     state: dict[str, Any] = saved.get("state", {})
     if given is None:

@@ -47,10 +47,11 @@ from smp_core.sharding.fsdp import (
     forget_passes,
     reshard,
 )
-from smp_core.sharding.optimizer import WorldSharding, model_parameter
+from smp_core.sharding.optimizer import WorldSharding
 from smp_core.sharding.received_gradients import received_all, tell_what_was_received
 from smp_core.sharding.replicated import ReplicatedGradients
 from smp_core.sharding.unit_window import UnitWindow
+from smp_core.stepped import model_parameter
 
 logger = logging.getLogger("smp")
 

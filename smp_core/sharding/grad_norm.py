@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from smp_core.sharding.optimizer import model_parameter
+from smp_core.stepped import model_parameter
 
 OnNonfinite = Literal["ignore", "skip", "raise"]
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors
 from smp_core.sharding.optimizer import MASTER, local_of
 from smp_core.sharding.optimizer_trial import KNOWN
+from smp_core.stepped import StepsOnHost
 
 logger = logging.getLogger("smp")
 
@@ -255,7 +256,7 @@ def derive(kind: Any, methods: type, base: str) -> Any:
     return type(kind.__name__, (kind, methods), {**own, **facts})
 
 
-class OnHost:
+class OnHost(StepsOnHost):
     """Methods of an optimizer whose step runs on the host. ``_smp_host`` is its part there."""
 
     __slots__ = ()
@@ -279,7 +280,6 @@ class OnHost:
                 self.state[parameter] = to_host(state_dict["state"][number])
 
     def host_bytes(self: Any) -> int:
-        """What the states, masters and gradients take in host memory."""
         return self._smp_host.n_bytes  # type: ignore[no-any-return]
 
     step = torch.optim.Optimizer.profile_hook_step(step)  # its hooks run around it, as around every optimizer's

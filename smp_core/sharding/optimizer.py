@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
 from smp_core.comm.background import Pending
 from smp_core.comm.replica_hop import ReplicaHop
+from smp_core.stepped import model_parameter, stands_for
 
 MASTER = "smp_master"
 """Entry of an optimizer state: the float32 values of a half precision parameter, so that checkpoints have them."""
@@ -82,7 +83,7 @@ class FlatShard:
         dtype = master_dtype(parameter)
         master = nn.Parameter(own if self.on_host else own.to(dtype).clone())
         master.grad_dtype = dtype
-        master.smp_model_parameter = parameter  # type: ignore[attr-defined]
+        stands_for(master, parameter)
         return master
 
     @property
@@ -312,11 +313,6 @@ class WorldSharding:
             for number, parameter in enumerate(stepped)
             if id(model_parameter(parameter)) in self._place
         }
-
-
-def model_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """The model's parameter that a master stands for; any other tensor is itself."""
-    return getattr(parameter, "smp_model_parameter", parameter)
 
 
 def master_dtype(parameter: torch.Tensor) -> torch.dtype:

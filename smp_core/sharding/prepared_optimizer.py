@@ -27,10 +27,11 @@ from smp_core.config import SmpConfig
 from smp_core.mesh import SmpMesh
 from smp_core.planning.decide import Plan
 from smp_core.sharding.host_optimizer import OnHost, derive, host_kernels, step_on_host
-from smp_core.sharding.optimizer import MASTER, WorldSharding, model_parameter
+from smp_core.sharding.optimizer import MASTER, WorldSharding
 from smp_core.sharding.optimizer_trial import refuse_unsaveable, require_elementwise, require_steps_shards
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.window import Window
+from smp_core.stepped import model_parameter
 
 logger = logging.getLogger("smp")
 

@@ -7,6 +7,7 @@ longer: nothing it does would reach the model.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,14 +20,20 @@ from smp_core.checkpoint.optimizers import shard_like
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors, path_text
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 
+_all: weakref.WeakSet[ReplacedParameters] = weakref.WeakSet()
+
 
 class ReplacedParameters:
     """The parameters of a model before it was sharded -> those it has now, by name.
 
     Made before anything is sharded. It keeps no parameter alive: what nobody holds is freed unit by unit.
+
+    Attributes:
+        model: the name of its class.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = type(model).__name__
         named = model.named_parameters(remove_duplicate=False)
         self._before = [(name, TensorWeakRef(parameter)) for name, parameter in named]
         self._now = WeakIdKeyDictionary()
@@ -39,6 +46,10 @@ class ReplacedParameters:
             if old is not None and new is not None and new is not old:
                 self._now[old] = new
         self._before.clear()
+        _all.add(self)
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._now
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """What stands in the place of a parameter now; one that was not replaced is itself."""
@@ -72,6 +83,18 @@ class ReplacedParameters:
             broadcast_from_rank_0(tensors, device)
             found[new] = map_tensors(entry, functools.partial(shard_like, new))
         return found
+
+
+def of_replaced(parameters: Iterable[torch.Tensor]) -> tuple[str | None, int]:
+    """Count the parameters that a model had before it was sharded.
+
+    Returns:
+        (the class of a model that had some, their number); None, 0 without.
+    """
+    parameters = list(parameters)
+    had = {each.model: sum(parameter in each for parameter in parameters) for each in _all}
+    model = max(had, key=had.__getitem__, default=None)
+    return (None, 0) if model is None or not had[model] else (model, had[model])
 
 
 def require_alike(entries: list[Any]) -> None:

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint import load_checkpoint, save_checkpoint
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
 from smp_core.parallel_model import ParallelModel
-from smp_core.sharding.optimizer import model_parameter
 from smp_core.sharding.optimizer_trial import require_elementwise
+from smp_core.stepped import model_parameter
 from tests.core.gpt import SmallGpt
 from tests.core.models import Trajectory, TroubledModel, global_batches, loss_of, train_alone
 from tests.core.scenarios import (
