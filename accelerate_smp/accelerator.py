@@ -18,7 +18,7 @@ The overridden methods, in this order:
     prepare, prepare_model, prepare_optimizer, prepare_scheduler    shard, swap the optimizer's parameters
     prepare_data_loader, backward, gather_for_metrics               sequences over ranks (accelerate_smp/sequences.py)
     no_sync (hence accumulate), clip_grad_norm_, clip_grad_value_   the accumulation window and norms over the mesh
-    get_state_dict, save, wait_for_everyone                         unsharded weights (accelerate_smp/whole_weights.py)
+    get_state_dict, save, wait_for_everyone                         unsharded weights (accelerate_smp/full_weights.py)
     save_state, load_state                                          folders (accelerate_smp/saved_states.py)
 
 A process by itself (no launcher) has nothing to shard: everything but save_state and load_state is Accelerate's own.
@@ -51,6 +51,7 @@ from accelerate_smp.config import (
     resolve_config,
 )
 from accelerate_smp.fp8 import settle_fp8
+from accelerate_smp.full_weights import FullWeightsAccelerator, save_full
 from accelerate_smp.handle import attach, parallel_of
 from accelerate_smp.parallelism import SmpParallelism
 from accelerate_smp.saved_states import SavedStatesAccelerator
@@ -58,7 +59,6 @@ from accelerate_smp.schedules import SmpScheduler
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard
 from accelerate_smp.unprepared import is_prepared, watch_for_unprepared
-from accelerate_smp.whole_weights import WholeWeightsAccelerator, save_whole
 from smp_core.command_line import console
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
@@ -75,7 +75,7 @@ from smp_core.topology import Topology
 logger = logging.getLogger("smp")
 
 
-class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWeightsAccelerator):
+class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, FullWeightsAccelerator):
     """Drop-in for :class:`accelerate.Accelerator` with MiCS sharding.
 
     Args:
@@ -202,7 +202,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, WholeWe
             handle = self._parallelize(model)
             watch_for_unprepared()
             attach(model, handle)
-            save_whole(model, handle)
+            save_full(model, handle)
             count_forwards(model, handle.mesh.shard_ranks)
             if handle.context is not None:
                 self.run_over_ranks(model)

@@ -111,7 +111,7 @@ class SharedSequencesAccelerator(Accelerator):
         with enabled(self._present):
             super().backward(part_of_mean(loss), **kwargs)
 
-    def whole_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def full_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Gather a tensor of the present batch's tokens over all ranks that share them. Collective; no gradient."""
         if self._present is None:
             return tensor
@@ -146,7 +146,7 @@ class SharedSequencesAccelerator(Accelerator):
         if split is None:
             return tensor
         if tensor.dim() >= 2 and tensor.shape[1] == split.plan.local_length:
-            return self.whole_sequence(tensor)
+            return self.full_sequence(tensor)
         return self.mean_over_context(tensor) if tensor.is_floating_point() else tensor
 
     def mean_over_context(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -28,10 +28,10 @@ from transformers.trainer_pt_utils import LabelSmoother
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.callbacks import SmpMonitorCallback
 from accelerate_smp.fp8_monitor import Fp8MonitorCallback
+from accelerate_smp.full_weights import full_state
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
-from accelerate_smp.whole_weights import whole_state
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import active_split
 from smp_core.rank_watch import meet
@@ -169,7 +169,7 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
             return
         meet("trainer.save_model(...)")
         with _as_one_model(handle.module):
-            self._save(output_dir or self.args.output_dir, state_dict=whole_state(handle))
+            self._save(output_dir or self.args.output_dir, state_dict=full_state(handle))
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

@@ -24,8 +24,8 @@ from transformers.trainer_utils import has_length, sort_checkpoints
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.handle import parallel_of
-from smp_core.checkpoint import CheckpointError, first_whole, is_checkpoint, read_manifest
-from smp_core.checkpoint.optimizers import load_whole_optimizer_state
+from smp_core.checkpoint import CheckpointError, first_undamaged, is_checkpoint, read_manifest
+from smp_core.checkpoint.optimizers import load_full_optimizer_state
 from smp_core.checkpoint.ranks import Ranks
 
 logger = logging.getLogger("smp")
@@ -104,7 +104,7 @@ class CheckpointingTrainerMixin(_Base):
             ValueError: no accumulation keeps it, and ``allow_batch_change`` is not set.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = self._newest_whole() or True
+            resume_from_checkpoint = self._newest_undamaged() or True
         if isinstance(resume_from_checkpoint, str) and _has_state(resume_from_checkpoint):
             self._keep_global_batch(resume_from_checkpoint)
         try:
@@ -117,7 +117,7 @@ class CheckpointingTrainerMixin(_Base):
                     logger.error("%s", error)
             raise
 
-    def _newest_whole(self) -> str | None:
+    def _newest_undamaged(self) -> str | None:
         """The newest whole checkpoint of ``output_dir``, None where there is none at all. Collective."""
         ranks = Ranks()
 
@@ -131,7 +131,7 @@ class CheckpointingTrainerMixin(_Base):
         if not ours or ours[0] != found[0]:
             return found[0] if found else None  # Trainer's own, which have nothing to check
         states = [os.path.join(path, STATE_FOLDER) for path in ours]
-        return os.path.dirname(first_whole(states, self.accelerator.smp_config.verify_checkpoint))
+        return os.path.dirname(first_undamaged(states, self.accelerator.smp_config.verify_checkpoint))
 
     def _looks_unfinished(self, path: str) -> bool:
         """Tell whether a crash came before the optimizer states or the Trainer's own state were there."""
@@ -191,7 +191,7 @@ class CheckpointingTrainerMixin(_Base):
             return
         assert self.optimizer is not None and self.lr_scheduler is not None
         saved = torch.load(stock, map_location="cpu", weights_only=True)
-        load_whole_optimizer_state(getattr(self.optimizer, "optimizer", self.optimizer), saved)
+        load_full_optimizer_state(getattr(self.optimizer, "optimizer", self.optimizer), saved)
         schedule = os.path.join(checkpoint, trainer_module.SCHEDULER_NAME)
         self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 

@@ -19,8 +19,8 @@ from smp_core.checkpoint import CheckpointError, load_checkpoint, read_per_rank,
 from smp_core.checkpoint.lazy_state import LazyState, Unread
 from smp_core.checkpoint.optimizers import (
     copy_into,
+    load_full_optimizer_state,
     load_named_optimizer_state,
-    load_whole_optimizer_state,
     names_between,
     parameter_names,
     stepped_parameters,
@@ -101,7 +101,7 @@ class CheckpointFolder:
 
         def read() -> torch.Tensor:
             with TensorFiles(self._opened) as files:
-                return files.whole(stored)
+                return files.unsharded(stored)
 
         return Unread(place, read, self._opened.index.record(stored).shape)
 
@@ -121,7 +121,7 @@ class CheckpointFolder:
         self, module: nn.Module, number: int, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
         if all(isinstance(name, int) for group in state["param_groups"] for name in group["params"]):
-            load_whole_optimizer_state(optimizer, state)  # a hook has put another one in its place
+            load_full_optimizer_state(optimizer, state)  # a hook has put another one in its place
             return
         where = ("optimizer_states", number)
         saved = [name for group in state["param_groups"] for name in group["params"]]
@@ -182,7 +182,7 @@ class CheckpointFile:
     def load_optimizer(
         self, module: nn.Module, number: int, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        load_whole_optimizer_state(optimizer, state)
+        load_full_optimizer_state(optimizer, state)
 
     def load_remainders(self, parallel: ParallelModel) -> None:
         """Load nothing: a file has no remainders."""

@@ -86,7 +86,7 @@ def save(
         behind_training: what saves with ``async_save``; it returns when the tensors have been copied to host memory.
     """
     if strategy.config.save_full_state_dict:
-        _save_whole(strategy, checkpoint, path, storage_options)
+        _save_full(strategy, checkpoint, path, storage_options)
         return
     if storage_options is not None:
         raise TypeError(
@@ -123,7 +123,7 @@ def _own_part(strategy: SteppingStrategy) -> dict[str, Any]:
     return random_of_rank(strategy.lightning_module.trainer)
 
 
-def _save_whole(strategy: SteppingStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+def _save_full(strategy: SteppingStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
     if _can_resume(checkpoint):
         checkpoint[PER_RANK] = Ranks().gather(_own_part(strategy))
         if strategy.config.error_feedback and strategy.is_global_zero:

@@ -36,14 +36,14 @@ from smp_core.averaging import fill
 from smp_core.checkpoint import (
     CheckpointError,
     find_checkpoints,
-    first_whole,
+    first_undamaged,
 )
 from smp_core.checkpoint.lazy_state import Unread, as_it_lies
 from smp_core.checkpoint.random_state import resumed_random_state
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.module_names import clean_name
 from smp_core.parallel_model import ParallelModel
-from smp_core.sharding.own_parts import load_whole_state
+from smp_core.sharding.own_parts import load_full_state
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 
 logger = logging.getLogger("smp")
@@ -68,7 +68,7 @@ class Loading:
     def __init__(self, strategy: SteppingStrategy, path: Any, weights_only: bool | None) -> None:
         verify = strategy.config.verify_checkpoint
         if _means_newest(strategy, path):
-            path, verify = _newest_whole(path, verify), "sizes"
+            path, verify = _newest_undamaged(path, verify), "sizes"
         self.path = path
         module = strategy.lightning_module
         assert module is not None
@@ -114,7 +114,7 @@ class Loading:
 
         # The module takes the unsharded ones, with its own hooks.
         what = f"{self.path} does not fit the model"
-        (missing, unexpected), _ = Ranks().together(what, lambda: self._load_whole(module, shown, live))
+        (missing, unexpected), _ = Ranks().together(what, lambda: self._load_full(module, shown, live))
         for where, names in (("missing in it, kept", missing), ("in it only, not used", unexpected)):
             if names:
                 logger.warning("%s: %s: %s", self.path, where, ", ".join(names[:5]))
@@ -134,11 +134,11 @@ class Loading:
         with in_lightning_words():
             self._source.fill_weights(streamed)
 
-    def _load_whole(
+    def _load_full(
         self, module: nn.Module, shown: dict[str, Any], live: Mapping[str, Any]
     ) -> tuple[list[str], list[str]]:
         try:
-            return load_whole_state(module, shown, live, self._strict)
+            return load_full_state(module, shown, live, self._strict)
         except RuntimeError as error:  # torch's for names and shapes
             hint = "; strict_loading=False on the LightningModule loads what fits by name" if self._strict else ""
             raise CheckpointError(f"{error}{hint}") from error
@@ -217,7 +217,7 @@ def _means_newest(strategy: SteppingStrategy, path: Any) -> bool:
     return False
 
 
-def _newest_whole(path: Any, verify: str) -> str:
+def _newest_undamaged(path: Any, verify: str) -> str:
     """Return ``path`` or, where that is broken, the newest unbroken checkpoint in its folder. Collective."""
 
     def candidates() -> list[str]:
@@ -228,7 +228,7 @@ def _newest_whole(path: Any, verify: str) -> str:
         return [str(path), *(each for each in others if os.path.realpath(each) != os.path.realpath(path))]
 
     ordered = Ranks().on_first(f"{path} was not loaded", candidates)
-    return first_whole(ordered, verify)
+    return first_undamaged(ordered, verify)
 
 
 def _check_complete(checkpoint: dict[str, Any], path: Any) -> None:

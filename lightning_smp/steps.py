@@ -85,11 +85,11 @@ class SteppingStrategy(ProcessGroupStrategy):
         with self._sequences.active():
             return super().backward(self._sequences.weighted(closure_loss), *args, **kwargs)
 
-    def whole_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    def full_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Gather the unsplit sequence of a tensor that has this rank's tokens along ``dim``, inside a step. Collective;
         no gradient.
         """
-        return self._sequences.whole(tensor, dim)
+        return self._sequences.full(tensor, dim)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

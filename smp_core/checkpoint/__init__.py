@@ -20,7 +20,7 @@ from smp_core.checkpoint.reader import (
     read_rest,
     read_tensors,
 )
-from smp_core.checkpoint.root import find_checkpoints, first_whole, newest_checkpoint, save_step
+from smp_core.checkpoint.root import find_checkpoints, first_undamaged, newest_checkpoint, save_step
 from smp_core.checkpoint.verify import verify_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 
@@ -32,7 +32,7 @@ __all__ = [
     "consolidate",
     "export_checkpoint",
     "find_checkpoints",
-    "first_whole",
+    "first_undamaged",
     "full_state_dict",
     "import_checkpoint",
     "is_checkpoint",

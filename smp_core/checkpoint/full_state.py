@@ -135,7 +135,7 @@ def lazy_tensor(opened: OpenCheckpoint, name: str, cast: torch.dtype | None = No
 
     def load() -> torch.Tensor:
         with TensorFiles(opened) as files:
-            return files.whole(name).to(dtype)
+            return files.unsharded(name).to(dtype)
 
     return LazyTensor(record.shape, dtype, load, tie=opened.index.aliases.get(name, name))
 

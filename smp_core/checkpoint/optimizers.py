@@ -217,7 +217,7 @@ def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
     local.copy_(whole[start : start + local.shape[0]])
 
 
-def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def load_full_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Load an ordinary numbered optimizer state of unsharded tensors: each rank keeps its own part. Local."""
     parameters = stepped_parameters(optimizer)
     state = {

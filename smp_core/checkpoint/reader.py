@@ -243,7 +243,7 @@ def read_rest(
         raise CheckpointError(f"{opened.address} has no {path_text(steps)!r}; at the top it has {known}") from None
     names = set(_select(opened.index, tensors)) - set(_select(opened.index, exclude, must_match=False))
     with TensorFiles(opened) as files:
-        return _decode(opened, tree, lambda name: files.whole(name) if name in names else DROP, allow_pickle)
+        return _decode(opened, tree, lambda name: files.unsharded(name) if name in names else DROP, allow_pickle)
 
 
 def read_template(
@@ -289,7 +289,7 @@ def read_tensors(path: str | os.PathLike[str], names: str | Iterable[str] = "*")
     opened = open_checkpoint(path)
     patterns = [names] if isinstance(names, str) else list(names)
     with TensorFiles(opened) as files:
-        return {name: files.whole(name) for name in _select(opened.index, patterns)}
+        return {name: files.unsharded(name) for name in _select(opened.index, patterns)}
 
 
 def _select(index: Index, patterns: Iterable[str], must_match: bool = True) -> list[str]:
@@ -325,7 +325,7 @@ class TensorFiles:
             self.files[name] = TensorFile(self.opened.folder, self.opened.manifest, name)
         return self.files[name]
 
-    def whole(self, name: str) -> torch.Tensor:
+    def unsharded(self, name: str) -> torch.Tensor:
         """Read an unsharded tensor from its slices."""
         record = self.opened.index.record(name)
         result = torch.empty(record.shape, dtype=record.dtype)

@@ -153,7 +153,7 @@ def newest_checkpoint(root: str | os.PathLike[str], verify: str | None = "sizes"
     return None
 
 
-def first_whole(
+def first_undamaged(
     paths: Sequence[str | os.PathLike[str]],
     verify: str | None = "auto",
     process_group: dist.ProcessGroup | None = None,

@@ -154,7 +154,7 @@ def _write_file(opened: OpenCheckpoint, folder: Path, file: _OutputFile, advance
     def values() -> Iterator[torch.Tensor]:
         with TensorFiles(opened) as source:
             for entry, name in zip(file.entries, file.sources, strict=True):
-                yield source.whole(name).to(entry.dtype)
+                yield source.unsharded(name).to(entry.dtype)
                 advance(entry.bytes)
 
     with open(folder / file.name, "xb", buffering=0) as raw:

@@ -91,13 +91,13 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
             # Masters and their gradients are float32 where parameters are half precision; sums take the place of
             # the parameters' gradients.
             part = -(-elements // plan.layout.replicate)
-            tensors = 1 if knobs.state_offload else 2 + optimizer.whole
+            tensors = 1 if knobs.state_offload else 2 + optimizer.tensors
             states += part * max(parameter.dtype.itemsize, 4) * tensors
             partial_sums += elements * reduced.itemsize
             continue
         gradients += 0 if offloaded else elements * stored.itemsize
         if knobs.state_offload is None:
-            states += optimizer.whole * elements * parameter.dtype.itemsize
+            states += optimizer.tensors * elements * parameter.dtype.itemsize
         if not knobs.reduce_every_micro_batch and is_sharded:
             partial_sums += parameter.elements * reduced.itemsize
         elif offloaded or reduced != stored:

@@ -20,25 +20,25 @@ class OptimizerStates:
 
     Attributes:
         name: of the optimizer, for people.
-        whole: tensors of the parameter's shape.
+        tensors: of the parameter's shape.
         origin: how this is known: "assumed", "found" or "given".
-        known: False: ``whole`` is a guess.
+        known: False: their number is a guess.
     """
 
     name: str
-    whole: int
+    tensors: int
     origin: str = "assumed"
     known: bool = True
 
     def describe(self) -> str:
         """As in "assumed adamw, 2 states for each trainable parameter"."""
-        count = f"{self.whole} state{'' if self.whole == 1 else 's'} for each trainable parameter"
+        count = f"{self.tensors} state{'' if self.tensors == 1 else 's'} for each trainable parameter"
         if not self.known:
             return f"{self.origin} {self.name}, which is not known here: assumed {count}, as adamw has"
         return f"{self.origin} {self.name}, {count}"
 
 
-_WHOLE = {
+_TENSORS = {
     "adamw": 2,
     "adamw-amsgrad": 3,
     "adam": 2,
@@ -49,7 +49,7 @@ _WHOLE = {
     "sgd-momentum": 1,
     "sgd": 0,
 }
-OPTIMIZERS: Mapping[str, OptimizerStates] = {name: OptimizerStates(name, whole) for name, whole in _WHOLE.items()}
+OPTIMIZERS: Mapping[str, OptimizerStates] = {name: OptimizerStates(name, tensors) for name, tensors in _TENSORS.items()}
 """By the names that plans are asked for with; the values of the knob `planned_optimizer`."""
 
 
@@ -93,4 +93,4 @@ def planned_states(asked: str, optimizers: Sequence[torch.optim.Optimizer] = ())
         return replace(OPTIMIZERS[asked], origin="given")
     if not optimizers:
         return OPTIMIZERS["adamw"]
-    return max(map(states_of, optimizers), key=lambda states: states.whole)
+    return max(map(states_of, optimizers), key=lambda states: states.tensors)

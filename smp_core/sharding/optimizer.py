@@ -240,7 +240,7 @@ class WorldSharding:
             if any(id(master) in stepped for master in shard.masters):
                 shard.update_parameters()
 
-    def whole_state(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
+    def full_state(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
         """A numbered state dict with tensors like parameters instead of parts. Collective."""
         state = dict(numbered["state"])
         places = self._numbers(optimizer)

@@ -85,7 +85,7 @@ class Prepared:
         settle(self)
         state: dict[str, Any] = self._smp_unprepared.state_dict(self)
         for world in self._smp_homes.worlds:
-            state = world.whole_state(self, state)
+            state = world.full_state(self, state)
         return state
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:

@@ -165,14 +165,14 @@ def test_what_an_optimizer_keeps_is_what_it_makes(make: Any, whole: int, words: 
     parameters = [nn.Parameter(torch.randn(*shape)) for shape in ((6, 4), (2, 3, 5), (7,))]
     optimizer = make(parameters)
     kept = states_of(optimizer)
-    assert kept.whole == whole and kept.known and words in kept.describe()
+    assert kept.tensors == whole and kept.known and words in kept.describe()
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     for parameter in parameters:
         entry = optimizer.state[parameter]
         made = sum(value.numel() for key, value in entry.items() if isinstance(value, torch.Tensor) and key != "step")
-        assert kept.whole * parameter.numel() == made
+        assert kept.tensors * parameter.numel() == made
 
 
 class Unheard(torch.optim.Optimizer):
@@ -195,9 +195,9 @@ def test_an_optimizer_that_is_not_known_is_assumed_to_be_like_adamw_and_the_plan
 def test_the_plan_follows_the_knob_then_the_optimizers_and_else_adamw() -> None:
     parameters = [nn.Parameter(torch.zeros(2, 2))]
     sgd, adamw = torch.optim.SGD(parameters, lr=0.1), torch.optim.AdamW(parameters, amsgrad=True)
-    assert planned_states("sgd", [adamw]).whole == 0
-    assert planned_states("auto", [sgd]).whole == 0
-    assert planned_states("auto", [sgd, adamw]).whole == 3
+    assert planned_states("sgd", [adamw]).tensors == 0
+    assert planned_states("auto", [sgd]).tensors == 0
+    assert planned_states("auto", [sgd, adamw]).tensors == 3
     assert planned_states("auto").name == "adamw" and "assumed" in planned_states("auto").describe()
     read = SmpConfig(planned_optimizer="sgd-momentum").planned_optimizer
     assert read == "sgd-momentum"

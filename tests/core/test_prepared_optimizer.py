@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint import load_checkpoint, save_checkpoint
 from smp_core.checkpoint.live_state import full_state_dict
 from smp_core.checkpoint.optimizers import (
+    load_full_optimizer_state,
     load_named_optimizer_state,
-    load_whole_optimizer_state,
     named_optimizer_state,
 )
 from smp_core.parallel_model import ParallelModel
@@ -507,7 +507,7 @@ def resumed(folder: str, moves: list[tuple[dict[str, Any], dict[str, Any]]]) -> 
                 if way == "folder":
                     load_named_optimizer_state(path, ("optimizer",), again.module, its_optimizer)
                 else:
-                    load_whole_optimizer_state(its_optimizer, in_one_file)
+                    load_full_optimizer_state(its_optimizer, in_one_file)
                 train(again.module, its_optimizer, own_batch(again), begin=3)
                 apart = difference(weights(again.module), expected)
                 if not apart <= 1e-12:

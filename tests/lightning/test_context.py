@@ -141,7 +141,7 @@ class PairModule(HfModule):
         self.log("val_loss", weighted_mean(F.cross_entropy(logits, target.flatten())), sync_dist=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.trainer.strategy.whole_sequence(self.model(batch[0])) if self.context > 1 else self.model(batch[0])
+        return self.trainer.strategy.full_sequence(self.model(batch[0])) if self.context > 1 else self.model(batch[0])
 
 
 def pairs(samples: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,7 +33,7 @@ from smp_core.sharding.pickling import is_a_part
 _PART = "_smp_part_of"
 
 
-class WholeWeightsAccelerator(Accelerator):
+class FullWeightsAccelerator(Accelerator):
     """An Accelerator whose methods to save give unsharded weights."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class WholeWeightsAccelerator(Accelerator):
         if handle is None and not holds_shards(dict(model.named_parameters())):
             return super().get_state_dict(model, unwrap)
         meet("accelerator.get_state_dict(model)")
-        state = whole_state(handle) if handle is not None else full_state_dict(model.state_dict())
+        state = full_state(handle) if handle is not None else full_state_dict(model.state_dict())
         return OrderedDict(state)  # of which `save` into safetensors leaves out tied names, as of a module's own
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -73,7 +73,7 @@ class WholeWeightsAccelerator(Accelerator):
         super().wait_for_everyone()
 
 
-def save_whole(model: nn.Module, handle: ParallelModel) -> None:
+def save_full(model: nn.Module, handle: ParallelModel) -> None:
     """Let ``save_pretrained`` of the model and its parts write unsharded weights."""
     for name, part in model.named_modules():
         if callable(getattr(part, "save_pretrained", None)):
@@ -95,7 +95,7 @@ def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call = f"{type(self).__name__.removeprefix('FSDP')}.save_pretrained(...)"
     meet(call)
     handle, prefix = getattr(self, _PART)
-    state = whole_state(handle, prefix) if given is None else full_state_dict(given)
+    state = full_state(handle, prefix) if given is None else full_state_dict(given)
     if given is not None:
         kwargs["state_dict"] = state
 
@@ -106,7 +106,7 @@ def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return Ranks().on_first(call, write)
 
 
-def whole_state(handle: ParallelModel, prefix: str = "") -> dict[str, Any]:
+def full_state(handle: ParallelModel, prefix: str = "") -> dict[str, Any]:
     """Return the full state dict of the part of the model whose names begin with ``prefix``. Collective."""
     handle.reshard()
     handle.broadcast_buffers()
