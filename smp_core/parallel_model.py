@@ -36,32 +36,69 @@ _REPORT_LINES = 15
 
 
 @dataclass(frozen=True, eq=False)
-class ParallelModel:
-    """A parallelized module with what steps it.
+class ModelPart:
+    """A module that this rank computes, with its gradients.
 
     Attributes:
-        plan: what was decided about it, and why.
         units: its sharded units.
         window: the gradients between a step's first micro-batch and the step.
+        calls: who shows its parameters, inside of calls and between them.
         replaced: the parameters of before sharding.
+    """
+
+    module: nn.Module
+    units: tuple[ShardedUnit, ...]
+    window: Window
+    calls: Calls
+    replaced: ReplacedParameters
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelModel:
+    """A parallelized model with what steps it.
+
+    Attributes:
+        parts: what this rank computes of it: the whole model as one part, without pipeline stages.
+        plan: what was decided about it, and why.
         fp8: scales of FP8 layers of ours; None without.
         context: splits its batches where ranks share sequences; None elsewhere.
         fp8_region: makes the context that another library's FP8 layers want around forward.
     """
 
-    module: nn.Module
+    parts: tuple[ModelPart, ...]
     mesh: SmpMesh
     plan: Plan
-    units: tuple[ShardedUnit, ...]
-    window: Window
     meter: CommMeter
     traffic: Traffic
-    calls: Calls
-    replaced: ReplacedParameters
     activations: ActivationMemory = NO_ACTIVATION_MEMORY_SAVED
     fp8: Fp8Model | None = None
     context: ContextParallel | None = None
     fp8_region: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def _only_part(self) -> ModelPart:
+        (part,) = self.parts
+        return part
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self._only_part.module
+
+    @property
+    def units(self) -> tuple[ShardedUnit, ...]:
+        """Its sharded units."""
+        return self._only_part.units
+
+    @property
+    def window(self) -> Window:
+        """The gradients between a step's first micro-batch and the step."""
+        return self._only_part.window
+
+    @property
+    def replaced(self) -> ReplacedParameters:
+        """The parameters of before sharding."""
+        return self._only_part.replaced
 
     @property
     def config(self) -> SmpConfig:
@@ -76,7 +113,7 @@ class ParallelModel:
             try:
                 for unit in self.units:
                     if unit.module is self.module:
-                        return self.calls.run_as_forward(unit, method, *args, **kwargs)
+                        return self._only_part.calls.run_as_forward(unit, method, *args, **kwargs)
                 return method(*args, **kwargs)
             except RuntimeError as error:
                 name_uncalled(error, self.units)
@@ -90,11 +127,12 @@ class ParallelModel:
         if not holding:
             return submodule(*args, **kwargs)
         unit = max(holding, key=lambda unit: len(unit.name))
-        return self.calls.run_as_forward(unit, submodule, *args, **kwargs)
+        return self._only_part.calls.run_as_forward(unit, submodule, *args, **kwargs)
 
     def reshard(self) -> None:
         """Free gathered parameters, e.g. after an evaluation or before weights are loaded."""
-        reshard(self.module.modules())
+        for part in self.parts:
+            reshard(part.module.modules())
         self.traffic.weights_changed()
 
     def clip_grad_norm_(
@@ -102,7 +140,8 @@ class ParallelModel:
     ) -> torch.Tensor:
         """Clip by the norm over all ranks (see :func:`smp_core.sharding.grad_norm.clip_grad_norm_`); closes the window
         if it is open. ``parameters``: only these, e.g. one optimizer's; default all."""
-        self.window.close()
+        for part in self.parts:
+            part.window.close()
         return clip_grad_norm_(
             self.stepped(parameters),
             max_norm,
@@ -206,7 +245,7 @@ class ParallelModel:
         """Give every rank rank 0's persistent buffers (BatchNorm statistics), as DDP does: before evaluation and
         saving. What is not saved (``_non_persistent_buffers_set`` is the only list of it) is not state and is left
         alone."""
-        for module in self.module.modules():
+        for module in (module for part in self.parts for module in part.module.modules()):
             passing = module._non_persistent_buffers_set
             own = module.named_buffers(recurse=False)
             saved = (buffer for name, buffer in own if name not in passing)

@@ -36,7 +36,7 @@ from smp_core.fp8.backends import convert_with
 from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.mesh import SmpMesh
-from smp_core.parallel_model import ParallelModel
+from smp_core.parallel_model import ModelPart, ParallelModel
 from smp_core.planning.decide import Plan
 from smp_core.planning.units import units_with
 from smp_core.sharding.accumulation import AccumulationWindow
@@ -110,9 +110,8 @@ def parallelize_model(
     follow_window(model, window)
     if fp8 is not None:
         _start_scales(fp8, mesh, meter)
-    return ParallelModel(
-        model, mesh, plan, tuple(units), window, meter, traffic, calls, replaced, saved, fp8, context, fp8_region
-    )
+    part = ModelPart(model, tuple(units), window, calls, replaced)
+    return ParallelModel((part,), mesh, plan, meter, traffic, saved, fp8, context, fp8_region)
 
 
 def change_this_process() -> None:

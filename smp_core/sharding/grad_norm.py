@@ -6,7 +6,8 @@ of it. A master's gradient (``optimizer_shard="world"``) is a part that no other
 all ranks whose gradients are added up. What is repeated (on replicas, on all ranks) is counted once, and they all find
 the same norm. ``torch._foreach_norm`` and ``torch._foreach_mul_`` are what ``torch.nn.utils.clip_grad_norm_`` uses for
 one kernel per list instead of one per gradient; they have no public names. (torch's ``get_total_norm`` would take one
-collective for each gradient.)
+collective for each DTensor, and finds the norm of bfloat16 gradients in bfloat16; its ``clip_grads_with_norm_`` scales
+DTensors as such, which takes fifteen times as long.)
 """
 
 from __future__ import annotations
