@@ -97,7 +97,8 @@ class UnitWindow:
         self.received |= received
         self._received_in_pass |= received
         self._trainable_in_pass = trainable
-        if self._on_hold is not None:
+        if self.unit.holds_gradients:  # not while what is held is reduced by hand
+            assert self._on_hold is not None
             self._was_trainable |= trainable
             self._on_hold()
         self._reduced = trainable | self._was_trainable if self.unit.awaits_reduction else trainable

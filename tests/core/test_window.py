@@ -111,6 +111,24 @@ def test_a_window_closed_by_hand_is_the_same(degree: int) -> None:
     check_scenarios(allowed(degree), degree, by_hand=True)
 
 
+def closed_inside_accumulate(**knobs) -> Gradients:
+    parallel = net_on_ranks(PLAIN, **knobs)
+    with parallel.window.accumulate():
+        for micro in range(PLAIN.micro_batches):
+            PLAIN.prepare(parallel.module, micro)
+            PLAIN.loss(parallel.module, micro, parallel.mesh.data_rank).backward()
+        parallel.window.close()
+    return gradients(parallel.module)
+
+
+@pytest.mark.parametrize("held", [{}, HELD], ids=str)
+def test_a_window_may_be_closed_while_it_accumulates(held: dict[str, Any]) -> None:
+    """What is held is reduced then, though backward passes still hold gradients."""
+    expected = alone(PLAIN, 4)
+    for seen in run_ranks(closed_inside_accumulate, 4, shard_degree=2, ranks_per_node=2, **held):
+        assert differences(seen, expected) == []
+
+
 def test_half_precision_replicas_train_like_one_process_within_bfloat16() -> None:
     """Also where replicas use other cells, so that sums of one are sent at the end of the pass and of the other in its
     middle. Two roundings of 2**-9 each, relative to the largest gradient on the way: 2**-7 leaves room for the sum."""

@@ -55,6 +55,7 @@ class ShardedUnit:
     Attributes:
         listener: what keeps its gradients.
         was_called: whether a forward ever came through.
+        holds_gradients: whether backward passes leave unsharded gradients at the moment.
         awaits_reduction: whether backward passes came through whose gradients are held unsharded; the same on all ranks
             of the partition group, also on one that has none.
     """
@@ -70,7 +71,7 @@ class ShardedUnit:
         self.listener: Listener | None = None
         self.was_called = False
         self.awaits_reduction = False
-        self._holds = False
+        self.holds_gradients = False
         self._has_dtypes = False
         group = group_of(module)
         if in_order:
@@ -134,13 +135,13 @@ class ShardedUnit:
     def hold_gradients(self, enabled: bool) -> None:
         """Whether backward passes from here on leave unsharded gradients, which add up to those of earlier passes,
         instead of having them reduced; once they are, it is together with what is held."""
-        self._holds = enabled
+        self.holds_gradients = enabled
         cast(Any, self.module).set_requires_gradient_sync(not enabled, recurse=False)
 
     def reduce_held(self) -> None:
         """Reduce what is held now, outside of a backward pass. Collective over the partition group."""
         group = group_of(self.module)
-        before = self._holds
+        before = self.holds_gradients
         self.hold_gradients(False)
         group.post_backward()
         end_of_reduction(self.module)
@@ -260,15 +261,15 @@ class ShardedUnit:
 
         def noted(*args: Any) -> None:
             gathered = [parameter for parameter in self.fsdp_parameters if hasattr(parameter, "_unsharded_param")]
-            if self._holds and not gathered:
+            if self.holds_gradients and not gathered:
                 return  # FSDP2 would look for the unsharded parameters of one that never ran
-            self.awaits_reduction |= self._holds
+            self.awaits_reduction |= self.holds_gradients
             unsharded = [parameter._unsharded_param for parameter in gathered]
             received = {index for index, parameter in enumerate(unsharded) if parameter.grad is not None}
             reduced = {index for index, parameter in enumerate(unsharded) if parameter.requires_grad}
             if self.listener is not None:
                 reduced = self.listener.came_through(received, reduced)
-            if self._holds:
+            if self.holds_gradients:
                 self._set_gradients_aside(gathered)
                 post_backward(*args)
             else:
