@@ -475,6 +475,22 @@ def test_reduce_dtype_bfloat16_rounds_as_asked() -> None:
         assert gradient[0].unique().tolist() == [1.0]
 
 
+def memory_of_cast_gradients() -> tuple[int, int]:
+    """Bytes that gradients keep alive, and those that they have."""
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).bfloat16()
+    parallel = parallel_model(layers, shard_degree=2, reduce_dtype="float32")
+    parallel.module(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    local = [p.grad.to_local() for p in parallel.module.parameters() if isinstance(p.grad, DTensor)]
+    assert len(local) == 8
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in local}
+    return sum(storages.values()), sum(each.numel() * each.element_size() for each in local)
+
+
+def test_gradients_of_another_dtype_than_their_sum_keep_no_more_than_themselves_alive() -> None:
+    for kept, own in run_ranks(memory_of_cast_gradients, 2):
+        assert kept == own
+
+
 class OnlyRoot(nn.Module):
     """One unit whose inputs want no gradient: FSDP2 reduces it at the very end of the pass."""
 
