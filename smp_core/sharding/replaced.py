@@ -91,10 +91,8 @@ def of_replaced(parameters: Iterable[torch.Tensor]) -> tuple[str | None, int]:
     Returns:
         (the class of a model that had some, their number); None, 0 without.
     """
-    parameters = list(parameters)
-    had = {each.model: sum(parameter in each for parameter in parameters) for each in _all}
-    model = max(had, key=had.__getitem__, default=None)
-    return (None, 0) if model is None or not had[model] else (model, had[model])
+    owners = [each.model for parameter in parameters for each in _all if parameter in each]
+    return (owners[0], len(owners)) if owners else (None, 0)
 
 
 def require_alike(entries: list[Any]) -> None:
