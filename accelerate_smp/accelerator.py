@@ -125,9 +125,9 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, FullWei
         refuse_engines(arguments)
         parallelism, fsdp = arguments.pop("parallelism_config", None), arguments.pop("fsdp_plugin", None)
         self.smp_config = settle_fp8(arguments, resolve_config(smp_config, knobs, parallelism, fsdp))
-        if self.smp_config.save_full_state_dict:
+        if self.smp_config.checkpoint.full_state_dict:
             why = "save_state writes folders; unsharded weights: save_model, or `smp checkpoint consolidate`"
-            self.smp_config = self.smp_config.with_resolved("save_full_state_dict", False, why)
+            self.smp_config = self.smp_config.with_resolved("checkpoint.full_state_dict", False, why)
         self._asked = self.smp_config
 
         # Accelerate, without a sharding engine of its own.
@@ -316,8 +316,8 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, FullWei
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Keep the accumulation window open over the backward passes inside the block.
 
-        Gradients are summed inside the partition group (on each rank with ``reduce_every_micro_batch=False``, as
-        Accelerate's own does), replicas do not communicate, and ``.grad`` does not change.
+        Gradients are summed inside the partition group (with ``keep_between_micro_batches="gradients"`` on each rank,
+        as Accelerate's own does), replicas do not communicate, and ``.grad`` does not change.
         """
         handle = parallel_of(model)
         with super().no_sync(model) if handle is None else handle.window.accumulate():

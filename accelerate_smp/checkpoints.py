@@ -50,6 +50,7 @@ from smp_core.checkpoint.random_state import random_state, restore_random_state
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state, remainder_state
 from smp_core.module_names import uncompiled
+from smp_core.recipes import DelayedInit
 
 logger = logging.getLogger("smp")
 
@@ -129,7 +130,7 @@ def write(
     files = config_files(models[0]) if models else {}
     metadata = {"module_prefix": "", "trainer": "accelerate", **facts}
     options: dict[str, Any] = {"metadata": metadata, "extra_files": files, "per_rank": {"random": random_state()}}
-    if accelerator.smp_config.async_save and accelerator.background_saves is None:
+    if accelerator.smp_config.checkpoint.async_save and accelerator.background_saves is None:
         accelerator.background_saves = AsyncCheckpointer()
     if accelerator.background_saves is None:
         save_checkpoint(path, state, **options)
@@ -155,7 +156,7 @@ def read(
         random: also the random states.
     """
     models = _models(accelerator)
-    verify = accelerator.smp_config.verify_checkpoint
+    verify = accelerator.smp_config.checkpoint.verify
     rest: dict[str, Any] = read_rest(path, tensors=["*"], exclude=_SHARDED)
     load_weights(models[0] if models else None, path, strict, verify)
     extra = rest.get("more_state_dicts", [])
@@ -190,7 +191,7 @@ def read(
             _restore_loader(loader, saved)
         _load_each("registered objects", accelerator._custom_objects, ours["custom_objects"], path)
         if random:
-            restore_random(accelerator, path, accelerator.smp_config.init_seed)
+            restore_random(accelerator, path, (accelerator.smp_config.delayed_init or DelayedInit()).seed)
 
 
 def restore_random(accelerator: BackgroundSavingAccelerator, path: str, seed: int) -> None:

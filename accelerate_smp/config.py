@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from smp_core.config import SmpConfig
 from smp_core.config_sources import knobs_in_environment
-from smp_core.knob_rules import unknown_knob
+from smp_core.knob_recipe import nested
+from smp_core.knob_rules import require_known, settings_of
 
 logger = logging.getLogger("smp")
 
@@ -53,11 +54,12 @@ def resolve_config(
                 f"smp_config= and also {', '.join(knobs)} were given; write the knobs into smp_config or give "
                 "keywords only"
             )
-        asked = {knob: value for knob, value in _as_config(config).to_dict().items() if value != _default(knob)}
         base = _as_config(config)
+        asked = _asked(base)
     else:
-        asked = {**knobs_in_environment(os.environ)[0], **knobs}
-        base = SmpConfig.from_env() if not knobs else SmpConfig.from_dict(asked)
+        written = {**knobs_in_environment(os.environ)[0], **knobs}
+        base = SmpConfig.from_env() if not knobs else SmpConfig.from_dict(written)
+        asked = _asked(base, written)
 
     # Accelerate's own settings, as knobs.
     if parallelism is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
@@ -79,7 +81,7 @@ def resolve_config(
                 "remove one of the two (in the YAML: `parallelism_config`/`fsdp_config` or the line in `smp_config`)"
             )
     if any(knob not in asked for knob in translated):
-        base = SmpConfig.from_dict({**translated, **asked})
+        base = SmpConfig.from_dict(nested({**translated, **asked}))
     base.require_built()
     if base.context_parallel_degree > 1 and base.shard_degree == "auto":
         raise ValueError(
@@ -102,10 +104,8 @@ def accelerators_arguments(
         ValueError: a keyword that is neither an argument of Accelerator nor a knob.
     """
     signature = inspect.signature(Accelerator.__init__)
-    for name in kwargs:
-        if name not in signature.parameters:
-            known = [other for other in signature.parameters if other not in ("self", "kwargs")]
-            raise unknown_knob(name, arguments=known)
+    unknown = {name: value for name, value in kwargs.items() if name not in signature.parameters}
+    require_known(unknown, arguments=[name for name in signature.parameters if name not in ("self", "kwargs")])
     arguments = dict(signature.bind_partial(accelerator, *args, **kwargs).arguments)
     arguments.pop("self")
     return arguments
@@ -186,8 +186,13 @@ def _as_config(config: SmpConfig | Mapping[str, Any] | str | os.PathLike[str]) -
     return SmpConfig.from_dict(config) if isinstance(config, Mapping) else SmpConfig.from_yaml(config)
 
 
-def _default(knob: str) -> Any:
-    return SmpConfig().to_dict()[knob]
+def _asked(config: SmpConfig, written: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the settings that differ from their defaults. A knob that was ``written`` at its default counts too, with
+    all its fields."""
+    default = SmpConfig()
+    plain = [name for knob in written if config.asked(knob) == default.asked(knob) for name in settings_of(knob)]
+    asked = [name for name in SmpConfig.settings() if name in plain or config.asked(name) != default.asked(name)]
+    return {name: config.asked(name) for name in asked}
 
 
 def _flag(variable: str) -> bool:
@@ -224,7 +229,7 @@ def refuse_fsdp1(version: Any) -> None:
 
 
 def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[str, Any]:
-    """Translate a ``fsdp_config:`` section to knobs."""
+    """Translate a ``fsdp_config:`` section to settings: knobs, and dotted names of fields."""
     refuse_fsdp1(fsdp.fsdp_version)
     if fsdp.ignored_modules:
         raise ValueError("fsdp ignored_modules: torch-smp shards every parameter; leave it out")
@@ -237,22 +242,22 @@ def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[s
         size_based_auto_wrap_policy,
     ):
         raise ValueError(
-            "fsdp auto_wrap_policy: a function of your own is not called; write wrap= in torch-smp's knobs"
+            "fsdp auto_wrap_policy: a function of your own is not called; write units= in torch-smp's knobs"
         )
     knobs: dict[str, Any] = {"reshard_after_forward": bool(fsdp.reshard_after_forward)}
     if not has_degree:
         knobs["shard_degree"] = "world"  # as plain FSDP
     classes = fsdp.transformer_cls_names_to_wrap
     if classes:
-        knobs["wrap"] = tuple(classes.split(",") if isinstance(classes, str) else classes)
+        knobs["units.modules"] = tuple(classes.split(",") if isinstance(classes, str) else classes)
     if fsdp.min_num_params:
-        knobs["wrap_min_parameters"] = fsdp.min_num_params
+        knobs["units.min_parameters"] = fsdp.min_num_params
     if getattr(fsdp.cpu_offload, "offload_params", None) or type(fsdp.cpu_offload).__name__ == "CPUOffloadPolicy":
         knobs["state_offload"] = "all"
     if fsdp.activation_checkpointing:
-        knobs["activation_checkpointing"] = "full"
+        knobs["activations.checkpoint"] = "full"
     if fsdp.activation_checkpointing_offload:
-        knobs["activation_offloading"] = True
+        knobs["activations.offload"] = True
     policy = fsdp.mixed_precision_policy
     for knob in ("param_dtype", "reduce_dtype"):
         dtype = getattr(policy, knob, None)

@@ -19,6 +19,7 @@ from accelerate_smp.config import refuse_fsdp1
 from smp_core import knob_values as read
 from smp_core.config import SmpConfig
 from smp_core.config_sources import YAML_SECTION
+from smp_core.moved_knobs import MOVED, moved
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 # The last two are in files of older versions.
@@ -51,8 +52,8 @@ _FOREIGN = {
 }
 _FSDP1_KEYS = {
     "fsdp_sharding_strategy": "write fsdp_reshard_after_forward, and shard_degree in smp_config",
-    "fsdp_backward_prefetch": "write backward_prefetch in smp_config",
-    "fsdp_forward_prefetch": "write forward_prefetch in smp_config",
+    "fsdp_backward_prefetch": "write collectives: {backward_prefetch: ...} in smp_config",
+    "fsdp_forward_prefetch": "write collectives: {forward_prefetch: ...} in smp_config",
 }
 _NOTHING: tuple[Any, ...] = (None, False, "", "no", "NO_PREFETCH", {}, [])
 
@@ -65,6 +66,8 @@ def read_keys(document: Mapping[str, Any]) -> dict[str, Any]:
             machine that is not one of the machines, FSDP1, another engine's settings, or settings without effect.
     """
     for key in document:
+        if key in MOVED:
+            raise moved({key: document[key]})
         if key in SmpConfig.knobs():
             raise ValueError(
                 f"{key} is a knob; write it under `{YAML_SECTION}:`, as in `{YAML_SECTION}: {{{key}: ...}}`"

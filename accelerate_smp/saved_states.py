@@ -28,7 +28,7 @@ class SavedStatesAccelerator(BackgroundSavingAccelerator):
         Saved are models, optimizers, schedulers, samplers, scaler, random states and registered objects
         (docs/checkpoint-format.md).
 
-        With ``async_save=True`` it returns when tensors have been copied to host memory; the first step after the
+        With ``checkpoint="async"`` it returns when tensors have been copied to host memory; the first step after the
         writing has ended raises its error, and :meth:`wait_for_save` and ``end_training`` wait for it.
 
         Raises:

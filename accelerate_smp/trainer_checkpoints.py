@@ -101,7 +101,7 @@ class CheckpointingTrainerMixin(_Base):
         keeps its number of samples.
 
         Raises:
-            ValueError: no accumulation keeps it, and ``allow_batch_change`` is not set.
+            ValueError: no accumulation keeps it, and ``checkpoint.allow_batch_change`` is not set.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest_undamaged() or True
@@ -131,7 +131,7 @@ class CheckpointingTrainerMixin(_Base):
         if not ours or ours[0] != found[0]:
             return found[0] if found else None  # Trainer's own, which have nothing to check
         states = [os.path.join(path, STATE_FOLDER) for path in ours]
-        return os.path.dirname(first_undamaged(states, self.accelerator.smp_config.verify_checkpoint))
+        return os.path.dirname(first_undamaged(states, self.accelerator.smp_config.checkpoint.verify))
 
     def _looks_unfinished(self, path: str) -> bool:
         """Tell whether a crash came before the optimizer states or the Trainer's own state were there."""
@@ -149,14 +149,14 @@ class CheckpointingTrainerMixin(_Base):
         saved = read_manifest(os.path.join(checkpoint, STATE_FOLDER)).metadata.get("samples_per_step")
         steps = self.args.gradient_accumulation_steps
         now = self.get_total_train_batch_size(self.args)
-        if saved in (None, now) or self.accelerator.smp_config.allow_batch_change:
+        if saved in (None, now) or self.accelerator.smp_config.checkpoint.allow_batch_change:
             return
         change = f"an optimizer step had {saved} samples when {checkpoint} was saved and has {now} here"
         if saved % (now // steps):
             raise ValueError(
                 f"{change} (per_device_train_batch_size x ranks x gradient_accumulation_steps={steps}), and no "
-                "accumulation keeps it; change per_device_train_batch_size, or write allow_batch_change=True in "
-                "smp_config to go on with another global batch"
+                "accumulation keeps it; change per_device_train_batch_size, or write "
+                "checkpoint={'allow_batch_change': True} in smp_config to go on with another global batch"
             )
         self.args.gradient_accumulation_steps = saved // (now // steps)
         logger.warning(

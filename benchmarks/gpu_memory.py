@@ -51,19 +51,15 @@ SIZES = {
 VOCABULARY = 32000
 GOAL = 0.05
 SMALLEST_COPY = 2**16
-OFFLOAD: dict[str, Any] = {
-    "activation_checkpointing": "full",
-    "activation_offloading": True,
-    "activation_offloading_min_bytes": 0,
-}
+OFFLOAD: dict[str, Any] = {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"activation_checkpointing": "selective"},
-    "full": {"activation_checkpointing": "full"},
-    "full + offload, horizon 1": {**OFFLOAD, "activation_loading_horizon": 1},
-    "full + offload, horizon 2": {**OFFLOAD, "activation_loading_horizon": 2},
-    "full + offload, horizon 4": {**OFFLOAD, "activation_loading_horizon": 4},
-    "full + torch's save_on_cpu": {"activation_checkpointing": "full"},
+    "selective": {"activations": "selective"},
+    "full": {"activations": "full"},
+    "full + offload, horizon 1": {"activations": {**OFFLOAD, "loading_horizon": 1}},
+    "full + offload, horizon 2": {"activations": {**OFFLOAD, "loading_horizon": 2}},
+    "full + offload, horizon 4": {"activations": {**OFFLOAD, "loading_horizon": 4}},
+    "full + torch's save_on_cpu": {"activations": "full"},
 }
 
 

@@ -37,15 +37,15 @@ from smp_core.memory_log import MIB
 from smp_core.memory_report import MemoryReport
 
 BLOCKS, WIDTH, SAMPLES, LENGTH = 12, 192, 4, 256
-OFFLOAD: dict[str, Any] = {"activation_checkpointing": "full", "activation_offloading": True}
+OFFLOAD: dict[str, Any] = {"checkpoint": "full", "offload": True}
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
-    "every:2": {"activation_checkpointing": "every:2"},
-    "selective": {"activation_checkpointing": "selective"},
-    "full": {"activation_checkpointing": "full"},
-    "full + offload, horizon 4": {**OFFLOAD, "activation_loading_horizon": 4},
-    "full + offload, horizon 2": {**OFFLOAD, "activation_loading_horizon": 2},
-    "full + offload, horizon 1": {**OFFLOAD, "activation_loading_horizon": 1},
+    "every:2": {"activations": "every:2"},
+    "selective": {"activations": "selective"},
+    "full": {"activations": "full"},
+    "full + offload, horizon 4": {"activations": {**OFFLOAD, "loading_horizon": 4}},
+    "full + offload, horizon 2": {"activations": {**OFFLOAD, "loading_horizon": 2}},
+    "full + offload, horizon 1": {"activations": {**OFFLOAD, "loading_horizon": 1}},
     'state_offload="optimizer"': {"state_offload": "optimizer"},
     'state_offload="all"': {"state_offload": "all"},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from typing import Any
 
@@ -22,11 +23,14 @@ def add_memory_flags(parser: argparse.ArgumentParser) -> None:
 def memory_knobs(flags: argparse.Namespace) -> dict[str, Any]:
     """The knobs that the flags ask for; those at their defaults are left out."""
     knobs: dict[str, Any] = {}
+    activations: dict[str, Any] = {}
     if flags.activation_checkpointing != "none":
-        knobs["activation_checkpointing"] = flags.activation_checkpointing
+        mode = flags.activation_checkpointing
+        activations["checkpoint"] = json.loads(mode) if mode.startswith("{") else mode
     if flags.activation_offloading:
-        knobs["activation_offloading"] = True
-        knobs["activation_loading_horizon"] = flags.activation_loading_horizon
+        activations |= {"offload": True, "loading_horizon": flags.activation_loading_horizon}
+    if activations:
+        knobs["activations"] = activations
     if flags.state_offload != "none":
         knobs["state_offload"] = flags.state_offload
     return knobs
@@ -34,4 +38,5 @@ def memory_knobs(flags: argparse.Namespace) -> dict[str, Any]:
 
 def into_environment(knobs: dict[str, Any]) -> None:
     """Beside the knobs that a launcher has put there, such as the layout in a YAML file."""
-    os.environ.update({f"SMP_{knob.upper()}": str(value).lower() for knob, value in knobs.items()})
+    for knob, value in knobs.items():
+        os.environ[f"SMP_{knob.upper()}"] = json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,4 +1,4 @@
-"""The asynchronous saves (``async_save=True``) as the Trainer and ModelCheckpoint see them.
+"""The asynchronous saves (``checkpoint="async"``) as the Trainer and ModelCheckpoint see them.
 
 ModelCheckpoint takes a checkpoint for saved when ``save_checkpoint`` returns: it looks whether a name is taken, links
 to the checkpoint (``save_last="link"``) and removes older ones. So while a checkpoint is being written an empty folder

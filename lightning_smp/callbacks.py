@@ -125,7 +125,7 @@ class SmpMonitor(WatchesMemory, Callback):
             step=step,
         )
         if not self._figures.counts_bytes and trainer.is_global_zero:
-            why = "comm_meter=False" if parallel else f"{type(strategy).__name__} does not count them"
+            why = "collectives.meter=False" if parallel else f"{type(strategy).__name__} does not count them"
             logger.warning("SmpMonitor reports no bytes between nodes and inside them: %s", why)
         self._booked_step = self._reported_step = step
         log = Path(self._memory_log or Path(trainer.default_root_dir) / "memory.jsonl")

@@ -48,16 +48,16 @@ def check_plugin(plugin: CheckpointIO, config: SmpConfig) -> None:
     Raises:
         ValueError: it is one that only writes, and has none.
     """
-    if config.save_full_state_dict or type(plugin) is TorchCheckpointIO:
+    if config.checkpoint.full_state_dict or type(plugin) is TorchCheckpointIO:
         return
     name = type(plugin).__name__
     if isinstance(plugin, AsyncCheckpointIO):
         raise ValueError(
             f"{name} writes ordinary .ckpt files, and sharded folders have a writer of their own: leave the plugin out "
-            "and write SmpShardedStrategy(async_save=True), or keep it with save_full_state_dict=True"
+            "and write SmpShardedStrategy(checkpoint='async'), or keep it with checkpoint='full'"
         )
     if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-        logger.warning("%s reads ordinary .ckpt files; it writes none without save_full_state_dict=True", name)
+        logger.warning("%s reads ordinary .ckpt files; it writes none without checkpoint='full'", name)
 
 
 def model_state(strategy: SteppingStrategy) -> dict[str, Any]:
@@ -66,9 +66,9 @@ def model_state(strategy: SteppingStrategy) -> dict[str, Any]:
 
 
 def optimizer_state(strategy: SteppingStrategy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return one optimizer's state by parameter name, or in torch's own numbered form with ``save_full_state_dict``."""
+    """Return one optimizer's state by parameter name, or in torch's own numbered form with ``checkpoint="full"``."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer holds the real one
-    if strategy.config.save_full_state_dict:
+    if strategy.config.checkpoint.full_state_dict:
         return optimizer.state_dict()
     return named_optimizer_state(strategy.parallel.module, optimizer)
 
@@ -83,19 +83,20 @@ def save(
     """Write a checkpoint dictionary to ``path``. Collective; an error on one rank is raised on all.
 
     Args:
-        behind_training: what saves with ``async_save``; it returns when the tensors have been copied to host memory.
+        behind_training: what saves with ``checkpoint="async"``; it returns when the tensors have been copied to host
+            memory.
     """
-    if strategy.config.save_full_state_dict:
+    if strategy.config.checkpoint.full_state_dict:
         _save_full(strategy, checkpoint, path, storage_options)
         return
     if storage_options is not None:
         raise TypeError(
             "storage_options have no effect on a sharded checkpoint; give an fsspec address as the path, or set "
-            "save_full_state_dict=True to write one file through the CheckpointIO"
+            "checkpoint='full' to write one file through the CheckpointIO"
         )
     if os.path.isfile(path):
         raise CheckpointError(
-            f"{path} is a file, perhaps of a run with save_full_state_dict=True; a sharded checkpoint is a folder: "
+            f"{path} is a file, perhaps of a run with checkpoint='full'; a sharded checkpoint is a folder: "
             "give another path or remove the file"
         )
     module = strategy.parallel.module
@@ -126,8 +127,10 @@ def _own_part(strategy: SteppingStrategy) -> dict[str, Any]:
 def _save_full(strategy: SteppingStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
     if _can_resume(checkpoint):
         checkpoint[PER_RANK] = Ranks().gather(_own_part(strategy))
-        if strategy.config.error_feedback and strategy.is_global_zero:
-            logger.warning("%s: one whole file has no place for each rank's remainders of error_feedback", path)
+        if strategy.config.compression.error_feedback and strategy.is_global_zero:
+            logger.warning(
+                "%s: one whole file has no place for each rank's remainders of compression.error_feedback", path
+            )
     if type(strategy.checkpoint_io) is TorchCheckpointIO and storage_options is None and not is_address(path):
         with in_lightning_words():
             save_full_state(path, checkpoint)

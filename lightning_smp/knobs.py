@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_type_hints
 
 from smp_core.config import SmpConfig
-from smp_core.knob_rules import unknown_knob
+from smp_core.knob_rules import require_known
 
 _DEFAULTS = SmpConfig()
 
@@ -23,9 +23,8 @@ def read_config(
     Raises:
         ValueError: an unknown knob, something else than a config, or one and also knobs.
     """
-    for name in (*(config if isinstance(config, Mapping) else ()), *knobs):
-        if name not in SmpConfig.knobs():
-            raise unknown_knob(str(name), arguments=list(arguments))
+    given = config if isinstance(config, Mapping) else {}
+    require_known({**given, **knobs}, arguments=list(arguments))
     if isinstance(config, Mapping):
         config = SmpConfig.from_dict(config)
     if config is None:

@@ -66,7 +66,7 @@ class Loading:
     """
 
     def __init__(self, strategy: SteppingStrategy, path: Any, weights_only: bool | None) -> None:
-        verify = strategy.config.verify_checkpoint
+        verify = strategy.config.checkpoint.verify
         if _means_newest(strategy, path):
             path, verify = _newest_undamaged(path, verify), "sizes"
         self.path = path
@@ -174,7 +174,7 @@ class Loading:
             saved = [part.get("random") for part in parts]
             random = resumed_random_state(saved, rank, world, seed, step, os.fspath(self.path))
         epoch_random = parts[rank].get("epoch_random") if len(parts) == world else None
-        allow, data_size = strategy.config.allow_batch_change, strategy.mesh.data_size
+        allow, data_size = strategy.config.checkpoint.allow_batch_change, strategy.mesh.data_size
         return Resume(checkpoint.get("smp_data"), random, epoch_random, data_size, allow)
 
 

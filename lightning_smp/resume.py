@@ -189,7 +189,7 @@ class Resume:
         random: the generators' state to restore; None: they are not changed.
         epoch_random: their states at the start of the samplers' epoch; None where samplers do not draw from them.
         data_size: ranks of this run that read different samples.
-        allow_batch_change: the knob.
+        allow_batch_change: ``checkpoint.allow_batch_change``.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class Resume:
             return
         change = f"an optimizer step had {_listed(before)} samples when the checkpoint was saved and has {_listed(now)}"
         if self.allow_batch_change:
-            logger.warning("%s now (allow_batch_change=True)", change)
+            logger.warning("%s now (checkpoint.allow_batch_change=True)", change)
             return
 
         # Another accumulation that keeps them.
@@ -266,8 +266,8 @@ class Resume:
             return
         raise ValueError(
             f"{change} here (batch_size x {self.data_size} ranks x accumulate_grad_batches={here or 'by the module'}), "
-            "and no accumulation keeps it; change batch_size, or write allow_batch_change=True to go on with another "
-            "global batch"
+            "and no accumulation keeps it; change batch_size, or write checkpoint={'allow_batch_change': True} to go "
+            "on with another global batch"
         )
 
     def _batches_here(self, trainer: Trainer, sizes: list[int | None]) -> int:

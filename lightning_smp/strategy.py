@@ -57,7 +57,7 @@ class SmpShardedStrategy(SteppingStrategy):
     Args:
         config: all knobs in one :class:`smp_core.config.SmpConfig` or mapping; or give them as keywords.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: Lightning's own.
-            ``checkpoint_io`` is used for ordinary ``.ckpt`` files (``save_full_state_dict=True``); sharded folders have
+            ``checkpoint_io`` is used for ordinary ``.ckpt`` files (``checkpoint="full"``); sharded folders have
             a writer of their own.
         process_group_backend: default ``"nccl"`` on CUDA, ``"gloo"`` on CPU.
         timeout: the limit of collectives; a rank that dies is noticed within it.
@@ -135,7 +135,7 @@ class SmpShardedStrategy(SteppingStrategy):
     @contextlib.contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        on_meta = bool(empty_init) or self.config.delayed_init
+        on_meta = bool(empty_init) or self.config.delayed_init is not None
         with torch.device("meta") if on_meta else contextlib.nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
@@ -190,7 +190,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self._sequences.attach(self._parallel.context, module)
         self.model = module
         self.model_to_device()
-        if self.config.async_save and self.background_saves is None:
+        if self.config.checkpoint.async_save and self.background_saves is None:
             self.background_saves = BackgroundSaves(self.is_global_zero)
 
         # Weights, optimizers, averages.

@@ -47,7 +47,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: Give
     replaced = ReplacedParameters(model)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy)
-    meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.comm_meter)
+    meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
     plain = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
     broadcast_from_rank_0(plain, mesh.device, mesh.gradient_group)
     broadcast_from_rank_0(model.buffers(), mesh.device, mesh.gradient_group)

@@ -19,7 +19,7 @@ from smp_core.links import LINKS_VARIABLE
 from smp_core.topology import by_rank
 
 # A host's own affair: what does not fit there stays on the device.
-_OF_A_HOST = "activation_offloading_host_gib"
+_OF_A_HOST = "activations.offload_host_gib"
 
 T = TypeVar("T")
 
@@ -45,8 +45,9 @@ def agreed(asked: SmpConfig, decide: Callable[[], T], model: Callable[[T], str] 
         ValueError: something differs, which is named with its values and who has them; or what ``decide`` raised.
     """
     own = {knob: value for knob, value in asked.effective().items() if knob != _OF_A_HOST}
-    if callable(asked.wrap):  # the text of an object may have its address
-        own["wrap"] = getattr(asked.wrap, "__qualname__", type(asked.wrap).__qualname__)
+    rule = asked.units.modules
+    if callable(rule):  # the text of an object may have its address
+        own["units.modules"] = getattr(rule, "__qualname__", type(rule).__qualname__)
     own[LINKS_VARIABLE] = _links_file()
     refusal, decided = None, None
     try:

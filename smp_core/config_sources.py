@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
-from smp_core.knob_rules import READERS, unknown_knob
+from smp_core.knob_rules import READERS, require_known
 from smp_core.knob_values import nearest_name
+from smp_core.moved_knobs import MOVED, moved_variable
 
 logger = logging.getLogger("smp")
 
@@ -65,6 +66,8 @@ def knobs_in_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], di
             values[knob] = READERS[knob](knob, environ[variable])
             origins[knob] = variable
             continue
+        if knob in MOVED:
+            raise moved_variable(variable, knob, environ[variable])
         near = nearest_name(knob, READERS, cutoff=0.7)
         if near:
             raise ValueError(
@@ -85,14 +88,12 @@ def _section(document: Any) -> dict[str, Any]:
             return {}
         if not isinstance(knobs, dict):
             raise ValueError(f"{YAML_SECTION}={knobs!r} is not a mapping of knobs; {expected}")
-    elif any(key in READERS for key in document):
+    elif any(key in READERS or key in MOVED for key in document):
         knobs = document
     else:
         found = ", ".join(map(str, document)) or "nothing"
         raise ValueError(f"no `{YAML_SECTION}:` section and no knob at the top level (found: {found}); {expected}")
-    for key in knobs:
-        if key not in READERS:
-            raise unknown_knob(str(key))
+    require_known(knobs)
     return knobs
 
 

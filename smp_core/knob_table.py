@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from smp_core.fp8.recipe import Fp8Recipe
-from smp_core.knob_rules import READERS
+from smp_core.knob_recipe import Recipe
+from smp_core.knob_rules import SETTINGS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,15 +26,15 @@ class Knobs(Protocol):
 
 
 def effective_table(knobs: Knobs) -> Table:
-    """A table for the terminal: knob, asked, in effect, and why; below it what is at its default."""
+    """A table for the terminal: knob (or field of one), asked, in effect, and why; below it what is at its default."""
     from rich.table import Table
 
     table = Table(title="torch-smp: knobs in effect", caption_justify="left")
     for column in ("knob", "asked", "in effect", "why"):
         table.add_column(column, overflow="fold", no_wrap=column == "knob")
     defaults = []
-    for knob in READERS:
-        value, why = shown(getattr(knobs, knob)), knobs.why(knob)
+    for knob in SETTINGS:
+        value, why = shown(attrgetter(knob)(knobs)), knobs.why(knob)
         if why == DEFAULT:
             defaults.append(f"{knob}={value}")
         else:
@@ -54,11 +55,11 @@ def table_as_text(knobs: Knobs) -> str:
 
 
 def lines_about_asked(knobs: Knobs, defaults: Knobs) -> list[str]:
-    """A line for each knob that was asked for: what takes effect, and why where that is something else."""
+    """A line for each setting that was asked for: what takes effect, and why where that is something else."""
     lines = []
-    for knob in READERS:
-        asked, value, why = knobs.asked(knob), getattr(knobs, knob), knobs.why(knob)
-        if asked == getattr(defaults, knob):
+    for knob in SETTINGS:
+        asked, value, why = knobs.asked(knob), attrgetter(knob)(knobs), knobs.why(knob)
+        if asked == attrgetter(knob)(defaults):
             continue
         line = f"{knob}={shown(asked)}"
         if shown(value) != shown(asked):
@@ -69,7 +70,7 @@ def lines_about_asked(knobs: Knobs, defaults: Knobs) -> list[str]:
 
 def as_asked(value: Any) -> Any:
     """The value as it can be asked for again, in types that YAML has."""
-    if isinstance(value, Fp8Recipe):
+    if isinstance(value, Recipe):
         return value.to_dict()
     if isinstance(value, Mapping):
         return dict(value)

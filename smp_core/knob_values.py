@@ -20,13 +20,21 @@ Reader = Callable[[str, Any], Any]
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
-_NONE = ("none", "null")
+NONE = ("none", "null")
 
 
 def refusal(knob: str, value: Any, allowed: str, fix: str = "") -> ValueError:
     """The one shape of our complaints: `knob=value is not allowed; allowed: ...; write ...`."""
+    if "." in knob and "write" not in fix:
+        fix = f"{fix} write {typed(knob, '...')}".lstrip()
     text = f"{knob}={value!r} is not allowed; allowed: {allowed}"
     return ValueError(f"{text}; {fix}" if fix else text)
+
+
+def typed(knob: str, text: str) -> str:
+    """Show how a value is typed: `knob=text`, and for a field of one `knob={'field': text}`."""
+    top, _, field = knob.partition("[")[0].partition(".")
+    return f"{top}={{{field!r}: {text}}}" if field else f"{top}={text}"
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
@@ -56,7 +64,7 @@ def boolean() -> Reader:
             return True
         if word in _FALSE:
             return False
-        raise refusal(knob, value, "true, false", f"write {knob}=true or {knob}=false")
+        raise refusal(knob, value, "true, false", f"write {typed(knob, 'true')} or {typed(knob, 'false')}")
 
     return read
 
@@ -67,7 +75,9 @@ def integer(minimum: int) -> Reader:
     def read(knob: str, value: Any) -> int:
         number = _integer_in(value)
         if number is None or number < minimum:
-            raise refusal(knob, value, f"an integer of at least {minimum}", f"write for example {knob}={minimum}")
+            raise refusal(
+                knob, value, f"an integer of at least {minimum}", f"write for example {typed(knob, str(minimum))}"
+            )
         return number
 
     return read
@@ -122,7 +132,8 @@ def names() -> Reader:
     """A list of non-empty strings, as a tuple; in text a JSON list, or one name by itself."""
 
     def read(knob: str, value: Any) -> tuple[str, ...]:
-        example = f"""write for example {knob}='["first", "second"]'"""
+        several = '["first", "second"]'
+        example = f"write for example {typed(knob, several if '.' in knob else repr(several))}"
         listed: Any = value
         if isinstance(value, str):
             listed = [value.strip()]
@@ -188,7 +199,7 @@ def nothing() -> Reader:
     """None; in text `none` or `null`."""
 
     def read(knob: str, value: Any) -> None:
-        if value is None or (isinstance(value, str) and value.strip().lower() in _NONE):
+        if value is None or (isinstance(value, str) and value.strip().lower() in NONE):
             return None
         raise refusal(knob, value, "none")
 

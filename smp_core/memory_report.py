@@ -11,7 +11,7 @@ The kinds of memory:
     other         on CUDA, the rest of the allocator's memory: temporaries, a module's recomputed activations, buffers
                   of collectives
 
-Host memory under ``state_offload`` or ``activation_offloading`` is counted apart.
+Host memory under ``state_offload`` or ``activations.offload`` is counted apart.
 
 Saved-tensor hooks see each tensor that autograd saves; a storage counts once, parameters not at all. Torch applies the
 innermost pair of hooks only: tensors saved inside a checkpointed module go to checkpointing's own pair, which holds

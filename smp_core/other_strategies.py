@@ -3,11 +3,11 @@ to write here instead."""
 
 from __future__ import annotations
 
-_BUCKETS = "leave it out: each unit is what DDP calls a bucket; wrap=[...] says which modules become units"
+_BUCKETS = "leave it out: each unit is what DDP calls a bucket; units=[...] says which modules become units"
 _ALWAYS = "leave it out: it is always so here"
-_CODES = "write quantized_reduce='int8', or replica_reduce_dtype='bf16'"
-_CHECKPOINTING = "write activation_checkpointing='full', or a mapping from class names to modes"
-_WHOLE_FILES = "write save_full_state_dict=True for one ordinary file, or leave it out for a sharded folder"
+_CODES = "write compression={'reduce': 'int8'}, or {'reduce': 'bf16'}"
+_CHECKPOINTING = "write activations='full', or activations={'checkpoint': {class name: mode}}"
+_WHOLE_FILES = "write checkpoint='full' for one ordinary file, or leave it out for a sharded folder"
 _BOTH_DTYPES = (
     "write the trainer's precision (Trainer(precision='bf16-mixed'), mixed_precision='bf16'), or param_dtype= and "
     "reduce_dtype="
@@ -41,9 +41,9 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
         "write shard_degree='world' for FULL_SHARD, 'node' for HYBRID_SHARD, 1 for NO_SHARD; with "
         "reshard_after_forward=False for SHARD_GRAD_OP",
     ),
-    "auto_wrap_policy": ("FSDP", "write wrap=[class names] or wrap_min_parameters=..."),
-    "transformer_layer_cls_to_wrap": ("FSDP", "write wrap=[class names]"),
-    "min_num_params": ("FSDP", "write wrap_min_parameters=..."),
+    "auto_wrap_policy": ("FSDP", "write units=[class names] or units={'min_parameters': ...}"),
+    "transformer_layer_cls_to_wrap": ("FSDP", "write units=[class names]"),
+    "min_num_params": ("FSDP", "write units={'min_parameters': ...}"),
     "cpu_offload": ("FSDP", "write state_offload='all', or 'optimizer' for the optimizer states alone"),
     "offload_policy": ("FSDP", "write state_offload='all', or 'optimizer' for the optimizer states alone"),
     "offload_params": ("FSDP", "write state_offload='all'"),
@@ -51,7 +51,10 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
     "mixed_precision_policy": ("FSDP", _BOTH_DTYPES),
     "mp_policy": ("FSDP", _BOTH_DTYPES),
     "activation_checkpointing_policy": ("FSDP", _CHECKPOINTING),
-    "limit_all_gathers": ("FSDP", "leave it out; forward_prefetch= says how many gathers run ahead"),
+    "limit_all_gathers": (
+        "FSDP",
+        "leave it out; collectives={'forward_prefetch': ...} says how many gathers run ahead",
+    ),
     "use_orig_params": ("FSDP", _ALWAYS),
     "sync_module_states": ("FSDP", _ALWAYS),
     "ignored_modules": ("FSDP", "leave it out: every parameter is sharded, and frozen ones need no flag"),
@@ -75,12 +78,12 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
     "offload_parameters": ("DeepSpeed", "write state_offload='all'"),
     "offload_params_device": ("DeepSpeed", "write state_offload='all'"),
     "partition_activations": ("DeepSpeed", _CHECKPOINTING),
-    "cpu_checkpointing": ("DeepSpeed", "write activation_checkpointing='full' and activation_offloading=True"),
+    "cpu_checkpointing": ("DeepSpeed", "write activations={'checkpoint': 'full', 'offload': True}"),
     "zero_hpz_partition_size": ("DeepSpeed", "write reshard_after_forward='node', or a number of ranks"),
-    "zero_quantized_weights": ("DeepSpeed", "write quantized_all_gather='int8'"),
-    "zero_quantized_gradients": ("DeepSpeed", "write quantized_reduce='int4'"),
+    "zero_quantized_weights": ("DeepSpeed", "write compression={'gather': 'int8'}"),
+    "zero_quantized_gradients": ("DeepSpeed", "write compression='int4'"),
     "mics_shard_size": ("DeepSpeed", "write shard_degree=..."),
-    "mics_hierarchical_params_gather": ("DeepSpeed", "write hierarchical=True"),
+    "mics_hierarchical_params_gather": ("DeepSpeed", "write collectives={'hierarchical': True}"),
     "overlap_comm": ("DeepSpeed", _ALWAYS),
     "contiguous_gradients": ("DeepSpeed", _ALWAYS),
     "allgather_bucket_size": ("DeepSpeed", _BUCKETS),

@@ -39,6 +39,7 @@ from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ModelPart, ParallelModel
 from smp_core.planning.decide import Plan
 from smp_core.planning.units import units_with
+from smp_core.recipes import DelayedInit
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
 from smp_core.sharding.forward_methods import register_forward_methods
@@ -62,7 +63,7 @@ def parallelize_model(
 
     Args:
         model: on any device or on meta. What is on meta is initialised shard by shard, keyed by parameter name and
-            ``init_seed``; everything else becomes what rank 0 holds.
+            ``delayed_init.seed``; everything else becomes what rank 0 holds.
         init_fn: initialises one module in place, for modules on meta that cannot do it themselves.
 
     Returns:
@@ -77,12 +78,12 @@ def parallelize_model(
     replaced = ReplacedParameters(model)
     for method in knobs.forward_methods:
         units_with(model, plan.units, method)  # also where nothing is gathered and none has to be registered
-    meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.comm_meter)
+    meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
     traffic = Traffic(mesh, meter, plan)
 
     # What the model computes: in FP8, over shared sequences, losses in chunks, again in backward.
     fp8, fp8_region = _to_fp8(model, mesh, knobs.fp8)
-    context = share_sequences(model, mesh, int(knobs.context_head_groups), meter)
+    context = share_sequences(model, mesh, int(knobs.collectives.context_head_groups), meter)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy)
     saved = save_activations(model, plan, mesh.device)
@@ -96,8 +97,9 @@ def parallelize_model(
     apply_fsdp_options(model, knobs)
     explain_uncalled(units)
     if plan.shapes.on_meta:
+        seed = (knobs.delayed_init or DelayedInit()).seed
         states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
-        materialize(model, states_on, seed=knobs.init_seed, init_fn=init_fn)
+        materialize(model, states_on, seed=seed, init_fn=init_fn)
     move_plain_tensors(model, mesh.device)
     replaced.settle(model)
 

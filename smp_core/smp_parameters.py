@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smp_core import knob_values as read
+from smp_core.knob_recipe import nested
 
 # FSDP1's ShardingStrategy -> (shard_degree, reshard_after_forward).
 _SHARDING_STRATEGIES: dict[str, tuple[int | str, bool]] = {
@@ -30,13 +31,13 @@ class Translation:
     """What became of a block of SMP options.
 
     Attributes:
-        knobs: SmpConfig knob -> value.
-        origins: SmpConfig knob -> the SMP option and value it comes from.
+        settings: knob of SmpConfig, or field of one ("activations.offload") -> value.
+        origins: the same names -> the SMP option and value it comes from.
         lines: one sentence for each option, for the log.
         warnings: differences from SMP that change training results, for the log.
     """
 
-    knobs: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -44,13 +45,18 @@ class Translation:
     def set(self, option: str, asked: Any, knob: str, value: Any, note: str = "") -> None:
         """Record `knob` = `value` for the option; two options that disagree about a knob are an error."""
         origin = f"{option}={asked!r}"
-        if knob in self.knobs and self.knobs[knob] != value:
+        if knob in self.settings and self.settings[knob] != value:
             raise ValueError(
                 f"{origin} and {self.origins[knob]} contradict each other about {knob}; keep the one that is meant"
             )
-        self.knobs[knob] = value
+        self.settings[knob] = value
         self.origins[knob] = f"SMP {origin}"
         self.lines.append(f"{origin}: {knob}={value!r}" + (f"; {note}" if note else ""))
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """SmpConfig knob -> value."""
+        return nested(self.settings)
 
     def without_effect(self, option: str, asked: Any, why: str) -> None:
         """Record that there is nothing to set for the option."""
@@ -94,7 +100,7 @@ def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy
     for option, value in options.items():
         if option != _STRATEGY:
             SMP_OPTIONS[option](option, value, options, translation)
-    if "shard_degree" not in translation.knobs:
+    if "shard_degree" not in translation.settings:
         translation.lines.append(
             "neither sharded_data_parallel_degree nor hybrid_shard_degree: shard_degree stays 'auto', the smallest "
             "degree that fits the device; write shard_degree=1 for plain replicas"
@@ -166,16 +172,16 @@ def _offload_activations(option: str, value: Any, options: Mapping[str, Any], to
     if offload:
         note = "SMP offloads what the script checkpoints; here that is every wrapped block"
         if option == "offload_activations" and "activation_loading_horizon" not in options:
-            note += "; activation_loading_horizon is 2 here where it is left out, SMP v1 has 4"
-        to.set(option, value, "activation_checkpointing", "full", note)
-    to.set(option, value, "activation_offloading", offload)
+            note += "; activations.loading_horizon is 2 here where it is left out, SMP v1 has 4"
+        to.set(option, value, "activations.checkpoint", "full", note)
+    to.set(option, value, "activations.offload", offload)
 
 
 def _horizon(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
     blocks = read.integer(1)(option, value)
     asked = [name for name in ("offload_activations", "sm_activation_offloading") if name in options]
     if any(read.boolean()(name, options[name]) for name in asked):
-        to.set(option, value, "activation_loading_horizon", blocks)
+        to.set(option, value, "activations.loading_horizon", blocks)
     else:
         to.without_effect(option, value, "nothing is offloaded unless offload_activations or sm_activation_offloading")
 
@@ -214,7 +220,7 @@ def _microbatches(option: str, value: Any, options: Mapping[str, Any], to: Trans
 def _deepspeed_json(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
     raise ValueError(
         f"{option}={value!r} names a private JSON file of SMP v1; remove it and write what it sets as knobs of "
-        "SmpConfig (shard_degree, hierarchical, ...)"
+        "SmpConfig (shard_degree, collectives.hierarchical, ...)"
     )
 
 
@@ -226,7 +232,7 @@ def _placement(knob: str, value: Any) -> str:
 
 
 def _warn_of_silent_clipping(parameters: Mapping[str, Any], to: Translation) -> None:
-    degree = to.knobs.get("shard_degree")
+    degree = to.settings.get("shard_degree")
     if "sharded_data_parallel_degree" not in parameters or "sdp_gradient_clipping" in parameters or degree == 1:
         return
     to.warnings.append(
@@ -238,9 +244,7 @@ def _warn_of_silent_clipping(parameters: Mapping[str, Any], to: Translation) -> 
 _DEGREE = read.integer(1)
 _BOOLEAN = read.boolean()
 _STAGES = "it arranges pipeline stages, which this version does not have"
-_UNIT = (
-    "parameters are gathered and gradients reduced unit by unit; the knobs `wrap` and `wrap_min_parameters` size them"
-)
+_UNIT = "parameters are gathered and gradients reduced unit by unit; the knob `units` sizes them"
 
 # Option of SMP -> what becomes of it. v1 first, then v2; options that both have stand once.
 SMP_OPTIONS: dict[str, Handler] = {
@@ -277,7 +281,7 @@ SMP_OPTIONS: dict[str, Handler] = {
         read.integer(0), "every parameter is sharded, except 0-d ones; small ones travel with their unit"
     ),
     "sdp_max_live_parameters": _no_effect(_DEGREE, _UNIT),
-    "sdp_hierarchical_allgather": _knob("hierarchical", _BOOLEAN),
+    "sdp_hierarchical_allgather": _knob("collectives.hierarchical", _BOOLEAN),
     "sdp_gradient_clipping": _gradient_clipping,
     "ddp_dist_backend": _no_effect(
         read.word("auto", "nccl", "smddp"),

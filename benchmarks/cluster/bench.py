@@ -107,7 +107,7 @@ def measure(row: dict[str, Any], asked: argparse.Namespace) -> None:
     row["busy_before"] = max(row["busy_before"], psutil.cpu_percent(interval=2.0))
     names = [name for name in (ALONE, *PEERS, *OURS) if not asked.schemes or name in asked.schemes]
     if row["micro"] == 1:
-        names = [name for name in names if OURS.get(name, {}).get("reduce_every_micro_batch", True)]  # nothing to hold
+        names = [name for name in names if not name.endswith("-once")]  # nothing to hold
     if names:
         found = run_lab(sys.executable, names, *where, asked.rounds, row["dtype"])
         if isinstance(found, str):

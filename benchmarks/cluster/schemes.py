@@ -40,19 +40,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-KEPT = {"reshard_after_forward": False, "reshard_after_backward": False}
-ONCE = {**KEPT, "reduce_every_micro_batch": False}
+KEPT = {"keep_between_micro_batches": "parameters"}
+ONCE = {"keep_between_micro_batches": "gradients"}
 OURS: dict[str, dict[str, Any]] = {
     "ours-world": {"shard_degree": "world"},
-    "ours-world-int8": {"shard_degree": "world", "quantized_all_gather": "int8"},
-    "ours-world-int8-both": {"shard_degree": "world", "quantized_all_gather": "int8", "quantized_reduce": "int8"},
+    "ours-world-int8": {"shard_degree": "world", "compression": {"gather": "int8"}},
+    "ours-world-int8-both": {"shard_degree": "world", "compression": "int8"},
     "ours-world-secondary": {"shard_degree": "world", "reshard_after_forward": "node"},
     "ours-world-once": {"shard_degree": "world", **ONCE},
     "ours-node": {"shard_degree": "node"},
     "ours-node-kept": {"shard_degree": "node", **KEPT},
     "ours-node-once": {"shard_degree": "node", **ONCE},
-    "ours-node-bf16": {"shard_degree": "node", "replica_reduce_dtype": "bf16"},
-    "ours-node-int8": {"shard_degree": "node", "quantized_reduce": "int8"},
+    "ours-node-bf16": {"shard_degree": "node", "compression": "bf16"},
+    "ours-node-int8": {"shard_degree": "node", "compression": {"reduce": "int8"}},
     "ours-node-optimizer": {"shard_degree": "node", "optimizer_shard": "world"},
     "ours-replicas": {"shard_degree": 1},
 }
@@ -152,7 +152,7 @@ class Run:
             from smp_core.config import SmpConfig
             from smp_core.engine import parallelize
 
-            config = SmpConfig(**OURS[scheme], param_dtype=param_dtype, forward_prefetch=1)
+            config = SmpConfig(**OURS[scheme], param_dtype=param_dtype, collectives={"forward_prefetch": 1})
             parallel = parallelize(model, config)
             mesh = parallel.mesh
             self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)

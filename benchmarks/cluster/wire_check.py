@@ -40,7 +40,7 @@ SETTLE_SECONDS = 0.3
 
 LAYOUTS: dict[str, dict[str, object]] = {
     "shard 4, two stages": {"shard_degree": 4},
-    "shard 4, flat": {"shard_degree": 4, "hierarchical": False},
+    "shard 4, flat": {"shard_degree": 4, "collectives": {"hierarchical": False}},
     "shard 2, replica hop": {"shard_degree": 2},
     "shard 1, replicas": {"shard_degree": 1},
 }

@@ -15,9 +15,7 @@ from smp_core.planning.checkpointed import CheckpointedModule
 from smp_core.planning.cluster import GIB
 from smp_core.planning.decide import Plan
 
-_LOWER = (
-    "lower the batch size or the sequence length, checkpoint fewer modules, or raise activation_offloading_host_gib"
-)
+_LOWER = "lower the batch size or the sequence length, checkpoint fewer modules, or raise activations.offload_host_gib"
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class _Compared:
             raise NotDeterministicError(
                 f"{self._name} gave other values when it was computed again in backward, so gradients would be wrong: "
                 "it draws random numbers that torch's generators do not give, or depends on something that changed. "
-                f'Leave it out: activation_checkpointing={{"{self._name}": "none", ...}}'
+                f'Leave it out: activations={{"checkpoint": {{"{self._name}": "none", ...}}}}'
             )
 
 

@@ -58,9 +58,9 @@ class _Parked:
     def check_unchanged(self) -> None:
         if self.device_tensor is not None and self.device_tensor._version != self.version:
             raise RuntimeError(
-                "activation_offloading: the input of a checkpointed module was changed in place before backward had "
+                "activations.offload: the input of a checkpointed module was changed in place before backward had "
                 "it; recomputation would start from other values. Write the operation without the underscore, or leave "
-                "the module out of activation_checkpointing"
+                "the module out of activations.checkpoint"
             )
 
     def __del__(self) -> None:

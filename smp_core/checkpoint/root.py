@@ -163,7 +163,7 @@ def first_undamaged(
     Broken checkpoints are skipped, with a warning that names them and their problems; ranks share the reading.
 
     Args:
-        paths: checkpoint folders, or single files as ``save_full_state_dict`` writes them; the same on all ranks.
+        paths: checkpoint folders, or single files as ``checkpoint="full"`` writes them; the same on all ranks.
         verify: as in :func:`smp_core.checkpoint.load_checkpoint`; of a single file the checksums are always read.
         process_group: the ranks that look together; None: all.
 

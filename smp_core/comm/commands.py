@@ -62,7 +62,9 @@ def topology(
         _show(found, degree, links, svg)
         if store is not None and links is not None:
             links.save(store)
-            typer.echo(f"stored; {LINKS_VARIABLE}={store} lets hierarchical='auto' and prefetching follow it")
+            typer.echo(
+                f"stored; {LINKS_VARIABLE}={store} lets collectives.hierarchical='auto' and prefetching follow it"
+            )
     if began:  # after an error nobody may wait for the others any more
         dist.destroy_process_group()
 

@@ -67,28 +67,29 @@ class Traffic:
     def __init__(self, mesh: SmpMesh, meter: CommMeter, plan: Plan) -> None:
         self.mesh, self._meter = mesh, meter
         self.steps = 0
-        knobs = self._knobs = plan.knobs
+        knobs = plan.knobs
+        form = self._form = knobs.compression
         self._stages = mesh.stages(*PARTITION) if plan.hierarchical else None
         self._gathers_cross = mesh.topology.spans_nodes(mesh.shard_ranks)
         self._policy = None
-        if knobs.quantized_all_gather is not None:
+        if form.gather is not None:
             self._policy = GatherPolicy(
-                codec(knobs.quantized_all_gather),
-                after_steps=knobs.quantize_after_steps,
-                exclude=knobs.quantize_exclude,
+                codec(form.gather),
+                after_steps=form.gather_after_steps,
+                exclude=form.gather_exclude,
                 group=mesh.shard_group,
                 device=mesh.device,
                 steps=lambda: self.steps,
             )
         self._reductions: dict[str, QuantizedReduceScatter] = {}
         payload = None if plan.replica_payload is None else codec(plan.replica_payload)
-        background, feedback = Background(mesh.device), bool(knobs.error_feedback)
-        replica_stages = mesh.stages("replicate") if knobs.hierarchical else None
+        background, feedback = Background(mesh.device), bool(form.error_feedback)
+        replica_stages = mesh.stages("replicate") if knobs.collectives.hierarchical else None
         over_replicas = ReplicaHop(meter, mesh.replicate_group, replica_stages, background, payload, feedback)
         self.of_units = self.of_replicated = Route(over_replicas, mesh.gradient_degree)
         if mesh.shard_degree > 1:
             # 0-d and shared parameters: few, and gradients of what is shared matter most.
-            gradient_stages = mesh.stages(*GRADIENTS) if knobs.hierarchical else None
+            gradient_stages = mesh.stages(*GRADIENTS) if knobs.collectives.hierarchical else None
             over_all = ReplicaHop(meter, mesh.gradient_group, gradient_stages, background)
             self.of_replicated = Route(over_all, mesh.gradient_degree)
         over_world = knobs.optimizer_shard == "world"
@@ -113,19 +114,19 @@ class Traffic:
             self.mesh.shard_group,
             self._stages,
             unit.shard_layout,
-            everywhere=self._knobs.quantize_inside_nodes,
+            everywhere=self._form.gather_inside_nodes,
             deferred=deferred,
         )
 
     def reduce_scatter(self, unit: Unit) -> CommObject:
         """The object that reduces this unit's gradients inside the partition group."""
-        if self._knobs.quantized_reduce and self._gathers_cross:
+        if self._form.reduce_codes and self._gathers_cross:
             made = QuantizedReduceScatter(
                 self._meter,
-                codec(self._knobs.quantized_reduce),
+                codec(self._form.reduce_codes),
                 self.mesh.shard_group,
                 self._stages,
-                error_feedback=bool(self._knobs.error_feedback),
+                error_feedback=bool(self._form.error_feedback),
             )
             self._reductions[unit.name] = made
             return made
@@ -136,7 +137,7 @@ class Traffic:
     @property
     def keeps_remainders(self) -> bool:
         """Whether what compression rounds off is added to the next gradients."""
-        return bool(self._knobs.error_feedback)
+        return bool(self._form.error_feedback)
 
     def step_done(self) -> None:
         """An optimizer step's gradients are complete: its weights are about to change."""

@@ -5,11 +5,12 @@ The names follow Transformer Engine's ``DelayedScaling`` (which SageMaker SMP dr
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
+
+from smp_core import knob_values as read
+from smp_core.knob_recipe import Recipe, setting
 
 Scaling = Literal["delayed", "dynamic"]
 Fp8Format = Literal["hybrid", "e4m3"]
@@ -20,8 +21,12 @@ Backend = Literal["native", "torchao", "transformer_engine"]
 HEADS = ("lm_head", "*.lm_head", "head", "*.head", "output", "embed_out", "*.embed_out", "score", "*.score")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fp8Recipe:
+_BOOLEAN = read.boolean()
+_GLOBS = read.names()
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Fp8Recipe(Recipe):
     """The settings of matrix products in FP8.
 
     Args:
@@ -44,52 +49,29 @@ class Fp8Recipe:
         ValueError: a value that is not allowed; the message names it and the allowed ones.
     """
 
-    scaling: Scaling = "delayed"
-    fp8_format: Fp8Format = "hybrid"
-    amax_history_len: int = 1024
-    amax_compute_algo: AmaxAlgorithm = "max"
-    margin: int = 0
-    reduce_amax: bool = True
-    include: tuple[str, ...] = ("*",)
-    exclude: tuple[str, ...] = HEADS
-    calibration_steps: int = 1
-    fp8_all_gather: bool = True
-    backend: Backend = "native"
+    KNOB: ClassVar[str] = "fp8"
+    OPTIONAL: ClassVar[bool] = True
+    WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        **{word: {"scaling": word} for word in get_args(Scaling)},
+        **{word: {"fp8_format": word} for word in get_args(Fp8Format)},
+    }
+    ALLOWED: ClassVar[str] = "none, true, 'delayed', 'dynamic', 'hybrid', 'e4m3'"
+    EXAMPLE: ClassVar[str] = '{"amax_history_len": 1024}'
+
+    scaling: Scaling = setting("delayed", read.word(*get_args(Scaling)))
+    fp8_format: Fp8Format = setting("hybrid", read.word(*get_args(Fp8Format)))
+    amax_history_len: int = setting(1024, read.integer(minimum=1))
+    amax_compute_algo: AmaxAlgorithm = setting("max", read.word(*get_args(AmaxAlgorithm)))
+    margin: int = setting(0, read.integer(minimum=0))
+    reduce_amax: bool = setting(True, _BOOLEAN)
+    include: tuple[str, ...] = setting(("*",), _GLOBS)
+    exclude: tuple[str, ...] = setting(HEADS, _GLOBS)
+    calibration_steps: int = setting(1, read.integer(minimum=1))
+    fp8_all_gather: bool = setting(True, _BOOLEAN)
+    backend: Backend = setting("native", read.word(*get_args(Backend)))
 
     def __post_init__(self) -> None:
-        # Words.
-        for field, kind in (
-            ("scaling", Scaling),
-            ("fp8_format", Fp8Format),
-            ("amax_compute_algo", AmaxAlgorithm),
-            ("backend", Backend),
-        ):
-            value = getattr(self, field)
-            word = value.strip().lower() if isinstance(value, str) else value
-            if word not in get_args(kind):
-                raise _refusal(field, value, ", ".join(map(repr, get_args(kind))))
-            object.__setattr__(self, field, word)
-        # Whole numbers.
-        for field, least in (("amax_history_len", 1), ("margin", 0), ("calibration_steps", 1)):
-            number = getattr(self, field)
-            if isinstance(number, str) and number.strip().isdecimal():
-                number = int(number)
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise _refusal(field, getattr(self, field), f"an integer of at least {least}")
-            object.__setattr__(self, field, number)
-        # Flags.
-        for field in ("reduce_amax", "fp8_all_gather"):
-            flag = {"true": True, "false": False}.get(str(getattr(self, field)).lower())
-            if flag is None:
-                raise _refusal(field, getattr(self, field), "true, false")
-            object.__setattr__(self, field, flag)
-        # Globs.
-        for field in ("include", "exclude"):
-            globs = getattr(self, field)
-            globs = (globs,) if isinstance(globs, str) else tuple(globs or ())
-            if not all(isinstance(each, str) and each for each in globs):
-                raise _refusal(field, getattr(self, field), "a list of globs over module names")
-            object.__setattr__(self, field, globs)
+        super().__post_init__()
         # Limits of the backend.
         for field, only, why in _LIMITS[self.backend, self.scaling]:
             if getattr(self, field) != only:
@@ -97,50 +79,6 @@ class Fp8Recipe:
                     f"fp8: backend={self.backend!r} with {field}={getattr(self, field)!r}: {why}; write "
                     f"{field}={only!r}, or backend='native'"
                 )
-
-    def __str__(self) -> str:
-        """Show the fields that differ from the defaults, for tables."""
-        changed = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return f"Fp8Recipe({', '.join(changed)})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields in types that YAML and JSON have, for :meth:`read`."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
-
-    @classmethod
-    def read(cls, value: Any) -> Fp8Recipe | None:
-        """Read the knob ``fp8``.
-
-        Allowed are None or False (off), True, a scaling or format by name (``"dynamic"``, ``"hybrid"``), a mapping of
-        fields (also as JSON text, as in ``SMP_FP8``), or a recipe.
-
-        Raises:
-            ValueError: none of these, an unknown field (with the nearest one), or a bad value of one.
-        """
-        if isinstance(value, str):
-            value = _from_text(value)
-        if value is None or value is False:
-            return None
-        if value is True:
-            return cls()
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, Mapping):
-            known = [field.name for field in dataclasses.fields(cls)]
-            for name in value:
-                if name not in known:
-                    near = difflib.get_close_matches(str(name), known, n=1)
-                    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                    raise ValueError(f"fp8: unknown field {name!r}; {hint}")
-            return cls(**value)
-        raise ValueError(
-            f"fp8={value!r} is not allowed; allowed: none, true, 'delayed', 'dynamic', 'hybrid', 'e4m3', an Fp8Recipe "
-            "or a mapping of its fields; write for example fp8={'amax_history_len': 1024}"
-        )
 
 
 # Per backend and scaling: (field, the only value there is, why).
@@ -163,26 +101,3 @@ _LIMITS: dict[tuple[str, str], tuple[tuple[str, Any, str], ...]] = {
     ("transformer_engine", "delayed"): _TRANSFORMER_ENGINE,
     ("transformer_engine", "dynamic"): (*_TRANSFORMER_ENGINE, ("margin", 0, "its current scaling has no margin")),
 }
-
-
-def _from_text(text: str) -> Any:
-    import json
-
-    word = text.strip().lower()
-    words: dict[str, Any] = {"none": None, "null": None, "false": None, "off": None, "true": True, "on": True}
-    if word in words:
-        return words[word]
-    if word in get_args(Scaling):
-        return {"scaling": word}
-    if word in get_args(Fp8Format):
-        return {"fp8_format": word}
-    if text.strip().startswith("{"):
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"fp8={text!r} is no JSON ({error}); write for example '{{\"margin\": 1}}'") from None
-    return text
-
-
-def _refusal(field: str, value: Any, allowed: str) -> ValueError:
-    return ValueError(f"fp8: {field}={value!r} is not allowed; allowed: {allowed}")

@@ -35,41 +35,41 @@ def settle_activations(draft: Draft, shapes: Shapes, cluster: Cluster) -> Activa
     Raises:
         ValueError: the model checkpoints itself and its inputs were to be offloaded.
     """
-    knobs = draft.knobs
+    asked = draft.knobs.activations
     if shapes.checkpoints_itself:
         # Computing everything twice more saves nothing.
         why = "the model's own gradient checkpointing is on"
-        if knobs.activation_offloading:
+        if asked.offload:
             raise ValueError(
-                f"activation_offloading=true: {why}, and its inputs cannot be offloaded; switch it off "
+                f"activations.offload=true: {why}, and its inputs cannot be offloaded; switch it off "
                 "(model.gradient_checkpointing_disable(), TrainingArguments(gradient_checkpointing=False)) so that "
-                f"activation_checkpointing={knobs.activation_checkpointing!r} takes its place"
+                f"activations.checkpoint={asked.checkpoint!r} takes its place"
             )
-        draft.drop("activation_checkpointing", "none", why)
-    if knobs.activation_checkpointing_check and not shapes.checkpointed:
-        draft.drop("activation_checkpointing_check", False, "nothing is recomputed")
+        draft.drop("activations.checkpoint", "none", why)
+    if asked.check and not shapes.checkpointed:
+        draft.drop("activations.check", False, "nothing is recomputed")
     return ActivationPlan(
         shapes.checkpointed,
-        draft.knobs.activation_checkpointing_check,
+        draft.knobs.activations.check,
         _settle_offloading(draft, len(shapes.checkpointed), cluster),
-        knobs.activation_loading_horizon,
-        knobs.activation_offloading_min_bytes,
+        asked.loading_horizon,
+        asked.offload_min_bytes,
     )
 
 
 def _settle_offloading(draft: Draft, checkpointed: int, cluster: Cluster) -> int | None:
-    knobs, horizon = draft.knobs, draft.knobs.activation_loading_horizon
-    if not knobs.activation_offloading:
+    asked, horizon = draft.knobs.activations, draft.knobs.activations.loading_horizon
+    if not asked.offload:
         if horizon != 2:
-            draft.settle("activation_loading_horizon", horizon, "no effect: nothing is offloaded")
+            draft.settle("activations.loading_horizon", horizon, "no effect: nothing is offloaded")
         return None
     if horizon >= checkpointed:
-        why = f"activation_loading_horizon={horizon}, so the inputs of all {checkpointed} checkpointed modules may stay"
-        draft.drop("activation_offloading", False, f"{why} on the device")
+        why = f"loading_horizon={horizon}, so the inputs of all {checkpointed} checkpointed modules may stay"
+        draft.drop("activations.offload", False, f"{why} on the device")
         return None
-    if knobs.activation_offloading_host_gib is not None:
-        return int(knobs.activation_offloading_host_gib * GIB)
+    if asked.offload_host_gib is not None:
+        return int(asked.offload_host_gib * GIB)
     limit = int(0.8 * cluster.host_memory / cluster.topology.ranks_per_node)
     why = "four fifths of what was available, divided by the node's ranks"
-    draft.settle("activation_offloading_host_gib", round(limit / GIB, 3), why)
+    draft.settle("activations.offload_host_gib", round(limit / GIB, 3), why)
     return limit

@@ -3,7 +3,7 @@
 Under Accelerate the optimizer stands beside the model in ``prepare`` and is planned with. Lightning makes optimizers in
 ``configure_optimizers``, from sharded parameters. To ask for them twice would run the user's code twice, with what it
 does beside (schedulers, counters, parameter groups by name), so the plan is made with an assumption that the knob
-`planned_optimizer` replaces, and a warning follows where the real one would have led to another degree
+`planner.optimizer` replaces, and a warning follows where the real one would have led to another degree
 (:func:`missed`).
 """
 
@@ -68,13 +68,13 @@ def decide_with_smallest_degree(
     Raises:
         ValueError: the model fits no number of ranks that there are; and what `decide` refuses.
     """
-    states = planned_states(asked.planned_optimizer, optimizers)
+    states = planned_states(asked.planner.optimizer, optimizers)
     chosen, why = fitting(plans_of_all_degrees(shapes, asked, cluster, precision), states)
     settled = asked.with_resolved("shard_degree", chosen.shard_degree, why)
     if device_memory(chosen) is None:
         return decide(shapes, settled, cluster, precision=precision)
-    if asked.planned_optimizer == "auto":
-        settled = settled.with_resolved("planned_optimizer", states.name, states.describe())
+    if asked.planner.optimizer == "auto":
+        settled = settled.with_resolved("planner.optimizer", states.name, states.describe())
     return replace(decide(shapes, settled, cluster, precision=precision), optimizer=states)
 
 
@@ -95,5 +95,5 @@ def missed(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> str | Non
         return None
     return (
         f"{said}{chosen.shard_degree} would be chosen ({estimate(chosen, found).total / GIB:.2g} GiB on each device). "
-        f"Write shard_degree={chosen.shard_degree}, or planned_optimizer=... with one of {', '.join(OPTIMIZERS)}"
+        f"Write shard_degree={chosen.shard_degree}, or planner={{'optimizer': ...}} with one of {', '.join(OPTIMIZERS)}"
     )

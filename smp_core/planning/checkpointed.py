@@ -41,7 +41,7 @@ def plan_checkpointing(
 
     Args:
         blocks: names of the model's wrapped blocks (:attr:`smp_core.planning.units.WrapPlan.blocks`).
-        setting: the knob ``activation_checkpointing``.
+        setting: ``activations.checkpoint``.
 
     Raises:
         ValueError: the model has no blocks, or a pattern matches nothing that another one does not have already.
@@ -51,8 +51,9 @@ def plan_checkpointing(
             return []
         if not blocks:
             raise ValueError(
-                f"activation_checkpointing={setting!r}: {type(model).__name__} has no repeated blocks to checkpoint; "
-                'name the classes in wrap=["MyBlock"], or the modules in activation_checkpointing={"layers.*": "full"}'
+                f"activations.checkpoint={setting!r}: {type(model).__name__} has no repeated blocks to checkpoint; "
+                'name the classes in units=["MyBlock"], or the modules in activations={"checkpoint": {"layers.*": '
+                '"full"}}'
             )
         return _of_group(blocks, setting)
     groups = _claimed(model, setting)
@@ -88,14 +89,14 @@ def _claimed(model: nn.Module, setting: Mapping[str, str]) -> dict[str, list[str
         elsewhere = [name for name, module in model.named_modules() if name and _matches(pattern, name, module)]
         if elsewhere:
             raise ValueError(
-                f"activation_checkpointing[{pattern!r}]: {elsewhere[0]} and all else that it matches lie inside "
+                f"activations.checkpoint[{pattern!r}]: {elsewhere[0]} and all else that it matches lie inside "
                 "modules that other patterns match; the first pattern that matches the outermost module decides"
             )
         names = {name for name, _ in model.named_modules() if name} | {type(m).__name__ for m in model.modules()}
         near = difflib.get_close_matches(pattern, sorted(names), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"activation_checkpointing[{pattern!r}] matches no class name and no module name of "
+            f"activations.checkpoint[{pattern!r}] matches no class name and no module name of "
             f"{type(model).__name__}{hint}"
         )
     return groups

@@ -4,6 +4,7 @@ gather, no link between nodes to spare) is set to the value that is in effect.""
 from __future__ import annotations
 
 from smp_core.comm.codec import CodeName
+from smp_core.config import SmpConfig
 from smp_core.layout import PARTITION, Layout
 from smp_core.planning.draft import Draft
 from smp_core.topology import Topology
@@ -15,29 +16,30 @@ def settle_compression(draft: Draft, layout: Layout, topology: Topology) -> Code
     Returns:
         the payload of sums across replicas, None where they travel as they are.
     """
-    knobs = draft.knobs
+    asked = draft.knobs.compression
     degree = layout.size(*PARTITION)
     gathers_cross = topology.spans_nodes(layout.ranks(0, *PARTITION))
     sums_cross = topology.spans_nodes(layout.ranks(0, "replicate"))
-    if knobs.quantized_all_gather is not None:
+    if asked.gather is not None:
         if degree == 1:
-            draft.drop("quantized_all_gather", None, "shard_degree=1: nothing is gathered")
-        elif not gathers_cross and not knobs.quantize_inside_nodes:
-            why = "the partition group lies inside one node; quantize_inside_nodes=true encodes there too"
-            draft.drop("quantized_all_gather", None, why)
-    if knobs.replica_reduce_dtype is not None and not sums_cross:
+            draft.drop("compression.gather", None, "shard_degree=1: nothing is gathered")
+        elif not gathers_cross and not asked.gather_inside_nodes:
+            why = "the partition group lies inside one node; gather_inside_nodes=true encodes there too"
+            draft.drop("compression.gather", None, why)
+    if asked.reduce == "bf16" and not sums_cross:
         several = layout.replicate > 1
         why = "replicas are on one node" if several else "there is one replica: no sums across"
-        draft.drop("replica_reduce_dtype", None, why)
-    if knobs.quantized_reduce is not None and not gathers_cross and not sums_cross:
-        draft.drop("quantized_reduce", None, "no gradients cross between nodes")
-    compressed = draft.knobs.quantized_reduce
-    if knobs.error_feedback == "auto" or (knobs.error_feedback and compressed is None):
-        why = "gradients are quantised" if compressed else "no gradients are quantised"
-        draft.settle("error_feedback", compressed is not None, why)
+        draft.drop("compression.reduce", None, why)
+    if asked.reduce_codes is not None and not gathers_cross and not sums_cross:
+        draft.drop("compression.reduce", None, "no gradients cross between nodes")
+    settled = draft.knobs.compression
+    codes = settled.reduce_codes
+    if asked.error_feedback == "auto" or (asked.error_feedback and codes is None):
+        why = "gradients travel in codes" if codes else "no gradients travel in codes"
+        draft.settle("compression.error_feedback", codes is not None, why)
     if not sums_cross:
         return None
-    return compressed or ("bfloat16" if draft.knobs.replica_reduce_dtype else None)
+    return codes or ("bfloat16" if settled.reduce == "bf16" else None)
 
 
 def settle_gathering(draft: Draft, layout: Layout, cast_forward_inputs: bool) -> bool:
@@ -52,17 +54,26 @@ def settle_gathering(draft: Draft, layout: Layout, cast_forward_inputs: bool) ->
         return True
     knobs = draft.knobs
     casts = knobs.param_dtype is not None and cast_forward_inputs
-    if not knobs.reduce_every_micro_batch:
+    kept = "parameters" if keeps_parameters(knobs) else "shards"
+    if knobs.keep_between_micro_batches == "gradients":
         why = "shard_degree=1: nothing is reduced inside a partition group"
-        draft.settle("reduce_every_micro_batch", True, why)
+        draft.settle("keep_between_micro_batches", kept, why)
     if casts or knobs.state_offload == "all":
         return True
     why = "shard_degree=1: parameters are whole, nothing is gathered"
     draft.settle("param_dtype", None, why)
     draft.settle("reshard_after_forward", False, why)
-    if not knobs.reshard_after_backward:
-        draft.settle("reshard_after_backward", True, why)
+    if draft.knobs.keep_between_micro_batches != "shards":
+        draft.settle("keep_between_micro_batches", "shards", why)
     return False
+
+
+def keeps_parameters(knobs: SmpConfig) -> bool:
+    """Whether what a window's first micro-batch gathers stays until its last backward pass. Needs
+    ``reshard_after_forward`` as it takes effect: one that frees parameters was asked for together with "gradients",
+    or is how a model came; one that was asked for by ranks and turned out to keep a whole copy frees it too."""
+    kept = knobs.reshard_after_forward is False and knobs.asked("reshard_after_forward") in ("auto", False)
+    return kept and knobs.keep_between_micro_batches != "shards"
 
 
 def settle_optimizer_shard(draft: Draft, layout: Layout) -> None:
@@ -74,7 +85,7 @@ def settle_optimizer_shard(draft: Draft, layout: Layout) -> None:
 
 def settle_head_groups(draft: Draft, device: str) -> None:
     """Settle in how many groups of heads keys and values travel between context ranks."""
-    if draft.knobs.context_head_groups == "auto":
+    if draft.knobs.collectives.context_head_groups == "auto":
         on_cpu = device == "cpu"
         why = "on CPU nothing runs behind anything" if on_cpu else "one group's gather behind the other's attention"
-        draft.settle("context_head_groups", 1 if on_cpu else 2, why)
+        draft.settle("collectives.context_head_groups", 1 if on_cpu else 2, why)

@@ -18,6 +18,7 @@ from smp_core.layout import PARTITION, Layout
 from smp_core.planning.activation_rules import ActivationPlan, settle_activations
 from smp_core.planning.cluster import Cluster
 from smp_core.planning.communication_rules import (
+    keeps_parameters,
     settle_compression,
     settle_gathering,
     settle_head_groups,
@@ -103,7 +104,17 @@ class Plan:
     @property
     def hierarchical(self) -> bool:
         """Whether collectives over the partition group run in two stages."""
-        return bool(self.knobs.hierarchical) and two_stages(self.shard_degree, self.cluster.topology)
+        return bool(self.knobs.collectives.hierarchical) and two_stages(self.shard_degree, self.cluster.topology)
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether parameters stay gathered from one micro-batch of a window to the next."""
+        return keeps_parameters(self.knobs)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether each rank adds up whole gradients over a window's micro-batches, which are reduced once."""
+        return self.knobs.keep_between_micro_batches == "gradients"
 
     @property
     def replicated_parameters(self) -> list[tuple[str, ...]]:
@@ -169,7 +180,7 @@ def decide(
     settle_prefetch(draft, shapes, layout, cluster)
     if draft.knobs.delayed_init and not shapes.on_meta:
         why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
-        draft.drop("delayed_init", False, why)
+        draft.drop("delayed_init", None, why)
     stored = settle_stored_dtype(draft, shapes, gathers) if given is None else None
     knobs = draft.knobs
     return Plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from smp_core.config import SmpConfig
@@ -20,10 +21,10 @@ class Draft:
         self.warnings: list[str] = []
 
     def settle(self, knob: str, value: Any, why: str) -> None:
-        """The knob has this value in effect."""
+        """The knob, or the field of one ("compression.gather"), has this value in effect."""
         self.knobs = self.knobs.with_resolved(knob, value, why)
 
     def drop(self, knob: str, value: Any, why: str) -> None:
         """What was asked for has no effect here, which is said."""
-        self.warnings.append(f"{knob}={getattr(self.knobs, knob)!r} has no effect: {why}")
+        self.warnings.append(f"{knob}={attrgetter(knob)(self.knobs)!r} has no effect: {why}")
         self.settle(knob, value, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,22 +14,26 @@ from smp_core.planning.dtype_rules import name_of
 from smp_core.planning.shapes import Shapes
 
 _WHY = "as the model came"
-_PINNED = ("wrap", "wrap_min_parameters", "reshard_after_forward", "reshard_after_backward", "delayed_init")
-_TOO_LATE = ("fp8", "activation_checkpointing", "activation_offloading", "symmetric_memory")
+_PINNED: dict[str, Any] = {
+    "units.modules": "auto",
+    "units.min_parameters": 0,
+    "reshard_after_forward": True,
+    "delayed_init": None,
+}
+_TOO_LATE = ("fp8", "activations.checkpoint", "activations.offload", "collectives.symmetric_memory")
 # On a (replicate, shard) mesh torch gathers and reduces.
 _TORCHS: dict[str, Any] = {
-    "reduce_every_micro_batch": True,
-    "hierarchical": False,
-    "comm_meter": False,
-    "replica_reduce_dtype": None,
-    "quantized_all_gather": None,
-    "error_feedback": False,
-    "quantized_reduce": None,
+    "keep_between_micro_batches": "shards",
+    "collectives.hierarchical": False,
+    "collectives.meter": False,
+    "compression.gather": None,
+    "compression.error_feedback": False,
+    "compression.reduce": None,
     "optimizer_shard": "shard",
-    "forward_prefetch": 0,
-    "backward_prefetch": 1,
-    "reduce_scatter_buffers": 1,
-    "separate_reduce_scatter_group": False,
+    "collectives.forward_prefetch": 0,
+    "collectives.backward_prefetch": 1,
+    "collectives.reduce_scatter_buffers": 1,
+    "collectives.separate_reduce_scatter_group": False,
     "forward_methods": (),
 }
 
@@ -61,9 +66,10 @@ def settle_given(draft: Draft, given: GivenSharding, shapes: Shapes) -> None:
     """
     knobs, defaults = draft.knobs, SmpConfig()
     for knob in _TOO_LATE:
-        if getattr(knobs, knob) != getattr(defaults, knob):
+        asked = attrgetter(knob)(knobs)
+        if asked != attrgetter(knob)(defaults):
             raise ValueError(
-                f"{knob}={getattr(knobs, knob)!r} has to be applied before a model is sharded, and this one came "
+                f"{knob}={asked!r} has to be applied before a model is sharded, and this one came "
                 f"sharded; leave {knob} out, or load the model without distributed_config and let torch-smp shard it"
             )
     if knobs.state_offload == "all":
@@ -77,9 +83,11 @@ def settle_given(draft: Draft, given: GivenSharding, shapes: Shapes) -> None:
             "load it whole, SmpAccelerator shards it"
         )
     draft.settle("shard_degree", given.degree, _WHY)
-    for knob in _PINNED:
-        asked_for = getattr(knobs, knob) != getattr(defaults, knob)
-        (draft.drop if asked_for else draft.settle)(knob, getattr(defaults, knob), _WHY)
+    for knob, value in _PINNED.items():
+        asked_for = attrgetter(knob)(knobs) not in (attrgetter(knob)(defaults), value)
+        (draft.drop if asked_for else draft.settle)(knob, value, _WHY)
+    if knobs.keep_between_micro_batches == "parameters":
+        draft.drop("keep_between_micro_batches", "shards", _WHY)
     draft.settle("param_dtype", name_of(given.param_dtype), _WHY)
     draft.settle("reduce_dtype", name_of(given.reduce_dtype), _WHY)
     if given.two_dimensional:

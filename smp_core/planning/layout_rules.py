@@ -9,11 +9,11 @@ from smp_core.topology import Topology
 
 
 def settle_layout(draft: Draft, topology: Topology) -> Layout:
-    """Settle ``shard_degree`` ("auto" has a number by now), ``hierarchical`` and ``reshard_after_forward``.
+    """Settle ``shard_degree`` ("auto" has a number by now), ``collectives.hierarchical`` and ``reshard_after_forward``.
 
     Raises:
         ValueError: a degree that does not divide the world or straddles nodes, a context degree that does not divide
-            the shard degree, ``hierarchical=True`` for a group that has only one stage.
+            the shard degree, ``collectives.hierarchical=True`` for a group that has only one stage.
     """
     asked = draft.knobs.shard_degree
     degree = topology.resolve_shard_degree(asked)
@@ -36,7 +36,7 @@ def replicas_share_nodes(degree: int, topology: Topology) -> bool:
 
 
 def _settle_hierarchical(draft: Draft, degree: int, topology: Topology) -> None:
-    asked, k, nodes = draft.knobs.hierarchical, topology.ranks_per_node, topology.num_nodes
+    asked, k, nodes = draft.knobs.collectives.hierarchical, topology.ranks_per_node, topology.num_nodes
     several = two_stages(degree, topology) or replicas_share_nodes(degree, topology)
     if asked == "auto":
         if two_stages(degree, topology):
@@ -47,12 +47,12 @@ def _settle_hierarchical(draft: Draft, degree: int, topology: Topology) -> None:
             why = "one rank per node: there is only one stage"
         else:
             why = "the partition group lies inside one node"
-        draft.settle("hierarchical", several, why)
+        draft.settle("collectives.hierarchical", several, why)
     elif asked and not several:
         raise ValueError(
-            "hierarchical=True needs a partition or replication group that spans nodes with more than one rank on "
-            f"each, but with shard_degree={degree} on nodes of {k} ranks there is none; write hierarchical='auto' or "
-            "False, or a larger shard_degree"
+            "collectives.hierarchical=True needs a partition or replication group that spans nodes with more than one "
+            f"rank on each, but with shard_degree={degree} on nodes of {k} ranks there is none; write "
+            "collectives={'hierarchical': 'auto'} or False, or a larger shard_degree"
         )
 
 
@@ -60,6 +60,10 @@ def _settle_secondary_degree(draft: Draft, degree: int, topology: Topology) -> N
     """How many ranks hold a copy after forward: an integer below the shard degree, True or False."""
     asked, k = draft.knobs.reshard_after_forward, topology.ranks_per_node
     if isinstance(asked, bool):
+        return
+    if asked == "auto":
+        kept = draft.knobs.keep_between_micro_batches
+        draft.settle("reshard_after_forward", kept == "shards", f"keep_between_micro_batches={kept!r}")
         return
     if asked == "node":
         if degree <= k:

@@ -1,11 +1,12 @@
 """Rules that follow measured links (``SMP_LINKS``): one stage or two, and how many units are in flight.
 
-``hierarchical="auto"``: the predicted times of a model's units are added up (:mod:`smp_core.links`), for the ways its
-gradients and parameters go: gathers and reductions of a partition group that spans nodes, or the sum across replicas
-that share nodes. Without a measurement two stages, which send fewer bytes over the slow link, stay.
+``collectives.hierarchical="auto"``: the predicted times of a model's units are added up (:mod:`smp_core.links`), for
+the ways its gradients and parameters go: gathers and reductions of a partition group that spans nodes, or the sum
+across replicas that share nodes. Without a measurement two stages, which send fewer bytes over the slow link, stay.
 
-``forward_prefetch``, ``backward_prefetch``, ``reduce_scatter_buffers``: while a message of n bytes is on its way, the
-link of latency L and bandwidth B has room for L x B bytes, so that ``ceil(L x B / n)`` units in flight keep it busy,
+``forward_prefetch``, ``backward_prefetch``, ``reduce_scatter_buffers`` of ``collectives``: while a message of n bytes
+is on its way, the link of latency L and bandwidth B has room for L x B bytes, so that ``ceil(L x B / n)`` units in
+flight keep it busy,
 at least one and at most ``MOST_IN_FLIGHT``, since each takes memory. n is the message of the median unit: the shard of
 one rank, as it travels. The link is what was measured for gathers (prefetching) or reductions (buffers): between nodes
 where the partition group spans them in two stages, over all ranks where it does so in one, inside a node otherwise.
@@ -57,7 +58,7 @@ def units_in_flight(link: LinkFit, message_bytes: float) -> int:
 
 
 def settle_stages(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster, payload: CodeName | None) -> None:
-    """Settle what ``hierarchical="auto"`` means for this model, where links were measured.
+    """Settle what ``collectives.hierarchical="auto"`` means for this model, where links were measured.
 
     Args:
         payload: of sums across replicas; None: as they are.
@@ -65,7 +66,7 @@ def settle_stages(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster
     knobs, links, degree = draft.knobs, cluster.links, layout.size(*PARTITION)
     of_partition = two_stages(degree, cluster.topology)
     several = of_partition or replicas_share_nodes(degree, cluster.topology)
-    if knobs.asked("hierarchical") != "auto" or not several or not shapes.unit_elements:
+    if knobs.asked("collectives.hierarchical") != "auto" or not several or not shapes.unit_elements:
         return
     if links is None or links.flat is None:
         return
@@ -82,16 +83,16 @@ def settle_stages(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster
         two += sum(in_two for _, in_two in found)
     what = "gathers and sums of a micro-batch" if of_partition else "sums across replicas"
     why = f"by {LINKS_VARIABLE}, {what} take {1e3 * one:.3g} ms in one stage and {1e3 * two:.3g} ms in two"
-    draft.settle("hierarchical", two <= one, why)
+    draft.settle("collectives.hierarchical", two <= one, why)
 
 
 def _partition_seconds(
     links: Links, degree: int, knobs: SmpConfig, elements: int, gathered: torch.dtype, reduced: torch.dtype
 ) -> list[tuple[float, float]]:
     """A unit's gathers over the partition group, and its reduction: (in one stage, in two) of each."""
-    compressed = compression(knobs.quantized_all_gather, gathered, elements)
+    compressed = compression(knobs.compression.gather, gathered, elements)
     gather = gather_seconds(links, degree, elements * gathered.itemsize, compressed)
-    compressed = compression(knobs.quantized_reduce, reduced, elements)
+    compressed = compression(knobs.compression.reduce_codes, reduced, elements)
     sums = reduce_seconds(links, degree, elements * reduced.itemsize, compressed)
     # Backward gathers over the whole group again only where nothing is kept after forward.
     return [gather, *([gather] if knobs.reshard_after_forward is True else []), sums]
@@ -111,22 +112,25 @@ def settle_prefetch(draft: Draft, shapes: Shapes, layout: Layout, cluster: Clust
     """
     degree = layout.size(*PARTITION)
     for knob in FSDP_METHODS:
-        asked = getattr(draft.knobs, knob)
+        asked = getattr(draft.knobs.collectives, knob)
         if asked == "auto" or asked is False or (knob in _OWN and asked == _OWN[knob]):
             continue
         if degree == 1:
             why = "shard_degree=1: nothing is gathered or reduced in a partition group"
-            draft.settle(knob, _OWN.get(knob, False), why)
+            draft.settle(f"collectives.{knob}", _OWN.get(knob, False), why)
             continue
         missing = missing_option(draft.knobs, knob, layout, cluster)
         if missing:
-            raise ValueError(f"{knob}={asked!r}: {missing}; write {knob}={1 if knob in _OWN else 'false'}")
-    if draft.knobs.symmetric_memory:
+            raise ValueError(
+                f"collectives.{knob}={asked!r}: {missing}; write collectives={{{knob!r}: "
+                f"{1 if knob in _OWN else 'false'}}}"
+            )
+    if draft.knobs.collectives.symmetric_memory:
         why = "torch's own collectives in the partition group, which the meter does not count"
-        draft.settle("symmetric_memory", True, why)
+        draft.settle("collectives.symmetric_memory", True, why)
     for knob in _OWN:
-        if getattr(draft.knobs, knob) == "auto":
-            draft.settle(knob, *_by_links(knob, draft.knobs, shapes, layout, cluster))
+        if getattr(draft.knobs.collectives, knob) == "auto":
+            draft.settle(f"collectives.{knob}", *_by_links(knob, draft.knobs, shapes, layout, cluster))
 
 
 def _by_links(knob: str, knobs: SmpConfig, shapes: Shapes, layout: Layout, cluster: Cluster) -> tuple[int, str]:
@@ -141,13 +145,13 @@ def _by_links(knob: str, knobs: SmpConfig, shapes: Shapes, layout: Layout, clust
     place, link = measured[0], measured[1].all_gather
     elements = statistics.median_low(shapes.unit_elements)
     dtype = dtype_of(knobs.param_dtype) or shapes.dtype
-    payload: CodeName | None = knobs.quantized_all_gather
+    payload: CodeName | None = knobs.compression.gather
     if knob == "reduce_scatter_buffers":
         missing = missing_option(knobs, knob, layout, cluster)
         if missing:
             return _OWN[knob], missing
         link = measured[1].reduce_scatter
-        dtype, payload = dtype_of(knobs.reduce_dtype) or dtype, knobs.quantized_reduce
+        dtype, payload = dtype_of(knobs.reduce_dtype) or dtype, knobs.compression.reduce_codes
     message = elements * dtype.itemsize * compression(payload if between else None, dtype, elements) / degree
     count = units_in_flight(link, message)
     at_most = f"; at most {MOST_IN_FLIGHT}" if count == MOST_IN_FLIGHT else ""
@@ -162,7 +166,7 @@ def _link_of(knobs: SmpConfig, between: bool, degree: int, cluster: Cluster) -> 
     links = cluster.links
     if links is None:
         return None
-    in_stages = knobs.hierarchical and two_stages(degree, cluster.topology)
+    in_stages = knobs.collectives.hierarchical and two_stages(degree, cluster.topology)
     place: Place = "intra" if not between else "flat" if not in_stages and links.flat is not None else "inter"
     measured: Collectives | None = getattr(links, place)
     return None if measured is None else (place, measured)
@@ -171,24 +175,25 @@ def _link_of(knobs: SmpConfig, between: bool, degree: int, cluster: Cluster) -> 
 def missing_option(knobs: SmpConfig, knob: str, layout: Layout, cluster: Cluster) -> str | None:
     """Why FSDP2's option can do nothing here; None: it can."""
     method, degree = FSDP_METHODS[knob], layout.size(*PARTITION)
-    in_stages = knobs.hierarchical and two_stages(degree, cluster.topology)
+    in_stages = knobs.collectives.hierarchical and two_stages(degree, cluster.topology)
     if method not in cluster.fsdp_methods:
         return f"torch {torch.__version__} has no FSDPModule.{method}"
     if cluster.device != "cuda":
         return f"it is about streams and NCCL, and the device is {cluster.device}, where reductions are synchronous"
     if knob == "separate_reduce_scatter_group":
         if in_stages:
-            return "collectives in two stages have groups of their own; hierarchical=false has one stage"
-        if knobs.quantized_reduce and cluster.topology.spans_nodes(layout.ranks(0, *PARTITION)):
-            return "quantized_reduce does not reduce over FSDP2's group"
+            return "collectives in two stages have groups of their own; collectives.hierarchical=false has one stage"
+        if knobs.compression.reduce_codes and cluster.topology.spans_nodes(layout.ranks(0, *PARTITION)):
+            return "compression.reduce does not reduce over FSDP2's group"
     if knob == "symmetric_memory":
         if in_stages:
             return (
-                "collectives in two stages are torch-smp's own, not NCCL's symmetric ones; hierarchical=false has one"
+                "collectives in two stages are torch-smp's own, not NCCL's symmetric ones; "
+                "collectives.hierarchical=false has one"
             )
-        for other in ("quantized_all_gather", "quantized_reduce"):
-            if getattr(knobs, other):
-                return f"{other} sends payloads of torch-smp's own"
-        if knobs.reduce_scatter_buffers not in (1, "auto"):
-            return "torch keeps one buffer of symmetric memory; reduce_scatter_buffers has to be 1"
+        for other in ("gather", "reduce_codes"):
+            if getattr(knobs.compression, other):
+                return f"compression.{other.removesuffix('_codes')} sends payloads of torch-smp's own"
+        if knobs.collectives.reduce_scatter_buffers not in (1, "auto"):
+            return "torch keeps one buffer of symmetric memory; collectives.reduce_scatter_buffers has to be 1"
     return None

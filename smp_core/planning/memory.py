@@ -5,7 +5,8 @@ of its gradient and of each optimizer state; on top come the parameters that are
 (arXiv 2205.00119) and ZeRO (arXiv 1910.02054, section 3) do the same arithmetic: the smallest partition group that fits
 moves the fewest bytes over the slow links. Only shapes and dtypes are read: a model on the meta device will do.
 
-Not counted, and left to `memory_headroom`: activations, temporaries of operators and collectives, the CUDA context.
+Not counted, and left to `planner.memory_headroom`: activations, temporaries of operators and collectives, the CUDA
+context.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class MemoryEstimate:
         parameters: parameter shards, in the model's own dtypes.
         gradients: gradient shards of trainable parameters, in the same dtypes.
         partial_sums: sums of the accumulation window, where gradients are reduced in another dtype than parameters are
-            stored in, held whole (`reduce_every_micro_batch=False`), or given to masters.
+            stored in, held whole (`keep_between_micro_batches="gradients"`), or given to masters.
         optimizer_states: of trainable parameters, in their dtypes; with `optimizer_shard="world"` float32 masters and
             their gradients too (with `state_offload="optimizer"` only these).
         buffers: whole on every device.
@@ -98,7 +99,7 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
         gradients += 0 if offloaded else elements * stored.itemsize
         if knobs.state_offload is None:
             states += optimizer.tensors * elements * parameter.dtype.itemsize
-        if not knobs.reduce_every_micro_batch and is_sharded:
+        if plan.keeps_gradients and is_sharded:
             partial_sums += parameter.elements * reduced.itemsize
         elif offloaded or reduced != stored:
             partial_sums += elements * reduced.itemsize
@@ -121,15 +122,15 @@ def assumptions(plan: Plan, optimizer: OptimizerStates) -> str:
 
 
 def device_memory(plan: Plan) -> int | None:
-    """Bytes of a device to plan for: `device_memory_gib`, or what the cluster's smallest has; None: there is none."""
-    asked = plan.knobs.device_memory_gib
+    """Bytes of a device to plan for: `planner.device_memory_gib`, or what the smallest has; None: there is none."""
+    asked = plan.knobs.planner.device_memory_gib
     return plan.cluster.device_memory if asked is None else int(asked * GIB)
 
 
 def budget(plan: Plan) -> int | None:
     """Bytes of a device that model states may take; None where there is no device memory to plan for."""
     memory = device_memory(plan)
-    return None if memory is None else int(memory * (1 - plan.knobs.memory_headroom))
+    return None if memory is None else int(memory * (1 - plan.knobs.planner.memory_headroom))
 
 
 def plan_table(plans: Sequence[Plan], optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Table:
@@ -191,8 +192,8 @@ def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, st
     if memory is None:
         chosen = next((plan for plan in plans if plan.shard_degree >= topology.ranks_per_node), plans[-1])
         return chosen, "no device memory to plan for (CPU): the ranks of a node"
-    headroom = plans[0].knobs.memory_headroom
-    share = f"{_gib(budget(plans[0]) or 0)} GiB (memory_headroom={headroom:g} of {_gib(memory)} GiB)"
+    headroom = plans[0].knobs.planner.memory_headroom
+    share = f"{_gib(budget(plans[0]) or 0)} GiB (planner.memory_headroom={headroom:g} of {_gib(memory)} GiB)"
     smaller: MemoryEstimate | None = None
     for plan in plans:
         seen = estimate(plan, optimizer)
@@ -246,12 +247,12 @@ def _does_not_fit(largest: MemoryEstimate, share: str, topology: Topology) -> st
     )
     room = largest.budget - largest.gathered - largest.buffers
     if room <= 0:
-        return message + "More ranks do not help, the gathered units are too large: wrap smaller modules (wrap=...)."
+        return message + "More ranks do not help, the gathered units are too large: wrap smaller modules (units=...)."
     spread = (largest.model_states - largest.buffers) * largest.shard_degree
     nodes = -(-spread // (room * topology.ranks_per_node))
     return message + (
         f"Use about {nodes} nodes of {topology.ranks_per_node} ranks, a smaller model, parameters in bfloat16, a lower "
-        "memory_headroom, or set shard_degree yourself to try all the same."
+        "planner.memory_headroom, or set shard_degree yourself to try all the same."
     )
 
 

@@ -3,12 +3,14 @@ effect."""
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from smp_core.config import SmpConfig
-from smp_core.knob_rules import contradictions
+from smp_core.knob_rules import contradictions, settings_of
 from smp_core.planning.decide import Plan
 
-# Knobs that do not depend on how a model was sharded.
-_OF_EACH_RUN = ("save_full_state_dict", "async_save", "verify_checkpoint", "allow_batch_change")
+# Settings that do not depend on how a model was sharded.
+_OF_EACH_RUN = settings_of("checkpoint")
 
 
 def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:
@@ -21,16 +23,17 @@ def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:
         ValueError: a knob asks for something else than the model has.
     """
     config = kept = plan.knobs
-    defaults, asked_before = SmpConfig().to_dict(), kept.to_dict()
-    for knob, value in asked.to_dict().items():
-        if knob in _OF_EACH_RUN:
-            config = config.with_resolved(knob, value, "asked by this run")
-        elif value not in (defaults[knob], getattr(kept, knob), asked_before[knob]):
+    defaults = SmpConfig()
+    for name in SmpConfig.settings():
+        value, has = asked.asked(name), attrgetter(name)(kept)
+        if name in _OF_EACH_RUN:
+            config = config.with_resolved(name, value, "asked by this run")
+        elif value not in (attrgetter(name)(defaults), has, kept.asked(name)):
             raise ValueError(
-                f"{knob}={value!r}: this {model} was sharded before with {knob}={getattr(kept, knob)!r} and keeps "
+                f"{name}={value!r}: this {model} was sharded before with {name}={has!r} and keeps "
                 "that; use the same value, or a new module and trainer.fit(..., ckpt_path=...)"
             )
-    wrong = [said for said in contradictions(config) if any(knob in said for knob in _OF_EACH_RUN)]
+    wrong = [said for said in contradictions(config) if any(name in said for name in _OF_EACH_RUN)]
     if wrong:
         raise ValueError("\n".join(wrong))
     return config

@@ -50,7 +50,7 @@ _TENSORS = {
     "sgd": 0,
 }
 OPTIMIZERS: Mapping[str, OptimizerStates] = {name: OptimizerStates(name, tensors) for name, tensors in _TENSORS.items()}
-"""By the names that plans are asked for with; the values of the knob `planned_optimizer`."""
+"""By the names that plans are asked for with; the values of `planner.optimizer`."""
 
 
 def _if_set(*options: str) -> Callable[[Mapping[str, Any]], int]:
@@ -86,7 +86,7 @@ def planned_states(asked: str, optimizers: Sequence[torch.optim.Optimizer] = ())
     """What to plan with.
 
     Args:
-        asked: the knob `planned_optimizer`: a name, or "auto": what `optimizers` keep (of several the one that keeps
+        asked: `planner.optimizer`: a name, or "auto": what `optimizers` keep (of several the one that keeps
             most), or AdamW where there is none yet.
     """
     if asked in OPTIMIZERS:

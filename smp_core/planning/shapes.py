@@ -43,7 +43,7 @@ class Shapes:
         kind: the model's class, for messages.
         parameters: each once, in the model's order.
         units: which modules become FSDP units, and what stays replicated.
-        checkpointed: modules that ``activation_checkpointing`` names.
+        checkpointed: modules that ``activations.checkpoint`` names.
         units_recomputed: names of units inside a checkpointed module, by the name of that module.
         checkpoints_itself: the model has recomputation of its own switched on.
         on_meta: something of it is on the meta device.
@@ -71,16 +71,16 @@ class Shapes:
         """Read a model that is not sharded yet; its tensors may be on the meta device.
 
         Args:
-            asked: ``wrap``, ``wrap_min_parameters`` and ``activation_checkpointing`` choose modules.
+            asked: ``units`` and ``activations.checkpoint`` choose modules.
             entry: what a step calls (:func:`smp_core.planning.units.plan_units`).
 
         Raises:
-            ValueError: a wrap or checkpointing rule that matches nothing, a model without parameters.
+            ValueError: a rule of units or checkpointing that matches nothing, a model without parameters.
         """
         units = plan_units(model, asked, entry=entry)
         # A rule that matches nothing is an error also where the model's own checkpointing will take its place.
-        itself = asked.activation_checkpointing != "none" and checkpoints_itself(model)
-        checkpointed = () if itself else tuple(plan_checkpointing(model, units.blocks, asked.activation_checkpointing))
+        itself = asked.activations.checkpoint != "none" and checkpoints_itself(model)
+        checkpointed = () if itself else tuple(plan_checkpointing(model, units.blocks, asked.activations.checkpoint))
         return cls.with_units(model, units, checkpointed, itself)
 
     @classmethod

@@ -6,7 +6,7 @@ is sharded, so that what FSDP2 would refuse later (a parameter tied across units
 
 - blocks: classes a Transformers model lists in ``_no_split_modules``, else the repeated members of ``nn.ModuleList``
   and ``nn.Sequential``; or class names, globs over module names, a callable; plus every module whose own parameters
-  reach ``wrap_min_parameters``;
+  reach ``units.min_parameters``;
 - roots: the model itself, or, for a module whose own forward is not what a step calls (a LightningModule), its
   callable children, and itself only where it owns parameters;
 - a leaf layer whose trainable parameters have another dtype than the rest of its unit becomes a unit of its own;
@@ -70,7 +70,7 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
             parameters are replicated, because backward runs in the middle of a step (manual optimization).
 
     Raises:
-        ValueError: ``wrap`` names a class or glob that matches nothing; the model has no parameters.
+        ValueError: ``units`` names a class or glob that matches nothing; the model has no parameters.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks, why = _blocks(model, config)
@@ -79,8 +79,8 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
     above_children = entry == "steps" and len(_outside(model, children)) > 0
     roots = [model] if entry == "forward" or above_children else children
     chosen = {module for module in [*blocks, *children, *roots] if _callable(module) or module is model}
-    if config.wrap_min_parameters > 0:
-        chosen |= _by_size(model, chosen, config.wrap_min_parameters, within=roots)
+    if config.units.min_parameters > 0:
+        chosen |= _by_size(model, chosen, config.units.min_parameters, within=roots)
 
     replicated = _indivisible(model)
     chosen -= _leaves_tied_elsewhere(model, chosen, keep=set(roots))
@@ -174,13 +174,13 @@ def _compiled_whole(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module
 
 
 def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
-    if config.wrap == "auto":
+    choose = config.units.modules
+    if choose == "auto":
         return _auto_blocks(model)
-    if callable(config.wrap):
-        choose = config.wrap
-        return [m for n, m in model.named_modules() if m is not model and choose(n, m)], "wrap: callable"
+    if callable(choose):
+        return [m for n, m in model.named_modules() if m is not model and choose(n, m)], "units: a function"
     found: list[nn.Module] = []
-    patterns = tuple(config.wrap)
+    patterns = tuple(choose)
     for pattern in patterns:
         matching = [
             module
@@ -192,11 +192,11 @@ def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
             near = difflib.get_close_matches(pattern, classes, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(
-                f"wrap={pattern!r} matches no class name and no module name of {type(model).__name__}{hint}. "
+                f"units={pattern!r} matches no class name and no module name of {type(model).__name__}{hint}. "
                 f"Its classes: {', '.join(classes)}"
             )
         found += matching
-    return found, f"wrap: {', '.join(patterns)}"
+    return found, f"units: {', '.join(patterns)}"
 
 
 def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:

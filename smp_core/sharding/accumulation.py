@@ -86,8 +86,9 @@ class AccumulationWindow:
         replicated = [{name: by_name[name] for name in names} for names in plan.replicated_parameters]
         self._on_close = traffic.step_done
         self._on_kept = functools.partial(calls.show_shards, kept=True)
-        self._keep_gathered = not knobs.reshard_after_backward
-        self._hold_gradients = not knobs.reduce_every_micro_batch
+        self._kept = knobs.keep_between_micro_batches
+        self._keep_gathered = plan.keeps_parameters
+        self._hold_gradients = plan.keeps_gradients
         self._first_window = True
         self._stored_in = plan.dtypes.stored
         self._over_world = knobs.optimizer_shard == "world"
@@ -257,18 +258,14 @@ class AccumulationWindow:
 
     def _say_what_had_no_effect(self) -> None:
         """Warn once, at the end of the first window: only then it is known how many micro-batches there are."""
-        asked = [
-            (self._keep_gathered, "reshard_after_backward=false", "gathers"),
-            (self._hold_gradients, "reduce_every_micro_batch=false", "reductions"),
-        ]
-        for is_asked, knob, saved in asked:
-            if is_asked and self._first_window and self.micro_batches == 1 and self._mesh.rank == 0:
-                logger.warning(
-                    "%s had no effect on the first optimizer step, which had one micro-batch; it saves %s with "
-                    "accumulate_grad_batches (Lightning), gradient_accumulation_steps (Accelerate) or "
-                    "window.accumulate()",
-                    *(knob, saved),
-                )
+        saved = ["gathers"] * self._keep_gathered + ["reductions"] * self._hold_gradients
+        if saved and self._first_window and self.micro_batches == 1 and self._mesh.rank == 0:
+            logger.warning(
+                "keep_between_micro_batches=%r had no effect on the first optimizer step, which had one micro-batch; "
+                "it saves %s with accumulate_grad_batches (Lightning), gradient_accumulation_steps (Accelerate) or "
+                "window.accumulate()",
+                *(self._kept, " and ".join(saved)),
+            )
         self._first_window = False
 
     def _forget(self) -> None:

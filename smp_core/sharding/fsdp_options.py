@@ -14,14 +14,15 @@ from smp_core.config import SmpConfig
 def apply_fsdp_options(model: nn.Module, config: SmpConfig) -> None:
     """Hand settled options to the model's roots, before the first forward. Collective with
     ``separate_reduce_scatter_group``."""
-    forward, backward = config.forward_prefetch, config.backward_prefetch
+    options = config.collectives
+    forward, backward = options.forward_prefetch, options.backward_prefetch
     assert isinstance(forward, int) and isinstance(backward, int)
     prefetch(model, forward=forward, backward=backward)
     for root in _roots(model):
-        if config.separate_reduce_scatter_group:
+        if options.separate_reduce_scatter_group:
             root.set_separate_reduce_scatter_group(True)
-        if config.reduce_scatter_buffers != 1:
-            root.set_reduce_scatter_max_input_buffers(config.reduce_scatter_buffers)  # type: ignore[arg-type]
+        if options.reduce_scatter_buffers != 1:
+            root.set_reduce_scatter_max_input_buffers(options.reduce_scatter_buffers)  # type: ignore[arg-type]
 
 
 def prefetch(model: nn.Module, *, forward: int, backward: int) -> None:

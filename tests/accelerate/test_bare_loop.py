@@ -41,11 +41,11 @@ def test_float64_loop_equals_one_process(degree: int, micro_batches: int) -> Non
 
 
 EXACT_SCHEMES: list[dict[str, Any]] = [
-    {"shard_degree": 4, "reshard_after_forward": "node", "backward_prefetch": 2},
-    {"shard_degree": 4, "quantized_all_gather": "fp8", "quantize_after_steps": STEPS},
+    {"shard_degree": 4, "reshard_after_forward": "node", "collectives": {"backward_prefetch": 2}},
+    {"shard_degree": 4, "compression": {"gather": "fp8", "gather_after_steps": STEPS}},
     {"shard_degree": 2, "optimizer_shard": "world"},
-    {"shard_degree": 2, "reshard_after_forward": False, "reshard_after_backward": False},
-    {"shard_degree": 4, "reduce_every_micro_batch": False},
+    {"shard_degree": 2, "keep_between_micro_batches": "parameters"},
+    {"shard_degree": 4, "keep_between_micro_batches": "gradients", "reshard_after_forward": True},
 ]
 
 
@@ -131,8 +131,7 @@ def test_a_unit_is_gathered_and_reduced_once_per_optimizer_step_where_that_is_as
     for kept, held in ((False, False), (True, False), (True, True)):
         knobs = {
             "reshard_after_forward": False,
-            "reshard_after_backward": not kept,
-            "reduce_every_micro_batch": not held,
+            "keep_between_micro_batches": "gradients" if held else "parameters" if kept else "shards",
         }
         for steps, _ in run_ranks(metered, 4, False, ranks_per_node=2, **knobs):
             calls[kept, held] = [(step["all_gather/calls"], step["reduce_scatter/calls"]) for step in steps]
@@ -162,7 +161,7 @@ def evaluated_halved(**knobs: Any) -> list[float]:
 
 
 def test_weights_that_are_put_in_place_for_an_evaluation_are_evaluated() -> None:
-    kept = {"reshard_after_forward": False, "reshard_after_backward": False}
+    kept = {"keep_between_micro_batches": "parameters"}
     freed, gathered = (run_ranks(evaluated_halved, 4, ranks_per_node=2, **knobs) for knobs in ({}, kept))
     assert gathered == freed and len(set(freed[0])) == 2 * STEPS
 

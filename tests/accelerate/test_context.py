@@ -105,7 +105,7 @@ def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None =
     return run
 
 
-KEPT = {"reshard_after_forward": False, "reshard_after_backward": False}
+KEPT = {"keep_between_micro_batches": "parameters"}
 CASES = [
     pytest.param(*case, marks=() if case == (2, 2, 2, {}) else pytest.mark.slow)
     for case in ((2, 2, 2, {}), (4, 2, 1, {}), (4, 4, 1, {}), (2, 2, 1, {}), (4, 2, 2, KEPT))

@@ -25,7 +25,9 @@ from tests.harness import run_ranks
     [
         ({"shard_degre": 2}, ["shard_degre", "shard_degree"]),
         ({"mixed_precison": "bf16"}, ["unknown argument 'mixed_precison'; did you mean 'mixed_precision'?"]),
-        ({"smp_config": {"hierachical": True}}, ["hierachical", "hierarchical"]),
+        ({"smp_config": {"colectives": {}}}, ["colectives", "collectives"]),
+        ({"async_save": True}, ["async_save=True is now written checkpoint='async'"]),
+        ({"smp_config": {"wrap": ["Block"]}}, ["wrap=['Block'] is now written units=['Block']"]),
         ({"smp_config": {"shard_degree": 2}, "shard_degree": 4}, ["smp_config", "shard_degree"]),
         ({"context_parallel_degree": 2}, ["context_parallel_degree=2", "write shard_degree"]),
         ({"mixed_precision": "fp8"}, ["FP8 plugin", "bf16"]),
@@ -92,13 +94,13 @@ def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) 
         cpu_offload=True,
     )
     config = resolve_config(None, {}, None, plugin)
-    assert (config.shard_degree, config.reshard_after_forward, config.wrap) == ("world", False, ("Block",))
-    assert (config.activation_checkpointing, config.state_offload) == ("full", "all")
+    assert (config.shard_degree, config.reshard_after_forward, config.units.modules) == ("world", False, ("Block",))
+    assert (config.activations.checkpoint, config.state_offload) == ("full", "all")
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "8")
-    monkeypatch.setenv("SMP_WRAP_MIN_PARAMETERS", "100")
+    monkeypatch.setenv("SMP_UNITS", '{"min_parameters": 100}')
     config = resolve_config(None, {}, None, None)
-    assert (config.shard_degree, config.wrap_min_parameters) == (8, 100)
+    assert (config.shard_degree, config.units.min_parameters) == (8, 100)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) 
     [
         ({"ignored_modules": ["head"]}, ["ignored_modules", "leave it out"]),
         ({"param_init_fn": torch.nn.init.zeros_}, ["param_init_fn", "leave it out"]),
-        ({"auto_wrap_policy": lambda *a, **k: False}, ["auto_wrap_policy", "write wrap="]),
+        ({"auto_wrap_policy": lambda *a, **k: False}, ["auto_wrap_policy", "write units="]),
     ],
     ids=["ignored", "init", "wrap"],
 )

@@ -84,7 +84,7 @@ def bare_loop(steps: int, knobs: dict[str, Any] | None) -> Run:
 
 
 def variants(folder: Path) -> dict[str, Run]:
-    recomputing = {**SHARED, "activation_checkpointing": "full"}
+    recomputing = {**SHARED, "activations": "full"}
     return {
         "shared": run_trainer(folder, 20, SHARED),
         "again": run_trainer(folder, 4, SHARED),

@@ -98,8 +98,8 @@ def train_given(folder: Path, sizes: dict[str, int], **knobs: Any) -> dict[str, 
         handle.meter.per_step().get("reduce_scatter/calls", 0),
         sum(bool(unit.parameters()) for unit in handle.units),
     )
-    seen["stages"] = handle.plan.hierarchical and handle.config.hierarchical
-    seen["in effect"] = (handle.plan.hierarchical, handle.config.hierarchical)
+    seen["stages"] = handle.plan.hierarchical and handle.config.collectives.hierarchical
+    seen["in effect"] = (handle.plan.hierarchical, handle.config.collectives.hierarchical)
     seen["layout"] = (accelerator.mesh.replicate_degree, accelerator.mesh.shard_degree)
     seen["state"] = accelerator.get_state_dict(model)
     return seen
@@ -127,7 +127,7 @@ def test_a_model_that_came_sharded_trains_like_one_process(tmp_path: Path, case:
     tied, sizes = CASES[case.removesuffix(", held")]
     save_tiny(tmp_path / "model", tied)
     expected = alone(tmp_path / "model")
-    knobs = {"reduce_every_micro_batch": not case.endswith("held")}
+    knobs = {"keep_between_micro_batches": "gradients" if case.endswith("held") else "shards"}
     results = run_ranks(train_given, 4, tmp_path / "model", sizes, ranks_per_node=2, **knobs)
     for rank, seen in enumerate(results):
         for what in ("losses", "norms"):
@@ -239,7 +239,7 @@ def refusals() -> dict[str, str]:
 
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
     refused("degree", fully_shard(torch.nn.Linear(4, 4), mesh=mesh), shard_degree=2)
-    refused("too late", fully_shard(torch.nn.Linear(4, 4), mesh=mesh), activation_checkpointing="full")
+    refused("too late", fully_shard(torch.nn.Linear(4, 4), mesh=mesh), activations="full")
     plain = torch.nn.Linear(4, 4)
     plain.weight = torch.nn.Parameter(distribute_tensor(plain.weight.data, mesh, [Replicate()]))
     refused("not fsdp", plain)
@@ -256,7 +256,7 @@ def refusals() -> dict[str, str]:
 def test_what_cannot_be_taken_over_is_refused() -> None:
     for said in run_ranks(refusals, 4, ranks_per_node=2):
         assert "shard_degree=2, but the model came sharded over ranks [0, 1, 2, 3]" in said["degree"]
-        assert "activation_checkpointing='full' has to be applied before" in said["too late"]
+        assert "activations.checkpoint='full' has to be applied before" in said["too late"]
         assert "not FSDP2's" in said["not fsdp"]
         assert "over several meshes" in said["several"]
         assert "consecutive ranks" in said["strided"]

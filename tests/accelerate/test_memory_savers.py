@@ -18,8 +18,8 @@ from tests.harness import run_ranks
 
 SAVERS: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"activation_checkpointing": "selective"},
-    "inputs offloaded": OFFLOADED,
+    "selective": {"activations": "selective"},
+    "inputs offloaded": {"activations": OFFLOADED},
     "optimizer offloaded": {"state_offload": "optimizer"},
     "all offloaded": {"state_offload": "all"},
     "slices over the world": {"shard_degree": 1, "optimizer_shard": "world"},
@@ -72,15 +72,15 @@ def planned() -> dict[str, Any]:
     ):
         model = DroppingGpt()
         gib = 3.9 * 4 * sum(parameter.numel() for parameter in model.parameters()) / 2**30
-        accelerator = fresh_accelerator(shard_degree="auto", device_memory_gib=gib, memory_headroom=0.0)
+        accelerator = fresh_accelerator(shard_degree="auto", planner={"device_memory_gib": gib, "memory_headroom": 0.0})
         accelerator.prepare(model, make(model.parameters()))
-        found[name] = (accelerator.mesh.shard_degree, accelerator.smp_config.planned_optimizer)
+        found[name] = (accelerator.mesh.shard_degree, accelerator.smp_config.planner.optimizer)
     model = DroppingGpt()
-    accelerator = fresh_accelerator(shard_degree="auto", device_memory_gib=gib, memory_headroom=0.0)
+    accelerator = fresh_accelerator(shard_degree="auto", planner={"device_memory_gib": gib, "memory_headroom": 0.0})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = accelerator.prepare(model)
     accelerator.prepare(optimizer)
-    found["alone"] = (accelerator.mesh.shard_degree, accelerator.smp_config.planned_optimizer)
+    found["alone"] = (accelerator.mesh.shard_degree, accelerator.smp_config.planner.optimizer)
     return found
 
 

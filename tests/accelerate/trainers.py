@@ -164,7 +164,7 @@ def life(folder: Path | str, batch: int, micro_batches: int, knobs: dict[str, An
 
 def seen_samples(folder: Path | str, batch: int, checkpoint: str | None) -> list[list[int]]:
     """Train; the samples of each global batch, as the sums of their tokens, sorted."""
-    trainer, _ = make_trainer(folder, batch, 1, {"allow_batch_change": True})
+    trainer, _ = make_trainer(folder, batch, 1, {"checkpoint": {"allow_batch_change": True}})
     seen: list[list[int]] = []
     compute_loss = trainer.compute_loss
 

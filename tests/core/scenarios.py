@@ -263,7 +263,7 @@ _meshes: dict[tuple[Any, ...], SmpMesh] = {}
 
 def parallel_model(model: nn.Module, **knobs) -> ParallelModel:
     config = SmpConfig(**knobs)
-    key = (dist.group.WORLD, config.shard_degree, config.hierarchical, config.reshard_after_forward)
+    key = (dist.group.WORLD, config.shard_degree, config.collectives.hierarchical, config.reshard_after_forward)
     if key not in _meshes:
         for old in [old for old in _meshes if old[0] is not dist.group.WORLD]:
             del _meshes[old]
@@ -295,7 +295,7 @@ def net_on_ranks(scenario: Scenario, **knobs) -> ParallelModel:
     """Every rank draws other initial weights; rank 0's are those of :func:`alone`."""
     torch.manual_seed(0 if dist.get_rank() == 0 else 17)
     return parallel_model(
-        scenario.build().double(), wrap=scenario.wrap, forward_methods=scenario.forward_methods, **knobs
+        scenario.build().double(), units=scenario.wrap, forward_methods=scenario.forward_methods, **knobs
     )
 
 

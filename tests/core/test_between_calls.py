@@ -233,8 +233,12 @@ WORLD = {"optimizer_shard": "world"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "default": {"shard_degree": 2},
     "unsharded after forward": {"shard_degree": 2, "reshard_after_forward": False},
-    "kept through windows": {"shard_degree": 2, "reshard_after_forward": False, "reshard_after_backward": False},
-    "whole gradients held": {"shard_degree": 2, "reduce_every_micro_batch": False},
+    "kept through windows": {"shard_degree": 2, "keep_between_micro_batches": "parameters"},
+    "whole gradients held": {
+        "shard_degree": 2,
+        "keep_between_micro_batches": "gradients",
+        "reshard_after_forward": True,
+    },
     "a copy in the node": {"shard_degree": 4, "reshard_after_forward": "node"},
     "world": {"shard_degree": 2, **WORLD},
     "replicas": {"shard_degree": 1},
@@ -244,7 +248,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def sharded(**knobs: Any) -> ParallelModel:
     torch.manual_seed(0)
-    return parallel_model(Net().double(), wrap=("Cell",), **knobs)
+    return parallel_model(Net().double(), units=("Cell",), **knobs)
 
 
 def on_ranks(name: str) -> dict[str, list[torch.Tensor]]:

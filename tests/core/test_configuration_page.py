@@ -1,6 +1,6 @@
 """docs/configuration.md lists the knobs as SmpConfig has them.
 
-`python -m tests.core.test_configuration_page` writes the table anew.
+`python -m tests.core.test_configuration_page` writes the tables anew.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ from pathlib import Path
 
 from smp_core.config import SmpConfig
 from smp_core.knob_rules import NOT_BUILT
+from smp_core.moved_knobs import MOVED
+from smp_core.recipes import RECIPES, DelayedInit
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 BEGIN, END = "<!-- the knobs, from SmpConfig's docstring -->\n", "<!-- end of the knobs -->"
 
 
-def documented_knobs() -> dict[str, str]:
-    """Knob -> what the docstring says, on one line."""
-    arguments = inspect.cleandoc(SmpConfig.__doc__ or "").split("\nArgs:\n", 1)[1].split("\nRaises:\n", 1)[0]
+FORMER, END_OF_FORMER = "<!-- former knobs, from smp_core.moved_knobs -->\n", "<!-- end of former knobs -->"
+
+
+def documented(of: type) -> dict[str, str]:
+    """Knob, or field of a recipe -> what the docstring says, on one line."""
+    arguments = inspect.cleandoc(of.__doc__ or "").split("\nArgs:\n", 1)[1].split("\nRaises:\n", 1)[0]
     found: dict[str, str] = {}
     for line in arguments.splitlines():
         if named := re.match(r" {4}(\w+): (.*)", line):
@@ -28,14 +33,35 @@ def documented_knobs() -> dict[str, str]:
     return found
 
 
-def table() -> str:
-    config = SmpConfig()
-    rows = ["| knob | default | what it is |", "|---|---|---|"]
-    for knob, text in documented_knobs().items():
-        default = "none" if (value := getattr(config, knob)) in (None, ()) else f"`{str(value).lower()}`"
+def documented_knobs() -> dict[str, str]:
+    return documented(SmpConfig)
+
+
+def rows(of: type, defaults: object) -> list[str]:
+    found = []
+    for name, text in documented(of).items():
+        value = getattr(defaults, name)
+        shown = str(value).lower() if isinstance(value, bool) else str(value)
+        default = "none" if value in (None, ()) else f"`{shown}`"
         in_code = re.sub(r'(?:\w+=)?\[?"[^"]*"(?:, "[^"]*")*\]?', lambda quoted: f"`{quoted[0]}`", text)
-        rows.append(f"| `{knob}` | {default} | {in_code} |")
-    return "\n".join(["", *rows, "", ""])
+        in_code = re.sub(r"\{[^{}]*\}", lambda fields: f"`{fields[0].replace('`', '')}`", in_code)
+        found.append(f"| `{name}` | {default} | {in_code} |")
+    return found
+
+
+def tables() -> str:
+    """The knobs, and below them the fields of each that has a recipe."""
+    lines = ["", "| knob | default | what it is |", "|---|---|---|", *rows(SmpConfig, SmpConfig())]
+    for recipe in (*RECIPES.values(), DelayedInit):
+        about = (inspect.getdoc(recipe) or "").splitlines()[0]
+        lines += ["", f"### `{recipe.KNOB}`", "", about, ""]
+        lines += ["| field | default | what it is |", "|---|---|---|", *rows(recipe, recipe())]
+    return "\n".join([*lines, "", ""])
+
+
+def former_names() -> str:
+    rows = [f"| `{former}` | `{now}` |" for former, now in MOVED.items()]
+    return "\n".join(["", "| former knob | now |", "|---|---|", *rows, "", ""])
 
 
 def test_the_docstring_describes_every_knob_in_order() -> None:
@@ -47,11 +73,23 @@ def test_knobs_that_are_not_built_say_so() -> None:
     assert said == NOT_BUILT.keys()
 
 
-def test_the_page_shows_the_knobs_as_they_are() -> None:
-    shown = PAGE.read_text(encoding="utf-8").split(BEGIN, 1)[1].split(END, 1)[0]
-    assert shown == table(), "run: python -m tests.core.test_configuration_page"
+def between(begin: str, end: str) -> str:
+    return PAGE.read_text(encoding="utf-8").split(begin, 1)[1].split(end, 1)[0]
+
+
+def test_the_page_shows_the_knobs_and_their_fields_as_they_are() -> None:
+    assert between(BEGIN, END) == tables(), "run: python -m tests.core.test_configuration_page"
+
+
+def test_the_page_shows_where_former_knobs_went() -> None:
+    assert between(FORMER, END_OF_FORMER) == former_names(), "run: python -m tests.core.test_configuration_page"
+
+
+def written_anew(page: str, begin: str, end: str, content: str) -> str:
+    before, rest = page.split(begin, 1)
+    return before + begin + content + end + rest.split(end, 1)[1]
 
 
 if __name__ == "__main__":
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN, 1)
-    PAGE.write_text(before + BEGIN + table() + END + rest.split(END, 1)[1], encoding="utf-8")
+    anew = written_anew(PAGE.read_text(encoding="utf-8"), BEGIN, END, tables())
+    PAGE.write_text(written_anew(anew, FORMER, END_OF_FORMER, former_names()), encoding="utf-8")

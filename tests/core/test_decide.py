@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smp_core.config import SmpConfig
+from smp_core.knob_recipe import nested
 from smp_core.layout import DATA, GRADIENTS, PARTITION
 from smp_core.links import Collectives, LinkFit, Links
 from smp_core.planning.auto_degree import decide_with_smallest_degree
@@ -57,42 +59,57 @@ def plan_of(model: nn.Module | None = None, links: Links | None = None, **knobs:
 SETTLED: list[tuple[dict[str, Any], str, Any, str]] = [
     ({"shard_degree": "node"}, "shard_degree", 4, "'node' of 2 x 4 ranks"),
     ({"shard_degree": "world"}, "shard_degree", 8, "'world' of 2 x 4 ranks"),
-    ({"shard_degree": 8}, "hierarchical", True, "the partition group spans 2 nodes with 4 ranks each"),
-    ({"shard_degree": 2}, "hierarchical", True, "the replication group spans 2 nodes with 2 ranks each"),
-    ({"shard_degree": 4}, "hierarchical", False, "lies inside one node"),
-    ({"shard_degree": 8, "hierarchical": False}, "hierarchical", False, "as asked"),
+    ({"shard_degree": 8}, "collectives.hierarchical", True, "the partition group spans 2 nodes with 4 ranks each"),
+    ({"shard_degree": 2}, "collectives.hierarchical", True, "the replication group spans 2 nodes with 2 ranks each"),
+    ({"shard_degree": 4}, "collectives.hierarchical", False, "lies inside one node"),
+    ({"shard_degree": 8, "collectives": {"hierarchical": False}}, "collectives.hierarchical", False, "as asked"),
     ({"shard_degree": 8, "reshard_after_forward": "node"}, "reshard_after_forward", 4, "over the 4 ranks of each node"),
     ({"shard_degree": 4, "reshard_after_forward": "node"}, "reshard_after_forward", True, "inside one node already"),
     ({"shard_degree": 4, "reshard_after_forward": 4}, "reshard_after_forward", True, "as many ranks as the partition"),
     ({"shard_degree": 1}, "reshard_after_forward", False, "nothing is gathered"),
-    ({"shard_degree": 1, "reduce_every_micro_batch": False}, "reduce_every_micro_batch", True, "nothing is reduced"),
+    (
+        {"shard_degree": 1, "keep_between_micro_batches": "gradients", "reshard_after_forward": True},
+        "keep_between_micro_batches",
+        "shards",
+        "nothing is reduced",
+    ),
     ({"shard_degree": 4}, "reduce_dtype", None, "the gradients' own dtype"),
     ({"param_dtype": "bfloat16"}, "reduce_dtype", "float32", "half precision"),
     ({"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}, "reduce_dtype", "bfloat16", "as asked"),
-    ({"shard_degree": 1, "quantized_all_gather": "int8"}, "quantized_all_gather", None, "nothing is gathered"),
-    ({"shard_degree": 4, "quantized_all_gather": "int8"}, "quantized_all_gather", None, "lies inside one node"),
-    ({"shard_degree": 8, "quantized_all_gather": "int8"}, "quantized_all_gather", "int8", "as asked"),
-    ({"shard_degree": 8, "replica_reduce_dtype": "bf16"}, "replica_reduce_dtype", None, "there is one replica"),
-    ({"shard_degree": 4, "replica_reduce_dtype": "bf16"}, "replica_reduce_dtype", "bf16", "as asked"),
-    ({"shard_degree": 4, "quantized_reduce": "int8"}, "error_feedback", True, "gradients are quantised"),
-    ({"shard_degree": 4}, "error_feedback", False, "no gradients are quantised"),
+    ({"shard_degree": 1, "compression": {"gather": "int8"}}, "compression.gather", None, "nothing is gathered"),
+    ({"shard_degree": 4, "compression": {"gather": "int8"}}, "compression.gather", None, "lies inside one node"),
+    ({"shard_degree": 8, "compression": {"gather": "int8"}}, "compression.gather", "int8", "as asked"),
+    ({"shard_degree": 8, "compression": "bf16"}, "compression.reduce", None, "there is one replica"),
+    ({"shard_degree": 4, "compression": "bf16"}, "compression.reduce", "bf16", "as asked"),
+    (
+        {"shard_degree": 4, "compression": {"reduce": "int8"}},
+        "compression.error_feedback",
+        True,
+        "gradients travel in codes",
+    ),
+    ({"shard_degree": 4}, "compression.error_feedback", False, "no gradients travel in codes"),
     ({"shard_degree": 8, "optimizer_shard": "world"}, "optimizer_shard", "shard", "there is one replica"),
     ({"optimizer_shard": "world", "param_dtype": "bfloat16"}, "optimizer_shard", "world", "stored in bfloat16"),
-    ({}, "context_head_groups", 1, "on CPU nothing runs behind"),
-    ({"activation_checkpointing": "full"}, "activation_checkpointing", "full", "as asked"),
-    ({"activation_checkpointing_check": True}, "activation_checkpointing_check", False, "nothing is recomputed"),
-    ({"activation_loading_horizon": 3}, "activation_loading_horizon", 3, "nothing is offloaded"),
+    ({}, "collectives.context_head_groups", 1, "on CPU nothing runs behind"),
+    ({"activations": "full"}, "activations.checkpoint", "full", "as asked"),
+    ({"activations": {"check": True}}, "activations.check", False, "nothing is recomputed"),
+    ({"activations": {"loading_horizon": 3}}, "activations.loading_horizon", 3, "nothing is offloaded"),
     (
-        {"activation_checkpointing": "full", "activation_offloading": True, "activation_loading_horizon": 4},
-        *("activation_offloading", False, "the inputs of all 4 checkpointed modules may stay"),
+        {"activations": {"checkpoint": "full", "offload": True, "loading_horizon": 4}},
+        *("activations.offload", False, "the inputs of all 4 checkpointed modules may stay"),
     ),
     (
-        {"activation_checkpointing": "full", "activation_offloading": True},
-        *("activation_offloading_host_gib", 2.0, "four fifths"),
+        {"activations": {"checkpoint": "full", "offload": True}},
+        *("activations.offload_host_gib", 2.0, "four fifths"),
     ),
-    ({"delayed_init": True}, "delayed_init", False, "nothing was on the meta device"),
-    ({}, "forward_prefetch", 0, "no measured links"),
-    ({"shard_degree": 1, "reduce_scatter_buffers": 2}, "reduce_scatter_buffers", 1, "shard_degree=1"),
+    ({"delayed_init": True}, "delayed_init", None, "nothing was on the meta device"),
+    ({}, "collectives.forward_prefetch", 0, "no measured links"),
+    (
+        {"shard_degree": 1, "collectives": {"reduce_scatter_buffers": 2}},
+        "collectives.reduce_scatter_buffers",
+        1,
+        "shard_degree=1",
+    ),
 ]
 
 
@@ -101,7 +118,8 @@ SETTLED: list[tuple[dict[str, Any], str, Any, str]] = [
 )
 def test_a_knob_becomes_what_takes_effect_and_says_why(knobs: dict[str, Any], knob: str, value: Any, why: str) -> None:
     plan = plan_of(**knobs)
-    assert getattr(plan.knobs, knob) == value and type(getattr(plan.knobs, knob)) is type(value)
+    found = attrgetter(knob)(plan.knobs)
+    assert found == value and type(found) is type(value)
     assert why in plan.knobs.why(knob)
 
 
@@ -118,7 +136,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"shard_degree": 3}, r"shard_degree=3 does not divide the world of 8 ranks; allowed: 1, 2, 4, 8"),
     ({"shard_degree": 16}, r"shard_degree=16.*allowed: 1, 2, 4, 8"),
     ({"shard_degree": "auto"}, r"shard_degree.*'auto'.*allowed here"),
-    ({"shard_degree": 4, "hierarchical": True}, r"hierarchical=True needs.*write hierarchical='auto'"),
+    (
+        {"shard_degree": 4, "collectives": {"hierarchical": True}},
+        r"hierarchical=True needs.*write collectives={'hierarchical': 'auto'}",
+    ),
     ({"shard_degree": 8, "reshard_after_forward": 3}, r"reshard_after_forward=3 does not divide shard_degree=8"),
     ({"shard_degree": "node", "reshard_after_forward": 3}, r"reshard_after_forward=3 does not divide shard_degree=4"),
     ({"shard_degree": "node", "context_parallel_degree": 3}, r"context_parallel_degree=3 does not divide"),
@@ -126,17 +147,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reduce_dtype": "float16"}, r"reduce_dtype='float16'.*allowed: 'auto', 'float32', 'bfloat16'"),
     ({"tensor_parallel_degree": 2}, r"tensor_parallel_degree=2.*not built yet"),
     ({"pipeline_parallel_degree": 2}, r"pipeline_parallel_degree=2.*not built yet"),
-    ({"symmetric_memory": True}, r"symmetric_memory=True.*write symmetric_memory=false"),
-    ({"reduce_scatter_buffers": 2}, r"reduce_scatter_buffers=2.*write reduce_scatter_buffers=1"),
-    ({"separate_reduce_scatter_group": True}, r"separate_reduce_scatter_group=True.*device is cpu"),
+    (
+        {"collectives": {"symmetric_memory": True}},
+        r"symmetric_memory=True.*write collectives={'symmetric_memory': false}",
+    ),
+    (
+        {"collectives": {"reduce_scatter_buffers": 2}},
+        r"reduce_scatter_buffers=2.*write collectives={'reduce_scatter_buffers': 1}",
+    ),
+    ({"collectives": {"separate_reduce_scatter_group": True}}, r"separate_reduce_scatter_group=True.*device is cpu"),
     ({"optimizer_shard": "world", "state_offload": "all"}, r"optimizer_shard='world'.*state_offload='optimizer'"),
-    ({"reshard_after_backward": False}, r"reshard_after_backward=false.*write reshard_after_forward=false"),
-    ({"quantized_reduce": "int8", "replica_reduce_dtype": "bf16"}, r"quantized_reduce and replica_reduce_dtype"),
-    ({"error_feedback": True}, r"error_feedback=true.*write quantized_reduce"),
-    ({"quantize_after_steps": 2}, r"quantize_after_steps says how quantized_all_gather works"),
-    ({"wrap": ["Blok"]}, r"Blok"),
-    ({"activation_checkpointing": {"Blok": "full"}}, r"activation_checkpointing\['Blok'\] matches no"),
-    ({"activation_offloading": True}, r"activation_offloading=true"),
+    (
+        {"keep_between_micro_batches": "parameters", "reshard_after_forward": True},
+        r"keep_between_micro_batches='parameters'.*write reshard_after_forward='auto'",
+    ),
+    ({"compression": {"error_feedback": True}}, r"error_feedback=true.*write compression={'reduce'"),
+    ({"compression": {"gather_after_steps": 2}}, r"compression.gather_after_steps says how compression.gather works"),
+    ({"units": ["Blok"]}, r"Blok"),
+    ({"activations": {"checkpoint": {"Blok": "full"}}}, r"activations.checkpoint\['Blok'\] matches no"),
+    ({"activations": {"offload": True}}, r"activations.offload=true"),
 ]
 
 
@@ -149,16 +178,16 @@ def test_what_cannot_be_is_refused_with_what_to_write(knobs: dict[str, Any], sai
 def test_a_model_that_checkpoints_itself_keeps_doing_so_but_is_not_offloaded() -> None:
     model = Tower()
     model.gradient_checkpointing = True  # type: ignore[assignment]
-    plan = plan_of(model=model, activation_checkpointing="full")
-    assert plan.knobs.activation_checkpointing == "none" and not plan.activations.checkpointed and plan.warnings
-    with pytest.raises(ValueError, match=r"activation_offloading=true: the model's own"):
-        plan_of(model=model, activation_checkpointing="full", activation_offloading=True)
+    plan = plan_of(model=model, activations="full")
+    assert plan.knobs.activations.checkpoint == "none" and not plan.activations.checkpointed and plan.warnings
+    with pytest.raises(ValueError, match=r"activations.offload=true: the model's own"):
+        plan_of(model=model, activations={"checkpoint": "full", "offload": True})
 
 
 GIVEN: list[tuple[dict[str, Any], bool, str]] = [
     ({"fp8": True}, False, r"fp8=.*before a model is sharded"),
-    ({"activation_checkpointing": "full"}, False, r"activation_checkpointing='full'.*before a model is sharded"),
-    ({"symmetric_memory": True}, False, r"symmetric_memory=True has to be applied before"),
+    ({"activations": "full"}, False, r"activations.checkpoint='full'.*before a model is sharded"),
+    ({"collectives": {"symmetric_memory": True}}, False, r"symmetric_memory=True has to be applied before"),
     ({"state_offload": "all"}, False, r"state_offload='all'.*allowed: none, 'optimizer'"),
     ({"context_parallel_degree": 2}, False, r"context_parallel_degree=2 and a model that came sharded"),
     ({}, True, r"trainable parameters that every rank holds whole \(scale\)"),
@@ -177,11 +206,11 @@ def test_what_comes_too_late_for_a_model_that_came_sharded_is_refused(
 
 def test_what_a_model_came_with_is_pinned() -> None:
     came = GivenSharding((0, 1), False, torch.bfloat16, torch.float32)
-    asked = SmpConfig(wrap=["Block"], delayed_init=True)
+    asked = SmpConfig(units=["Block"], delayed_init=True)
     plan = decide(Shapes.of(Tower(), asked), asked, Cluster(Topology.uniform(4, 2)), given=came)
     assert plan.shard_degree == 2 and plan.dtypes.gathered == torch.bfloat16 and plan.dtypes.reduced == torch.float32
-    assert plan.knobs.why("wrap") == plan.knobs.why("shard_degree") == "as the model came"
-    assert plan.gathers and plan.knobs.delayed_init is False
+    assert plan.knobs.why("units.modules") == plan.knobs.why("shard_degree") == "as the model came"
+    assert plan.gathers and plan.knobs.delayed_init is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
@@ -203,30 +232,28 @@ def measured(two_stages_pay: bool) -> Links:
 @pytest.mark.parametrize("degree", [8, 2])
 def test_measured_links_say_whether_two_stages_pay(pays: bool, degree: int) -> None:
     plan = plan_of(shard_degree=degree, links=measured(pays))
-    assert plan.knobs.hierarchical is pays and "SMP_LINKS" in plan.knobs.why("hierarchical")
-    forced = plan_of(shard_degree=degree, hierarchical=True, links=measured(pays))
-    assert forced.knobs.hierarchical is True
+    assert plan.knobs.collectives.hierarchical is pays and "SMP_LINKS" in plan.knobs.why("collectives.hierarchical")
+    forced = plan_of(shard_degree=degree, collectives={"hierarchical": True}, links=measured(pays))
+    assert forced.knobs.collectives.hierarchical is True
 
 
 KNOBS: dict[str, Any] = {
     "shard_degree": st.sampled_from([1, 2, 3, 4, 6, 8, 16, "node", "world", "auto"]),
     "context_parallel_degree": st.sampled_from([1, 1, 2, 4]),
-    "hierarchical": st.sampled_from([True, False, "auto"]),
-    "reshard_after_forward": st.sampled_from([True, False, "node", 2, 4]),
-    "reshard_after_backward": st.booleans(),
-    "reduce_every_micro_batch": st.booleans(),
-    "reduce_scatter_buffers": st.sampled_from(["auto", 1, 2]),
-    "symmetric_memory": st.booleans(),
+    "collectives.hierarchical": st.sampled_from([True, False, "auto"]),
+    "reshard_after_forward": st.sampled_from(["auto", True, False, "node", 2, 4]),
+    "keep_between_micro_batches": st.sampled_from(["shards", "parameters", "gradients"]),
+    "collectives.reduce_scatter_buffers": st.sampled_from(["auto", 1, 2]),
+    "collectives.symmetric_memory": st.booleans(),
     "param_dtype": st.sampled_from(["auto", None, "bfloat16", "float32"]),
     "reduce_dtype": st.sampled_from(["auto", None, "bfloat16"]),
-    "replica_reduce_dtype": st.sampled_from([None, "bf16"]),
-    "quantized_all_gather": st.sampled_from([None, "int8", "fp8"]),
-    "quantized_reduce": st.sampled_from([None, "int8", "int4"]),
-    "error_feedback": st.sampled_from(["auto", True, False]),
+    "compression.gather": st.sampled_from([None, "int8", "fp8"]),
+    "compression.reduce": st.sampled_from([None, "int8", "int4", "bf16"]),
+    "compression.error_feedback": st.sampled_from(["auto", True, False]),
     "optimizer_shard": st.sampled_from(["shard", "world"]),
     "state_offload": st.sampled_from([None, "optimizer", "all"]),
-    "activation_checkpointing": st.sampled_from(["none", "full", "every:2"]),
-    "activation_offloading": st.booleans(),
+    "activations.checkpoint": st.sampled_from(["none", "full", "every:2"]),
+    "activations.offload": st.booleans(),
     "fp8": st.sampled_from([None, True]),
     "delayed_init": st.booleans(),
 }
@@ -249,7 +276,7 @@ def test_a_plan_tiles_the_world_or_the_error_names_a_knob(
 ) -> None:
     cluster = Cluster(Topology.uniform(nodes * ranks_per_node, ranks_per_node), device, device_memory, 10 * GIB)
     try:
-        asked = SmpConfig(**knobs)
+        asked = SmpConfig(**nested(knobs))
         shapes = Shapes.of(Tower(), asked)
         choose = decide_with_smallest_degree if asked.shard_degree == "auto" else decide
         plan = choose(shapes, asked, cluster)
@@ -261,16 +288,20 @@ def test_a_plan_tiles_the_world_or_the_error_names_a_knob(
         assert sorted(ranks) == list(range(cluster.topology.world_size))
     # What is in effect is all settled, decides the same again, and nothing of the model is held on to.
     left = {knob: value for knob, value in plan.knobs.effective().items() if value == "auto"}
-    assert set(left) <= {"wrap", "verify_checkpoint", "planned_optimizer"}
+    assert set(left) <= {"units.modules", "checkpoint.verify", "planner.optimizer"}
     again = decide(shapes, plan.knobs, cluster)
     assert dataclasses.replace(again, warnings=()) == dataclasses.replace(plan, warnings=(), optimizer=None)
     assert again.knobs.effective() == plan.knobs.effective()
 
 
 def test_a_further_run_sets_its_own_knobs_anew() -> None:
-    plan = plan_of(save_full_state_dict=True, verify_checkpoint="digests")
-    config = knobs_of_next_run(plan, SmpConfig(async_save=True), "model")
-    assert (config.save_full_state_dict, config.async_save, config.verify_checkpoint) == (False, True, "auto")
+    plan = plan_of(checkpoint={"full_state_dict": True, "verify": "digests"})
+    config = knobs_of_next_run(plan, SmpConfig(checkpoint="async"), "model")
+    assert (config.checkpoint.full_state_dict, config.checkpoint.async_save, config.checkpoint.verify) == (
+        False,
+        True,
+        "auto",
+    )
     with pytest.raises(ValueError, match=r"shard_degree=2: this model was sharded before with shard_degree=4"):
         knobs_of_next_run(plan, SmpConfig(shard_degree=2), "model")
 

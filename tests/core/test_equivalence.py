@@ -23,8 +23,9 @@ from tests.core.models import Trajectory, TroubledModel, global_batches, loss_of
 from tests.harness import run_ranks
 
 STEPS, SAMPLES = 5, 8
-KEPT = {"reshard_after_forward": False, "reshard_after_backward": False}
-HELD = {"reduce_every_micro_batch": False}
+KEPT = {"reshard_after_forward": False, "keep_between_micro_batches": "parameters"}
+HELD = {"reshard_after_forward": True, "keep_between_micro_batches": "gradients"}
+BOTH = {"reshard_after_forward": False, "keep_between_micro_batches": "gradients"}
 
 
 def build(dtype: torch.dtype, **knobs) -> ParallelModel:
@@ -101,16 +102,21 @@ def assert_close(seen: Trajectory, expected: Trajectory, loss_tolerance, weight_
 
 
 CASES = [
-    {"shard_degree": degree, "hierarchical": hierarchical, "reshard_after_forward": reshard, "micro_batches": micro}
+    {
+        "shard_degree": degree,
+        "collectives": {"hierarchical": hierarchical},
+        "reshard_after_forward": reshard,
+        "micro_batches": micro,
+    }
     for degree, hierarchical, reshard, micro in itertools.product((1, 2, 4), ("auto", False), (True, False), (1, 2, 3))
     if degree == 4 or hierarchical == "auto"
 ]
 GATHERING = [
     {"shard_degree": 4, "reshard_after_forward": "node", "micro_batches": 2},
-    {"shard_degree": 4, "reshard_after_forward": 2, "hierarchical": False, "micro_batches": 1},
-    {"shard_degree": 4, "forward_prefetch": 1, "backward_prefetch": 3, "micro_batches": 2},
-    {"shard_degree": 2, "forward_prefetch": 2, "backward_prefetch": 2, "micro_batches": 2},
-    {"shard_degree": 4, "reshard_after_forward": "node", "forward_prefetch": 2, "micro_batches": 2},
+    {"shard_degree": 4, "reshard_after_forward": 2, "collectives": {"hierarchical": False}, "micro_batches": 1},
+    {"shard_degree": 4, "collectives": {"forward_prefetch": 1, "backward_prefetch": 3}, "micro_batches": 2},
+    {"shard_degree": 2, "collectives": {"forward_prefetch": 2, "backward_prefetch": 2}, "micro_batches": 2},
+    {"shard_degree": 4, "reshard_after_forward": "node", "collectives": {"forward_prefetch": 2}, "micro_batches": 2},
 ]
 SAMPLE = [case for case in CASES if case["reshard_after_forward"] and case["micro_batches"] == 2]
 
@@ -132,8 +138,8 @@ KEPT_CASES = [
 ]
 KEPT_CASES += [
     {"shard_degree": 2, "micro_batches": 3, "disturbed": True, **HELD},
-    {"shard_degree": 4, "micro_batches": 3, "disturbed": True, "reshard_after_forward": "node", **HELD},
-    {"shard_degree": 4, "micro_batches": 3, "disturbed": True, **KEPT, **HELD},
+    {"shard_degree": 4, "micro_batches": 3, "disturbed": True, **HELD, "reshard_after_forward": "node"},
+    {"shard_degree": 4, "micro_batches": 3, "disturbed": True, **BOTH},
 ]
 
 
@@ -145,15 +151,15 @@ def test_what_stays_gathered_or_is_held_through_a_window_trains_like_one_process
 
 
 COMPOSED = [
-    {"shard_degree": 4, "quantized_all_gather": "int8", "quantized_reduce": "int8"},
-    {"shard_degree": 4, "forward_prefetch": 2, "backward_prefetch": 2, "activation_checkpointing": "full"},
+    {"shard_degree": 4, "compression": "int8"},
+    {"shard_degree": 4, "collectives": {"forward_prefetch": 2, "backward_prefetch": 2}, "activations": "full"},
     {"shard_degree": 2, "optimizer_shard": "world", "param_dtype": "bfloat16"},
     {"shard_degree": 2, "state_offload": "all"},
     {"shard_degree": 2, "state_offload": "optimizer", "delayed_init": True},
     {"shard_degree": 1, "param_dtype": "bfloat16"},
 ]
 # What rounds reductions, or steps with rounded weights, is no measure for sums in another order.
-EXACT = [case for case in COMPOSED if "quantized_reduce" not in case and "param_dtype" not in case]
+EXACT = [case for case in COMPOSED if "compression" not in case and "param_dtype" not in case]
 
 
 def train_prepared(cases: list[dict]) -> list[Trajectory]:
@@ -197,7 +203,7 @@ def test_parameters_that_stay_gathered_change_no_bit_whatever_else_is_asked() ->
 def test_whole_gradients_that_are_held_change_no_more_than_the_order_of_sums_whatever_else_is_asked() -> None:
     """float32, nine micro-batches of AdamW with lr 1e-2, which divides noise by noise where a gradient is zero up to
     rounding (the key's bias): losses to 1e-5; a factor or a missing micro-batch is orders more."""
-    cases = [{**case, **held} for case in EXACT for held in ({}, HELD)]
+    cases = [{**held, **case} for case in EXACT for held in ({}, HELD)]
     for found in run_ranks(train_prepared, 4, cases, ranks_per_node=2, timeout=600):
         for case, reduced, held in zip(EXACT, found[::2], found[1::2], strict=True):
             assert reduced.losses != held.losses, case
@@ -249,7 +255,7 @@ def test_float32_training_stays_within_summation_order(degree: int) -> None:
 @pytest.mark.parametrize("mutation", ["no replica hop", "one parameter left out", "gathered for ever", "held for ever"])
 def test_the_proof_fails_for_a_broken_engine(mutation: str) -> None:
     expected = train_alone(torch.float64, global_batches(STEPS, 2, SAMPLES))
-    knobs = {"shard_degree": 2, **KEPT, **(HELD if mutation == "held for ever" else {})}
+    knobs = {"shard_degree": 2, **(BOTH if mutation == "held for ever" else KEPT)}
     disturbed = mutation == "held for ever"
     results = run_ranks(train_together, 4, torch.float64, 2, mutation, ranks_per_node=2, disturbed=disturbed, **knobs)
     with pytest.raises(AssertionError):

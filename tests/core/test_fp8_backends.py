@@ -54,8 +54,8 @@ def test_what_other_backends_cannot_do_is_refused_by_name() -> None:
         Fp8Recipe(backend="transformer_engine", fp8_all_gather=False, calibration_steps=3)
     with pytest.raises(ValueError, match=r"margin=1: its current scaling has no margin"):
         Fp8Recipe(backend="transformer_engine", fp8_all_gather=False, scaling="dynamic", margin=1)
-    with pytest.raises(ValueError, match=r"write activation_checkpointing='none', or backend='native'"):
-        SmpConfig(fp8=ENGINE, activation_checkpointing="full").require_built()
+    with pytest.raises(ValueError, match=r"write activations='none', or fp8={'backend': 'native'}"):
+        SmpConfig(fp8=ENGINE, activations="full").require_built()
 
 
 # torchao
@@ -112,7 +112,7 @@ def test_torchao_trains_sharded_as_it_does_replicated_and_in_one_process() -> No
 
 def units_in_torchao() -> list[tuple[str, str, bool]]:
     """Of each unit of more than its root: its name, the class of its module, and whether the model uses that module."""
-    parallel = build(shard_degree=2, fp8=TORCHAO, wrap_min_parameters=WIDTH * WIDTH)
+    parallel = build(shard_degree=2, fp8=TORCHAO, units={"min_parameters": WIDTH * WIDTH})
     used = set(parallel.module.modules())
     return [(unit.name, type(unit.module).__name__, unit.module in used) for unit in parallel.units]
 

@@ -41,7 +41,7 @@ def test_what_the_knob_accepts(written: Any, meant: Fp8Recipe | None) -> None:
         ({"amax_history_len": 0}, "amax_history_len=0 is not allowed; allowed: an integer of at least 1"),
         ({"margin": True}, "margin=True"),
         ({"reduce_amax": 3}, "reduce_amax=3 is not allowed; allowed: true, false"),
-        ({"exclude": [""]}, "a list of globs"),
+        ({"exclude": [""]}, "a list of names"),
         ({"backend": "te"}, "'native', 'torchao', 'transformer_engine'"),
         ("{margin", "no JSON"),
         ("fast", "allowed: none, true"),
@@ -57,6 +57,6 @@ def test_what_it_refuses(written: Any, words: str) -> None:
 def test_combinations_that_torch_cannot_do_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"reshard_after_forward=2 .*fp8_all_gather"):
         SmpConfig(fp8=True, reshard_after_forward=2, shard_degree=4)
-    with pytest.raises(ValueError, match=r"quantized_all_gather='int8'.*fp8_all_gather"):
-        SmpConfig(fp8=True, quantized_all_gather="int8")
+    with pytest.raises(ValueError, match=r"compression.gather='int8'.*fp8_all_gather"):
+        SmpConfig(fp8=True, compression={"gather": "int8"})
     assert SmpConfig(fp8={"fp8_all_gather": False}, reshard_after_forward=2, shard_degree=4).fp8 is not None

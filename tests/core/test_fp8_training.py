@@ -130,7 +130,7 @@ def test_two_ranks_sharded_replicated_and_recomputing_are_bitwise_equal() -> Non
 
 
 def test_weights_that_stay_gathered_in_fp8_are_bitwise_those_gathered_anew() -> None:
-    kept = {"reshard_after_forward": False, "reshard_after_backward": False}
+    kept = {"keep_between_micro_batches": "parameters"}
     variants = [{"shard_degree": 2, "micro_batches": 2}, {"shard_degree": 2, "micro_batches": 2, **kept}]
     for anew, once in run_ranks(runs_of, 2, variants):
         assert same(once, anew) == []
@@ -148,7 +148,7 @@ def test_bfloat16_parameters_gathered_in_fp8_are_bitwise_those_that_were_cast_af
 
 
 MESHES = [{"shard_degree": 2}, {"shard_degree": 4}]
-MORE_MESHES = [{"shard_degree": 1}, {"shard_degree": 4, "hierarchical": False}]
+MORE_MESHES = [{"shard_degree": 1}, {"shard_degree": 4, "collectives": {"hierarchical": False}}]
 
 
 def check_meshes(meshes: list[dict]) -> None:
@@ -310,7 +310,12 @@ def poisoned(micro_batches: int = 1, **knobs) -> tuple[bool, bool, list[str], bo
     [
         {"shard_degree": 1},
         {"shard_degree": 2},
-        {"shard_degree": 2, "micro_batches": 2, "reduce_every_micro_batch": False},
+        {
+            "shard_degree": 2,
+            "micro_batches": 2,
+            "keep_between_micro_batches": "gradients",
+            "reshard_after_forward": True,
+        },
     ],
     ids=str,
 )
@@ -336,7 +341,9 @@ def used_by_one_rank(cases: list[dict]) -> list[dict[str, torch.Tensor]]:
 
 def test_whole_gradients_of_weights_that_travel_in_fp8_may_be_missing_on_a_rank() -> None:
     """The same terms added up in float32, the held ones in another order."""
-    for reduced, held in run_ranks(used_by_one_rank, 2, [{}, {"reduce_every_micro_batch": False}]):
+    for reduced, held in run_ranks(
+        used_by_one_rank, 2, [{}, {"keep_between_micro_batches": "gradients", "reshard_after_forward": True}]
+    ):
         for name, value in reduced.items():
             assert value.dtype == torch.float32 and value.any(), name
             torch.testing.assert_close(held[name], value, rtol=1e-5, atol=1e-7, msg=name)

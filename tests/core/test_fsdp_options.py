@@ -54,7 +54,7 @@ def settled(links: Links | None, shard_degree: int, knobs: dict[str, Any]) -> li
     """What two nodes of two ranks decide."""
     asked = SmpConfig(shard_degree=shard_degree, **knobs)
     config = decide(three_units(), asked, Cluster(Topology.uniform(4, 2), links=links)).knobs
-    return [(getattr(config, knob), config.why(knob)) for knob in DEPTHS]
+    return [(getattr(config.collectives, knob), config.why(f"collectives.{knob}")) for knob in DEPTHS]
 
 
 def test_depths_follow_the_link_that_the_partition_group_uses() -> None:
@@ -62,15 +62,15 @@ def test_depths_follow_the_link_that_the_partition_group_uses() -> None:
     between, inside = LinkFit(1e-3, 100e6), LinkFit(1e-6, 1e9)  # 100 KB and 1 KB on their way
     inside_node, between_nodes = (Collectives(2, *[fit] * 3) for fit in (inside, between))
     links = Links(2, 2, inside_node, between_nodes, Collectives(4, *[LinkFit(1e-3, 50e6)] * 3))
-    forward, backward, buffers = settled(links, 4, {"hierarchical": True})
+    forward, backward, buffers = settled(links, 4, {"collectives": {"hierarchical": True}})
     assert forward[0] == backward[0] == 3
     assert "98 KiB are on their way between nodes, a unit's message has 39 KiB" in forward[1]
     assert buffers[0] == 1 and "cpu" in buffers[1]
-    forward, _, _ = settled(links, 4, {"hierarchical": True, "quantized_all_gather": "int8"})
+    forward, _, _ = settled(links, 4, {"collectives": {"hierarchical": True}, "compression": {"gather": "int8"}})
     assert forward[0] == MOST_IN_FLIGHT, "a quarter of the bytes, four times as many"
-    forward, _, _ = settled(links, 4, {"hierarchical": False})
+    forward, _, _ = settled(links, 4, {"collectives": {"hierarchical": False}})
     assert forward[0] == 2 and "49 KiB are on their way over all ranks" in forward[1]
-    forward, _, _ = settled(links, 2, {"forward_prefetch": 2})
+    forward, _, _ = settled(links, 2, {"collectives": {"forward_prefetch": 2}})
     assert forward == (2, "as asked")
     forward, backward, _ = settled(links, 2, {})
     assert (forward[0], backward[0]) == (1, 1) and "inside a node" in forward[1]
@@ -80,9 +80,9 @@ def test_depths_follow_the_link_that_the_partition_group_uses() -> None:
 
 
 CUDA_ONLY = [
-    {"reduce_scatter_buffers": 2},
-    {"separate_reduce_scatter_group": True},
-    {"symmetric_memory": True},
+    {"collectives": {"reduce_scatter_buffers": 2}},
+    {"collectives": {"separate_reduce_scatter_group": True}},
+    {"collectives": {"symmetric_memory": True}},
 ]
 
 
@@ -106,8 +106,9 @@ def refusals(cases: list[dict[str, Any]], old_torch: bool) -> list[str]:
 def test_what_this_device_or_torch_lacks_is_refused_by_name(old_torch: bool, why: str) -> None:
     for said in run_ranks(refusals, 2, CUDA_ONLY, old_torch):
         for knobs, message in zip(CUDA_ONLY, said, strict=True):
-            (knob,) = knobs
-            assert message.startswith(f"{knob}={knobs[knob]}: ") and why in message and f"write {knob}=" in message
+            ((field, value),) = knobs["collectives"].items()
+            assert message.startswith(f"collectives.{field}={value}: ") and why in message
+            assert f"write collectives={{'{field}': " in message
 
 
 def handed_over(knobs: dict[str, Any]) -> tuple[list[str], float, list[Any]]:
@@ -136,11 +137,11 @@ def handed_over(knobs: dict[str, Any]) -> tuple[list[str], float, list[Any]]:
 
 def test_options_reach_fsdp2() -> None:
     """On gloo they change nothing about the numbers; that they make a step faster is for a GPU to show."""
-    knobs = {"separate_reduce_scatter_group": True, "reduce_scatter_buffers": 2}
+    knobs = {"collectives": {"separate_reduce_scatter_group": True, "reduce_scatter_buffers": 2}}
     for called, off, (separate, ranks, buffers) in run_ranks(handed_over, 2, knobs):
         assert off == 0.0 and not called
         assert separate and ranks == [0, 1] and buffers == 2
-    for called, off, (separate, _, buffers) in run_ranks(handed_over, 2, {"symmetric_memory": True}):
+    for called, off, (separate, _, buffers) in run_ranks(handed_over, 2, {"collectives": {"symmetric_memory": True}}):
         assert called == ["DefaultAllGather"] * 3, "torch's own objects, one for each unit"
         assert off <= 1e-6 and not separate and buffers == 1
 
@@ -148,13 +149,22 @@ def test_options_reach_fsdp2() -> None:
 @pytest.mark.parametrize(
     ("knobs", "named"),
     [
-        ({"separate_reduce_scatter_group": True}, "hierarchical=false"),
-        ({"symmetric_memory": True}, "hierarchical=false"),
-        ({"symmetric_memory": True, "hierarchical": False, "quantized_all_gather": "int8"}, "quantized_all_gather"),
-        ({"symmetric_memory": True, "hierarchical": False, "reduce_scatter_buffers": 2}, "reduce_scatter_buffers"),
+        ({"collectives": {"separate_reduce_scatter_group": True}}, "hierarchical=false"),
+        ({"collectives": {"symmetric_memory": True}}, "hierarchical=false"),
         (
-            {"separate_reduce_scatter_group": True, "hierarchical": False, "quantized_reduce": "int8"},
-            "quantized_reduce",
+            {"collectives": {"symmetric_memory": True, "hierarchical": False}, "compression": {"gather": "int8"}},
+            "compression.gather",
+        ),
+        (
+            {"collectives": {"symmetric_memory": True, "hierarchical": False, "reduce_scatter_buffers": 2}},
+            "reduce_scatter_buffers",
+        ),
+        (
+            {
+                "collectives": {"separate_reduce_scatter_group": True, "hierarchical": False},
+                "compression": {"reduce": "int8"},
+            },
+            "compression.reduce",
         ),
     ],
 )

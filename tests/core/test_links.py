@@ -177,12 +177,12 @@ def ways(cases: list[dict[str, Any]]) -> list[tuple[Any, str, list[str], bool]]:
         parallel = parallel_model(SmallGpt(layers=2), **knobs)
         parallel.module(torch.randint(101, (2, 9))).backward()
         rows = parallel.config.effective_table().columns
-        why = dict(zip(rows[0].cells, rows[3].cells, strict=True)).get("hierarchical", "")
+        why = dict(zip(rows[0].cells, rows[3].cells, strict=True)).get("collectives.hierarchical", "")
         unit = parallel.units[0] if parallel.units else None
         makers: list[Any] = [parallel.traffic.all_gather, parallel.traffic.reduce_scatter]
         objects = [] if unit is None else [type(make(unit)).__name__ for make in makers]
         stages = parallel.traffic.of_units.hop.stages is not None
-        found.append((parallel.config.hierarchical, str(why), objects, stages))
+        found.append((parallel.config.collectives.hierarchical, str(why), objects, stages))
     return found
 
 
@@ -193,7 +193,11 @@ ONE = [FlatAllGather.__name__, FlatReduceScatter.__name__]
 def test_auto_follows_what_was_measured(tmp_path: Path) -> None:
     """Partition groups over both nodes, and replicas two of which share a node."""
     fast, slow = (1e-6, 1e10), (1e-5, 1e7)
-    cases: list[dict[str, Any]] = [{"shard_degree": 4}, {"shard_degree": 1}, {"shard_degree": 4, "hierarchical": True}]
+    cases: list[dict[str, Any]] = [
+        {"shard_degree": 4},
+        {"shard_degree": 1},
+        {"shard_degree": 4, "collectives": {"hierarchical": True}},
+    ]
     path = tmp_path / "links.json"
     for inside, between, staged in ((fast, slow, True), (slow, fast, False)):
         links_of(2, 2, inside, between).save(path)
@@ -223,7 +227,7 @@ class Layers(nn.Module):
 
 def by_width(widths: list[int]) -> list[bool]:
     return [
-        parallel_model(Layers(width, 2), shard_degree=4, wrap=["Linear"]).config.hierarchical is True
+        parallel_model(Layers(width, 2), shard_degree=4, units=["Linear"]).config.collectives.hierarchical is True
         for width in widths
     ]
 

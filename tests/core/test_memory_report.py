@@ -18,11 +18,11 @@ LAYERS = 12
 INPUT_BYTES = SAMPLES * LENGTH * WIDTH * 4
 MODES: dict[str, dict[str, Any]] = {
     "none": {},
-    "full": {"activation_checkpointing": "full"},
-    "selective": {"activation_checkpointing": "selective"},
-    "every:3": {"activation_checkpointing": "every:3"},
-    "offload": OFFLOADED,
-    "offload, horizon 4": {**OFFLOADED, "activation_loading_horizon": 4},
+    "full": {"activations": "full"},
+    "selective": {"activations": "selective"},
+    "every:3": {"activations": "every:3"},
+    "offload": {"activations": OFFLOADED},
+    "offload, horizon 4": {"activations": {**OFFLOADED, "loading_horizon": 4}},
 }
 
 

@@ -112,8 +112,8 @@ def test_named_degrees_are_resolved_and_shown() -> None:
 def test_two_stages_are_chosen_where_there_are_two() -> None:
     cases = [
         {"shard_degree": 4},
-        {"shard_degree": 4, "hierarchical": False},
-        {"shard_degree": 4, "hierarchical": True},
+        {"shard_degree": 4, "collectives": {"hierarchical": False}},
+        {"shard_degree": 4, "collectives": {"hierarchical": True}},
         {"shard_degree": 2},
     ]
     auto, off, on, inside = meshes(cases, 4, 2)
@@ -123,13 +123,13 @@ def test_two_stages_are_chosen_where_there_are_two() -> None:
     for case in (off, inside):
         assert all(seen.intra is None and seen.inter is None for seen in case)
     in_effect = [case[0].effective["in effect"] for case in (auto, off, on, inside)]
-    assert in_effect == [case[0].effective["hierarchical"] for case in (auto, off, on, inside)]
+    assert in_effect == [case[0].effective["collectives.hierarchical"] for case in (auto, off, on, inside)]
     assert in_effect == [True, False, True, False]
 
 
 def test_one_rank_per_node_has_one_stage() -> None:
     (case,) = meshes([{"shard_degree": "world"}], 2, 1)
-    assert [seen.effective["hierarchical"] for seen in case] == [False, False]
+    assert [seen.effective["collectives.hierarchical"] for seen in case] == [False, False]
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_impossible_degrees_are_refused_on_all_ranks_with_what_is_allowed() -> N
         {"shard_degree": 3},
         {"shard_degree": 8},
         {"shard_degree": "auto"},
-        {"shard_degree": 2, "hierarchical": True},
+        {"shard_degree": 2, "collectives": {"hierarchical": True}},
         {"shard_degree": 4, "context_parallel_degree": 3},
     ]
     found = run_ranks(refusals, 4, cases, ranks_per_node=2)
@@ -194,7 +194,7 @@ def test_impossible_degrees_are_refused_on_all_ranks_with_what_is_allowed() -> N
     assert "shard_degree=3 does not divide the world of 4 ranks; allowed: 1, 2, 4" in three
     assert "shard_degree=8" in eight and "allowed: 1, 2, 4" in eight
     assert "'auto'" in auto and "allowed here: 1, 2, 4" in auto
-    assert "hierarchical=True" in inside and "shard_degree=2" in inside and "hierarchical='auto'" in inside
+    assert "hierarchical=True" in inside and "shard_degree=2" in inside and "{'hierarchical': 'auto'}" in inside
     assert "context_parallel_degree=3 does not divide shard_degree=4" in context and "allowed: 1, 2, 4" in context
     assert "8 ranks" in foreign and "process group has 4" in foreign
 
@@ -222,11 +222,16 @@ def build_with_ones_own(knobs: list[dict[str, Any]], links: list[str]) -> str:
             "fp8 differs between ranks (",
         ),
         (
-            [{"wrap": "auto"}, {"wrap": partial(print, 1)}, {"wrap": partial(print, 2)}, {"wrap": partial(print, 3)}],
-            "wrap differs between ranks ('auto' on rank 0; 'partial' on ranks 1-3)",
+            [
+                {"units": "auto"},
+                {"units": partial(print, 1)},
+                {"units": partial(print, 2)},
+                {"units": partial(print, 3)},
+            ],
+            "units.modules differs between ranks ('auto' on rank 0; 'partial' on ranks 1-3)",
         ),
-        ([{"wrap": partial(print, n)} for n in range(4)], "accepted"),
-        ([{"activation_offloading_host_gib": n} for n in (1, 1, 2, 2)], "accepted"),
+        ([{"units": partial(print, n)} for n in range(4)], "accepted"),
+        ([{"activations": {"offload_host_gib": n}} for n in (1, 1, 2, 2)], "accepted"),
     ],
 )
 def test_a_configuration_that_differs_between_ranks_is_an_error_on_all_of_them(

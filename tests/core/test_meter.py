@@ -136,7 +136,9 @@ def test_each_two_stage_gather_sends_one_shard_per_rank_between_nodes() -> None:
 def test_flat_collectives_are_counted_as_they_are_sent() -> None:
     """One stage over both nodes: the gather is a ring, (p - 1) / p x M over the one link that leaves a node; the
     reduce-scatter, made of messages on gloo, sends k (p - k) shards of M / p: M."""
-    steps = run_ranks(train_one_step, 4, MICRO_BATCHES, ranks_per_node=2, shard_degree=4, hierarchical=False)
+    steps = run_ranks(
+        train_one_step, 4, MICRO_BATCHES, ranks_per_node=2, shard_degree=4, collectives={"hierarchical": False}
+    )
     compare(steps, 2)
     gathered, reduced = gathered_and_reduced(4, MICRO_BATCHES)
     assert per_node(steps, "all_gather/inter_bytes") == [gathered * 3 / 4] * 2
@@ -163,13 +165,13 @@ def test_replicas_send_the_whole_gradient_once() -> None:
     assert per_node(steps, "inter_bytes") == [sum(-(-unit // 16) * 16 for unit in unit_bytes(1))] * 2
     for step in steps:
         assert step.meter["all_reduce/calls"] == 1 + LAYERS
-    steps = run_ranks(train_one_step, 4, 1, ranks_per_node=2, shard_degree=1, hierarchical=False)
+    steps = run_ranks(train_one_step, 4, 1, ranks_per_node=2, shard_degree=1, collectives={"hierarchical": False})
     compare(steps, 2)
     assert per_node(steps, "inter_bytes") == [1.5 * sum(unit_bytes(1))] * 2
 
 
 def test_half_precision_replicas_are_half_the_bytes() -> None:
-    steps = run_ranks(train_one_step, 4, 1, ranks_per_node=2, shard_degree=2, replica_reduce_dtype="bf16")
+    steps = run_ranks(train_one_step, 4, 1, ranks_per_node=2, shard_degree=2, compression="bf16")
     compare(steps, 2)
     assert per_node(steps, "inter_bytes") == [sum(-(-unit // 16) * 16 for unit in unit_bytes(2)) / 2] * 2
 
@@ -188,13 +190,18 @@ def test_bfloat16_gathers_are_half_the_bytes() -> None:
 @pytest.mark.parametrize("hierarchical", ["auto", False])
 def test_meter_equals_record_on_eight_ranks(ranks_per_node: int, degree: int, hierarchical: bool | str) -> None:
     steps = run_ranks(
-        train_one_step, 8, 2, ranks_per_node=ranks_per_node, shard_degree=degree, hierarchical=hierarchical
+        train_one_step,
+        8,
+        2,
+        ranks_per_node=ranks_per_node,
+        shard_degree=degree,
+        collectives={"hierarchical": hierarchical},
     )
     compare(steps, ranks_per_node)
 
 
 def train_without_meter() -> dict[str, float]:
-    return train_one_step(1, shard_degree=4, comm_meter=False).meter
+    return train_one_step(1, shard_degree=4, collectives={"meter": False}).meter
 
 
 def test_a_meter_that_is_off_shows_nothing() -> None:
@@ -304,7 +311,7 @@ def test_seconds_of_collectives_that_are_started_and_waited_for_apart_are_those_
     cases = [
         {"shard_degree": 1},
         {"shard_degree": 2},
-        {"shard_degree": 2, "quantized_all_gather": "int8", "quantize_after_steps": 0},
+        {"shard_degree": 2, "compression": {"gather": "int8", "gather_after_steps": 0}},
     ]
     for whole, ring, coded in run_ranks(seconds_by_a_clock_that_only_waiting_moves, 2, cases, ranks_per_node=1):
         assert whole == {"all_reduce/inter_seconds": 1.0 + LAYERS}

@@ -39,7 +39,7 @@ from tests.core.test_meter import per_node, train_one_step, unit_bytes
 from tests.harness import run_ranks
 
 CASES = [
-    {"shard_degree": degree, "hierarchical": hierarchical, "micro_batches": micro}
+    {"shard_degree": degree, "collectives": {"hierarchical": hierarchical}, "micro_batches": micro}
     for degree, hierarchical, micro in itertools.product((1, 2), ("auto", False), (1, 3))
 ]
 CASES += [{"shard_degree": degree, "micro_batches": 3, "state_offload": "optimizer"} for degree in (1, 2)]

@@ -109,7 +109,10 @@ def test_a_smaller_degree_does_when_the_optimizer_is_offloaded() -> None:
     degrees = {}
     for offload in (None, "optimizer"):
         # 4 MiB each of parameters, gradients and gathered ones, 8 MiB of states.
-        knobs: dict[str, Any] = {"memory_headroom": 0.0, "device_memory_gib": 12 / 1024, "state_offload": offload}
+        knobs: dict[str, Any] = {
+            "planner": {"memory_headroom": 0.0, "device_memory_gib": 12 / 1024},
+            "state_offload": offload,
+        }
         degrees[offload], why, _ = smallest(model, Topology.uniform(4, 4), None, **knobs)
         assert ("on the host" in why) == (offload is not None) and "adamw" in why
     assert degrees == {None: 2, "optimizer": 1}
@@ -118,16 +121,19 @@ def test_a_smaller_degree_does_when_the_optimizer_is_offloaded() -> None:
 def test_parameters_that_stay_gathered_are_counted_once_each() -> None:
     until_backward = estimate(3, reshard_after_forward=False)
     assert until_backward.gathered == 4 * (96 + 81 + 144)
-    assert estimate(3, reshard_after_forward=False, reshard_after_backward=False) == until_backward
+    assert estimate(3, keep_between_micro_batches="parameters") == until_backward
 
 
 def test_gradients_that_are_held_whole_are_counted() -> None:
     # embed 80, first 56 + 7; the 0-d one is whole anyhow
-    held = estimate(3, reduce_every_micro_batch=False)
+    held = estimate(3, keep_between_micro_batches="gradients", reshard_after_forward=True)
     assert held.partial_sums == 4 * (80 + 56 + 7) and held.gradients == estimate(3).gradients
     # In float32 too, and with it the sum of the 0-d one.
-    assert estimate(3, torch.bfloat16, reduce_every_micro_batch=False).partial_sums == held.partial_sums + 4
-    assert estimate(1, reduce_every_micro_batch=False) == estimate(1)
+    assert (
+        estimate(3, torch.bfloat16, keep_between_micro_batches="gradients", reshard_after_forward=True).partial_sums
+        == held.partial_sums + 4
+    )
+    assert estimate(1, keep_between_micro_batches="gradients", reshard_after_forward=True) == estimate(1)
 
 
 def test_gather_dtype_halves_the_gathered_units_and_float32_sums_stay_float32() -> None:
@@ -199,17 +205,18 @@ def test_the_plan_follows_the_knob_then_the_optimizers_and_else_adamw() -> None:
     assert planned_states("auto", [sgd]).tensors == 0
     assert planned_states("auto", [sgd, adamw]).tensors == 3
     assert planned_states("auto").name == "adamw" and "assumed" in planned_states("auto").describe()
-    read = SmpConfig(planned_optimizer="sgd-momentum").planned_optimizer
+    read = SmpConfig(planner={"optimizer": "sgd-momentum"}).planner.optimizer
     assert read == "sgd-momentum"
-    with pytest.raises(ValueError, match="planned_optimizer") as refused:
-        SmpConfig(planned_optimizer="x")
+    with pytest.raises(ValueError, match=r"planner\.optimizer") as refused:
+        SmpConfig(planner={"optimizer": "x"})
     assert all(repr(name) in str(refused.value) for name in KNOWN)
 
 
-def auto(optimizers: list[torch.optim.Optimizer], **knobs: Any) -> Plan:
+def auto(optimizers: list[torch.optim.Optimizer], optimizer: str = "auto", **knobs: Any) -> Plan:
     model = nn.Linear(1024, 1024, bias=False, device="meta")
     # 4 MiB each of parameters, gradients and every state; degree 2 has half of them, and 4 MiB of gathered parameters.
-    config = SmpConfig(memory_headroom=0.0, device_memory_gib=12 / 1024, **knobs)
+    planner = {"memory_headroom": 0.0, "device_memory_gib": 12 / 1024, "optimizer": optimizer}
+    config = SmpConfig(planner=planner, **knobs)
     cluster = Cluster(Topology.uniform(4, 4))
     return decide_with_smallest_degree(shapes_of(model), config, cluster, optimizers=optimizers)
 
@@ -217,10 +224,10 @@ def auto(optimizers: list[torch.optim.Optimizer], **knobs: Any) -> Plan:
 def test_the_degree_is_chosen_for_the_optimizer_that_is_known() -> None:
     parameters = [nn.Parameter(torch.zeros(2, 2))]
     settled = auto([torch.optim.SGD(parameters, lr=0.1)]).knobs
-    assert (settled.shard_degree, settled.planned_optimizer) == (1, "SGD")
+    assert (settled.shard_degree, settled.planner.optimizer) == (1, "SGD")
     settled = auto([]).knobs
-    assert (settled.shard_degree, settled.planned_optimizer) == (2, "adamw")
-    assert auto([], planned_optimizer="sgd").shard_degree == 1
+    assert (settled.shard_degree, settled.planner.optimizer) == (2, "adamw")
+    assert auto([], "sgd").shard_degree == 1
 
 
 def test_a_plan_that_an_optimizer_of_later_does_not_fit_says_so() -> None:
@@ -230,12 +237,12 @@ def test_a_plan_that_an_optimizer_of_later_does_not_fit_says_so() -> None:
     assert said is not None and "planned for adamw and gave 2" in said and "found SGD" in said and "1 would be" in said
     assert missed(auto([]), [adamw]) is None
     assert missed(auto([sgd]), [adamw]) is None, "it was planned for the first one"
-    assert missed(auto([], planned_optimizer="adamw"), [sgd]) is None, "who asked for a plan knows it"
+    assert missed(auto([], "adamw"), [sgd]) is None, "who asked for a plan knows it"
     without_memory = decide_with_smallest_degree(
         shapes_of(nn.Linear(2, 2)), SmpConfig(), Cluster(Topology.uniform(4, 4))
     )
     assert missed(without_memory, [sgd]) is None
-    assert without_memory.knobs.planned_optimizer == "auto"
+    assert without_memory.knobs.planner.optimizer == "auto"
 
 
 def test_states_over_the_world_are_divided_by_it() -> None:
@@ -326,8 +333,8 @@ def test_gpt2_of_30_billion_parameters_needs_four_nodes_of_eight_40_gib_devices(
     assert at32.total / GIB == pytest.approx(13.955 + 5.964, abs=0.01)
     # Over 16 ranks: 27.909 + 5.964 GiB do not fit.
     assert why == (
-        "needs 19.9 GiB of 26.0 GiB (memory_headroom=0.35 of 40.0 GiB); degree 16 would need 33.9 GiB; assumed adamw, "
-        "2 states for each trainable parameter, on the device; activations come on top"
+        "needs 19.9 GiB of 26.0 GiB (planner.memory_headroom=0.35 of 40.0 GiB); degree 16 would need 33.9 GiB; assumed "
+        "adamw, 2 states for each trainable parameter, on the device; activations come on top"
     )
 
 
@@ -338,7 +345,7 @@ def test_memory_knob_overrides_the_device_and_headroom_moves_the_limit(
     topology = Topology.uniform(256, 8)
     # Over 8 ranks: 55.818 + 5.964 = 61.78 GiB, which is 77.2 % of 80 GiB
     for headroom, degree in [(0.22, 8), (0.23, 16)]:
-        knobs = {"device_memory_gib": 80, "memory_headroom": headroom}
+        knobs = {"planner": {"device_memory_gib": 80, "memory_headroom": headroom}}
         assert smallest(model, topology, 40 * GIB, units, **knobs)[0] == degree
 
 
@@ -350,9 +357,9 @@ def test_degrees_are_parts_of_a_node_and_then_whole_nodes() -> None:
     larger = [*needs][1:]
     for degree, mib in needs.items():
         topology = Topology.uniform(24, 6)
-        assert smallest(model, topology, mib * 2**20, memory_headroom=0.0)[0] == degree
+        assert smallest(model, topology, mib * 2**20, planner={"memory_headroom": 0.0})[0] == degree
         if degree < 24:
-            one_byte_less = smallest(model, topology, mib * 2**20 - 1, memory_headroom=0.0)
+            one_byte_less = smallest(model, topology, mib * 2**20 - 1, planner={"memory_headroom": 0.0})
             assert one_byte_less[0] == larger[[*needs].index(degree)]
 
 

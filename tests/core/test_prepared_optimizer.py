@@ -101,7 +101,7 @@ def difference(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 def sharded(knobs: dict[str, Any], seed: int = 0) -> ParallelModel:
-    return parallel_model(net(seed), wrap=["Sequential"], **knobs)
+    return parallel_model(net(seed), units=["Sequential"], **knobs)
 
 
 def own_batch(parallel: ParallelModel) -> list[int]:
@@ -223,7 +223,7 @@ def made_before() -> list[str]:
             model = net(dist.get_rank())
             optimizer = made(kind, model.parameters())
             listed = list(model.parameters())
-            parallel = parallel_model(model, wrap=["Sequential"], **knobs)
+            parallel = parallel_model(model, units=["Sequential"], **knobs)
             assert parallel.prepare_optimizer(optimizer)
             assert parallel.stepped(listed) == parallel.stepped()
             assert not parallel.prepare_optimizer(optimizer), "a second fit finds it as it is"
@@ -530,7 +530,7 @@ def test_whatever_an_optimizer_keeps_is_there_after_a_resume(tmp_path: Path) -> 
 
 
 def kernels_after_loading() -> list[tuple[Any, Any]]:
-    parallel = parallel_model(net(), shard_degree=2, wrap=["Sequential"])
+    parallel = parallel_model(net(), shard_degree=2, units=["Sequential"])
     optimizer = torch.optim.RMSprop(parallel.module.parameters(), lr=0.01)
     parallel.prepare_optimizer(optimizer)
     saved = optimizer.state_dict()

@@ -76,28 +76,25 @@ def train_several(steps: int, cases: list[dict[str, Any]]) -> list[Run]:
 
 
 ENCODED = [
-    {"shard_degree": 4, "quantized_all_gather": "int8"},
-    {"shard_degree": 4, "quantized_all_gather": "fp8", "quantize_inside_nodes": True},
+    {"shard_degree": 4, "compression": {"gather": "int8"}},
+    {"shard_degree": 4, "compression": {"gather": "fp8", "gather_inside_nodes": True}},
     {
         "shard_degree": 4,
-        "hierarchical": False,
-        "quantized_all_gather": "int8",
-        "quantize_exclude": ["*norm*", "*.bias"],
+        "collectives": {"hierarchical": False},
+        "compression": {"gather": "int8", "gather_exclude": ["*norm*", "*.bias"]},
     },
-    {"shard_degree": 2, "quantized_all_gather": "int8", "quantize_inside_nodes": True},
-    {"shard_degree": 4, "quantized_reduce": "int8"},
-    {"shard_degree": 4, "quantized_reduce": "int4", "error_feedback": True},
-    {"shard_degree": 4, "hierarchical": False, "quantized_reduce": "int8", "quantized_all_gather": "int8"},
-    {"shard_degree": 2, "quantized_reduce": "int8", "error_feedback": True},
-    {"shard_degree": 1, "quantized_reduce": "int4", "error_feedback": True},
-    {"shard_degree": 2, "replica_reduce_dtype": "bf16"},
+    {"shard_degree": 2, "compression": {"gather": "int8", "gather_inside_nodes": True}},
+    {"shard_degree": 4, "compression": {"reduce": "int8"}},
+    {"shard_degree": 4, "compression": {"reduce": "int4", "error_feedback": True}},
+    {"shard_degree": 4, "collectives": {"hierarchical": False}, "compression": "int8"},
+    {"shard_degree": 2, "compression": {"reduce": "int8", "error_feedback": True}},
+    {"shard_degree": 1, "compression": {"reduce": "int4", "error_feedback": True}},
+    {"shard_degree": 2, "compression": "bf16"},
     {
         "shard_degree": 4,
-        "quantized_all_gather": "int8",
-        "quantized_reduce": "int8",
+        "compression": "int8",
         "reshard_after_forward": "node",
-        "forward_prefetch": 1,
-        "backward_prefetch": 2,
+        "collectives": {"forward_prefetch": 1, "backward_prefetch": 2},
     },
 ]
 
@@ -126,9 +123,13 @@ def train_exactly(cases: list[dict[str, Any]]) -> list[Trajectory]:
 
 def test_first_steps_and_excluded_parameters_are_exact() -> None:
     cases = [
-        {"shard_degree": 4, "quantized_all_gather": "int8", "quantize_after_steps": STEPS},
-        {"shard_degree": 4, "quantized_all_gather": "int8", "quantize_exclude": ["*"]},
-        {"shard_degree": 4, "quantized_all_gather": "fp8", "quantize_exclude": ["*"], "hierarchical": False},
+        {"shard_degree": 4, "compression": {"gather": "int8", "gather_after_steps": STEPS}},
+        {"shard_degree": 4, "compression": {"gather": "int8", "gather_exclude": ["*"]}},
+        {
+            "shard_degree": 4,
+            "compression": {"gather": "fp8", "gather_exclude": ["*"]},
+            "collectives": {"hierarchical": False},
+        },
     ]
     expected = train_alone(torch.float64, global_batches(STEPS, 2, SAMPLES))
     for trajectories in run_ranks(train_exactly, 4, cases, ranks_per_node=2):
@@ -138,7 +139,7 @@ def test_first_steps_and_excluded_parameters_are_exact() -> None:
 
 def test_a_step_later_it_is_encoded() -> None:
     """The comparison above can fail: one step less of exactness shows in the last loss, and not before."""
-    cases = [{"shard_degree": 4, "quantized_all_gather": "int8", "quantize_after_steps": STEPS - 1}]
+    cases = [{"shard_degree": 4, "compression": {"gather": "int8", "gather_after_steps": STEPS - 1}}]
     expected = train_alone(torch.float64, global_batches(STEPS, 2, SAMPLES))
     for (seen,) in run_ranks(train_exactly, 4, cases, ranks_per_node=2):
         assert seen.losses[:-1] == pytest.approx(expected.losses[:-1], abs=1e-12)
@@ -152,7 +153,8 @@ def gather_with_odd_bytes_excluded(cases: list[dict[str, Any]]) -> list[dict[str
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 12), nn.Linear(12, 6)).bfloat16()
         whole = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
-        parallel = parallel_model(model, quantize_after_steps=0, quantize_exclude=["*bias"], **knobs)
+        form = {"gather_after_steps": 0, "gather_exclude": ["*bias"], **knobs["compression"]}
+        parallel = parallel_model(model, shard_degree=knobs["shard_degree"], compression=form)
         seen: dict[str, tuple[float, float]] = {}
 
         def look(module: nn.Module, *_: Any, model: nn.Module = model, whole=whole, seen=seen) -> None:
@@ -169,11 +171,11 @@ def gather_with_odd_bytes_excluded(cases: list[dict[str, Any]]) -> list[dict[str
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, [{"shard_degree": 2, "quantized_all_gather": name} for name in ("int8", "fp8")]),
+        (2, [{"shard_degree": 2, "compression": {"gather": name}} for name in ("int8", "fp8")]),
         (
             4,
             [
-                {"shard_degree": 4, "quantized_all_gather": "int8", "quantize_inside_nodes": inside}
+                {"shard_degree": 4, "compression": {"gather": "int8", "gather_inside_nodes": inside}}
                 for inside in (False, True)
             ],
         ),
@@ -220,9 +222,17 @@ def gather_with_a_bad_weight(bad_rank: int | None, knobs: dict[str, Any]) -> Gat
     return Gathered(seen, kept, parallel.traffic.fallbacks())
 
 
-@pytest.mark.parametrize("knobs", [{}, {"hierarchical": False}, {"quantize_inside_nodes": True}], ids=str)
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"collectives": {"hierarchical": False}},
+        {"compression": {"gather": "int8", "gather_inside_nodes": True}},
+    ],
+    ids=str,
+)
 def test_a_bad_weight_on_one_rank_makes_its_unit_exact_on_all(knobs: dict[str, Any]) -> None:
-    knobs = {"shard_degree": 4, "quantized_all_gather": "int8", **knobs}
+    knobs = {"shard_degree": 4, "compression": {"gather": "int8"}, **knobs}
     torch.manual_seed(0)
     original = {name: value.detach() for name, value in SmallGpt(layers=2).blocks.named_parameters()}
     ranks = run_ranks(gather_with_a_bad_weight, 4, 2, knobs, ranks_per_node=2)
@@ -244,7 +254,7 @@ def test_a_bad_weight_on_one_rank_makes_its_unit_exact_on_all(knobs: dict[str, A
 
 def reduce_with_a_bad_gradient(bad_rank: int, quantized: str | None) -> tuple[list[float], list[torch.Tensor], int]:
     torch.manual_seed(0)
-    parallel = parallel_model(SmallGpt(layers=2), shard_degree=4, quantized_reduce=quantized)
+    parallel = parallel_model(SmallGpt(layers=2), shard_degree=4, compression={"reduce": quantized})
 
     def spoil(module: torch.nn.Module, _: Any) -> None:  # its parameters are whole when its forward begins
         module.up.bias.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([5]), float("nan")))
@@ -274,7 +284,7 @@ def test_a_bad_gradient_on_one_rank_is_seen_by_all_and_nothing_else_breaks(quant
 def test_eight_bit_gathers_send_a_quarter_between_nodes() -> None:
     """Per unit and node: a payload of N codes and 4 bytes for each 256 of them (padded to 16 bytes) from each of the
     node's two ranks to the other node."""
-    steps = run_ranks(train_one_step, 4, 1, ranks_per_node=2, shard_degree=4, quantized_all_gather="int8")
+    steps = run_ranks(train_one_step, 4, 1, ranks_per_node=2, shard_degree=4, compression={"gather": "int8"})
     root, *blocks = (unit // 16 for unit in unit_bytes(4))
 
     def payload(n: int) -> int:
@@ -287,7 +297,7 @@ def test_eight_bit_gathers_send_a_quarter_between_nodes() -> None:
 
 
 def test_four_bit_reductions_send_an_eighth_between_nodes() -> None:
-    steps = run_ranks(train_one_step, 4, 1, ranks_per_node=2, shard_degree=4, quantized_reduce="int4")
+    steps = run_ranks(train_one_step, 4, 1, ranks_per_node=2, shard_degree=4, compression="int4")
 
     def payload(n: int) -> int:
         return -(-(-(-n // 2) + 4 * -(-n // 256)) // 16) * 16
@@ -321,34 +331,33 @@ def effective_values(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_knobs_that_can_save_nothing_are_taken_back_in_the_table() -> None:
     cases = [
-        {"shard_degree": 2, "quantized_all_gather": "int8"},
-        {"shard_degree": 1, "quantized_all_gather": "int8"},
-        {"shard_degree": 4, "replica_reduce_dtype": "bf16"},
+        {"shard_degree": 2, "compression": {"gather": "int8"}},
+        {"shard_degree": 1, "compression": {"gather": "int8"}},
+        {"shard_degree": 4, "compression": "bf16"},
         {"shard_degree": 2, "reshard_after_forward": "node"},
         {"shard_degree": 4, "reshard_after_forward": 4},
-        {"shard_degree": 1, "reshard_after_forward": False, "reshard_after_backward": False},
-        {"shard_degree": 1, "reduce_every_micro_batch": False},
+        {"shard_degree": 1, "keep_between_micro_batches": "parameters"},
+        {"shard_degree": 1, "keep_between_micro_batches": "gradients", "reshard_after_forward": True},
     ]
     for seen in run_ranks(effective_values, 4, cases, ranks_per_node=2):
-        assert seen[0]["quantized_all_gather"] is None
-        assert seen[1]["quantized_all_gather"] is None
-        assert seen[2]["replica_reduce_dtype"] is None
+        assert seen[0]["compression.gather"] is None
+        assert seen[1]["compression.gather"] is None
+        assert seen[2]["compression.reduce"] is None
         assert seen[3]["reshard_after_forward"] is True
         assert seen[4]["reshard_after_forward"] is True
-        assert seen[5]["reshard_after_backward"] is True
-        assert seen[6]["reduce_every_micro_batch"] is True
-    for (seen,) in run_ranks(effective_values, 2, [{"quantized_reduce": "int8", "shard_degree": 2}]):
-        assert seen["quantized_reduce"] is None
+        assert seen[5]["keep_between_micro_batches"] == "shards"
+        assert seen[6]["keep_between_micro_batches"] == "shards"
+    for (seen,) in run_ranks(effective_values, 2, [{"compression": {"reduce": "int8"}, "shard_degree": 2}]):
+        assert seen["compression.reduce"] is None
 
 
 @pytest.mark.parametrize(
     ("knobs", "named"),
     [
-        ({"quantized_reduce": "int8", "replica_reduce_dtype": "bf16"}, "replica_reduce_dtype"),
-        ({"error_feedback": True}, "quantized_reduce"),
-        ({"quantize_after_steps": 3}, "quantize_after_steps"),
-        ({"quantize_exclude": ["*"]}, "quantize_exclude"),
-        ({"quantize_inside_nodes": True}, "quantize_inside_nodes"),
+        ({"compression": {"error_feedback": True}}, "compression.error_feedback"),
+        ({"compression": {"gather_after_steps": 3}}, "compression.gather_after_steps"),
+        ({"compression": {"gather_exclude": ["*"]}}, "compression.gather_exclude"),
+        ({"compression": {"gather_inside_nodes": True}}, "compression.gather_inside_nodes"),
         ({"optimizer_shard": "world", "state_offload": "all"}, "state_offload='optimizer'"),
         ({"fp8": {}, "reshard_after_forward": "node"}, "fp8_all_gather"),
     ],
@@ -360,7 +369,7 @@ def test_knobs_that_contradict_one_another_are_refused(knobs: dict[str, Any], na
 
 def remainders(steps: int) -> list[bool]:
     """Error feedback taken out of one model and put into another."""
-    knobs = {"shard_degree": 2, "quantized_reduce": "int4", "error_feedback": True}
+    knobs = {"shard_degree": 2, "compression": {"reduce": "int4", "error_feedback": True}}
     torch.manual_seed(0)
     models = [parallel_model(SmallGpt(layers=1), **knobs) for _ in range(2)]
     for _ in range(steps):

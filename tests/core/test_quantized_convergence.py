@@ -23,13 +23,13 @@ from tests.harness import run_ranks
 STEPS, LAST, VOCABULARY, LENGTH, SAMPLES = 300, 30, 512, 32, 4
 
 ENCODED: list[tuple[dict[str, Any], float]] = [
-    ({"shard_degree": 4, "quantized_all_gather": "int8"}, 0.005),
-    ({"shard_degree": 4, "quantized_all_gather": "fp8"}, 0.005),
-    ({"shard_degree": 4, "quantized_all_gather": "int8", "quantized_reduce": "int8"}, 0.005),
-    ({"shard_degree": 2, "quantized_reduce": "int8"}, 0.005),
-    ({"shard_degree": 2, "replica_reduce_dtype": "bf16"}, 0.005),
-    ({"shard_degree": 4, "quantized_reduce": "int4"}, 0.01),
-    ({"shard_degree": 2, "quantized_reduce": "int4"}, 0.01),
+    ({"shard_degree": 4, "compression": {"gather": "int8"}}, 0.005),
+    ({"shard_degree": 4, "compression": "fp8"}, 0.005),
+    ({"shard_degree": 4, "compression": "int8"}, 0.005),
+    ({"shard_degree": 2, "compression": {"reduce": "int8"}}, 0.005),
+    ({"shard_degree": 2, "compression": "bf16"}, 0.005),
+    ({"shard_degree": 4, "compression": "int4"}, 0.01),
+    ({"shard_degree": 2, "compression": "int4"}, 0.01),
 ]
 
 

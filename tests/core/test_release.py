@@ -33,7 +33,7 @@ class Attention(torch.nn.Module):
 
 
 def train_and_drop(degree: int) -> list[str]:
-    parallel = parallelize(Net().double(), SmpConfig(shard_degree=degree, wrap=("Cell",)))
+    parallel = parallelize(Net().double(), SmpConfig(shard_degree=degree, units=("Cell",)))
     mesh = parallel.mesh
     optimizer = torch.optim.AdamW(parallel.module.parameters())
     parallel.prepare_optimizer(optimizer)

@@ -91,10 +91,10 @@ def test_each_option_ends_as_the_migration_page_says(option: str) -> None:
         assert translation.knobs == {}
         assert re.search(r": no effect here; \w+", line)
     else:
-        knob = re.fullmatch(r"knob `(\w+)`", promise)
+        knob = re.fullmatch(r"knob `([\w.]+)`", promise)
         assert knob is not None, promise
-        assert knob[1] in translation.knobs
-        assert f"{knob[1]}={translation.knobs[knob[1]]!r}" in line
+        assert knob[1] in translation.settings
+        assert f"{knob[1]}={translation.settings[knob[1]]!r}" in line
         assert translation.origins[knob[1]] == f"SMP {option}={DOCUMENTED[option]!r}"
     SmpConfig.from_smp_parameters(block)
 
@@ -116,13 +116,16 @@ def test_no_option_takes_any_value_whatever(option: str) -> None:
         ),
         ({"bf16": True, "fp16": False}, {"param_dtype": "bfloat16"}),
         ({"fp16": True}, {"param_dtype": "float16"}),
-        ({"sdp_hierarchical_allgather": False}, {"hierarchical": False}),
+        ({"sdp_hierarchical_allgather": False}, {"collectives": {"hierarchical": False}}),
         ({"delayed_parameter_initialization": True}, {"delayed_init": True}),
         ({"partitions": 2, "pipeline": "simple", "microbatches": 1}, {"pipeline_parallel_degree": 2}),
-        ({"sm_activation_offloading": False, "activation_loading_horizon": 4}, {"activation_offloading": False}),
+        (
+            {"sm_activation_offloading": False, "activation_loading_horizon": 4},
+            {"activations": {"offload": False}},
+        ),
         (
             {"offload_activations": True, "activation_loading_horizon": 4},
-            {"activation_offloading": True, "activation_checkpointing": "full", "activation_loading_horizon": 4},
+            {"activations": {"offload": True, "checkpoint": "full", "loading_horizon": 4}},
         ),
         ({"shard_optimizer_state": True}, {"optimizer_shard": "world", "shard_degree": 1}),
         ({"shard_optimizer_state": False}, {}),

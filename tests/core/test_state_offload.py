@@ -83,9 +83,9 @@ def test_the_same_weights_after_twenty_steps() -> None:
 @pytest.mark.slow
 def test_the_same_weights_in_two_stages_and_with_replicas() -> None:
     cases = [
-        ("all", "AdamW", {"shard_degree": 4, "hierarchical": True}),
-        ("optimizer", "AdamW", {"shard_degree": 4, "hierarchical": True}),
-        ("all", "AdamW", {"shard_degree": 2, "activation_checkpointing": "full"}),
+        ("all", "AdamW", {"shard_degree": 4, "collectives": {"hierarchical": True}}),
+        ("optimizer", "AdamW", {"shard_degree": 4, "collectives": {"hierarchical": True}}),
+        ("all", "AdamW", {"shard_degree": 2, "activations": "full"}),
     ]
     run_ranks(compare, 4, cases, 5, ranks_per_node=2)
 
@@ -95,7 +95,7 @@ def test_states_of_world_slices_on_the_host_give_the_same_weights() -> None:
     world = {"optimizer_shard": "world"}
     cases = [
         ("optimizer", "AdamW", {"shard_degree": 2, **world}),
-        ("optimizer", "SGD with momentum", {"shard_degree": 1, "hierarchical": False, **world}),
+        ("optimizer", "SGD with momentum", {"shard_degree": 1, "collectives": {"hierarchical": False}, **world}),
     ]
     run_ranks(compare, 4, cases, 20, ranks_per_node=2)
 

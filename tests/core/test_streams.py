@@ -15,11 +15,7 @@ import pytest
 from tests.core.stream_sanitizer import WITHOUT, Case
 from tests.harness import run_script
 
-OFFLOADED = {
-    "activation_checkpointing": "full",
-    "activation_offloading": True,
-    "activation_offloading_min_bytes": 0,
-}
+OFFLOADED = {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}
 CLEAN = {
     "whole parameters, states over the world": Case({"shard_degree": 1, "optimizer_shard": "world"}),
     "nodes": Case({"shard_degree": 2}),
@@ -31,31 +27,19 @@ CLEAN = {
     ),
     "nodes, non-finite steps skipped": Case({"shard_degree": 2, "on_nonfinite_grad_norm": "skip"}),
     "two stages": Case({"shard_degree": 4}),
-    "bfloat16 between replicas": Case({"shard_degree": 2, "replica_reduce_dtype": "bfloat16"}),
+    "bfloat16 between replicas": Case({"shard_degree": 2, "compression": "bf16"}),
     "8 bits both ways": Case(
-        {
-            "shard_degree": 4,
-            "quantized_all_gather": "int8",
-            "quantize_after_steps": 0,
-            "quantized_reduce": "int8",
-        }
+        {"shard_degree": 4, "compression": {"gather": "int8", "gather_after_steps": 0, "reduce": "int8"}}
     ),
     "4 bits, with feedback, states over the world": Case(
-        {"shard_degree": 2, "quantized_reduce": "int4", "error_feedback": True, "optimizer_shard": "world"}
+        {"shard_degree": 2, "compression": {"reduce": "int4", "error_feedback": True}, "optimizer_shard": "world"}
     ),
     "a secondary shard": Case({"shard_degree": 4, "reshard_after_forward": 2}),
     "FP8": Case({"shard_degree": 2, "fp8": {"fp8_all_gather": True}}),
-    "a unit gathered ahead and not used": Case({"shard_degree": 2, "forward_prefetch": 2}, skips=True),
-    "inputs on the host, none ahead": Case({"shard_degree": 2, **OFFLOADED, "activation_loading_horizon": 1}),
-    "inputs on the host, one ahead": Case({"shard_degree": 2, **OFFLOADED, "activation_loading_horizon": 2}),
-    "once a step": Case(
-        {
-            "shard_degree": 4,
-            "reshard_after_forward": False,
-            "reshard_after_backward": False,
-            "reduce_every_micro_batch": False,
-        }
-    ),
+    "a unit gathered ahead and not used": Case({"shard_degree": 2, "collectives": {"forward_prefetch": 2}}, skips=True),
+    "inputs on the host, none ahead": Case({"shard_degree": 2, "activations": {**OFFLOADED, "loading_horizon": 1}}),
+    "inputs on the host, one ahead": Case({"shard_degree": 2, "activations": {**OFFLOADED, "loading_horizon": 2}}),
+    "once a step": Case({"shard_degree": 4, "keep_between_micro_batches": "gradients"}),
 }
 # Where a step makes the host wait, and how often.
 ASKS = {
@@ -75,7 +59,9 @@ BROKEN = {
     "a sum that became wider is given up": Case({"shard_degree": 2}, micro_batches=3, thaws=True, without=TOLD),
 }
 ASKING = {
-    "terms that are not finite go exactly": Case({"shard_degree": 4, "quantized_reduce": "int8"}, without=UNASKED),
+    "terms that are not finite go exactly": Case(
+        {"shard_degree": 4, "compression": {"reduce": "int8"}}, without=UNASKED
+    ),
     "flags from memory that is not pinned": Case({"shard_degree": 2}, without=PINNED),
 }
 

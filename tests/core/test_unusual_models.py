@@ -76,13 +76,13 @@ class OddTensors(nn.Module):
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "shared layer": (SharedLayer, {"wrap": ["Half"], "wrap_min_parameters": 70}),
+    "shared layer": (SharedLayer, {"units": {"modules": ["Half"], "min_parameters": 70}}),
     "shared layer, recomputed": (
         SharedLayer,
-        {"wrap": ["Half"], "wrap_min_parameters": 70, "activation_checkpointing": "full"},
+        {"units": {"modules": ["Half"], "min_parameters": 70}, "activations": "full"},
     ),
-    "attention": (Attention, {"wrap_min_parameters": 8}),
-    "odd tensors": (OddTensors, {"wrap_min_parameters": 100}),
+    "attention": (Attention, {"units": {"min_parameters": 8}}),
+    "odd tensors": (OddTensors, {"units": {"min_parameters": 100}}),
     "odd tensors over the world": (OddTensors, {"optimizer_shard": "world"}),
 }
 STEPS = 3
@@ -173,13 +173,14 @@ def fail(build: Callable[[], nn.Module], **knobs: Any) -> None:
     [
         (
             Functional,
-            {"wrap": ["project", "leave"]},
+            {"units": ["project", "leave"]},
             r"Functional\.forward computed with parameters of a unit that it had not called \('project'\).*"
-            r"call the module, or leave it out of the units: wrap=\[\.\.\.\] without it, wrap_min_parameters above 72",
+            r"call the module, or leave it out of the units: units=\[\.\.\.\] without it, "
+            r"units.min_parameters above 72",
         ),
         (
             OtherMethod,
-            {"wrap": ["Half"]},
+            {"units": ["Half"]},
             r"Half\.encode was called, and the unit 'part' is gathered for its forward only; "
             r"write forward_methods=\('part\.encode',\)",
         ),

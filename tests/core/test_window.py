@@ -36,7 +36,7 @@ from tests.core.scenarios import (
     samples,
     together,
 )
-from tests.core.test_equivalence import HELD, KEPT, full_weights
+from tests.core.test_equivalence import BOTH, HELD, KEPT, full_weights
 from tests.harness import run_ranks
 
 PLAIN = SCENARIOS["everything is used"]
@@ -68,7 +68,7 @@ def test_replicas_of_whole_units_that_use_different_ones_train_like_one_process(
     replication group, and sums are sent before or after other things that all ranks do."""
     names = [name for name in allowed(1) if SCENARIOS[name].per_replica]
     for hierarchical in (False, True):
-        check_scenarios(names, 1, state_offload="all", hierarchical=hierarchical)
+        check_scenarios(names, 1, state_offload="all", collectives={"hierarchical": hierarchical})
 
 
 def test_frozen_and_repeated_parameters_that_stay_gathered_train_like_one_process() -> None:
@@ -89,12 +89,12 @@ def test_all_of_them_do_when_they_stay_gathered(degree: int, old_torch: bool) ->
         *(
             pytest.param(options, marks=pytest.mark.slow)
             for options in (
-                {"degree": 4, "by_hand": True, **KEPT},
+                {"degree": 4, "by_hand": True, **BOTH},
                 {"degree": 1},
                 {"degree": 4},
                 {"degree": 2, "by_hand": True},
                 {"degree": 2, "old_torch": True},
-                {"degree": 2, **KEPT},
+                {"degree": 2, **BOTH},
                 {"degree": 4, "old_torch": True, "by_hand": True},
             )
         ),
@@ -102,7 +102,7 @@ def test_all_of_them_do_when_they_stay_gathered(degree: int, old_torch: bool) ->
     ids=str,
 )
 def test_all_of_them_do_when_whole_gradients_are_held(options: dict[str, Any]) -> None:
-    check_scenarios(allowed(options["degree"]), **options, **HELD)
+    check_scenarios(allowed(options["degree"]), **{**HELD, **options})
 
 
 @pytest.mark.slow  # in the normal run: windows with whole gradients, which are closed by hand too
@@ -134,7 +134,7 @@ def test_half_precision_replicas_train_like_one_process_within_bfloat16() -> Non
     middle. Two roundings of 2**-9 each, relative to the largest gradient on the way: 2**-7 leaves room for the sum."""
     names = [name for name in allowed(2) if SCENARIOS[name].per_replica or "input" in name]
     expected = {name: alone(SCENARIOS[name], 4) for name in names}
-    ranks = run_ranks(together, 4, names, ranks_per_node=2, timeout=600, shard_degree=2, replica_reduce_dtype="bf16")
+    ranks = run_ranks(together, 4, names, ranks_per_node=2, timeout=600, shard_degree=2, compression="bf16")
     for seen in ranks:
         for name in names:
             for parameter, value in expected[name].items():
@@ -170,7 +170,7 @@ def two_passes_together(cases: list[tuple[bool, dict[str, Any]]]) -> list[Gradie
     found = []
     for retained, knobs in cases:
         torch.manual_seed(0)
-        parallel = parallel_model(Net().double(), wrap=("Cell",), **knobs)
+        parallel = parallel_model(Net().double(), units=("Cell",), **knobs)
         optimizer = torch.optim.SGD(parallel.module.parameters(), lr=1.0)
         parallel.prepare_optimizer(optimizer)
 
@@ -190,11 +190,11 @@ NEAR = 2 / 14
 TWO_PASSES: list[tuple[dict[str, Any], float]] = [
     ({"shard_degree": 1}, 1e-12),
     ({"shard_degree": 2}, 1e-12),
-    ({"shard_degree": 2, "activation_checkpointing": "full"}, 1e-12),
+    ({"shard_degree": 2, "activations": "full"}, 1e-12),
     ({"shard_degree": 2, "optimizer_shard": "world"}, 1e-12),
     ({"shard_degree": 1, "optimizer_shard": "world"}, 1e-12),
-    ({"shard_degree": 2, "quantized_reduce": "int4", "error_feedback": True}, NEAR),
-    ({"shard_degree": 2, "quantized_reduce": "int4", "optimizer_shard": "world"}, NEAR),
+    ({"shard_degree": 2, "compression": {"reduce": "int4", "error_feedback": True}}, NEAR),
+    ({"shard_degree": 2, "compression": "int4", "optimizer_shard": "world"}, NEAR),
 ]
 
 
@@ -296,7 +296,7 @@ def record_gathers(micro_batches: int, cases: list[dict[str, Any]]) -> list[Wind
 def test_parameters_that_stay_gathered_are_gathered_once_in_a_window() -> None:
     """M = 3 micro-batches, U = 4 units: M(2U - 1) gathers (the root once in each), MU when they stay until backward, U
     when they stay until the window's end; MU reductions, or U of whole gradients."""
-    cases = [{"shard_degree": 2, **case} for case in ({}, {"reshard_after_forward": False}, KEPT, {**KEPT, **HELD})]
+    cases = [{"shard_degree": 2, **case} for case in ({}, {"reshard_after_forward": False}, KEPT, BOTH)]
     whole = sum(parameter.numel() * 4 for parameter in SmallGpt(layers=LAYERS).parameters())
     for windows in run_ranks(record_gathers, 4, 3, cases, ranks_per_node=2):
         assert [len(gathers(window)) for window in windows] == [3 * (2 * UNITS - 1), 3 * UNITS, UNITS, UNITS]
@@ -312,7 +312,7 @@ def test_parameters_that_stay_gathered_are_gathered_once_in_a_window() -> None:
 
 
 def test_replicas_without_partitions_are_reduced_once_per_unit() -> None:
-    for window in run_ranks(record_window, 4, 4, ranks_per_node=2, shard_degree=1, hierarchical=False):
+    for window in run_ranks(record_window, 4, 4, ranks_per_node=2, shard_degree=1, collectives={"hierarchical": False}):
         assert Counter(call.n_bytes for call in replica_reductions(window)) == shard_bytes(1)
         assert window.before_last == 0, "nothing at all is sent before the last micro-batch"
         assert window.seen_between == []
@@ -346,7 +346,7 @@ def frozen_before_backward(**knobs) -> list[Gradients]:
     found.append(gradients(parallel.module))
     for thawed in (False, True):
         torch.manual_seed(0)
-        parallel = parallel_model(Net(), wrap=("Cell",), param_dtype="bfloat16", **knobs)
+        parallel = parallel_model(Net(), units=("Cell",), param_dtype="bfloat16", **knobs)
         for number, trainable in enumerate((not thawed, True)):
             freeze(parallel.module, "cells.1", trainable)
             for micro in range(2):

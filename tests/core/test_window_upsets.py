@@ -29,7 +29,7 @@ from tests.core.scenarios import (
     parallel_model,
     run_window,
 )
-from tests.core.test_equivalence import HELD, KEPT, full_weights
+from tests.core.test_equivalence import BOTH, HELD, KEPT, full_weights
 from tests.harness import run_ranks
 
 PLAIN = SCENARIOS["everything is used"]
@@ -140,11 +140,11 @@ def steps_after(old_torch: bool, **knobs) -> None:
         pytest.param(2, False, {}, marks=pytest.mark.slow),
         pytest.param(2, True, {}, marks=pytest.mark.slow),
         pytest.param(4, True, {}, marks=pytest.mark.slow),
-        pytest.param(2, False, {**KEPT, **HELD}),
+        pytest.param(2, False, BOTH),
         pytest.param(4, False, KEPT, marks=pytest.mark.slow),
         pytest.param(4, True, KEPT, marks=pytest.mark.slow),
         pytest.param(4, False, HELD, marks=pytest.mark.slow),
-        pytest.param(4, True, {**KEPT, **HELD}, marks=pytest.mark.slow),
+        pytest.param(4, True, BOTH, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -163,7 +163,7 @@ def test_an_abandoned_window_of_which_replicas_had_sent_different_sums() -> None
         {"shard_degree": 2},
         {"shard_degree": 2, **HELD},
         {"shard_degree": 2, "optimizer_shard": "world"},
-        {"shard_degree": 1, "state_offload": "all", "hierarchical": False},
+        {"shard_degree": 1, "state_offload": "all", "collectives": {"hierarchical": False}},
     ]
     run_ranks(steps_after_different_sums, 4, cases, ranks_per_node=2)
 
@@ -226,7 +226,7 @@ def zero_in_the_middle_alone(which: str) -> Gradients:
 
 @pytest.mark.parametrize(
     "knobs",
-    [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 4}, {"shard_degree": 2, **KEPT, **HELD}],
+    [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 4}, {"shard_degree": 2, **BOTH}],
     ids=str,
 )
 @pytest.mark.parametrize("which", ["left", "both"])
@@ -249,7 +249,7 @@ class Pair(nn.Module):
 
 
 def zeroed_where_a_rank_has_nothing_else(**knobs) -> Gradients:
-    parallel = parallel_model(Pair().double(), wrap=("Linear",), **knobs)
+    parallel = parallel_model(Pair().double(), units=("Linear",), **knobs)
     first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in parallel.module.children())
     for optimizer in (first, second):
         parallel.prepare_optimizer(optimizer)

@@ -101,13 +101,13 @@ def test_without_repeated_blocks_the_model_is_one_unit() -> None:
 
 
 def test_wrap_by_class_name() -> None:
-    made = plan(zoo.gpt2(), wrap=("GPT2MLP",))
+    made = plan(zoo.gpt2(), units=("GPT2MLP",))
     assert names(made) == ["transformer.h.1.mlp", "transformer.h.0.mlp", ""]
 
 
 def test_wrap_by_glob() -> None:
-    assert names(plan(zoo.TiedBlocks(), wrap=("blocks.[02]",))) == ["blocks.2", "blocks.0", ""]
-    assert names(plan(zoo.gpt2(), wrap=("transformer.h.*.attn", "GPT2MLP"))) == [
+    assert names(plan(zoo.TiedBlocks(), units=("blocks.[02]",))) == ["blocks.2", "blocks.0", ""]
+    assert names(plan(zoo.gpt2(), units=("transformer.h.*.attn", "GPT2MLP"))) == [
         "transformer.h.1.mlp",
         "transformer.h.1.attn",
         "transformer.h.0.mlp",
@@ -119,34 +119,34 @@ def test_wrap_by_glob() -> None:
 def test_a_glob_that_also_matches_containers_wraps_only_what_can_be_called() -> None:
     """``blocks`` is a ModuleList; ``blocks.0.down`` is also ``blocks.1.down``, and one unit."""
     leaves = [["blocks.2.down", "blocks.2.up"], ["blocks.1.up"], ["blocks.0.down", "blocks.0.up"]]
-    assert names(plan(zoo.TiedBlocks(), wrap=("blocks*",))) == [*leaves[0], *leaves[1], *leaves[2], ""]
+    assert names(plan(zoo.TiedBlocks(), units=("blocks*",))) == [*leaves[0], *leaves[1], *leaves[2], ""]
 
 
 def test_wrap_by_callable() -> None:
-    made = plan(zoo.TiedBlocks(), wrap=lambda name, module: name == "blocks.1")
+    made = plan(zoo.TiedBlocks(), units=lambda name, module: name == "blocks.1")
     assert names(made) == ["blocks.1", ""]
-    assert made.why == "wrap: callable"
+    assert made.why == "units: a function"
 
 
 @pytest.mark.parametrize("wrap", ["auto", ("Mlp",), ("blocks.?",), lambda name, module: isinstance(module, zoo.Mlp)])
 def test_a_compiled_block_is_a_unit_with_its_wrapper(wrap) -> None:
     model = zoo.Shared()
     model.blocks[1] = torch.compile(model.blocks[1])  # type: ignore[call-overload]
-    made = names(plan(model, wrap=wrap))
+    made = names(plan(model, units=wrap))
     assert "blocks.1" in made
     assert "blocks.1._orig_mod" not in made
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one_and_all_there_are() -> None:
     with pytest.raises(ValueError, match=r"GPT2Blok.*did you mean 'GPT2Block'.*GPT2MLP"):
-        plan(zoo.gpt2(), wrap=("GPT2Blok",))
+        plan(zoo.gpt2(), units=("GPT2Blok",))
     with pytest.raises(ValueError, match=r"blocks\.7.*matches no class name and no module name of TiedBlocks"):
-        plan(zoo.TiedBlocks(), wrap=("blocks.7",))
+        plan(zoo.TiedBlocks(), units=("blocks.7",))
 
 
 def test_large_modules_become_units_too() -> None:
     """The embedding's 19 x 12 = 228 parameters reach the threshold, the position embedding's 6 x 12 = 72 do not."""
-    made = plan(zoo.llama(), wrap_min_parameters=228)
+    made = plan(zoo.llama(), units={"min_parameters": 228})
     assert "model.embed_tokens" in names(made)
     assert "lm_head" in names(made)
     assert "model.norm" not in names(made)
@@ -154,8 +154,8 @@ def test_large_modules_become_units_too() -> None:
 
 def test_the_size_threshold_counts_what_no_smaller_unit_took() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(10, 10), nn.Linear(2, 2)), nn.Linear(3, 3))
-    assert names(plan(model, wrap_min_parameters=110)) == ["0.0", ""]
-    assert names(plan(model, wrap_min_parameters=111)) == ["0", ""]
+    assert names(plan(model, units={"min_parameters": 110})) == ["0.0", ""]
+    assert names(plan(model, units={"min_parameters": 111})) == ["0", ""]
 
 
 def test_a_parameter_tied_across_units_stays_whole(caplog: pytest.LogCaptureFixture) -> None:
@@ -172,7 +172,7 @@ def test_an_embedding_tied_to_the_head_of_the_same_unit_is_sharded() -> None:
 
 
 def test_an_embedding_tied_to_the_head_is_sharded_by_the_unit_around_both_also_above_the_size_threshold() -> None:
-    made = plan(zoo.gpt2(), wrap_min_parameters=100)
+    made = plan(zoo.gpt2(), units={"min_parameters": 100})
     assert made.replicated == ()
     assert "transformer.wte" not in names(made)
     assert "lm_head" not in names(made)

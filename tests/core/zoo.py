@@ -293,11 +293,11 @@ SPECIMENS: dict[str, Specimen] = {
     "compiled blocks": Specimen(compiled, square_loss, vectors),
     "compiled": Specimen(lambda: torch.compile(TiedBlocks(), backend="eager"), square_loss, vectors),  # type: ignore
     "sequential": Specimen(sequential, square_loss, vectors),
-    "every layer a unit": Specimen(TiedBlocks, square_loss, vectors, knobs={"wrap_min_parameters": 1}),
+    "every layer a unit": Specimen(TiedBlocks, square_loss, vectors, knobs={"units": {"min_parameters": 1}}),
     # float32 parameters in it: 3 steps of a few roundings, 6e-8 each.
     "mixed dtypes": Specimen(MixedDtypes, square_loss, vectors, tolerance=1e-6),
     "mixed dtypes, small units": Specimen(
-        MixedDtypes, square_loss, vectors, knobs={"wrap_min_parameters": 1}, tolerance=1e-6
+        MixedDtypes, square_loss, vectors, knobs={"units": {"min_parameters": 1}}, tolerance=1e-6
     ),
 }
 KEEP_DTYPE = {"mixed dtypes", "mixed dtypes, small units"}

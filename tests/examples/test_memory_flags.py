@@ -31,10 +31,7 @@ def test_every_example_takes_the_flags(path: Path, monkeypatch: pytest.MonkeyPat
     read = module.read_flags
     flags = read(arguments) if read.__code__.co_argcount else read()
     assert SmpConfig.from_dict(module.memory_knobs(flags)) == SmpConfig(
-        activation_checkpointing="full",
-        activation_offloading=True,
-        activation_loading_horizon=1,
-        state_offload="optimizer",
+        activations={"checkpoint": "full", "offload": True, "loading_horizon": 1}, state_offload="optimizer"
     )
 
 

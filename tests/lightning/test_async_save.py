@@ -1,4 +1,4 @@
-"""async_save=True under the Trainer: the same checkpoints, none removed too early, errors on all ranks."""
+"""checkpoint="async" under the Trainer: the same checkpoints, none removed too early, errors on all ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fit_saving(folder: str, async_save: bool, load: str | None = None, held: str
     """``held``: the checkpoint whose writing waits until training is ahead of it."""
     module = ScheduledModule(batches=BATCHES)
     saver, watch = ModelCheckpoint(dirpath=folder, filename="{step}", **policy), Watch(folder)
-    knobs = {"shard_degree": 2, "async_save": async_save}
+    knobs = {"shard_degree": 2, "checkpoint": {"async_save": async_save}}
     trainer = make_trainer(knobs, callbacks=[watch, saver], max_epochs=2, **EXACT)
     original = storage.Sink.close
 
@@ -118,7 +118,7 @@ def fit_on_a_full_disk(folder: str) -> dict[str, Any]:
     """Rank 3's disk is full for every save but the first."""
     module = ScheduledModule(batches=BATCHES)
     saver = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=1)
-    knobs = {"shard_degree": 2, "async_save": True}
+    knobs = {"shard_degree": 2, "checkpoint": "async"}
     trainer = make_trainer(knobs, callbacks=[saver], max_epochs=4, **EXACT)
     original = storage.Sink.close
 
@@ -147,7 +147,7 @@ def test_a_failed_save_ends_training_on_all_ranks_at_the_same_step(tmp_path: Pat
 
 def save_after_the_end(folder: str) -> bool:
     module = ScheduledModule(batches=1)
-    trainer = make_trainer({"shard_degree": 2, "async_save": True}, precision="64-true")
+    trainer = make_trainer({"shard_degree": 2, "checkpoint": "async"}, precision="64-true")
     trainer.fit(module)
     trainer.save_checkpoint(f"{folder}/after")
     return is_checkpoint(f"{folder}/after")
@@ -164,7 +164,7 @@ def whole_tensors_alive(path: str) -> int:
     from torch.distributed.tensor import DTensor
 
     module = ScheduledModule(batches=1)
-    trainer = make_trainer({"shard_degree": 2, "save_full_state_dict": True}, precision="64-true")
+    trainer = make_trainer({"shard_degree": 2, "checkpoint": "full"}, precision="64-true")
     trainer.fit(module)
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0

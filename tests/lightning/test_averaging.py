@@ -28,7 +28,7 @@ EXACT: dict[str, Any] = {"precision": "64-true", "accumulate_grad_batches": 2, "
 KNOBS: dict[str, dict[str, Any]] = {
     "node": {"shard_degree": 2},
     "replicas": {"shard_degree": 1},
-    "kept": {"shard_degree": 4, "reshard_after_forward": False, "reshard_after_backward": False},
+    "kept": {"shard_degree": 4, "keep_between_micro_batches": "parameters"},
     "world": {"shard_degree": 2, "optimizer_shard": "world"},
     "world-host": {"shard_degree": 2, "optimizer_shard": "world", "state_offload": "optimizer"},
     "host": {"shard_degree": 4, "state_offload": "all"},
@@ -141,9 +141,7 @@ def interrupted(kind: str, knobs: dict[str, Any] | None, there: dict[str, Any], 
     ("kind", "knobs", "there"),
     [
         ("ema", {"shard_degree": 2}, {"shard_degree": 4, "optimizer_shard": "world"}),
-        pytest.param(
-            "multi", {"shard_degree": 2, "save_full_state_dict": True}, {"shard_degree": 1}, marks=pytest.mark.slow
-        ),
+        pytest.param("multi", {"shard_degree": 2, "checkpoint": "full"}, {"shard_degree": 1}, marks=pytest.mark.slow),
         pytest.param(
             "swa", {"shard_degree": 2, "optimizer_shard": "world"}, {"shard_degree": 2}, marks=pytest.mark.slow
         ),

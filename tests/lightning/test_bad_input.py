@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_smp import SmpShardedStrategy
 from smp_core.config import SmpConfig
+from smp_core.moved_knobs import MOVED
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, LateModule, PictureModule, token_rows
 from tests.lightning.running import make_trainer
@@ -45,14 +46,21 @@ def test_bad_knobs_are_refused_by_the_constructor(arguments: dict[str, Any], sai
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy])
 def test_arguments_of_another_strategy_get_a_sentence_that_says_what_to_write_here(strategy: type) -> None:
-    own, knobs = inspect.signature(SmpShardedStrategy.__init__).parameters, SmpConfig.knobs()
-    theirs = [name for name in inspect.signature(strategy.__init__).parameters if name not in (*own, *knobs, "kwargs")]
+    own = inspect.signature(SmpShardedStrategy.__init__).parameters
+    known = (*own, *SmpConfig.knobs(), *MOVED, "kwargs")
+    theirs = [name for name in inspect.signature(strategy.__init__).parameters if name not in known]
     assert theirs
     for name in theirs:
         with pytest.raises(
             ValueError, match=rf"'{name}' is an argument of \w+, not a knob.*; (write|leave|tensor_par)"
         ):
             SmpShardedStrategy(**{name: None})
+
+
+def test_a_former_knob_is_answered_with_the_new_spelling() -> None:
+    for build in (lambda: SmpShardedStrategy(wrap=["Block"]), lambda: SmpShardedStrategy({"wrap": ["Block"]})):
+        with pytest.raises(ValueError, match=r"wrap=\['Block'\] is now written units=\['Block'\]"):
+            build()
 
 
 def message_of(case: Callable[..., Any], *args: Any) -> str:
@@ -84,7 +92,7 @@ def test_a_degree_that_does_not_divide_the_world_is_refused() -> None:
 
 
 def test_a_wrap_rule_that_matches_nothing_names_the_classes() -> None:
-    assert_says(fit_with, {"wrap": ("Blok",), "shard_degree": 2}, words=["wrap='Blok'", "did you mean 'Block'"])
+    assert_says(fit_with, {"units": ("Blok",), "shard_degree": 2}, words=["units='Blok'", "did you mean 'Block'"])
 
 
 @pytest.mark.parametrize("degree", [1, 2])
@@ -122,11 +130,13 @@ def test_other_numbers_of_batches_are_fine_where_no_rank_comes_to_its_last() -> 
 
 
 def fit_with_plugin(kind: type[CheckpointIO], full: bool) -> None:
-    make_trainer({"shard_degree": 2, "save_full_state_dict": full}, plugins=[kind()]).fit(LanguageModule(batches=1))
+    make_trainer({"shard_degree": 2, "checkpoint": {"full_state_dict": full}}, plugins=[kind()]).fit(
+        LanguageModule(batches=1)
+    )
 
 
 def test_async_checkpoint_io_is_refused_for_what_it_does_not_write() -> None:
-    assert_says(fit_with_plugin, AsyncCheckpointIO, False, words=["AsyncCheckpointIO", "async_save=True"])
+    assert_says(fit_with_plugin, AsyncCheckpointIO, False, words=["AsyncCheckpointIO", "checkpoint='async'"])
     assert_says(fit_with_plugin, AsyncCheckpointIO, True, words=["nothing was raised"])
 
 
@@ -170,7 +180,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("saved")
     paths = {"folder": folder / "sharded", "file": folder / "whole.ckpt"}
     run_ranks(save, 4, {"shard_degree": 4}, str(paths["folder"]), ranks_per_node=2)
-    run_ranks(save, 4, {"shard_degree": 2, "save_full_state_dict": True}, str(paths["file"]), ranks_per_node=2)
+    run_ranks(save, 4, {"shard_degree": 2, "checkpoint": "full"}, str(paths["file"]), ranks_per_node=2)
     return paths
 
 
@@ -240,7 +250,7 @@ def save_custom(knobs: dict[str, Any], path: str) -> None:
 def test_a_hyper_parameter_of_a_custom_class_is_named(async_save: bool, tmp_path: Path) -> None:
     path = tmp_path / "custom"
     words = ["hyper_parameters.augmentation", "Custom", "save_hyperparameters(ignore=[...])"]
-    assert_says(save_custom, {"shard_degree": 2, "async_save": async_save}, str(path), words=words)
+    assert_says(save_custom, {"shard_degree": 2, "checkpoint": {"async_save": async_save}}, str(path), words=words)
     assert not path.exists()
 
 

@@ -16,7 +16,7 @@ from tests.lightning.modules import LanguageModule
 from tests.lightning.running import Run, make_trainer, read_checkpoint, report, together, whole, whole_weights
 
 EXACT: dict[str, Any] = {"precision": "64-true", "max_epochs": 2}
-WHOLE = {"save_full_state_dict": True}
+WHOLE = {"checkpoint": "full"}
 
 
 class Noted(nn.Module):
@@ -136,7 +136,7 @@ def fit_and_save(path: str, knobs: dict[str, Any] | None = None) -> Run:
 
 def load(path: str, knobs: dict[str, Any], replaced: bool, fitting: bool) -> Run:
     """What a run begins with."""
-    module = New(batches=2, replaced=replaced, reordered="save_full_state_dict" not in knobs)
+    module = New(batches=2, replaced=replaced, reordered="checkpoint" not in knobs)
     trainer = make_trainer(knobs, **EXACT)
     if fitting:
         trainer.fit(module, ckpt_path=path)
@@ -150,7 +150,7 @@ def load(path: str, knobs: dict[str, Any], replaced: bool, fitting: bool) -> Run
 FORMS: dict[str, dict[str, Any]] = {
     "folder": {"shard_degree": 2},
     "folder, over the world": {"shard_degree": 2, "optimizer_shard": "world"},
-    "file": {"shard_degree": 4, "save_full_state_dict": True},
+    "file": {"shard_degree": 4, "checkpoint": "full"},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 from unittest.mock import patch
@@ -31,12 +32,15 @@ def config_of(*arguments: str) -> SmpConfig:
     [
         ([f"{SAID}.class_path", NAME, f"{SAID}.init_args.shard_degree", "2"], {"shard_degree": 2}),
         ([SAID, NAME, f"{SAID}.optimizer_shard", "world"], {"optimizer_shard": "world"}),
-        ([SAID, NAME, f"{SAID}.wrap", '["Block"]', f"{SAID}.fp8", "true"], {"wrap": ["Block"], "fp8": True}),
+        ([SAID, NAME, f"{SAID}.units", '["Block"]', f"{SAID}.fp8", "true"], {"units": ["Block"], "fp8": True}),
         (
-            [SAID, NAME, f"{SAID}.activation_checkpointing", '{"*.mlp": "full"}'],
-            {"activation_checkpointing": {"*.mlp": "full"}},
+            [SAID, NAME, f"{SAID}.activations", '{"checkpoint": {"*.mlp": "full"}}'],
+            {"activations": {"checkpoint": {"*.mlp": "full"}}},
         ),
         ([SAID, NAME, f"{SAID}.config.shard_degree", "node"], {"shard_degree": "node"}),
+        ([SAID, NAME, f"{SAID}.config.compression", "int8"], {"compression": "int8"}),
+        ([SAID, NAME, f"{SAID}.config.activations.checkpoint", "full"], {"activations": "full"}),
+        ([SAID, NAME, f"{SAID}.activations.checkpoint", "full"], {"activations": "full"}),
         (["--trainer.strategy", "smp_sharded_node"], {"shard_degree": "node"}),
     ],
     ids=lambda value: " ".join(value).replace(SAID, "") if isinstance(value, list) else "",
@@ -46,9 +50,10 @@ def test_a_command_line_sets_knobs(arguments: list[str], expected: dict[str, Any
 
 
 def test_every_knob_is_an_option_and_nothing_else_is(capsys: pytest.CaptureFixture[str]) -> None:
-    defaults = {knob: value for knob, value in SmpConfig().to_dict().items() if isinstance(value, (bool, int, float))}
-    options = [part for knob, value in defaults.items() for part in (f"{SAID}.{knob}", str(value).lower())]
-    assert len(defaults) > 20 and config_of(SAID, NAME, *options) == SmpConfig()
+    defaults = {knob: value for knob, value in SmpConfig().to_dict().items() if value is not None}
+    texts = {knob: value if isinstance(value, str) else json.dumps(value) for knob, value in defaults.items()}
+    options = [part for knob, text in texts.items() for part in (f"{SAID}.{knob}", text)]
+    assert len(defaults) > 15 and config_of(SAID, NAME, *options) == SmpConfig()
     with pytest.raises(SystemExit):
         config_of(SAID, NAME, f"{SAID}.shard_degre", "2")
     assert "'shard_degre' is not accepted" in capsys.readouterr().err
@@ -56,11 +61,11 @@ def test_every_knob_is_an_option_and_nothing_else_is(capsys: pytest.CaptureFixtu
 
 def test_a_config_may_be_a_mapping_and_nothing_else_is_taken_for_one() -> None:
     """Beside it every knob may be at its default, as LightningCLI gives them."""
-    given = {"shard_degree": 2, "wrap": ["Block"]}
+    given = {"shard_degree": 2, "units": ["Block"]}
     assert SmpShardedStrategy(config=given).config == SmpConfig.from_dict(given)
     assert SmpShardedStrategy(given, shard_degree="auto", fp8=None).config == SmpConfig.from_dict(given)
-    with pytest.raises(ValueError, match=r"config= and also init_seed; write dataclasses.replace"):
-        SmpShardedStrategy(given, shard_degree="auto", init_seed=3)
+    with pytest.raises(ValueError, match=r"config= and also delayed_init; write dataclasses.replace"):
+        SmpShardedStrategy(given, shard_degree="auto", delayed_init={"seed": 3})
     with pytest.raises(ValueError, match=r"shard_degre.*shard_degree"):
         SmpShardedStrategy(config={"shard_degre": 2})
     with pytest.raises(ValueError, match=r"config='smp.yaml'\): allowed.*SmpConfig.from_yaml"):

@@ -13,8 +13,12 @@ from tests.lightning.test_resume import EXACT, after, assert_goes_on, fit_from
 
 EXACT_SCHEMES: list[dict[str, Any]] = [
     {"shard_degree": 1},
-    {"shard_degree": 4, "reshard_after_forward": "node", "forward_prefetch": 1, "backward_prefetch": 2},
-    {"shard_degree": 4, "quantized_all_gather": "int8", "quantize_after_steps": 100},
+    {
+        "shard_degree": 4,
+        "reshard_after_forward": "node",
+        "collectives": {"forward_prefetch": 1, "backward_prefetch": 2},
+    },
+    {"shard_degree": 4, "compression": {"gather": "int8", "gather_after_steps": 100}},
     {"shard_degree": 2, "optimizer_shard": "world"},
     {"shard_degree": 1, "optimizer_shard": "world"},
 ]
@@ -36,12 +40,12 @@ def test_exact_schemes_train_like_one_process() -> None:
 def test_what_was_rounded_off_is_saved_and_goes_on(degree: int, tmp_path: Path) -> None:
     """A resumed run equals the one that was not interrupted to float64's rounding, only if the remainders of its 4-bit
     sums were saved too; another layout of ranks starts without them and stays near."""
-    knobs = {"shard_degree": degree, "quantized_reduce": "int4"}
+    knobs = {"shard_degree": degree, "compression": "int4"}
     saved = str(tmp_path / "saved")
     uninterrupted = together(fit_from, knobs, 3)
     together(fit_from, knobs, 1, save=saved)
     assert_goes_on(together(fit_from, knobs, 3, load=saved), uninterrupted[0])
-    exact = together(fit_from, {**knobs, "quantized_reduce": None, "error_feedback": False}, 3, load=saved)
+    exact = together(fit_from, {**knobs, "compression": {"reduce": None, "error_feedback": False}}, 3, load=saved)
     assert worst(exact[0].weights, uninterrupted[0].weights)[0] > 1e-9, "encoding changes what is learned"
     elsewhere = together(fit_from, {**knobs, "shard_degree": min(degree, 2)}, 3, load=saved, ranks=2)
     assert len(elsewhere[0].losses) == len(after(uninterrupted[0], 1).losses)
@@ -52,7 +56,7 @@ def test_what_was_rounded_off_is_saved_and_goes_on(degree: int, tmp_path: Path) 
 def test_half_precision_parameters_resume_from_float32_weights(whole_file: bool, tmp_path: Path) -> None:
     """To the last bit, which only weights that were not rounded when they were saved give."""
     knobs = {"shard_degree": 2, "optimizer_shard": "world", "param_dtype": "bfloat16"}
-    knobs["save_full_state_dict"] = whole_file
+    knobs["checkpoint"] = {"full_state_dict": whole_file}
     saved, flags = str(tmp_path / "saved.ckpt"), {"precision": "32-true"}
     (uninterrupted, *_) = together(fit_from, knobs, 3, **flags)
     together(fit_from, knobs, 1, save=saved, **flags)

@@ -33,10 +33,10 @@ KNOBS: list[dict[str, Any]] = [
     {"shard_degree": 1},
     {"shard_degree": 2},
     {"shard_degree": 4},
-    {"shard_degree": 4, "hierarchical": False},
+    {"shard_degree": 4, "collectives": {"hierarchical": False}},
     {"shard_degree": 2, "reshard_after_forward": False},
-    {"shard_degree": 4, "reshard_after_forward": False, "reshard_after_backward": False},
-    {"shard_degree": 2, "reduce_every_micro_batch": False},
+    {"shard_degree": 4, "keep_between_micro_batches": "parameters"},
+    {"shard_degree": 2, "keep_between_micro_batches": "gradients", "reshard_after_forward": True},
 ]
 CASES = list(itertools.product(range(len(WINDOWS)), range(len(KNOBS))))
 SAMPLE = [(0, 2), (2, 6), (3, 1), (3, 5), (4, 0)]
@@ -108,8 +108,8 @@ def test_replicas_are_reduced_once_per_unit_and_optimizer_step() -> None:
 def test_a_unit_that_stays_gathered_is_gathered_once_per_optimizer_step(reductions: int) -> None:
     """Also with an evaluation inside of windows, whose gathers belong to no step; those of its window come twice. And
     it is reduced once where gradients are held."""
-    knobs = {"shard_degree": 2, "reshard_after_forward": False, "reshard_after_backward": False}
-    knobs |= {"reduce_every_micro_batch": reductions > 1}
+    kept = "gradients" if reductions == 1 else "parameters"
+    knobs = {"shard_degree": 2, "keep_between_micro_batches": kept}
     for run in together(fit_counting, knobs, accumulate_grad_batches=4, val_check_interval=6):
         units = run.extra["units"]
         assert [step["all_gather/calls"] for step in run.extra["steps"]] == [units, 2 * units]

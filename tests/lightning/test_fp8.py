@@ -71,8 +71,8 @@ def variants() -> dict[str, Run]:
     return {
         "sharded": train({"shard_degree": 2}, **accumulated),
         "replicated": train({"shard_degree": 1}, **accumulated),
-        "recomputed": train({"shard_degree": 2, "activation_checkpointing": "full"}, **accumulated),
-        "selective": train({"shard_degree": 2, "activation_checkpointing": "selective"}, **accumulated),
+        "recomputed": train({"shard_degree": 2, "activations": "full"}, **accumulated),
+        "selective": train({"shard_degree": 2, "activations": "selective"}, **accumulated),
         "by the knob": train({"shard_degree": 2, "fp8": RECIPE.to_dict()}, recipe=None, **accumulated),
         "bfloat16": train({"shard_degree": 2}, compute="bfloat16", **accumulated),
         "without": train({"shard_degree": 2}, recipe=None, precision="bf16-mixed", **accumulated),
@@ -115,12 +115,12 @@ def test_training_steps_run_in_a_region_of_transformer_engine() -> None:
 
 
 def saving(folder: str) -> list[Run]:
-    knobs = {"shard_degree": 2, "save_full_state_dict": False}
+    knobs = {"shard_degree": 2, "checkpoint": {"full_state_dict": False}}
     return [
         train(knobs, 2),
         train(knobs, 1, save=f"{folder}/sharded"),
         train(knobs, 2, load=f"{folder}/sharded"),
-        train({**knobs, "save_full_state_dict": True}, 1, save=f"{folder}/whole.ckpt"),
+        train({**knobs, "checkpoint": "full"}, 1, save=f"{folder}/whole.ckpt"),
         train({"shard_degree": 1}, 2, load=f"{folder}/whole.ckpt"),
     ]
 

@@ -55,7 +55,7 @@ def variants() -> dict[str, Run]:
     return {
         "shared": train(SHARED, 20),
         "again": train(SHARED, 4),
-        "recomputed": train({**SHARED, "activation_checkpointing": "full"}, 4),
+        "recomputed": train({**SHARED, "activations": "full"}, 4),
     }
 
 
@@ -118,7 +118,7 @@ def late(knobs: dict[str, Any]) -> Run:
 
 
 def late_variants() -> list[Run]:
-    return [late(knobs) for knobs in (WHOLE, {"shard_degree": 1}, {**WHOLE, "activation_checkpointing": "full"})]
+    return [late(knobs) for knobs in (WHOLE, {"shard_degree": 1}, {**WHOLE, "activations": "full"})]
 
 
 def test_models_initialised_on_their_ranks_train_in_fp8_the_same_however_they_are_sharded() -> None:

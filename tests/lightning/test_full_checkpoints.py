@@ -1,4 +1,4 @@
-"""Ordinary `.ckpt` files, by save_full_state_dict and by `smp checkpoint consolidate`: read without us, and by us."""
+"""Ordinary `.ckpt` files, by checkpoint="full" and by `smp checkpoint consolidate`: read without us, and by us."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.lightning.modules import LateModule, ScheduledModule
 from tests.lightning.running import Run, assert_same, make_trainer, report, together, worst
 from tests.lightning.test_resume import assert_goes_on, fit_from
 
-WHOLE = {"save_full_state_dict": True}
+WHOLE = {"checkpoint": "full"}
 
 
 def assert_loads_without_us(path: Path, expected: Run) -> None:

@@ -55,14 +55,10 @@ def fit_all(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def test_every_saver_trains_the_same() -> None:
     settings = {
         "none": {},
-        "by name": {"activation_checkpointing": {"model.blocks.[02]": "full"}},
-        "inputs offloaded": {
-            "activation_checkpointing": "full",
-            "activation_offloading": True,
-            "activation_offloading_min_bytes": 0,
-        },
+        "by name": {"activations": {"checkpoint": {"model.blocks.[02]": "full"}}},
+        "inputs offloaded": {"activations": {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}},
         "optimizer offloaded": {"state_offload": "optimizer"},
-        "all offloaded": {"state_offload": "all", "activation_checkpointing": "selective"},
+        "all offloaded": {"state_offload": "all", "activations": "selective"},
         "slices over the world": {"shard_degree": 1, "optimizer_shard": "world"},
         "slices over the world, offloaded": {
             "shard_degree": 1,
@@ -85,7 +81,7 @@ def watched(folder: str) -> dict[str, Any]:
     monitor = SmpMonitor(every_n_steps=4, memory_every_n_steps=2)
     module, loader = Module(), DataLoader(tokens(3, samples=32), batch_size=2)
     trainer = make_trainer(
-        {"shard_degree": 2, "activation_checkpointing": "full"},
+        {"shard_degree": 2, "activations": "full"},
         callbacks=[monitor],
         default_root_dir=folder,
         accumulate_grad_batches=2,
@@ -145,7 +141,7 @@ class Plain(Module):
 
 
 def plan_with_sgd(gib: float) -> dict[str, Any]:
-    """Degrees and warnings when configure_optimizers makes SGD, by planned_optimizer."""
+    """Degrees and warnings when configure_optimizers makes SGD, by planner.optimizer."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -153,7 +149,7 @@ def plan_with_sgd(gib: float) -> dict[str, Any]:
     found = {}
     for planned in ("auto", "sgd"):
         said.clear()
-        knobs = {"device_memory_gib": gib, "memory_headroom": 0.0, "planned_optimizer": planned}
+        knobs = {"planner": {"device_memory_gib": gib, "memory_headroom": 0.0, "optimizer": planned}}
         trainer = make_trainer(knobs, max_steps=1)
         trainer.fit(Plain(), DataLoader(tokens(3, samples=4)))
         found[planned] = (trainer.strategy.mesh.shard_degree, [line for line in said if "planned for" in line])

@@ -154,7 +154,13 @@ def test_counts_are_those_of_the_whole_job(kind: type[Model]) -> None:
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"shard_degree": 4}, {"shard_degree": 4, "hierarchical": False}, {"shard_degree": 2}, {"shard_degree": 1}]
+    "knobs",
+    [
+        {"shard_degree": 4},
+        {"shard_degree": 4, "collectives": {"hierarchical": False}},
+        {"shard_degree": 2},
+        {"shard_degree": 1},
+    ],
 )
 def test_bytes_are_sums_over_a_nodes_ranks_per_step_without_evaluation(knobs: dict[str, Any]) -> None:
     """With a validation after every step and accumulation, the figures are those of a run without evaluation."""

@@ -61,7 +61,7 @@ def resumed(knobs: dict[str, Any], path: str) -> Run:
     return report(trainer, module, on_host=on_host, rate=float(trainer.optimizers[0].param_groups[0]["lr"]))
 
 
-@pytest.mark.parametrize("more", [{"state_offload": "optimizer"}, {**WORLD, "save_full_state_dict": True}], ids=str)
+@pytest.mark.parametrize("more", [{"state_offload": "optimizer"}, {**WORLD, "checkpoint": "full"}], ids=str)
 def test_a_rate_that_is_a_tensor_and_its_schedule_go_on_after_a_resume(more: dict[str, Any], tmp_path: Path) -> None:
     expected = fit(TensorRate, {"batches": 2}, max_epochs=2, **EXACT)
     expected.losses = expected.losses[2:]

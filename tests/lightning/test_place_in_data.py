@@ -170,15 +170,15 @@ def test_on_fewer_ranks_accumulation_keeps_the_global_batch(saved: tuple[str, Ru
 def resume_with_other_batches(path: str) -> tuple[str, int]:
     with pytest.raises(ValueError) as refused:
         run_plain({"shard_degree": 2}, 3, 1, load=path)
-    return str(refused.value), run_plain({"shard_degree": 2, "allow_batch_change": True}, 3, 1, load=path).extra[
-        "batches"
-    ]
+    return str(refused.value), run_plain(
+        {"shard_degree": 2, "checkpoint": {"allow_batch_change": True}}, 3, 1, load=path
+    ).extra["batches"]
 
 
 def test_another_global_batch_is_refused_unless_it_is_allowed(saved: tuple[str, Run]) -> None:
     """3 samples on each of 4 ranks: 12 are no part of 8. Allowed, it goes on with the 25th sample."""
     for said, batches in run_ranks(resume_with_other_batches, 4, saved[0], ranks_per_node=2):
-        assert "had 8 samples" in said and "has 12 here" in said and "allow_batch_change=True" in said
+        assert "had 8 samples" in said and "has 12 here" in said and "{'allow_batch_change': True}" in said
         assert batches == (BATCHES * 8 - 24) // 12 + BATCHES * 8 // 12
 
 
@@ -244,8 +244,8 @@ def uncut(tmp_path_factory: pytest.TempPathFactory) -> Run:
     "damage, knobs, skipped",
     [
         pytest.param("manifest", {}, ["last.ckpt"], marks=pytest.mark.slow),
-        ("bit", {"verify_checkpoint": "digests"}, ["last.ckpt", "step=10.ckpt"]),
-        pytest.param("bit", {"save_full_state_dict": True}, ["last.ckpt"], marks=pytest.mark.slow),
+        ("bit", {"checkpoint": {"verify": "digests"}}, ["last.ckpt", "step=10.ckpt"]),
+        pytest.param("bit", {"checkpoint": "full"}, ["last.ckpt"], marks=pytest.mark.slow),
     ],
     ids=["half", "bits flipped", "one file, cut"],
 )
@@ -260,7 +260,7 @@ def test_last_skips_what_is_broken_and_names_it(
     """The run goes on from the newest whole one and ends where the uninterrupted one does."""
     folder = tmp_path / "cut"
     together(fit_keeping, str(folder), None, knobs, max_epochs=2)
-    if knobs.get("save_full_state_dict"):
+    if knobs.get("checkpoint") == "full":
         with open(folder / "last.ckpt", "r+b") as file:
             file.truncate(2000)
     else:
@@ -278,7 +278,7 @@ def test_last_skips_what_is_broken_and_names_it(
 def fit_from_weights(folder: str) -> list[str]:
     said = []
     for whole in (False, True):
-        trainer = make_trainer({"shard_degree": 2, "save_full_state_dict": whole}, **EXACT)
+        trainer = make_trainer({"shard_degree": 2, "checkpoint": {"full_state_dict": whole}}, **EXACT)
         trainer.fit(Plain(batches=1, size=2))
         trainer.save_checkpoint(f"{folder}/{whole}.ckpt", weights_only=True)
         with pytest.raises(CheckpointError) as refused:

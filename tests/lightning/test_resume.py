@@ -146,7 +146,7 @@ def validate_extended(path: str) -> Run:
 @pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_without_strict_loading_what_fits_is_loaded_and_the_rest_kept(whole: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
-    saved = on_ranks(4, {"shard_degree": 4, "save_full_state_dict": whole}, 1, save=path)[0]
+    saved = on_ranks(4, {"shard_degree": 4, "checkpoint": {"full_state_dict": whole}}, 1, save=path)[0]
     runs = together(validate_extended, path)
     # What is not in the checkpoint is rank 0's, the same on all.
     kept = {f"added.{name}": value for name, value in runs[0].extra["start"].items()}

@@ -20,7 +20,7 @@ BATCHES = 6
 def fit(folder: str, epochs: int, load: str | None = None, async_save: bool = False, **options: Any) -> list[int]:
     """The optimizer steps after which it saved."""
     saver = SmpCheckpoint(folder, **options)
-    knobs = {"shard_degree": 2, "async_save": async_save}
+    knobs = {"shard_degree": 2, "checkpoint": {"async_save": async_save}}
     trainer = make_trainer(knobs, callbacks=[saver], enable_checkpointing=True, max_epochs=epochs)
     saved: list[int] = []
     save_checkpoint = trainer.save_checkpoint

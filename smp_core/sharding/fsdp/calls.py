@@ -68,7 +68,7 @@ class Calls:
         """Let every module show its shards, whatever is gathered.
 
         Args:
-            kept: what is gathered stays for the window's next micro-batch (``reshard_after_backward=False``), and is
+            kept: what is gathered stays for the window's next micro-batch (``keep_between_micro_batches``), and is
                 gathered again only after edits that a tensor's version shows.
         """
         for unit in self._units.values():

@@ -61,7 +61,7 @@ def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
         error.args = (
             f"{type(caller).__name__}.{frames[-1].f_code.co_name} computed with parameters of a unit that it had not "
             f"called ({names}), and a unit's parameters are gathered when it is called; call the module, or leave it "
-            f"out of the units: wrap=[...] without it, wrap_min_parameters above {n}. Torch said: {error}",
+            f"out of the units: units=[...] without it, units.min_parameters above {n}. Torch said: {error}",
         )
 
 

@@ -75,7 +75,7 @@ def shard_units(
         unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root)
         unit_module.set_force_sum_reduction_for_comms(True)
         unit_module.set_gradient_divide_factor(1.0)
-        if knobs.symmetric_memory:
+        if knobs.collectives.symmetric_memory:
             unit_module.set_symm_mem_for_comm()  # its reductions only add up, which is why that is set before
         else:
             unit_module.set_custom_all_gather(traffic.all_gather(unit))  # type: ignore[arg-type]

@@ -31,7 +31,10 @@ MODES: dict[str, Any] = {
     "selective": "selective",
     "parts of blocks": {"blocks.[01]": "selective", "blocks.2": "none", "*.up": "full"},
 }
-UNITS = {"blocks": {}, "units inside blocks": {"wrap": ["DroppingBlock", "*.down"], "wrap_min_parameters": 500}}
+UNITS = {
+    "blocks": {},
+    "units inside blocks": {"units": {"modules": ["DroppingBlock", "*.down"], "min_parameters": 500}},
+}
 DEGREES = (2, 1)
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
 Case = tuple[str, float, str, int]
@@ -42,7 +45,7 @@ def compare_modes(cases: list[Case]) -> int:
     for mode, dropout, units, degree in cases:
         layout = {"shard_degree": degree, **UNITS[units]}
         expected = observe(build(dropout=dropout, **layout))
-        parallel = build(dropout=dropout, activation_checkpointing=MODES[mode], **layout)
+        parallel = build(dropout=dropout, activations={"checkpoint": MODES[mode]}, **layout)
         assert_equal_bits(observe(parallel), expected, f"{mode}, dropout {dropout}, {layout}")
         calls = [block.calls for block in parallel.module.blocks]
         once, twice = 4, 8  # two steps of two micro-batches
@@ -311,14 +314,14 @@ def test_patterns_without_effect_are_refused() -> None:
 
 
 def test_what_the_knob_accepts() -> None:
-    assert SmpConfig.from_env({"SMP_ACTIVATION_CHECKPOINTING": "every:2"}).activation_checkpointing == "every:2"
-    by_glob = SmpConfig.from_env({"SMP_ACTIVATION_CHECKPOINTING": '{"*.mlp": "full", "Attention": "selective"}'})
-    assert by_glob.activation_checkpointing == {"*.mlp": "full", "Attention": "selective"}
+    assert SmpConfig.from_env({"SMP_ACTIVATIONS": "every:2"}).activations.checkpoint == "every:2"
+    by_glob = SmpConfig.from_env({"SMP_ACTIVATIONS": '{"checkpoint": {"*.mlp": "full", "Attention": "selective"}}'})
+    assert by_glob.activations.checkpoint == {"*.mlp": "full", "Attention": "selective"}
     assert SmpConfig.from_dict(by_glob.to_dict()) == by_glob
-    assert by_glob.effective()["activation_checkpointing"] == {"*.mlp": "full", "Attention": "selective"}
+    assert by_glob.effective()["activations.checkpoint"] == {"*.mlp": "full", "Attention": "selective"}
     for wrong in ("ful", "every:0", "every:x", {}, {"a": "ful"}, {"": "full"}, {1: "full"}, ["full"]):
-        with pytest.raises(ValueError, match="activation_checkpointing"):
-            SmpConfig(activation_checkpointing=wrong)
+        with pytest.raises(ValueError, match=r"activations\.checkpoint"):
+            SmpConfig(activations={"checkpoint": wrong})
 
 
 class Llama(nn.Module):
@@ -368,7 +371,7 @@ def train_llamas() -> dict[str, Any]:
     ):
         torch.manual_seed(0)
         mesh, config = build_mesh(
-            SmpConfig(shard_degree=2, activation_checkpointing=setting), Topology.discover(), "cpu"
+            SmpConfig(shard_degree=2, activations={"checkpoint": setting}), Topology.discover(), "cpu"
         )
         heard.lines.clear()
         parallel = parallelize(Llama(own), config, mesh=mesh)
@@ -376,7 +379,7 @@ def train_llamas() -> dict[str, Any]:
         parallel.module(tokens(mesh.rank)).backward()
         gradients = [p.grad.full_tensor() for p in parallel.module.parameters()]
         said = [line for line in heard.lines if "checkpointing" in line]
-        found[name] = (gradients, parallel.config.activation_checkpointing, said)
+        found[name] = (gradients, parallel.config.activations.checkpoint, said)
     logging.getLogger("smp").removeHandler(heard)
     return found
 

@@ -20,12 +20,12 @@ from tests.core.test_fp8_training import runs_of
 from tests.harness import run_ranks
 
 SAVERS: list[dict[str, Any]] = [
-    {"activation_checkpointing": "full"},
-    {"activation_checkpointing": "selective"},
-    {**OFFLOADED, "activation_loading_horizon": 1},
-    {**OFFLOADED, "activation_loading_horizon": 1, "activation_checkpointing": "selective"},
+    {"activations": "full"},
+    {"activations": "selective"},
+    {"activations": {**OFFLOADED, "loading_horizon": 1}},
+    {"activations": {**OFFLOADED, "loading_horizon": 1, "checkpoint": "selective"}},
     {"state_offload": "all"},
-    {"state_offload": "optimizer", "activation_checkpointing": "every:2"},
+    {"state_offload": "optimizer", "activations": "every:2"},
 ]
 
 
@@ -49,7 +49,7 @@ def test_with_fp8() -> None:
 # bfloat16 with masters over the world.
 FP8_OFFLOADS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"shard_degree": 4}, {"state_offload": "all"}),
-    ({"shard_degree": 2, "hierarchical": False, "dtype": torch.bfloat16}, {"state_offload": "all"}),
+    ({"shard_degree": 2, "collectives": {"hierarchical": False}, "dtype": torch.bfloat16}, {"state_offload": "all"}),
     ({"shard_degree": 2, "fp8": Fp8Recipe(amax_history_len=4, fp8_all_gather=False)}, {"state_offload": "all"}),
     ({"shard_degree": 1}, {"state_offload": "all"}),
     (
@@ -110,7 +110,8 @@ def as_smp_says() -> list[int]:
     expected = observe(build(layers=6, dropout=0.1, shard_degree=2))
     block = {"sharded_data_parallel_degree": 2, "offload_activations": True, "activation_loading_horizon": 4}
     torch.manual_seed(0)
-    config = dataclasses.replace(SmpConfig.from_smp_parameters(block), activation_offloading_min_bytes=0)
+    asked = SmpConfig.from_smp_parameters(block)
+    config = dataclasses.replace(asked, activations=dataclasses.replace(asked.activations, offload_min_bytes=0))
     parallel = parallelize(DroppingGpt(6, 0.1), config)
     assert_equal_bits(observe(parallel), expected, str(block))
     offloader = parallel.activations.offloader

@@ -23,7 +23,7 @@ from smp_core.planning.checkpointed import plan_checkpointing
 from tests.core.activations.models import WIDTH, DroppingGpt, assert_equal_bits, build, observe, tokens
 from tests.harness import run_ranks
 
-OFFLOADED = {"activation_checkpointing": "full", "activation_offloading": True, "activation_offloading_min_bytes": 0}
+OFFLOADED = {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}
 SAMPLES, LENGTH = 4, 12
 INPUT_BYTES = SAMPLES * LENGTH * WIDTH * 4
 
@@ -120,7 +120,7 @@ def compare(settings: list[dict[str, Any]], dropout: float) -> list[int]:
     expected = {degree: observe(build(dropout=dropout, shard_degree=degree)) for degree in (1, 2)}
     moved = []
     for setting in settings:
-        parallel = build(dropout=dropout, **{**OFFLOADED, **setting})
+        parallel = build(dropout=dropout, **setting)
         assert_equal_bits(observe(parallel), expected[setting["shard_degree"]], str(setting))
         assert parallel.activations.offloader is not None
         moved.append(parallel.activations.offloader.bytes_in)
@@ -129,18 +129,18 @@ def compare(settings: list[dict[str, Any]], dropout: float) -> list[int]:
 
 def test_losses_and_gradients_are_equal_to_the_last_bit() -> None:
     settings = [
-        {"activation_loading_horizon": 1, "shard_degree": 2},
-        {"activation_loading_horizon": 2, "shard_degree": 2, "activation_checkpointing": "selective"},
-        {"activation_loading_horizon": 3, "shard_degree": 2},
-        {"activation_loading_horizon": 2, "shard_degree": 1, "wrap": ["DroppingBlock", "*.down"]},
-        {"activation_loading_horizon": 1, "shard_degree": 2, "activation_checkpointing": {"*.up": "full"}},
+        {"activations": {**OFFLOADED, "loading_horizon": 1}, "shard_degree": 2},
+        {"activations": {**OFFLOADED, "loading_horizon": 2, "checkpoint": "selective"}, "shard_degree": 2},
+        {"activations": {**OFFLOADED, "loading_horizon": 3}, "shard_degree": 2},
+        {"activations": {**OFFLOADED, "loading_horizon": 2}, "shard_degree": 1, "units": ["DroppingBlock", "*.down"]},
+        {"activations": {**OFFLOADED, "loading_horizon": 1, "checkpoint": {"*.up": "full"}}, "shard_degree": 2},
     ]
     for moved in run_ranks(compare, 2, settings, 0.1):
         assert all(moved), f"nothing was fetched back: {moved}"
 
 
 def long_run(steps: int) -> tuple[list[tuple[int, int, int]], bool]:
-    parallel = build(layers=4, shard_degree=2, **OFFLOADED)
+    parallel = build(layers=4, shard_degree=2, activations=OFFLOADED)
     offloader, optimizer = parallel.activations.offloader, torch.optim.SGD(parallel.module.parameters(), lr=0.1)
     assert offloader is not None
     held = []
@@ -331,15 +331,15 @@ def test_the_pools_limit_says_what_to_lower() -> None:
 
 def refused(**knobs: Any) -> tuple[str, list[str]]:
     parallel = build(layers=2, shard_degree=2, **knobs)
-    table = [parallel.config.activation_offloading, parallel.config.activation_loading_horizon]
+    table = [parallel.config.activations.offload, parallel.config.activations.loading_horizon]
     return parallel.describe(), table
 
 
 def test_settings_without_effect_are_said_or_refused() -> None:
-    with pytest.raises(ValueError, match="activation_checkpointing='full'"):
-        SmpConfig(activation_offloading=True)
+    with pytest.raises(ValueError, match=r"\{'checkpoint': 'full', 'offload': true\}"):
+        SmpConfig(activations={"offload": True})
     # Two blocks and a horizon of two: everything would stay.
-    for described, table in run_ranks(refused, 2, activation_checkpointing="full", activation_offloading=True):
+    for described, table in run_ranks(refused, 2, activations={"checkpoint": "full", "offload": True}):
         assert table == [False, 2] and "host memory" not in described
-    for described, table in run_ranks(refused, 2, **OFFLOADED, activation_loading_horizon=1):
+    for described, table in run_ranks(refused, 2, activations={**OFFLOADED, "loading_horizon": 1}):
         assert table == [True, 1] and "all but 1 of them wait in host memory" in described

@@ -148,7 +148,7 @@ def step_of(
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Loss over all ranks, all gradients, and how many collectives of each kind there were."""
     run = Run(kind, 2, context, "packed")
-    wanted = {"wrap": ("LlamaDecoderLayer", "lm_head")} if head_alone else {}
+    wanted = {"units": ("LlamaDecoderLayer", "lm_head")} if head_alone else {}
     config = SmpConfig(shard_degree=2, context_parallel_degree=context, chunked_cross_entropy=chunk, **wanted)
     model: Any = made(kind)
     parallel = parallelize(model, config)

@@ -1,8 +1,8 @@
 """A case: one small JSON value that says everything about a random run, and what it may not say.
 
-`KNOBS` has the values that are drawn for every knob of SmpConfig; what is not drawn is in `NOT_DRAWN` with the reason.
-`objection` names the documented limit that a case breaks: it keeps the drawing and the shrinking inside of what is
-promised. A new limit: a line in `_limits`.
+`KNOBS` has the values that are drawn for every setting of SmpConfig; what is not drawn is in `NOT_DRAWN` with the
+reason. `objection` names the documented limit that a case breaks: it keeps the drawing and the shrinking inside of what
+is promised. A new limit: a line in `_limits`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from smp_core.config import SmpConfig
+from smp_core.knob_recipe import nested
 from smp_core.planning.checkpointed import plan_checkpointing
 from smp_core.planning.layout_rules import two_stages
 from smp_core.planning.units import plan_units
@@ -23,39 +24,37 @@ from smp_core.topology import Topology
 from tests.core.fuzz.models import FAMILIES, Family
 from tests.core.fuzz.optimizers import WITH_FUSED_KERNELS, WITH_TENSOR_LR
 
-# Knob -> kinds of values, the default first; `value_of` makes values of them that depend on the model.
+# Setting -> kinds of values, the default first; `value_of` makes values of them that depend on the model.
 KNOBS: dict[str, tuple[Any, ...]] = {
     "shard_degree": (2, 1, 4, "node", "world"),
-    "hierarchical": ("auto", True, False),
-    "reshard_after_forward": (True, False, "node", 2),
-    "reshard_after_backward": (True, False),
-    "reduce_every_micro_batch": (True, False),
-    "forward_prefetch": ("auto", 0, 1, 3),
-    "backward_prefetch": ("auto", 1, 2),
-    "reduce_scatter_buffers": ("auto", 1, 2),
-    "separate_reduce_scatter_group": (False, True),
-    "symmetric_memory": (False, True),
-    "wrap": ("auto", "classes", "globs", "function"),
-    "wrap_min_parameters": (0, 1, 40),
+    "collectives.hierarchical": ("auto", True, False),
+    "reshard_after_forward": ("auto", True, False, "node", 2),
+    "keep_between_micro_batches": ("shards", "parameters", "gradients"),
+    "collectives.forward_prefetch": ("auto", 0, 1, 3),
+    "collectives.backward_prefetch": ("auto", 1, 2),
+    "collectives.reduce_scatter_buffers": ("auto", 1, 2),
+    "collectives.separate_reduce_scatter_group": (False, True),
+    "collectives.symmetric_memory": (False, True),
+    "units.modules": ("auto", "classes", "globs", "function"),
+    "units.min_parameters": (0, 1, 40),
     "forward_methods": ("none", "methods"),
-    "delayed_init": (False, True),
-    "init_seed": (0, 3),
+    "delayed_init": (None, True, "seeded"),
     "param_dtype": ("auto", None),
     "reduce_dtype": ("auto", None),
     "on_nonfinite_grad_norm": ("ignore", "skip", "raise"),
-    "verify_checkpoint": ("auto", "sizes", "digests"),
-    "comm_meter": (True, False),
-    "activation_checkpointing": ("none", "full", "every:2", "selective", "mapping"),
-    "activation_checkpointing_check": (False, True),
-    "activation_offloading": (False, True),
-    "activation_loading_horizon": (2, 1, 3),
-    "activation_offloading_min_bytes": (65536, 0),
-    "activation_offloading_host_gib": (None, 0.5),
-    "quantized_all_gather": (None, "int8", "fp8"),
-    "quantize_inside_nodes": (False, True),
-    "quantize_after_steps": (0, 1000),
-    "quantize_exclude": ("none", "everything"),
-    "error_feedback": ("auto", False),
+    "checkpoint.verify": ("auto", "sizes", "digests"),
+    "collectives.meter": (True, False),
+    "activations.checkpoint": ("none", "full", "every:2", "selective", "mapping"),
+    "activations.check": (False, True),
+    "activations.offload": (False, True),
+    "activations.loading_horizon": (2, 1, 3),
+    "activations.offload_min_bytes": (65536, 0),
+    "activations.offload_host_gib": (None, 0.5),
+    "compression.gather": (None, "int8", "fp8"),
+    "compression.gather_inside_nodes": (False, True),
+    "compression.gather_after_steps": (0, 1000),
+    "compression.gather_exclude": ("none", "everything"),
+    "compression.error_feedback": ("auto", False),
     "optimizer_shard": ("shard", "world"),
     "state_offload": (None, "optimizer", "all"),
 }
@@ -66,24 +65,23 @@ _SEQUENCES = "needs a model with attention of its own: tests/core/context_parall
 
 NOT_DRAWN: dict[str, str] = {
     "context_parallel_degree": _SEQUENCES,
-    "context_head_groups": _SEQUENCES,
+    "collectives.context_head_groups": _SEQUENCES,
     "tensor_parallel_degree": "is not built yet",
     "pipeline_parallel_degree": "is not built yet",
-    "replica_reduce_dtype": _INEXACT,
-    "quantized_reduce": _INEXACT,
+    "compression.reduce": _INEXACT,
     "fp8": _INEXACT,
     "chunked_cross_entropy": "needs a Transformers model: tests/core/context_parallel",
-    "memory_headroom": _FACES,
-    "device_memory_gib": _FACES,
-    "planned_optimizer": _FACES,
-    "save_full_state_dict": _FACES,
-    "async_save": _FACES,
-    "allow_batch_change": _FACES,
+    "planner.memory_headroom": _FACES,
+    "planner.device_memory_gib": _FACES,
+    "planner.optimizer": _FACES,
+    "checkpoint.full_state_dict": _FACES,
+    "checkpoint.async_save": _FACES,
+    "checkpoint.allow_batch_change": _FACES,
 }
 
 
 def linears(name: str, module: nn.Module) -> bool:
-    """A rule for ``wrap``: every linear layer that torch's own modules do not reach into."""
+    """A rule for ``units``: every linear layer that torch's own modules do not reach into."""
     return type(module) is nn.Linear and not name.startswith("leave")
 
 
@@ -94,10 +92,15 @@ RULES: dict[str, Callable[[str, nn.Module], bool]] = {"linears": linears}
 def value_of(knob: str, kind: Any, family: Family) -> Any:
     """A knob's value in JSON from its kind in `KNOBS`."""
     made = {
-        "wrap": {"classes": list(family.classes), "globs": list(family.globs), "function": {"function": "linears"}},
+        "units.modules": {
+            "classes": list(family.classes),
+            "globs": list(family.globs),
+            "function": {"function": "linears"},
+        },
         "forward_methods": {"none": [], "methods": list(family.methods)},
-        "activation_checkpointing": {"mapping": {family.globs[0]: "full"}},
-        "quantize_exclude": {"none": [], "everything": ["*"]},
+        "delayed_init": {"seeded": {"seed": 3}},
+        "activations.checkpoint": {"mapping": {family.globs[0]: "full"}},
+        "compression.gather_exclude": {"none": [], "everything": ["*"]},
     }
     return made.get(knob, {}).get(kind, kind) if isinstance(kind, str) else kind
 
@@ -144,9 +147,9 @@ class Case:
 
 def config_of(knobs: Mapping[str, Any]) -> SmpConfig:
     """The knobs with a function in the place of its name."""
-    wrap = knobs.get("wrap")
-    given = {**knobs, "wrap": RULES[wrap["function"]]} if isinstance(wrap, dict) else dict(knobs)
-    return SmpConfig(**given)
+    rule = knobs.get("units.modules")
+    given = {**knobs, "units.modules": RULES[rule["function"]]} if isinstance(rule, dict) else knobs
+    return SmpConfig(**nested(given))
 
 
 def every_knobs(case: Case) -> Iterator[dict[str, Any]]:
@@ -181,21 +184,24 @@ def _limits_of_knobs(case: Case, family: Family, knobs: Mapping[str, Any]) -> It
     kept = config.reshard_after_forward
     if not isinstance(kept, bool) and isinstance(kept, int) and degree % kept:
         yield "reshard_after_forward does not divide the shard degree"
-    if config.hierarchical is True and not (two_stages(degree, topology) or (degree < k and case.world > k)):
-        yield "hierarchical=True where there is one stage only"
-    about_streams = config.reduce_scatter_buffers == 2 or config.separate_reduce_scatter_group
-    if degree > 1 and (about_streams or config.symmetric_memory):
+    if config.collectives.hierarchical is True and not (
+        two_stages(degree, topology) or (degree < k and case.world > k)
+    ):
+        yield "collectives.hierarchical=True where there is one stage only"
+    how = config.collectives
+    about_streams = how.reduce_scatter_buffers == 2 or how.separate_reduce_scatter_group
+    if degree > 1 and (about_streams or how.symmetric_memory):
         yield "a knob about streams and NCCL on CPU"
-    exact = config.quantize_after_steps or config.quantize_exclude
-    if config.quantized_all_gather is not None and not exact:
+    exact = config.compression.gather_after_steps or config.compression.gather_exclude
+    if config.compression.gather is not None and not exact:
         yield "quantized gathers round"
-    relevant = ("wrap", "wrap_min_parameters", "activation_checkpointing")
+    relevant = ("units.modules", "units.min_parameters", "activations.checkpoint")
     planned = _plan(case.model, case.entry, json.dumps({knob: knobs[knob] for knob in relevant if knob in knobs}))
     if isinstance(planned, str):
         yield f"refused: {planned}"
         return
     units = planned
-    selective = "selective" in str(config.activation_checkpointing)
+    selective = "selective" in str(config.activations.checkpoint)
     if selective and any(op.get("twice") for op in case.script):
         yield "torch's selective checkpointing takes one backward pass through a graph"
     owners = [method.rpartition(".")[0] for method in config.forward_methods]
@@ -216,6 +222,8 @@ def _limits_of_paths(case: Case, family: Family, degree: int, units: set[str]) -
     methods = {method for knobs in every_knobs(case) for method in knobs.get("forward_methods", ())}
     for op in case.script:
         paths = op.get("paths", [])
+        if op["do"] == "fail" and not op["hold"] and len(set(paths)) > 1:
+            yield "a window's last pass fails on all ranks: where one does not use the module, it waits for the others"
         for path in paths:
             if case.model == "cells" and any(
                 f"cells.{s[0]}.encode" not in methods for s in path.split() if s[1:] == "e"
@@ -274,7 +282,7 @@ def _plan(model: str, entry: str, knobs: str) -> set[str] | str:
     try:
         for part, module in built.named_children() if entry == "apart" else [("", built)]:
             plan = plan_units(module, config, entry="forward" if entry == "apart" else entry)  # type: ignore[arg-type]
-            plan_checkpointing(module, plan.blocks, config.activation_checkpointing)
+            plan_checkpointing(module, plan.blocks, config.activations.checkpoint)
             names |= {f"{part}.{unit.name}".strip(".") for unit in plan.units}
     except ValueError as error:
         return str(error)

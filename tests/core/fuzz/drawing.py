@@ -26,19 +26,18 @@ LAYOUTS = {(1, 1): 4, (2, 1): 7, (2, 2): 7, (4, 2): 5, (4, 1): 1, (4, 4): 2}
 
 # Knobs that mean something only beside others; where those are not there, they are seldom drawn.
 _NEEDS = {
-    "reshard_after_backward": lambda knobs: knobs.get("reshard_after_forward") is False,
-    "activation_checkpointing_check": lambda knobs: "activation_checkpointing" in knobs,
-    "activation_offloading": lambda knobs: "activation_checkpointing" in knobs,
-    "activation_loading_horizon": lambda knobs: "activation_offloading" in knobs,
-    "activation_offloading_min_bytes": lambda knobs: "activation_offloading" in knobs,
-    "activation_offloading_host_gib": lambda knobs: "activation_offloading" in knobs,
-    "quantize_inside_nodes": lambda knobs: "quantized_all_gather" in knobs,
-    "quantize_after_steps": lambda knobs: "quantized_all_gather" in knobs,
-    "quantize_exclude": lambda knobs: "quantized_all_gather" in knobs,
-    "reduce_scatter_buffers": lambda knobs: knobs.get("shard_degree") == 1,
-    "separate_reduce_scatter_group": lambda knobs: knobs.get("shard_degree") == 1,
-    "symmetric_memory": lambda knobs: knobs.get("shard_degree") == 1,
-    "init_seed": lambda knobs: "delayed_init" in knobs,
+    "keep_between_micro_batches": lambda knobs: knobs.get("reshard_after_forward") in (None, False),
+    "activations.check": lambda knobs: "activations.checkpoint" in knobs,
+    "activations.offload": lambda knobs: "activations.checkpoint" in knobs,
+    "activations.loading_horizon": lambda knobs: "activations.offload" in knobs,
+    "activations.offload_min_bytes": lambda knobs: "activations.offload" in knobs,
+    "activations.offload_host_gib": lambda knobs: "activations.offload" in knobs,
+    "compression.gather_inside_nodes": lambda knobs: "compression.gather" in knobs,
+    "compression.gather_after_steps": lambda knobs: "compression.gather" in knobs,
+    "compression.gather_exclude": lambda knobs: "compression.gather" in knobs,
+    "collectives.reduce_scatter_buffers": lambda knobs: knobs.get("shard_degree") == 1,
+    "collectives.separate_reduce_scatter_group": lambda knobs: knobs.get("shard_degree") == 1,
+    "collectives.symmetric_memory": lambda knobs: knobs.get("shard_degree") == 1,
 }
 # How often a knob is not at its default, with and without what it needs.
 _OFTEN, _SELDOM = 0.2, 0.002
@@ -153,7 +152,7 @@ class _Drawing:
         knobs: dict[str, Any] = {"shard_degree": self._choose("shard_degree", degrees)}
         for knob, kinds in KNOBS.items():
             needs = _NEEDS.get(knob, lambda knobs: True)
-            often = (0.5 if knob in _NEEDS or knob == "wrap" else _OFTEN) if needs(knobs) else _SELDOM
+            often = (0.5 if knob in _NEEDS or knob == "units.modules" else _OFTEN) if needs(knobs) else _SELDOM
             wanted = any(f"{knob}={kind}" in self._wanted for kind in kinds[1:])
             if knob == "shard_degree" or not (wanted or self._chance(often)):
                 continue

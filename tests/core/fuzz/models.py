@@ -348,8 +348,8 @@ class Family:
     """How a model is built, wrapped, called and cut into patterns (parts of parameter names).
 
     Args:
-        classes: class names for ``wrap``; of its blocks.
-        globs: over module names, for ``wrap`` and ``activation_checkpointing``.
+        classes: class names for ``units``; of its blocks.
+        globs: over module names, for ``units`` and ``activations.checkpoint``.
         patterns: what is frozen, edited, or put into parameter groups.
         paths: draws a path; (generator, whether it may use methods that ``forward_methods`` names).
         differs: whether replicas may take other paths.

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +145,10 @@ class OneProcess(Run):
     def __init__(self, case: Case) -> None:
         super().__init__(case, range(case.data_ranks))
         self.model = self.build(case.knobs, FIRST_WEIGHTS)
-        if case.knobs.get("delayed_init"):
+        delayed = config_of(case.knobs).delayed_init
+        if delayed is not None:
             for module in self.models:
-                materialize(module, torch.device("cpu"), seed=case.knobs.get("init_seed", 0))
+                materialize(module, torch.device("cpu"), seed=delayed.seed)
         self.optimizers = [make_optimizer(spec, self.model) for spec in case.optimizers]
         self.nonfinite = case.knobs.get("on_nonfinite_grad_norm", "ignore")
         self._saved: dict[str, Any] = {}
@@ -251,14 +253,14 @@ class OnRanks(Run):
 
     def _mesh(self, config: SmpConfig) -> tuple[SmpMesh, SmpConfig]:
         """A mesh that was made for the same layout, and the config with what was resolved then."""
-        decisive = ("shard_degree", "hierarchical", "reshard_after_forward")
-        key = tuple((knob, type(value), value) for knob in decisive for value in [getattr(config, knob)])
+        decisive = ("shard_degree", "collectives.hierarchical", "reshard_after_forward", "keep_between_micro_batches")
+        key = tuple((knob, type(value), value) for knob in decisive for value in [attrgetter(knob)(config)])
         if key not in self._meshes:
             self._meshes[key] = build_mesh(config, Topology.discover(), "cpu")
         mesh, resolved = self._meshes[key]
         for knob in decisive:
-            if getattr(resolved, knob) != getattr(config, knob):
-                config = config.with_resolved(knob, getattr(resolved, knob), "as for this layout before")
+            if attrgetter(knob)(resolved) != attrgetter(knob)(config):
+                config = config.with_resolved(knob, attrgetter(knob)(resolved), "as for this layout before")
         return mesh, config
 
     def _handle_of(self, number: int) -> ParallelModel:
@@ -351,7 +353,7 @@ class OnRanks(Run):
                 self.add_late_parameters()
             for name_, parameter in self.model.named_parameters():
                 parameter.requires_grad_(flags[name_])
-        verify = self.handles[0].config.verify_checkpoint
+        verify = self.handles[0].config.checkpoint.verify
         for handle in self.handles:
             handle.reshard()
         state: dict[str, Any] = {str(number): handle.model_state() for number, handle in enumerate(self.handles)}

@@ -1,0 +1,278 @@
+"""The recipes of SmpConfig: knobs with fields of their own. Plain values; no torch here. (`fp8` has its in
+:mod:`smp_core.fp8.recipe`.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from smp_core import knob_values as read
+from smp_core.knob_recipe import Recipe, setting
+
+WrapRule = Callable[[str, Any], bool]
+"""(module's name, module) -> whether it is a unit. Any: command lines read the types, and torch is not loaded here."""
+
+_BOOLEAN = read.boolean()
+_GLOBS = read.names()
+_COUNT = read.integer(minimum=0)
+_AT_LEAST_ONE = read.integer(minimum=1)
+_COUNT_OR_AUTO = read.either(_COUNT, read.word("auto"), allowed="an integer of at least 0, 'auto'")
+_AT_LEAST_ONE_OR_AUTO = read.either(_AT_LEAST_ONE, read.word("auto"), allowed="an integer of at least 1, 'auto'")
+_GIB = read.either(read.nothing(), read.number(0.0), allowed="a number above 0, none")
+
+_RECOMPUTATION = read.either(
+    read.word("none", "full", "selective"),
+    read.pattern(r"every:[1-9][0-9]*"),
+    allowed="'none', 'full', 'every:N', 'selective'",
+)
+_CHECKPOINTING = read.either(
+    _RECOMPUTATION,
+    read.mapping(_RECOMPUTATION),
+    allowed="'none', 'full', 'every:N', 'selective', a mapping from class names or globs to one of these",
+)
+# Those of smp_core.planning.optimizers, which stands above this file.
+_OPTIMIZERS = ("adamw", "adamw-amsgrad", "adam", "adam-amsgrad", "adagrad", "rmsprop", "lion", "sgd-momentum", "sgd")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Units(Recipe):
+    """Which modules become FSDP units, each gathered and freed as a whole.
+
+    Args:
+        modules: "auto" (default; the blocks a Transformers model names, otherwise repeated blocks of an
+            nn.ModuleList), a list of class names or globs over module names (["GPT2Block", "encoder.layers.*"]), or a
+            function (module_name, module) -> bool. The root is always a unit, so that every parameter is sharded.
+        min_parameters: Modules that hold at least this many own parameters (elements, not bytes) become units too, for
+            example a large embedding. Integer >= 0; default 0 (off).
+    """
+
+    KNOB: ClassVar[str] = "units"
+    MAIN: ClassVar[str | None] = "modules"
+    ALLOWED: ClassVar[str] = (
+        """'auto', a list of class names or globs (in text a JSON list: '["GPT2Block"]'), a function"""
+    )
+    EXAMPLE: ClassVar[str] = '{"modules": ["GPT2Block"], "min_parameters": 1000000}'
+
+    modules: Literal["auto"] | tuple[str, ...] | WrapRule = setting(
+        "auto",
+        read.either(read.word("auto"), _GLOBS, read.function("(module_name, module) -> bool"), allowed=ALLOWED),
+    )
+    min_parameters: int = setting(0, _COUNT)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DelayedInit(Recipe):
+    """How a model that was built on the meta device is initialised, shard by shard.
+
+    Args:
+        seed: The numbers depend only on it and on parameter names, not on the number of ranks. Integer >= 0;
+            default 0.
+    """
+
+    KNOB: ClassVar[str] = "delayed_init"
+    OPTIONAL: ClassVar[bool] = True
+    ALLOWED: ClassVar[str] = "true, false"
+    EXAMPLE: ClassVar[str] = '{"seed": 1}'
+
+    seed: int = setting(0, _COUNT)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Activations(Recipe):
+    """What is done about the memory of activations.
+
+    Args:
+        checkpoint: Which activations are computed again in backward instead of kept. "none" (default), "full" (each
+            wrapped block keeps its inputs only), "every:N" (the same for each N-th block), "selective" (each block
+            keeps its inputs and the outputs of matrix products, attention and communication) or a mapping from class
+            names or globs over module names to one of these ({"*.mlp": "full", "*.attn": "selective"}); the first
+            pattern that matches decides about a module and all inside it.
+        check: Whether the outputs of every recomputation are compared with those of forward, bit by bit; an error names
+            the module that differs. True or False (default; only shapes and dtypes are compared).
+        offload: Whether the inputs of checkpointed modules wait in host memory for backward, copied out and back beside
+            compute. Needs checkpoint. True or False (default).
+        loading_horizon: How many checkpointed modules' inputs may be on the device at once when they are offloaded:
+            those of the last modules stay, and backward fetches this many less one ahead. Integer >= 1; default 2.
+        offload_min_bytes: Inputs smaller than this stay on the device. Integer >= 0; default 65536.
+        offload_host_gib: Host memory in GiB that offloaded inputs may take on each rank; more is an error. A number
+            > 0, or None (default; four fifths of what the node has available at the start, divided by its ranks).
+    """
+
+    KNOB: ClassVar[str] = "activations"
+    MAIN: ClassVar[str | None] = "checkpoint"
+    ALLOWED: ClassVar[str] = "'none', 'full', 'every:N', 'selective'"
+    EXAMPLE: ClassVar[str] = '{"checkpoint": "full", "offload": true}'
+
+    checkpoint: str | Mapping[str, str] = setting("none", _CHECKPOINTING)
+    check: bool = setting(False, _BOOLEAN)
+    offload: bool = setting(False, _BOOLEAN)
+    loading_horizon: int = setting(2, _AT_LEAST_ONE)
+    offload_min_bytes: int = setting(65536, _COUNT)
+    offload_host_gib: float | None = setting(None, _GIB)
+
+    @classmethod
+    def _require_known(cls, fields: Mapping[str, Any]) -> None:
+        if fields and not any(read.nearest_name(str(name), cls.readers(), cutoff=0.7) for name in fields):
+            try:
+                globs = _CHECKPOINTING(cls.KNOB, fields)
+            except ValueError:
+                globs = None
+            if globs is not None:
+                raise ValueError(
+                    f"activations={fields!r}: class names and globs stand under the field `checkpoint`; write "
+                    f"activations={{'checkpoint': {globs!r}}}"
+                )
+        super()._require_known(fields)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Compression(Recipe):
+    """In which form parameters and gradients cross between nodes.
+
+    Args:
+        gather: Form of the parameter gather between nodes: 8-bit codes with a scale for each 256 elements. None
+            (default; as is), "int8" or "fp8". Every rank computes with the decoded weights; units whose weights are inf
+            or nan are gathered as they are.
+        gather_inside_nodes: Whether gather also encodes what travels inside a node. True or False (default).
+        gather_after_steps: Optimizer steps that still gather exactly before gather sets in. Integer >= 0; default 0.
+        gather_exclude: Parameters that gather leaves exact: globs over full names (["*norm*", "*.bias"]). Default none.
+        reduce: Form of gradient sums between nodes; sums are taken in float32. None (default; as is), "int8" or "int4"
+            (codes, inside a partition group that spans nodes and across replicas) or "bf16" (half of float32's bytes,
+            across replicas only; inside a partition group gradients travel in reduce_dtype).
+        error_feedback: Whether what int8 and int4 codes of gradients round off is added to the next gradients. It costs
+            a float32 copy of what a rank sends between nodes. True, False or "auto" (default; with these codes).
+    """
+
+    KNOB: ClassVar[str] = "compression"
+    WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "none": {},
+        "int8": {"gather": "int8", "reduce": "int8"},
+        "fp8": {"gather": "fp8"},
+        "int4": {"reduce": "int4"},
+        "bf16": {"reduce": "bf16"},
+    }
+    ALLOWED: ClassVar[str] = "'none', 'int8', 'fp8', 'int4', 'bf16'"
+    EXAMPLE: ClassVar[str] = '{"gather": "int8", "reduce": "int8"}'
+
+    gather: Literal["int8", "fp8"] | None = setting(
+        None, read.either(read.nothing(), read.word("int8", "fp8"), allowed="none, 'int8', 'fp8'")
+    )
+    gather_inside_nodes: bool = setting(False, _BOOLEAN)
+    gather_after_steps: int = setting(0, _COUNT)
+    gather_exclude: tuple[str, ...] = setting((), _GLOBS)
+    reduce: Literal["int8", "int4", "bf16"] | None = setting(
+        None, read.either(read.nothing(), read.word("int8", "int4", "bf16"), allowed="none, 'int8', 'int4', 'bf16'")
+    )
+    error_feedback: bool | Literal["auto"] = setting(
+        "auto", read.either(_BOOLEAN, read.word("auto"), allowed="true, false, 'auto'")
+    )
+
+    @property
+    def reduce_codes(self) -> Literal["int8", "int4"] | None:
+        """The codes that gradients travel in wherever they cross nodes; None: none ("bf16" is no code)."""
+        return None if self.reduce == "bf16" else self.reduce
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Collectives(Recipe):
+    """How collectives run; the defaults follow the cluster.
+
+    Args:
+        hierarchical: Whether a partition or replication group that spans nodes gathers and reduces in two stages,
+            between nodes and inside them, which sends fewer bytes over the slow link. True, False or "auto" (default;
+            on when the group spans more than one node and has more than one rank on each, unless the links that
+            SMP_LINKS names make one stage faster for the model's units).
+        forward_prefetch: How many units ahead of the one that runs gathers are started in forward, in the order in
+            which units are registered. Integer >= 0, or "auto" (default; by the links that SMP_LINKS names, otherwise
+            0: on CPU none, elsewhere as far as streams overlap).
+        backward_prefetch: How many units ahead gathers are started in backward. Integer >= 1, or "auto" (default; by
+            the links that SMP_LINKS names, otherwise 1).
+        reduce_scatter_buffers: How many units' gradients may be in flight inside the partition group; more take memory
+            and let backward go on where reductions are slower than it. CUDA and torch >= 2.13. Integer >= 1, or "auto"
+            (default; by the links that SMP_LINKS names, otherwise 1).
+        separate_reduce_scatter_group: Whether reductions in the partition group have a communicator of their own
+            beside that of gathers, so that both can be on the wire at once. CUDA and torch >= 2.13, collectives in one
+            stage. True or False (default).
+        symmetric_memory: Whether NCCL gathers and reduces from symmetric memory, by torch's own communication objects.
+            CUDA, collectives in one stage that are not compressed; the meter does not count them. True or False
+            (default).
+        context_head_groups: In how many groups the key and value heads travel between context ranks, so that one
+            group's gather runs behind the attention of the one before. Integer >= 1 (at most the number of key and
+            value heads; the next smaller divisor of it is taken) or "auto" (default; 2 on an accelerator, 1 on CPU).
+        meter: Whether bytes and seconds of collectives are counted by kind and link class. True (default) or False.
+    """
+
+    KNOB: ClassVar[str] = "collectives"
+    EXAMPLE: ClassVar[str] = '{"hierarchical": false, "forward_prefetch": 2}'
+
+    hierarchical: bool | Literal["auto"] = setting(
+        "auto", read.either(_BOOLEAN, read.word("auto"), allowed="true, false, 'auto'")
+    )
+    forward_prefetch: int | Literal["auto"] = setting("auto", _COUNT_OR_AUTO)
+    backward_prefetch: int | Literal["auto"] = setting("auto", _AT_LEAST_ONE_OR_AUTO)
+    reduce_scatter_buffers: int | Literal["auto"] = setting("auto", _AT_LEAST_ONE_OR_AUTO)
+    separate_reduce_scatter_group: bool = setting(False, _BOOLEAN)
+    symmetric_memory: bool = setting(False, _BOOLEAN)
+    context_head_groups: int | Literal["auto"] = setting("auto", _AT_LEAST_ONE_OR_AUTO)
+    meter: bool = setting(True, _BOOLEAN)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Planner(Recipe):
+    """What shard_degree="auto" plans with.
+
+    Args:
+        memory_headroom: Share of device memory that is left to activations and buffers. A number in [0, 1); default
+            0.35.
+        device_memory_gib: Device memory in GiB. A number > 0, or None (default; the device is asked).
+        optimizer: "adamw", "adamw-amsgrad", "adam", "adam-amsgrad", "adagrad", "rmsprop", "lion", "sgd-momentum", "sgd"
+            or "auto" (default; the one that is prepared together with the model, as under Accelerate; otherwise AdamW,
+            and a warning if Lightning's configure_optimizers makes one for which another degree would have been
+            chosen).
+    """
+
+    KNOB: ClassVar[str] = "planner"
+    EXAMPLE: ClassVar[str] = '{"memory_headroom": 0.2, "optimizer": "sgd"}'
+
+    memory_headroom: float = setting(0.35, read.number(0.0, 1.0, include_lowest=True))
+    device_memory_gib: float | None = setting(None, _GIB)
+    optimizer: str = setting("auto", read.word("auto", *_OPTIMIZERS))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Checkpoint(Recipe):
+    """How checkpoints are written and resumed: of each run, not of a model.
+
+    Args:
+        full_state_dict: Whether a checkpoint is one ordinary file with the full state dict instead of a folder that
+            every rank writes its shards to. True or False (default).
+        async_save: Whether a checkpoint is copied to host memory and written behind training, so that training stalls
+            for the copy only. At most one is in flight. True or False (default).
+        verify: What is checked before a checkpoint is loaded. "sizes" (headers and sizes of all files), "digests"
+            (every byte is read once more) or "auto" (default; digests when an interrupted save lies beside it, sizes
+            otherwise).
+        allow_batch_change: Whether a run may resume with another number of samples per optimizer step than it was saved
+            with, where accumulation cannot be adapted to keep it. True or False (default; refused).
+    """
+
+    KNOB: ClassVar[str] = "checkpoint"
+    WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "sharded": {},
+        "full": {"full_state_dict": True},
+        "async": {"async_save": True},
+    }
+    ALLOWED: ClassVar[str] = "'sharded', 'full', 'async'"
+    EXAMPLE: ClassVar[str] = '{"async_save": true, "verify": "digests"}'
+
+    full_state_dict: bool = setting(False, _BOOLEAN)
+    async_save: bool = setting(False, _BOOLEAN)
+    verify: Literal["auto", "sizes", "digests"] = setting("auto", read.word("auto", "sizes", "digests"))
+    allow_batch_change: bool = setting(False, _BOOLEAN)
+
+
+RECIPES: dict[str, type[Recipe]] = {
+    recipe.KNOB: recipe for recipe in (Units, Activations, Compression, Collectives, Planner, Checkpoint)
+}
+"""Knob -> its recipe, of the knobs that always have one. Their fields have names of their own ("units.modules"); one
+that may be off (`fp8`, `delayed_init`) is settled and shown as a whole."""
