@@ -38,6 +38,8 @@ from tests.harness import run_ranks
         "unknown",
         "misspelt argument",
         "unknown in config",
+        "former knob",
+        "former knob in config",
         "both",
         "not built",
         "fp8",
