@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-accelerate bench-cluster test quick test-slow lint clean
+.PHONY: help venv demo demo-accelerate bench-cluster gpu-check test quick test-slow lint clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ bench-cluster: $(STAMP) ## ours and the peers on an emulated cluster: Linux, roo
 	@[ "$$(uname)" = Linux ] && [ "$$(id -u)" = 0 ] || \
 		{ echo "make bench-cluster makes network namespaces: run it on Linux as root"; exit 1; }
 	$(BIN)/python benchmarks/cluster/bench.py $(BENCH_ARGS)
+
+gpu-check: $(STAMP) ## check the CUDA paths on one GPU, half an hour; results for docs/gpu.md
+	$(BIN)/python benchmarks/gpu/run.py
 
 lint: $(STAMP) ## style and types
 	$(BIN)/ruff check .

@@ -1,23 +1,18 @@
-"""Context parallelism: tokens per second, memory and balance by degree; on a CUDA device the operator against its like.
+"""Context parallelism: tokens per second, memory and balance by degree.
 
     python benchmarks/context_parallel.py [--length 1024] [--steps 3] [--out benchmarks/results/context-parallel.json]
-    python benchmarks/context_parallel.py --device cuda            # one GPU: the operator
-    torchrun --nproc-per-node 8 benchmarks/context_parallel.py --device cuda --length 131072    # degrees on GPUs
+    torchrun --nproc-per-node 8 benchmarks/context_parallel.py --device cuda --length 131072    # on GPUs
 
 By degree, on four gloo ranks of this machine (or the ranks torchrun started): a small Llama trains on one sequence per
 context group; tokens per second, bytes of activations that a rank holds at most for backward (and what they would be
 at degree 1, divided by the degree), bytes of gathered weights at that moment, which are model states and the same at
 every degree, on CUDA also the peak of allocated memory, and the work of each rank, counted from the kernel calls that
-were made (max / mean over ranks; 1 is perfect balance).
-
-On a CUDA device besides: TFLOPS of the operator, forward and backward, against torch's flash attention of the same
-causal sequence, and against torch's own context parallelism where that runs.
+were made (max / mean over ranks; 1 is perfect balance). The operator alone is measured by benchmarks/gpu.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -33,16 +28,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import enabled
-from smp_core.context_parallel.attention import attention
 from smp_core.context_parallel.kernels import count_attention_work
-from smp_core.context_parallel.key_value_exchange import register_group
-from smp_core.context_parallel.sequence_plan import SequencePlan
 from smp_core.engine import parallelize
 from smp_core.memory_report import MemoryReport
 from smp_core.topology import Topology
@@ -64,9 +54,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each degree; the median counts")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536], help="of the operator on CUDA"
-    )
     parser.add_argument("--out", type=Path, default=None, help="write the figures as JSON")
     options = parser.parse_args()
     result: dict[str, Any] = {"measured_on": machine(options.device), "length": options.length, "model": MODEL}
@@ -75,10 +62,10 @@ def main() -> None:
         if int(os.environ["RANK"]) != 0:
             return
         result["degrees"] = found
-    elif options.device == "cpu":
+    elif options.device == "cuda":
+        parser.error("--device cuda needs ranks: start it with torchrun")
+    else:
         result["degrees"] = on_local_ranks(options)
-    if options.device == "cuda" and "RANK" not in os.environ:
-        result["operator"] = [operator(length) for length in options.lengths]
     show(result)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -184,78 +171,18 @@ def timed(work: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def operator(length: int) -> dict[str, Any]:
-    """Forward and backward of one layer of Llama 3.1 8B's attention in bfloat16: ours as a rank runs it (two chunks,
-    one rank), torch's flash attention of the whole, and torch's context parallelism."""
-    device = torch.device("cuda")
-    shapes = ((1, length, heads, 128) for heads in (32, 8, 8))
-    q, k, v = (torch.randn(*s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-    grad = torch.randn(1, length, 32, 128, device=device, dtype=torch.bfloat16)
-    # Causal: half of the pairs; two products forward, five backward.
-    flop = 7 * 2 * 32 * 128 * length * (length + 1) / 2
-    group = register_group(None)
-    plan = SequencePlan(1, length, group=group.number).encode()
-
-    def ours() -> None:
-        torch.autograd.grad(attention(q, k, v, plan), (q, k, v), grad)
-
-    def flash() -> None:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out = F.scaled_dot_product_attention(
-                *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
-            )
-        torch.autograd.grad(out.transpose(1, 2), (q, k, v), grad)
-
-    found: dict[str, Any] = {"length": length}
-    for name, run in (("ours", ours), ("flash", flash), ("torch_context_parallel", torchs_own(q, k, v, grad))):
-        try:
-            for _ in range(3):
-                run()
-            seconds = statistics.median(timed(run, device) for _ in range(10))
-            found[f"{name}_tflops"] = flop / seconds / 1e12
-        except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
-            found[f"{name}_error"] = str(error).splitlines()[0]
-    if {"ours_tflops", "flash_tflops"} <= found.keys():
-        found["ours_over_flash"] = found["ours_tflops"] / found["flash_tflops"]
-    return found
-
-
-def torchs_own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor) -> Callable[[], None]:
-    """torch.distributed.tensor.experimental.context_parallel on a mesh of one rank; it shards its buffers in place."""
-
-    def run() -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.experimental import context_parallel
-
-        if not dist.is_initialized():
-            os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29544")
-            dist.init_process_group("nccl")
-        mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("cp",))
-        wide = [t.detach().transpose(1, 2).repeat_interleave(32 // t.shape[2], 1).requires_grad_() for t in (q, k, v)]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(context_parallel(mesh))
-            stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
-            out = F.scaled_dot_product_attention(*wide, is_causal=True)
-            torch.autograd.grad(out, wide, grad.transpose(1, 2))
-
-    return run
-
-
 def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    for title in ("degrees", "operator"):
-        rows = result.get(title)
-        if not rows:
-            continue
-        table = Table(title=f"context parallelism: {title}")
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        for column in columns:
-            table.add_column(column)
-        for row in rows:
-            table.add_row(*(_shown(row.get(column)) for column in columns))
-        Console().print(table)
+    rows = result["degrees"]
+    table = Table(title="context parallelism by degree")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(_shown(row.get(column)) for column in columns))
+    Console().print(table)
 
 
 def _shown(value: Any) -> str:

@@ -5,7 +5,7 @@ costs to look.
 
 One rank, a GPT-2 of twelve blocks on a CPU. Bytes are exact (counted by smp_core.memory_report.MemoryReport), so they
 say the same on any machine; step times are those of the machine named, which was doing other things too, and say little
-about a GPU: there, recomputation costs about a third of a step, and benchmarks/gpu_memory.py measures what copies cost.
+about a GPU: there, recomputation costs about a third of a step, and benchmarks/gpu measures what copies cost.
 Every second step is watched by MemoryReport, as SmpMonitor(memory_every_n_steps=...) watches some; what that costs is
 the difference of processor time (the least of all steps), which other programs disturb less than the clock.
 """

@@ -17,6 +17,11 @@ def run_behind(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def pins(device: torch.device) -> bool:
+    """Whether host memory that is copied to or from ``device`` is pinned; no other driver could use such pages."""
+    return device.type == "cuda"
+
+
 def used_here(tensor: torch.Tensor) -> None:
     """Keep the memory of ``tensor``, which is another stream's, until the present stream has done what it was given."""
     if run_behind(tensor.device):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from smp_core import streams
 from smp_core.activations.checkpointing import apply_checkpointing
 from smp_core.activations.host_pool import HostPool
 from smp_core.activations.offloading import Offloader, park_inputs
@@ -68,7 +69,7 @@ def save_activations(model: nn.Module, plan: Plan, device: torch.device) -> Acti
     # Offloading of the inputs from which modules recompute.
     offloader = None
     if asked.offloaded_bytes is not None:
-        pool = HostPool(asked.offloaded_bytes, pinned=device.type == "cuda", lower=_LOWER)
+        pool = HostPool(asked.offloaded_bytes, pinned=streams.pins(device), lower=_LOWER)
         offloader = Offloader(device, asked.horizon, pool, min_bytes=asked.min_bytes)
         for each in asked.checkpointed:
             park_inputs(model, each, offloader)

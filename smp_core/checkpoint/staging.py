@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
+from smp_core import streams
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor, StagedTensor, tie_key
 from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, name_tensors
@@ -119,7 +120,7 @@ class HostBuffers:
             slices = [_slice(tensor, item.index) for item in items]
             if key is None or key not in copied:
                 hosts = [self._copy((name, number), part, used) for number, part in enumerate(slices)]
-                devices |= {part.device for part in slices if part.device.type != "cpu"}
+                devices |= {part.device for part in slices if streams.run_behind(part.device)}
                 if key is not None:
                     copied[key] = hosts
             else:
@@ -133,11 +134,11 @@ class HostBuffers:
 
     def _copy(self, place: tuple[str, int], source: torch.Tensor, used: dict[Any, torch.Tensor]) -> torch.Tensor:
         source = source.detach()
-        on_device = source.device.type != "cpu"
+        behind = streams.run_behind(source.device)
         host = self._kept.get(place)
         if host is None or (host.shape, host.dtype) != (source.shape, source.dtype):
-            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=on_device and torch.cuda.is_available())
-        host.copy_(source, non_blocking=on_device)
+            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=streams.pins(source.device))
+        host.copy_(source, non_blocking=behind)
         used[place] = host
         return host
 

@@ -78,6 +78,15 @@ def cast_eager(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
 
 def transposed(x8_RC: torch.Tensor) -> torch.Tensor:
     """Make a row-major copy ``[C, R]`` of FP8 numbers, moved as bytes."""
+    if x8_RC.device.type == "cuda" and has_triton() and x8_RC.numel():
+        from smp_core.fp8.triton_casts import transposed_fused
+
+        return transposed_fused(x8_RC)
+    return transposed_eager(x8_RC)
+
+
+def transposed_eager(x8_RC: torch.Tensor) -> torch.Tensor:
+    """Do the same without Triton."""
     return x8_RC.view(torch.uint8).t().contiguous().view(x8_RC.dtype)
 
 

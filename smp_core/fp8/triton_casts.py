@@ -1,4 +1,5 @@
-"""The cast of a tensor in one pass as a Triton kernel: its FP8 numbers, their transpose and its amax.
+"""The cast of a tensor in one pass as a Triton kernel: its FP8 numbers, their transpose and its amax; and the transpose
+of numbers that are in FP8 already.
 
 The one pass makes delayed scaling cheaper than current scaling: with the scale known beforehand the tensor is read
 once, and the transposed copy that Hopper's gradient products need comes out of the same registers. Numbers are those of
@@ -59,6 +60,48 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     if COLUMNS:
         inside_t = (c[:, None] < C) & (r[None, :] < R)
         tl.store(columns_ptr + c[:, None] * R + r[None, :], tl.trans(numbers), mask=inside_t)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _transpose_kernel(  # type: ignore[no-untyped-def]
+    bytes_ptr,
+    columns_ptr,
+    R,
+    C,
+    stride_r,
+    stride_c,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    c = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    inside = (r[:, None] < R) & (c[None, :] < C)
+    numbers = tl.load(bytes_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=inside, other=0)
+    inside_t = (c[:, None] < C) & (r[None, :] < R)
+    tl.store(columns_ptr + c[:, None] * R + r[None, :], tl.trans(numbers), mask=inside_t)
+
+
+def transposed_fused(x8_RC: torch.Tensor) -> torch.Tensor:
+    """Make a row-major copy ``[C, R]`` of FP8 numbers of any strides on the current CUDA device.
+
+    Tiles pass through shared memory, so that both sides are touched 16 bytes at a time; torch's copy of a transposed
+    view of bytes touches one side byte by byte.
+    """
+    count_r, count_c = x8_RC.shape
+    given_RC = x8_RC.view(torch.uint8)
+    columns_CR = given_RC.new_empty(count_c, count_r)
+    grid = (triton.cdiv(count_r, _BLOCK_R), triton.cdiv(count_c, _BLOCK_C))
+    _transpose_kernel[grid](
+        given_RC,
+        columns_CR,
+        count_r,
+        count_c,
+        given_RC.stride(0),
+        given_RC.stride(1),
+        BLOCK_R=_BLOCK_R,
+        BLOCK_C=_BLOCK_C,
+    )
+    return columns_CR.view(x8_RC.dtype)
 
 
 def cast_fused(

@@ -19,12 +19,14 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from smp_core import streams
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors
 from smp_core.sharding.optimizer import MASTER, local_of
 from smp_core.sharding.optimizer_trial import KNOWN
@@ -98,10 +100,10 @@ class HostOptimizer:
     ) -> None:
         self._optimizer, self._device = optimizer, device
         self._chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
-        on_cuda = device.type == "cuda"
-        self._pinned = on_cuda
-        self._out = torch.cuda.Stream(device) if on_cuda else None
-        self._in = torch.cuda.Stream(device) if on_cuda else None
+        self._pinned = streams.pins(device)
+        behind = streams.run_behind(device)
+        self._out: Any = torch.get_device_module(device).Stream(device) if behind else None
+        self._in: Any = torch.get_device_module(device).Stream(device) if behind else None
         self._hosted: dict[torch.Tensor, _HostParameter] = {}
         # Chunks of optimizers that look at several parameters together, or count steps per group, would change them.
         self._in_chunks = kind in KNOWN
@@ -123,7 +125,7 @@ class HostOptimizer:
         with_gradient = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         chunks = list(self._chunks(with_gradient))
         if self._out is not None:
-            self._out.wait_stream(torch.cuda.current_stream(self._device))
+            self._out.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
         arrivals: list[Any] = [self._fetch(chunk) for chunk in chunks[:1]]
         for number, chunk in enumerate(chunks):
             if number + 1 < len(chunks):
@@ -133,7 +135,12 @@ class HostOptimizer:
             self._step_chunk(chunk)
             self._put_back(chunk)
         if self._in is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._in)
+            torch.get_device_module(self._device).current_stream(self._device).wait_stream(self._in)
+
+    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+        if stream is None:
+            return nullcontext()
+        return torch.get_device_module(self._device).stream(stream)  # type: ignore[no-any-return]
 
     def _chunks(self, parameters: list[torch.Tensor]) -> Iterator[list[_HostParameter]]:
         chunk: list[_HostParameter] = []
@@ -150,7 +157,7 @@ class HostOptimizer:
 
     def _fetch(self, chunk: list[_HostParameter]) -> Any:
         """Returns the event after which the copies are there; None: they are."""
-        with torch.cuda.stream(self._out):  # None: the stream that is current, also without CUDA
+        with self._on(self._out):
             for hosted in chunk:
                 hosted.fetch()
         return None if self._out is None else self._out.record_event()
@@ -206,7 +213,7 @@ class HostOptimizer:
         self._stepper.state[hosted.stepped] = entry
 
     def _put_back(self, chunk: list[_HostParameter]) -> None:
-        with torch.cuda.stream(self._in):
+        with self._on(self._in):
             for hosted in chunk:
                 hosted.put_back()
 

@@ -10,8 +10,11 @@ which storages every operator reads and writes, and the host's questions to the 
 The rules: a stream knows what it was made to wait for (vector clocks). Work on a storage has to know the last write to
 it, and a write all reads before. A storage that nobody holds any more goes back to the stream it was taken on, and the
 next one that is taken there may be the same memory: whatever was done with it has to be known to that stream, or its
-stream was told to the allocator (``record_stream``). In this model work on views counts as work on the whole storage,
-and numbers are meaningless.
+stream was told to the allocator (``record_stream``). Work on a view counts as work on the bytes from its first element
+to its last. Every communicator is a stream of its own, as NCCL's are. Numbers are meaningless.
+
+Memory that was asked for pinned is the host's, and so is what the host computes from it alone: that is done at once,
+and has to know of all copies that may still read or write what it touches. Its own allocator waits for copies.
 
 ``torch.multiprocessing.reductions.StorageWeakRef`` and ``_cdata`` are torch's only way to see a storage end.
 """
@@ -92,6 +95,8 @@ class Event:
 
 
 default, host = Stream(name="default"), Stream(name="host")
+launched: Counter[Stream] = Counter()
+"""How much each stream was given so far."""
 _current = [default]
 
 
@@ -111,14 +116,27 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 # Memory
 
 
-@dataclass
+@dataclass(frozen=True)
 class Use:
+    """Work on bytes ``first`` to ``last`` of a storage."""
+
     stream: Stream
     number: int
     what: str
+    first: int
+    last: int
+    writes: bool
 
     def is_known_to(self, stream: Stream) -> bool:
         return stream is self.stream or max(stream.known[self.stream], host.known[self.stream]) >= self.number
+
+    def meets(self, other: Use) -> bool:
+        return self.first < other.last and other.first < self.last and (self.writes or other.writes)
+
+    def stands_for(self, earlier: Use) -> bool:
+        """Whether who knows this one knows the earlier one, wherever that matters."""
+        covers = self.first <= earlier.first and earlier.last <= self.last and self.writes >= earlier.writes
+        return covers and earlier.is_known_to(self.stream)
 
     def __str__(self) -> str:
         return f"{self.what} on {self.stream.name}"
@@ -126,15 +144,15 @@ class Use:
 
 @dataclass
 class Block:
-    """The memory of one storage; ``uses``: the last one of each stream."""
+    """The memory of one storage."""
 
     ref: StorageWeakRef
     n_bytes: int
     taken_on: Stream
     where: str
-    uses: dict[Stream, Use] = field(default_factory=dict)
-    last_write: Use | None = None
+    uses: list[Use] = field(default_factory=list)
     told: set[Stream] = field(default_factory=set)
+    on_host: bool = False
 
 
 class Sanitizer(TorchDispatchMode):
@@ -162,7 +180,9 @@ class Sanitizer(TorchDispatchMode):
     def _collect(self) -> None:
         for key, block in list(self._blocks.items()):
             if block.ref.expired():
-                self._free.append(self._blocks.pop(key))
+                gone = self._blocks.pop(key)
+                if not gone.on_host:
+                    self._free.append(gone)
 
     def _block(self, tensor: torch.Tensor, stream: Stream) -> Block:
         storage = tensor.untyped_storage()
@@ -179,7 +199,7 @@ class Sanitizer(TorchDispatchMode):
         """Any free piece of the stream's that is large enough may be the one."""
         fitting = [old for old in self._free if old.taken_on is block.taken_on and old.n_bytes >= block.n_bytes]
         for old in fitting:
-            for use in old.uses.values():
+            for use in old.uses:
                 if use.stream not in old.told and not use.is_known_to(block.taken_on):
                     self.found[
                         f"memory of [{old.where}], of {old.taken_on.name}, is used again by [{block.where}] while "
@@ -188,16 +208,25 @@ class Sanitizer(TorchDispatchMode):
         self._free = [old for old in self._free if old not in fitting]
 
     def _use(self, tensor: torch.Tensor, stream: Stream, what: str, writes: bool) -> None:
-        block = self._block(tensor, stream)
-        use = Use(stream, stream.known[stream], f"{what} [{place()}]")
-        if block.last_write is not None and not block.last_write.is_known_to(stream):
-            self.found[f"{use} does not wait for {block.last_write}"] += 1
-        if writes:
-            for other in block.uses.values():
-                if other is not block.last_write and not other.is_known_to(stream):
-                    self.found[f"{use}, a write, does not wait for {other}"] += 1
-            block.last_write = use
-        block.uses[stream] = use
+        block, size = self._block(tensor, stream), tensor.element_size()
+        first = tensor.storage_offset() * size
+        spans = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        use = Use(stream, stream.known[stream], f"{what} [{place()}]", first, first + (1 + sum(spans)) * size, writes)
+        for other in block.uses:
+            if other.meets(use) and not other.is_known_to(stream):
+                kind = "" if other.writes else ", a write,"
+                self.found[f"{use}{kind} does not wait for {other}"] += 1
+        block.uses = [*(other for other in block.uses if not use.stands_for(other)), use]
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Make a new tensor's memory the host's."""
+        block = self._block(tensor, host)
+        block.on_host, block.uses = True, []
+        return tensor
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        return block is not None and block.on_host and not block.ref.expired()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -215,8 +244,12 @@ class Sanitizer(TorchDispatchMode):
             stream.wait_stream(caller)
         if name.startswith(("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero")):
             self.host_waits(name.split(".")[1], caller.known)
-        stream.known[stream] += 1
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _counts(leaf)]
+        on_host = bool(given) and all(map(self._is_on_host, given))
+        if on_host:
+            stream = caller = host
+        stream.known[stream] += 1
+        launched[stream] = stream.known[stream]
         written = {id(leaf) for leaf in _written(func, name, args, kwargs)}
         known = {leaf.untyped_storage()._cdata for leaf in given}
         made = func(*args, **kwargs)
@@ -227,13 +260,16 @@ class Sanitizer(TorchDispatchMode):
             for leaf in pytree.tree_leaves(made):
                 if _counts(leaf) and leaf.untyped_storage()._cdata not in known:
                     self._use(leaf, stream, name, True)
+                    self._block(leaf, stream).on_host = on_host
         if stream is not caller:
             self.last_async = stream.record_event()
         return made
 
 
 def _counts(leaf: Any) -> bool:
-    return type(leaf) in (torch.Tensor, nn.Parameter) and not leaf.is_meta and leaf.untyped_storage().nbytes() > 0
+    if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.is_meta:
+        return False
+    return leaf.numel() > 0 and leaf.untyped_storage().nbytes() > 0
 
 
 def _written(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
@@ -297,6 +333,16 @@ def _asking(method: Callable[..., Any], what: str, is_asked: Callable[..., bool]
     return called
 
 
+def _pinning(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        made = factory(*args, **kwargs)
+        if pin_memory:
+            sanitizer.pin(made.to_local() if hasattr(made, "to_local") else made)
+        return made
+
+    return called
+
+
 def play_a_device() -> None:
     """To be called before the core is imported, which takes functions of torch.distributed as they are then."""
     device: Any = torch.cpu
@@ -305,7 +351,7 @@ def play_a_device() -> None:
     whole_torch: Any = torch
     whole_torch.Event = Event
     whole_torch.accelerator.current_stream = current_stream
-    whole_torch.accelerator.synchronize = lambda *_: sanitizer.host_waits("synchronize", default.known)
+    whole_torch.accelerator.synchronize = lambda *_: sanitizer.host_waits("synchronize", launched)
     for name in ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single"):
         if hasattr(dist, name):
             setattr(dist, name, _asynchronous(getattr(dist, name)))
@@ -315,13 +361,14 @@ def play_a_device() -> None:
     tensor: Any = torch.Tensor
     tensor.record_stream = lambda self, stream: sanitizer.tell(self, stream)
     tensor.pin_memory = lambda self: self.clone()
+    whole_torch.empty, whole_torch.empty_like = _pinning(torch.empty), _pinning(torch.empty_like)
     tensor.tolist = _asking(tensor.tolist, "tolist")
     tensor.cpu = _asking(tensor.cpu, "cpu")
     # The copy from memory that is not pinned waits.
     whole_torch.tensor = _asking(torch.tensor, "tensor(device=)", lambda *_, **given: given.get("device") is not None)
     from smp_core import streams
 
-    streams.run_behind = lambda device: True
+    streams.run_behind = streams.pins = lambda device: True
 
 
 sanitizer = Sanitizer()
@@ -338,6 +385,9 @@ class Case:
         knobs: SmpConfig's.
         thaws: one parameter of the last block is frozen in the first micro-batch of a step.
         skips: forward ends before the last block, which is gathered ahead all the same.
+        evaluates: before each step a forward like that is evaluated, and what was gathered given up.
+        twice: backward runs through the last micro-batch's graph once more.
+        saves: after each step model and optimizer are staged for a checkpoint, which the host reads.
         without: one of ``WITHOUT``.
     """
 
@@ -346,6 +396,9 @@ class Case:
     micro_batches: int = 2
     thaws: bool = False
     skips: bool = False
+    evaluates: bool = False
+    twice: bool = False
+    saves: bool = False
     without: str | None = None
 
 
@@ -366,6 +419,7 @@ class Chain(nn.Module):
 
 def run(case: Case) -> dict[str, Any]:
     """What was wrong, and per line how often a step made the host wait (the first step not counted)."""
+    from smp_core.checkpoint.staging import HostBuffers
     from smp_core.config import SmpConfig
     from smp_core.engine import build_mesh, parallelize
     from smp_core.topology import Topology
@@ -377,27 +431,59 @@ def run(case: Case) -> dict[str, Any]:
     parallel = parallelize(model, config, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     parallel.prepare_optimizer(optimizer)
+    buffers = HostBuffers()
     sanitizer.found.clear()
     with sanitizer:
         for step in range(STEPS):
             if step == 1:
                 sanitizer.asked.clear()
+            if case.evaluates:
+                with torch.no_grad():
+                    parallel.module(torch.randn(8, WIDTH, dtype=dtype), True)
+                parallel.reshard()
             for micro in range(case.micro_batches):
                 model.blocks[-1][0].weight.requires_grad_(micro > 0 or not case.thaws)
-                with parallel.window.accumulate(enabled=micro < case.micro_batches - 1):
+                last = micro == case.micro_batches - 1
+                with parallel.window.accumulate(enabled=not last):
                     x = torch.randn(8, WIDTH, dtype=dtype, requires_grad=True)
                     loss = parallel.module(x, case.skips).float().pow(2).mean()
+                    if last and case.twice:
+                        with parallel.window.accumulate():
+                            loss.backward(retain_graph=True)
                     loss.backward()
             parallel.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
             parallel.meter.close_step()
+            if case.saves:
+                _save(parallel.model_state(), buffers)
     asked = {line: count / (STEPS - 1) for line, count in sanitizer.asked.items()}
     return {"found": dict(sanitizer.found), "asked": asked}
 
 
+def _save(state: dict[str, Any], buffers: Any) -> None:
+    for staged in buffers.fill(state).values():
+        for host_copy in staged.slices.values():
+            host_copy.clone()
+
+
 def _holds_nothing(recorded: Any, event: Any, run: Any) -> None:
     recorded.event, recorded.run = event, None
+
+
+def _dropped_at_once(group: Any) -> None:
+    if group is not None:
+        group._all_gather_result = None
+
+
+def _given_up_at_once(offloader: Any, packed: Any) -> Any:
+    if not isinstance(packed, torch.Tensor) and packed.device_tensor is not None:
+        packed.copied_out = None
+    return _kept["_unpack"](offloader, packed)
+
+
+_kept: dict[str, Any] = {}
+"""What a mutation calls in the end."""
 
 
 # Mends, taken out again: what is exchanged for what.
@@ -411,6 +497,12 @@ WITHOUT: dict[str, tuple[str, Any]] = {
         "smp_core.comm.encoded_sum.streams",
         SimpleNamespace(run_behind=lambda device: False),
     ),
+    "a gather that nobody used is waited for": ("smp_core.sharding.fsdp.passes.drop_gather", _dropped_at_once),
+    "an input that never left is held until its copy out is done": (
+        "smp_core.activations.offloading.Offloader._unpack",
+        _given_up_at_once,
+    ),
+    "a save waits for its copies": ("torch.accelerator.synchronize", lambda *_: None),
     "numbers go to the device from pinned memory": (
         "smp_core.streams.on_device",
         lambda values, dtype, device: torch.tensor(values, dtype=dtype, device=device),
@@ -422,6 +514,9 @@ def main(cases: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     play_a_device()
+    from smp_core.activations.offloading import Offloader
+
+    _kept["_unpack"] = Offloader._unpack
     results = []
     for case in (Case(**each) for each in json.loads(cases)):
         with mock.patch(*WITHOUT[case.without]) if case.without else contextlib.nullcontext():

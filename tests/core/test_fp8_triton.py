@@ -2,7 +2,7 @@
 
 Triton's interpreter does not round to FP8 as devices do (31.5 becomes 16 in E4M3, ties go away from even, nan of E4M3
 becomes 384), so values here are FP8 numbers times a power of two, or beyond the range; rounding is the instruction
-whose name is looked for in the compiled code, and `benchmarks/gpu_fp8.py` compares it bit by bit on a GPU.
+whose name is looked for in the compiled code, and `make gpu-check` compares it bit by bit on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 def interpret() -> None:
     """The kernel, interpreted, against the eager formula: odd sizes, other strides, too large values, infinities."""
-    from smp_core.fp8.triton_casts import cast_fused
+    from smp_core.fp8.triton_casts import cast_fused, transposed_fused
 
     scale = torch.tensor(2.0**-3)
     for dtype in (E4M3, E5M2):
@@ -50,6 +50,9 @@ def interpret() -> None:
         nothing, only_columns, _ = cast_fused(x, scale, dtype, rows=False, columns=True)
         assert none is None and nothing is None
         assert torch.equal(only_rows.t().contiguous().view(torch.uint8), only_columns.view(torch.uint8))
+        for given in (expected, expected.t(), expected[:, :1], expected[1:70, 3:40]):
+            seen = transposed_fused(given)
+            assert seen.is_contiguous() and torch.equal(seen.view(torch.uint8), given.view(torch.uint8).t())
         x[5, 7] = torch.nan
         assert cast_fused(x, scale, dtype, rows=True, columns=False)[2] == torch.inf
 

@@ -1,0 +1,68 @@
+"""The items of the GPU check: what each shows, its limit, and where its rows are made. Imports no torch.
+
+An item is a function `rows(on)` that yields (row's name, function that measures it and returns figures). A figure "ok"
+says whether something is right, "goal" and "met" what was hoped for; everything else is shown as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+PART_SECONDS = 540
+"""What the limits of one part's items add up to at most: parts are for machines that are lent for ten minutes."""
+
+PARTS = {1: "Correctness", 2: "Speed", 3: "A training step of 1 to 3 billion parameters"}
+Rows = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One process of the check.
+
+    Attributes:
+        where: "module:function" in this folder.
+        limit: seconds after which the process is ended; rows measured until then count.
+    """
+
+    name: str
+    part: int
+    where: str
+    limit: int
+    shows: str
+
+    def rows(self, on: Any) -> Rows:
+        module, function = self.where.split(":")
+        return getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(on)
+
+
+ITEMS = (
+    Item("kernels", 1, "exactness:kernels", 60, "Triton's kernels give the bytes of the eager formulas"),
+    Item("casts", 1, "exactness:casts", 40, "FP8 casts bit by bit, scales are powers of two"),
+    Item("products", 1, "exactness:products", 30, "FP8 products against float64, the noise floor of a layer"),
+    Item("flash", 1, "attention:correctness", 50, "flash attention, forward and backward, against plain products"),
+    Item("lifetimes", 1, "lifetimes:rows", 30, "memory that another stream reads is not used again"),
+    Item("knobs", 1, "one_process:knobs", 130, "NCCL and FSDP2 units in one process: every knob against the CPU"),
+    Item("float16", 1, "one_process:float16", 30, "float16 with loss scaling"),
+    Item("resume", 1, "one_process:resume", 30, "asynchronous saves, and a resume with the device's random numbers"),
+    Item("auto", 1, "one_process:auto", 30, "shard_degree='auto' plans with the device's memory"),
+    Item("four ranks", 1, "four_ranks:rows", 110, "four gloo ranks with CUDA tensors equal CPU ranks, also delayed"),
+    Item("codecs", 2, "speed:codecs", 60, "payloads and casts against the copy bandwidth"),
+    Item("linear layers", 2, "speed:layers", 180, "FP8 linear layers against bfloat16, torchao, Transformer Engine"),
+    Item("attention", 2, "attention:speed", 130, "the attention operator against flash, cuDNN, FA3 and torch's"),
+    Item("overhead", 2, "steps:overhead", 120, "torch-smp against plain torch and bare FSDP2 in one process"),
+    Item("host optimizer", 2, "steps:host_optimizer", 50, "a step of states in host memory"),
+    Item("activations", 3, "steps:modes", 270, "recomputation and offloading: time, memory by kind, hidden copies"),
+    Item("FP8 step", 3, "steps:fp8", 120, "a training step in FP8 against bfloat16"),
+    Item("longest sequence", 3, "steps:longest", 90, "the longest sequence with chunked loss and offloading"),
+    Item("profile", 3, "steps:gaps_rows", 60, "what the device waits for in a step"),
+)  # fmt: skip
+
+# One device cannot show these.
+NOT_SHOWN = (
+    "NCCL between ranks: whether it hangs or corrupts, its speed, symmetric memory and separate communicators",
+    "replicas that take different branches (gloo makes the host wait, which hides what NCCL would do)",
+    "communication behind computation, and the gains on two nodes",
+)
