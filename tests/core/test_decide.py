@@ -123,13 +123,48 @@ def test_a_knob_becomes_what_takes_effect_and_says_why(knobs: dict[str, Any], kn
     assert why in plan.knobs.why(knob)
 
 
-DROPPED = [(knobs, knob) for knobs, knob, value, why in SETTLED if value in (None, False) and knob in knobs]
+ASKED_OF = [(knobs, knob, value) for knobs, knob, value, _ in SETTLED if value in (None, False)]
+DROPPED = [
+    (knobs, knob)
+    for knobs, knob, value in ASKED_OF
+    if attrgetter(knob)(SmpConfig(**knobs)) not in (value, "auto", attrgetter(knob)(SmpConfig()))
+]
 
 
-@pytest.mark.parametrize(("knobs", "knob"), DROPPED, ids=[knob for _, knob in DROPPED])
+@pytest.mark.parametrize(("knobs", "knob"), DROPPED, ids=[f"{knob} of {knobs}" for knobs, knob in DROPPED])
 def test_what_has_no_effect_is_a_warning(knobs: dict[str, Any], knob: str) -> None:
-    said = [line for line in plan_of(**knobs).warnings if line.startswith(f"{knob}=")]
-    assert len(said) == (knobs[knob] is not False) and all("has no effect" in line for line in said)
+    [said] = [line for line in plan_of(**knobs).warnings if line.startswith(f"{knob}=")]
+    assert "has no effect" in said
+
+
+# (nodes, ranks of a node, ranks of a partition group), whatever divides what.
+CLUSTERS = [
+    (nodes, per_node, degree)
+    for nodes, per_node in ((1, 1), (1, 8), (2, 1), (2, 4), (3, 2), (4, 8), (16, 8))
+    for degree in sorted({1, 2, 3, 4, per_node, 2 * per_node, nodes * per_node})
+]
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "degree"), CLUSTERS, ids=[f"{n}x{k}, {d}" for n, k, d in CLUSTERS])
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_layout_is_what_its_ranks_say(nodes: int, per_node: int, degree: int, context: int) -> None:
+    """Against a list of the ranks of every group, counted one by one."""
+    world = nodes * per_node
+    groups = [range(first, first + degree) for first in range(0, world, degree)]
+    on_nodes = [{rank // per_node for rank in group} for group in groups]
+    fits = world % degree == 0 and (degree % per_node == 0 or all(len(nodes_of) == 1 for nodes_of in on_nodes))
+    try:
+        asked = SmpConfig(shard_degree=degree, context_parallel_degree=context)
+        plan = decide(Shapes.of(Tower(), asked), asked, Cluster(Topology.uniform(world, per_node), host_memory=GIB))
+    except ValueError as error:
+        assert not fits or degree % context
+        assert ("context_parallel_degree" if degree % context else "shard_degree") in str(error)
+        return
+    assert fits and degree % context == 0
+    assert [list(group) for group in plan.layout.groups(*PARTITION)] == [list(group) for group in groups]
+    assert plan.layout.size(*GRADIENTS) == world and plan.layout.size(*DATA) == world // context
+    assert plan.gathers == (degree > 1)
+    assert plan.hierarchical == (per_node > 1 and any(len(nodes_of) > 1 for nodes_of in on_nodes))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
