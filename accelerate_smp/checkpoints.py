@@ -108,12 +108,10 @@ def write(
         state["state_dict"] = _model_state(models[0])
     if len(models) > 1:
         state["more_state_dicts"] = [_model_state(model) for model in models[1:]]
-    state["optimizer_states"] = [
-        named_optimizer_state(_owner(models, optimizer), optimizer) for optimizer in _optimizers(accelerator)
-    ]
-    state["lr_schedulers"] = [
-        scheduler.state_dict() for scheduler in (accelerator._schedulers if schedulers is None else schedulers)
-    ]
+    optimizers = _optimizers(accelerator)
+    state["optimizer_states"] = [named_optimizer_state(_owner(models, each), each) for each in optimizers]
+    saved_schedulers = accelerator._schedulers if schedulers is None else schedulers
+    state["lr_schedulers"] = [scheduler.state_dict() for scheduler in saved_schedulers]
     state["accelerate"] = {
         "step": accelerator.step,
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),

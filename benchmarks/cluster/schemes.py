@@ -361,7 +361,7 @@ def calibrate(k: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemes", required=True, help="separated by commas")
     parser.add_argument("--micro", type=int, default=1, help="micro-batches of an optimizer step")
@@ -369,7 +369,11 @@ def main() -> None:
     parser.add_argument("--param-dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--compute-ms", type=float, default=0.0)
     parser.add_argument("--width", type=int, default=WIDTH, help="of the transformer; not for DeepSpeed")
-    asked = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = arguments()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     names, k = asked.schemes.split(","), int(os.environ["LOCAL_WORLD_SIZE"])

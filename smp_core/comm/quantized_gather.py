@@ -86,16 +86,18 @@ class GatherPolicy:
 
     @torch.no_grad()
     def _look(self) -> list[bool]:
+        # Phase 1: the largest magnitude of every shard. torch._foreach_norm is one kernel for all of them and has no
+        # public name.
         held = [[each for each in shards() if each.numel() and each.is_floating_point()] for _, shards in self._shards]
-        # torch._foreach_norm is one kernel for all of them and has no public name.
-        norms = iter(
-            torch._foreach_norm([shard for of_unit in held for shard in of_unit], torch.inf) if any(held) else ()
-        )
-        fine = torch.ones((), dtype=torch.bool, device=self._device)
-        finite = [
-            torch.stack([next(norms).float() for _ in of_unit]).isfinite().all().to(self._device) if of_unit else fine
-            for of_unit in held
-        ]
+        every_shard = [shard for of_unit in held for shard in of_unit]
+        norms = iter(torch._foreach_norm(every_shard, torch.inf) if every_shard else ())
+        # Phase 2: whether all of a unit's are finite, here and on the other ranks.
+        finite = []
+        for of_unit in held:
+            fine = torch.ones((), dtype=torch.bool, device=self._device)
+            if of_unit:
+                fine = torch.stack([next(norms).float() for _ in of_unit]).isfinite().all().to(self._device)
+            finite.append(fine)
         flags = (~torch.stack(finite)).to(torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         return [flag == 0 for flag in flags.tolist()]
