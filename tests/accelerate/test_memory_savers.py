@@ -52,6 +52,7 @@ def train_all() -> dict[str, Any]:
     return {name: train(**knobs) for name, knobs in SAVERS.items()}
 
 
+@pytest.mark.slow
 def test_every_saver_trains_the_same() -> None:
     for found in run_ranks(train_all, 2):
         for name, (its_losses, its_weights, _) in found.items():

@@ -125,6 +125,7 @@ def train_several(cases: list[dict]) -> list[Trajectory]:
     return [train_together(torch.float64, **case) for case in cases]
 
 
+@pytest.mark.slow
 def test_secondary_shards_and_prefetch_train_like_one_process() -> None:
     for trajectories in run_ranks(train_several, 4, GATHERING, ranks_per_node=2, timeout=600):
         for case, seen in zip(GATHERING, trajectories, strict=True):

@@ -35,7 +35,7 @@ def cached(folder: Path) -> Corpus:
     return Corpus(built, json.loads((built / "facts.json").read_text()))
 
 
-def check(out: Path, cache: Path, batch_size: int) -> dict[str, Any]:
+def check(out: Path, cache: Path, batch_size: int, ranks: int = 4) -> dict[str, Any]:
     """What a finished run has to show; everything is recomputed here from the files alone."""
     results: dict[str, Any] = json.loads((out / "results.json").read_text())
     assert len(results["loss"]) == STEPS
@@ -48,7 +48,7 @@ def check(out: Path, cache: Path, batch_size: int) -> dict[str, Any]:
     assert results["validation_perplexity"] == pytest.approx(np.exp(results["validation_loss"]), rel=1e-5)
     folder = out / "transformers"
     model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64).eval()
-    blocks = TextData(cached(cache), 64, batch_size, ranks=4, validation_blocks=64).validation_blocks
+    blocks = TextData(cached(cache), 64, batch_size, ranks=ranks, validation_blocks=64).validation_blocks
     with torch.no_grad():
         losses = [
             F.cross_entropy(model(block["input_ids"][None]).logits[0], block["targets"]).item()
@@ -65,15 +65,18 @@ def check(out: Path, cache: Path, batch_size: int) -> dict[str, Any]:
     return results
 
 
-def test_four_ranks_train_a_model_that_plain_transformers_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_train_a_model_that_plain_transformers_loads(ranks: int, tmp_path: Path) -> None:
     out, cache = tmp_path / "out", tmp_path / "cache"
-    run = f"{SCRIPT} --ranks 4 --nodes 2 --accelerator cpu --shard-degree 2 --accumulate 2 --batch-size 4".split()
+    batch = 16 // ranks
+    run = f"{SCRIPT} --ranks {ranks} --nodes 2 --accelerator cpu --shard-degree 2 --accumulate 2".split()
     done = run_script(
-        [*run, *SMALL, "--steps", str(STEPS), "--cache-dir", cache, "--out", out, "--delayed-init"],
+        [*run, *SMALL, "--batch-size", str(batch), "--steps", str(STEPS), "--cache-dir", cache]
+        + ["--out", out, "--delayed-init"],
         env={"MASTER_PORT": str(free_port())},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    results = check(out, cache, batch_size=4)
+    results = check(out, cache, batch, ranks)
     assert f"perplexity {results['validation_perplexity']:.1f}; unigram baseline" in done.stdout
     assert re.search(r"Difference +\S+ \(allowed 1e-05\): equal", done.stdout)
     assert re.search(r"Monitor: \S+ samples/s, .* MB sent to other nodes, \S+ MB inside the node", done.stdout)

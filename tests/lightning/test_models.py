@@ -51,7 +51,9 @@ class VisionTransformer(PictureModule):
         return F.cross_entropy(self.model(F.pad(pictures, (1, 1, 1, 1))).logits, labels)
 
 
-@pytest.mark.parametrize("kind, degree", [(Convolutions, 2), (Convolutions, 4), (VisionTransformer, 4)])
+@pytest.mark.parametrize(
+    "kind, degree", [(Convolutions, 2), (Convolutions, 4), pytest.param(VisionTransformer, 4, marks=pytest.mark.slow)]
+)
 def test_vision_models_train_like_one_process(kind: type[PictureModule], degree: int) -> None:
     flags = {**EXACT, "max_epochs": 2}
     assert_same(together(fit, kind, knobs={"shard_degree": degree}, **flags), fit(kind, **flags))

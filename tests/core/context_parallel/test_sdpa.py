@@ -167,7 +167,8 @@ def compiled_errors(backend: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow  # in the normal run: tests/core/context_parallel/test_models.py compiles layers
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_plain_module_compiles_as_one_graph(backend: str) -> None:
     for error in run_ranks(compiled_errors, 2, backend, timeout=600):
         assert error <= 1e-12
