@@ -8,11 +8,12 @@ SageMaker SMP's `partial` folders are refused: their layout is not published.
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 import os
 import pickle
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.reader import decode_state
 from smp_core.checkpoint.save_plan import LazyTensor
 from smp_core.checkpoint.staging import stage
+from smp_core.checkpoint.untrusted import FOLDER_NAMES, JSON_BYTES, Fields, is_plain, only_checkpoint_errors, read_json
 from smp_core.checkpoint.verify import check_files
 from smp_core.checkpoint.writer import SaveOptions, write_staged
 
@@ -72,7 +74,7 @@ def import_checkpoint(
     readers: dict[str, Callable[[], tuple[dict[str, Any], dict[str, bytes | str]]]] = {
         "huggingface": lambda: _read_huggingface(Path(address), ties or {}),
         "dcp": lambda: (read_dcp_folder(address), {}),
-        "lightning-file": lambda: (_torch_load(Path(address), allow_pickle), {}),
+        "lightning-file": lambda: (_torch_load(Path(address).resolve(), allow_pickle), {}),
         "lightning": lambda: (_read_lightning_folder(Path(address), allow_pickle), {}),
         "accelerate": lambda: (_read_accelerate(Path(address)), {}),
     }
@@ -80,7 +82,8 @@ def import_checkpoint(
         raise CheckpointError(f"{address} cannot be imported: {_why_not(kind, address)}")
     if ties and kind != "huggingface":
         raise CheckpointError("ties are for Hugging Face folders; the other formats keep tied tensors under all names")
-    state, extra_files = readers[kind]()
+    with only_checkpoint_errors(address):
+        state, extra_files = readers[kind]()
     metadata: dict[str, Any] = {"imported_from": kind}
     key = next((key for key in ("state_dict", "model") if isinstance(state.get(key), dict)), None)
     if add_prefix:
@@ -100,7 +103,9 @@ def _names(address: str) -> list[str]:
     path = Path(address)
     if not path.exists():
         raise CheckpointError(f"there is nothing at {address}")
-    return sorted(str(file.relative_to(path)) for file in path.rglob("*")) if path.is_dir() else []
+    if not path.is_dir():
+        return []
+    return sorted(str(file.relative_to(path)) for file in itertools.islice(path.rglob("*"), FOLDER_NAMES))
 
 
 def _why_not(kind: str | None, address: str) -> str:
@@ -117,14 +122,16 @@ def _why_not(kind: str | None, address: str) -> str:
 def _read_huggingface(folder: Path, ties: dict[str, str]) -> tuple[dict[str, Any], dict[str, bytes | str]]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        content = Fields(read_json(_regular(index, JSON_BYTES).read_bytes(), str(index)), str(index))
+        files = sorted(set(content.text_map("weight_map").values()))
     else:
         files = ["model.safetensors"]
     model: dict[str, LazyTensor] = {}
     mentioned = dict(ties)
     for name in files:
-        if os.path.basename(name) != name:
+        if not is_plain(name):
             raise CheckpointError(f"{index} names the file {name!r}, which is not in the folder")
+        _regular(folder / name)
         try:
             with safe_open(folder / name, framework="pt") as file:
                 facts = file.metadata() or {}
@@ -132,8 +139,6 @@ def _read_huggingface(folder: Path, ties: dict[str, str]) -> tuple[dict[str, Any
                     view = file.get_slice(key)
                     dtype = torch_dtype(view.get_dtype())
                     model[key] = LazyTensor(tuple(view.get_shape()), dtype, _loader(folder / name, key), tie=key)
-        except FileNotFoundError:
-            raise CheckpointError(f"{folder / name} is missing") from None
         except Exception as error:
             raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
         mentioned.update({dropped: kept for dropped, kept in facts.items() if kept in model and dropped not in model})
@@ -142,11 +147,43 @@ def _read_huggingface(folder: Path, ties: dict[str, str]) -> tuple[dict[str, Any
             raise CheckpointError(f"ties: there is no tensor {kept!r}; there are e.g. {', '.join(list(model)[:3])}")
         if dropped != "format":
             model[dropped] = model[kept]
-    small = [f for f in folder.iterdir() if f.suffix in _COMPANIONS and f.stat().st_size <= _COMPANION_BYTES]
-    extra: dict[str, bytes | str] = {
-        f.name: f.read_bytes() for f in sorted(small) if not f.name.endswith(".index.json")
-    }
-    return {"state_dict": model}, extra
+    return {"state_dict": model}, _companions(folder)
+
+
+def _companions(folder: Path) -> dict[str, bytes | str]:
+    """Read the small files of a Hugging Face folder: configuration, tokenizer, the model's code (which is not run)."""
+    found: dict[str, bytes | str] = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix not in _COMPANIONS or file.name.endswith(".index.json") or not is_plain(file.name):
+            continue
+        try:
+            found[file.name] = _regular(file, _COMPANION_BYTES).read_bytes()
+        except CheckpointError as error:
+            logger.warning("not imported: %s", error)
+    return found
+
+
+def _regular(file: Path, limit: int | None = None) -> Path:
+    """Return the path of a regular file of a foreign folder, with at most ``limit`` bytes.
+
+    A link has to stay in the folder, or in the ``blobs`` beside it that the Hugging Face cache keeps its files in.
+
+    Raises:
+        CheckpointError: it is missing, a pipe, a link to elsewhere, too large.
+    """
+    try:
+        there = file.resolve(strict=True)
+        folder = file.parent.resolve()
+        status = there.stat()
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{file} is missing or cannot be read: {error}") from error
+    if folder not in there.parents and there.parent != folder.parent.parent / "blobs":
+        raise CheckpointError(f"{file} is a link to {there}, out of the folder: not followed; copy the file there")
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{file} is no regular file but a folder, a pipe or a device: not read")
+    if limit is not None and status.st_size > limit:
+        raise CheckpointError(f"{file} has {status.st_size} bytes, at most {limit} are read")
+    return there
 
 
 def _loader(path: Path, key: str) -> Callable[[], torch.Tensor]:
@@ -159,6 +196,7 @@ def _loader(path: Path, key: str) -> Callable[[], torch.Tensor]:
 
 
 def _torch_load(path: Path, allow_pickle: bool) -> dict[str, Any]:
+    _regular(path)
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:
@@ -167,8 +205,8 @@ def _torch_load(path: Path, allow_pickle: bool) -> dict[str, Any]:
             f"{path} holds values that only unrestricted unpickling can read ({first}); pass allow_pickle=True "
             "(--allow-pickle) if you trust its origin"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except Exception as error:  # of a damaged file anything
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dict")
     if all(isinstance(value, torch.Tensor) for value in content.values()):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from smp_core.checkpoint.layout import CheckpointError, dtype_name
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.root import find_checkpoints, join, read_latest
+from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import verify_checkpoint
 
 _LARGEST = 20
+_WRITER = re.compile(r"tensors-(\d{5,9})-of-")
+
+
+def _text(value: object) -> Text:
+    """Return what a checkpoint says about itself, without markup or control characters for the terminal."""
+    return Text("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)))
 
 
 def _size(count: int) -> str:
@@ -32,38 +41,40 @@ def checkpoint_tables(path: str | os.PathLike[str], all_tensors: bool = False) -
         CheckpointError: not a readable checkpoint.
     """
     opened = open_checkpoint(path)
-    return [_facts(opened), _files(opened), _tensors(opened, all_tensors)]
+    with only_checkpoint_errors(opened.address):
+        return [_facts(opened), _files(opened), _tensors(opened, all_tensors)]
 
 
 def _facts(opened: OpenCheckpoint) -> Table:
     manifest, index = opened.manifest, opened.index
     table = Table("fact", "value", title=opened.address, title_justify="left")
     table.add_row("step", "-" if manifest.step is None else str(manifest.step))
-    table.add_row("created", manifest.created)
+    table.add_row("created", _text(manifest.created))
     table.add_row("saved by", f"{manifest.world_size} ranks")
     for mesh in manifest.meshes:
-        axes = ", ".join(f"{axis}={size}" for axis, size in zip(mesh["axes"], mesh["shape"], strict=False))
-        table.add_row("mesh of rank 0", f"{axes or mesh['shape']} over ranks {mesh['ranks']}")
-    table.add_row("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+        axes, shape = mesh.get("axes") or [], mesh.get("shape") or []
+        named = ", ".join(f"{axis}={size}" for axis, size in zip(axes, shape, strict=False))
+        table.add_row("mesh of rank 0", _text(f"{named or shape} over ranks {mesh.get('ranks')}"))
+    table.add_row("versions", _text(", ".join(f"{name} {version}" for name, version in manifest.versions.items())))
     table.add_row(
         "tensors", f"{len(index.tensors)}, {sum(record.numel for record in index.tensors.values()):,} elements"
     )
     dtypes = Counter(dtype_name(record.dtype) for record in index.tensors.values())
     table.add_row("dtypes", ", ".join(f"{name}: {count}" for name, count in dtypes.most_common()))
     if index.aliases:
-        table.add_row("tied", ", ".join(f"{name} = {target}" for name, target in index.aliases.items()))
+        table.add_row("tied", _text(", ".join(f"{name} = {target}" for name, target in index.aliases.items())))
     table.add_row("bytes", _size(manifest.total_bytes))
     for key, value in manifest.metadata.items():
-        table.add_row(f"metadata.{key}", str(value))
+        table.add_row(_text(f"metadata.{key}"), _text(value))
     if manifest.pickled:
-        table.add_row("needs allow_pickle", ", ".join(manifest.pickled))
+        table.add_row("needs allow_pickle", _text(", ".join(manifest.pickled)))
     return table
 
 
 def _files(opened: OpenCheckpoint) -> Table:
     table = Table("file", "bytes", opened.manifest.algorithm, title="files", title_justify="left")
     for name, record in sorted(opened.manifest.files.items()):
-        table.add_row(name, _size(record.bytes), record.digest)
+        table.add_row(_text(name), _size(record.bytes), _text(record.digest))
     return table
 
 
@@ -77,7 +88,11 @@ def _tensors(opened: OpenCheckpoint, all_tensors: bool) -> Table:
     table = Table("tensor", "shape", "dtype", "bytes", "slices", title=title, title_justify="left")
     for name, record in records:
         table.add_row(
-            name, str(list(record.shape)), dtype_name(record.dtype), _size(record.bytes), str(len(record.chunks))
+            _text(name),
+            _text(list(record.shape)),
+            dtype_name(record.dtype),
+            _size(record.bytes),
+            str(len(record.chunks)),
         )
     return table
 
@@ -93,15 +108,16 @@ def list_table(root: str | os.PathLike[str]) -> Table:
     for name in find_checkpoints(root, broken_too=True):
         address = join(root, name)
         problems = verify_checkpoint(address)
-        state = "[red]broken: " + problems[0] if problems else "whole"
+        state = Text("broken: ", style="red") + _text(problems[0]) if problems else Text("whole")
         state += " (LATEST)" if name == latest else ""
         try:
             manifest = open_checkpoint(address).manifest
         except CheckpointError:
-            table.add_row(name, "", "", "", "", state)
+            table.add_row(_text(name), "", "", "", "", state)
             continue
         step = "-" if manifest.step is None else str(manifest.step)
-        table.add_row(name, step, manifest.created[:19], str(manifest.world_size), _size(manifest.total_bytes), state)
+        created = _text(manifest.created[:19])
+        table.add_row(_text(name), step, created, str(manifest.world_size), _size(manifest.total_bytes), state)
     return table
 
 
@@ -117,9 +133,9 @@ def plot_bytes(path: str | os.PathLike[str], out: Path) -> None:
     except ImportError:
         raise CheckpointError("--plot needs matplotlib: pip install 'torch-smp[plot]'") from None
     written = {
-        int(name.split("tensors-")[1].split("-")[0]): record.bytes
+        int(match[1]): record.bytes
         for name, record in opened.manifest.files.items()
-        if name.startswith("tensors-")
+        if (match := _WRITER.match(name)) is not None
     }
     ranks = range(opened.manifest.world_size)
     figure = Figure(figsize=(max(5.0, 0.3 * len(ranks)), 3.5), layout="constrained")

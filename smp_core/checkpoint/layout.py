@@ -18,12 +18,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
 import xxhash
+
+from smp_core.checkpoint.untrusted import (
+    EXTRA,
+    HEADER_BYTES,
+    MANIFEST_BYTES,
+    Fields,
+    file_name,
+    is_plain,
+    only_checkpoint_errors,
+    read_json,
+)
+from smp_core.checkpoint.untrusted import CheckpointError as CheckpointError
 
 FORMAT = "torch-smp-checkpoint"
 VERSION = 1
@@ -50,10 +63,6 @@ _SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-
-
-class CheckpointError(RuntimeError, ValueError):
-    """A checkpoint cannot be written, read or trusted. The message names the file or tensor and what to do."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -216,23 +225,35 @@ class Index:
         return {"format": FORMAT, "version": VERSION, "tensors": tensors, "aliases": aliases}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Index:
-        """Parse the content of index.json."""
+    def from_json(cls, data: Mapping[str, Any], where: str) -> Index:
+        """Parse the content of index.json. Whether it fits the files is checked by smp_core.checkpoint.coverage.
+
+        Raises:
+            CheckpointError: a field is missing or of another type; an alias of nothing.
+        """
+        top = Fields(data, where)
         tensors = {
-            name: TensorRecord(
-                shape=tuple(entry["shape"]),
-                dtype=dtype_from_name(entry["dtype"]),
-                path=path_from_json(entry["path"]),
-                chunks=tuple(
-                    Chunk(c["file"], c["entry"], tuple(c["offset"]), tuple(c["shape"]), c["bytes"][0], c["bytes"][1])
-                    for c in entry["chunks"]
-                ),
-            )
-            for name, entry in data["tensors"].items()
+            name: _tensor_record(Fields(entry, f"{where}: {name}")) for name, entry in top.get("tensors", dict).items()
         }
-        aliases = {name: entry["tensor"] for name, entry in data["aliases"].items()}
-        paths = {name: path_from_json(entry["path"]) for name, entry in data["aliases"].items()}
+        aliases, paths = {}, {}
+        for name, entry in top.get("aliases", dict).items():
+            alias = Fields(entry, f"{where}: {name}")
+            aliases[name] = alias.text("tensor")
+            paths[name] = path_from_json(alias.get("path", list))
+            if aliases[name] not in tensors or name in tensors:
+                raise CheckpointError(f"{where} is damaged: {name} shares memory with {aliases[name]}, which is none")
         return cls(tensors, aliases, paths)
+
+
+def _tensor_record(entry: Fields) -> TensorRecord:
+    chunks = []
+    for content in entry.get("chunks", list):
+        chunk = Fields(content, entry.where)
+        begin, end = (*chunk.sizes("bytes"), 0, 0)[:2]
+        name = file_name(chunk.text("file"), entry.where)
+        chunks.append(Chunk(name, chunk.text("entry"), chunk.sizes("offset"), chunk.sizes("shape"), begin, end))
+    dtype = dtype_from_name(entry.text("dtype"))
+    return TensorRecord(entry.sizes("shape"), dtype, path_from_json(entry.get("path", list)), tuple(chunks))
 
 
 def optimizer_part(path: tuple[Any, ...]) -> dict[str, Any]:
@@ -251,8 +272,18 @@ def path_to_json(path: tuple[Any, ...]) -> list[Any]:
 
 
 def path_from_json(path: list[Any]) -> tuple[Any, ...]:
-    """Parse a path from JSON: the inverse of :func:`path_to_json`."""
-    return tuple(path_from_json(key["tuple"]) if isinstance(key, dict) else key for key in path)
+    """Parse a path from JSON: the inverse of :func:`path_to_json`.
+
+    Raises:
+        CheckpointError: a key that is no string, number or tuple.
+    """
+    keys = []
+    for key in path:
+        nested = isinstance(key, dict) and isinstance(key.get("tuple"), list)
+        if not nested and not isinstance(key, (str, int, float, type(None))):
+            raise CheckpointError(f"a path is damaged: {key!r} is no key of a dict or list")
+        keys.append(path_from_json(key["tuple"]) if nested else key)
+    return tuple(keys)
 
 
 @dataclass(frozen=True)
@@ -308,11 +339,8 @@ class Manifest:
         Raises:
             CheckpointError: not JSON, not of this format, of a later version, or changed since it was written.
         """
-        try:
-            content = json.loads(data)
-        except ValueError as error:
-            raise CheckpointError(f"{where} is damaged: not readable as JSON ({error})") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
+        content = read_json(data, where, MANIFEST_BYTES)
+        if content.get("format") != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a {FORMAT} folder")
         if content.get("version") != VERSION:
             raise CheckpointError(
@@ -322,12 +350,47 @@ class Manifest:
         expected = content.pop("manifest_digest", None)
         if expected != digest_of(_canonical(content), "xxh3"):
             raise CheckpointError(f"{where} is damaged or was edited: its content does not fit its own digest")
-        del content["format"], content["version"]
-        try:
-            content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
-            return cls(**content)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{where} is damaged: {error}") from None
+        with only_checkpoint_errors(where):
+            known = {each.name for each in fields(cls)}
+            content["files"] = _file_records(Fields(content, where).get("files", dict), where)
+            _check_facts(Fields(content, where))
+            return cls(**{key: value for key, value in content.items() if key in known})
+
+
+def _file_records(files: dict[str, Any], where: str) -> dict[str, FileRecord]:
+    records = {}
+    for name, content in files.items():
+        record = Fields(content, f"{where}: {file_name(name, where)}")
+        size = record.count("bytes", most=1 << 62)
+        header = record.count("header_bytes", most=min(size, HEADER_BYTES))
+        records[name] = FileRecord(size, record.text("digest"), header, record.text("header_digest"))
+    if MANIFEST in records:
+        raise CheckpointError(f"{where} is damaged: it lists itself")
+    return records
+
+
+def _check_facts(manifest: Fields) -> None:
+    """Check the types of a manifest's other fields, and that the files which it names are listed in it."""
+    content = manifest.content
+    new_digest(manifest.text("algorithm"))
+    if not re.fullmatch(r"[0-9A-Za-z-]{1,80}", manifest.text("id")):
+        raise CheckpointError(f"{manifest.where} is damaged: id {content['id']!r}")
+    manifest.text("created"), manifest.ranks("world_size"), manifest.text_map("versions")
+    metadata = manifest.get("metadata", dict)
+    wrong = [key for key in ("module_prefix", "model_key") if not isinstance(metadata.get(key, ""), (str, type(None)))]
+    if wrong or not isinstance(content.get("step"), (int, type(None))):
+        raise CheckpointError(f"{manifest.where} is damaged: {', '.join(wrong) or 'step'} is of another type")
+    for mesh in manifest.get("meshes", list):
+        Fields(mesh, f"{manifest.where}: meshes")
+    manifest.texts("pickled") if "pickled" in content else None
+    extra = manifest.text_map("extra") if "extra" in content else {}
+    for name, stored in extra.items():
+        if not is_plain(name) or not stored.startswith(EXTRA):
+            raise CheckpointError(f"{manifest.where} names the extra file {name!r} in {stored!r}; not trusted")
+    parts = [manifest.text("index"), manifest.text("rest"), content.get("rest_pt"), content.get("rest_pickle")]
+    for part in [*(part for part in parts if part is not None), *extra.values()]:
+        if part not in content["files"]:
+            raise CheckpointError(f"{manifest.where} is damaged: {part!r} is not among its files")
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

@@ -11,11 +11,13 @@ left behind from what another job is writing at the moment.
 
 from __future__ import annotations
 
+import errno
+import itertools
 import logging
 import os
 import re
+import stat
 import time
-from pathlib import Path
 
 from smp_core.checkpoint.file_system import (
     fsync_directory,
@@ -33,21 +35,62 @@ from smp_core.checkpoint.layout import (
 )
 from smp_core.checkpoint.leftovers import UNNAMED_PREFIX, previous_of, siblings, sweep
 from smp_core.checkpoint.storage import Folder, RangeFile, Sink, Transaction
+from smp_core.checkpoint.untrusted import FOLDER_NAMES
 
 logger = logging.getLogger("smp")
 
 _SEEN_SECONDS = 30.0
+_NO_LINKS = "links in a checkpoint are not followed: copy what they point to (cp -rL)"
 _OWN_FILE = re.compile(r"(tensors-\d{5,}-of-\d{5,}\.safetensors|index\.json|rest\.json|rest\.pt|rest-pickle\.pt|extra)")
 
 
+def open_regular(path: str, name: str) -> int:
+    """Open a file of a folder for reading, and return its descriptor.
+
+    Links and pipes are refused, not followed: a folder of a stranger could point with them to any file, or block. The
+    folder itself may be a link (``last.ckpt``): the user gave its path.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is no regular file, or cannot be opened.
+    """
+    where = os.path.join(path, name)
+    *folders, file = name.split("/")
+    opened: list[int] = []
+    try:
+        try:
+            opened.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+            for folder in folders:
+                opened.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=opened[-1]))
+            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened[-1])
+        finally:
+            for folder_descriptor in opened:
+                os.close(folder_descriptor)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if os.path.islink(os.path.join(path, *folders)):
+            raise CheckpointError(f"{where}: {folders[-1]} is a link; {_NO_LINKS}") from None
+        raise FileNotFoundError(error.errno, error.strerror, where) from None
+    except OSError as error:
+        reason = f"is a link; {_NO_LINKS}" if error.errno == errno.ELOOP else f"cannot be read: {error}"
+        raise CheckpointError(f"{where} {reason}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{where} is no regular file but a folder, a pipe or a device: not read")
+    return descriptor
+
+
 class _LocalRangeFile(RangeFile):
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY)
+    def __init__(self, path: str, name: str) -> None:
+        self.path = os.path.join(path, name)
+        self.descriptor = open_regular(path, name)
+        self.bytes = os.fstat(self.descriptor).st_size
 
     def read_into(self, begin: int, target: memoryview) -> None:
         while len(target):
-            count = os.preadv(self.descriptor, [target[: 1 << 30]], begin)
+            try:
+                count = os.preadv(self.descriptor, [target[: 1 << 30]], begin)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read: {error}") from error
             if count == 0:
                 raise CheckpointError(f"{self.path} is cut short: it ends at byte {begin}, more was expected")
             target = target[count:]
@@ -75,20 +118,33 @@ class LocalFolder(Folder):
     def names(self) -> list[str]:
         if not os.path.isdir(self.path):
             return []
-        return sorted(
+        found = (
             os.path.relpath(os.path.join(where, name), self.path)
             for where, _, names in os.walk(self.path)
             for name in names
         )
+        return sorted(itertools.islice(found, FOLDER_NAMES))
 
     def size(self, name: str) -> int:
-        return os.stat(os.path.join(self.path, name)).st_size
+        descriptor = open_regular(self.path, name)
+        try:
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
 
-    def read(self, name: str) -> bytes:
-        return Path(self.path, name).read_bytes()
+    def read(self, name: str, limit: int) -> bytes:
+        file = _LocalRangeFile(self.path, name)
+        try:
+            if file.bytes > limit:
+                raise CheckpointError(f"{file.path} has {file.bytes} bytes, at most {limit} are read")
+            data = bytearray(file.bytes)
+            file.read_into(0, memoryview(data))
+        finally:
+            file.close()
+        return bytes(data)
 
     def open(self, name: str) -> RangeFile:
-        return _LocalRangeFile(os.path.join(self.path, name))
+        return _LocalRangeFile(self.path, name)
 
     def signs_of_crash(self) -> bool:
         return bool(siblings(self.path, TEMPORARY_PREFIX) or siblings(self.path, PREVIOUS_PREFIX))

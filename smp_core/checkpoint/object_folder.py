@@ -7,14 +7,17 @@ replaced by that put and its files are removed afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import fsspec
 
 from smp_core.checkpoint.layout import MANIFEST, CheckpointError, Manifest
 from smp_core.checkpoint.storage import Folder, RangeFile, Sink, Transaction
+from smp_core.checkpoint.untrusted import MANIFEST_BYTES
 
 logger = logging.getLogger("smp")
 
@@ -31,13 +34,28 @@ def _open_fs(address: str) -> tuple[Any, str]:
     return fs, path.rstrip("/")
 
 
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Turn what a store's own library raises into a CheckpointError, but for a file that is not there."""
+    try:
+        yield
+    except (FileNotFoundError, CheckpointError):
+        raise
+    except (NotADirectoryError, IsADirectoryError) as error:
+        raise FileNotFoundError(path) from error
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
 class _ObjectRangeFile(RangeFile):
-    def __init__(self, fs: Any, path: str) -> None:
+    def __init__(self, fs: Any, path: str, size: int) -> None:
         self.fs = fs
         self.path = path
+        self.bytes = size
 
     def read_into(self, begin: int, target: memoryview) -> None:
-        data = self.fs.cat_file(self.path, start=begin, end=begin + len(target))
+        with _reading(self.path):
+            data = self.fs.cat_file(self.path, start=begin, end=begin + len(target))
         if len(data) != len(target):
             raise CheckpointError(f"{self.path} is cut short: it ends at byte {begin + len(data)}, more was expected")
         target[:] = data
@@ -54,25 +72,35 @@ class ObjectFolder(Folder):
         self.fs, self.path = _open_fs(address)
 
     def exists(self) -> bool:
-        return bool(self.fs.exists(self.path))
+        with _reading(self.path):
+            return bool(self.fs.exists(self.path))
 
     def names(self) -> list[str]:
         try:
-            found = self.fs.find(self.path)
+            with _reading(self.path):
+                found = self.fs.find(self.path)
         except FileNotFoundError:
             return []
         return sorted(name[len(self.path) + 1 :] for name in found if name.startswith(self.path + "/"))
 
     def size(self, name: str) -> int:
-        return int(self.fs.size(f"{self.path}/{name}"))
+        path = f"{self.path}/{name}"
+        with _reading(path):
+            entry = self.fs.info(path)
+            # A file system of fsspec over local folders has links and pipes too.
+            if entry["type"] != "file" or entry.get("islink"):
+                raise CheckpointError(f"{path} is no regular file: not read")
+            return int(entry["size"])
 
-    def read(self, name: str) -> bytes:
-        return bytes(self.fs.cat_file(f"{self.path}/{name}"))
+    def read(self, name: str, limit: int) -> bytes:
+        path, size = f"{self.path}/{name}", self.size(name)
+        if size > limit:
+            raise CheckpointError(f"{path} has {size} bytes, at most {limit} are read")
+        with _reading(path):
+            return bytes(self.fs.cat_file(path))
 
     def open(self, name: str) -> RangeFile:
-        if not self.fs.exists(f"{self.path}/{name}"):
-            raise FileNotFoundError(name)
-        return _ObjectRangeFile(self.fs, f"{self.path}/{name}")
+        return _ObjectRangeFile(self.fs, f"{self.path}/{name}", self.size(name))
 
 
 class ObjectTransaction(Transaction):
@@ -90,7 +118,8 @@ class ObjectTransaction(Transaction):
         if MANIFEST in names:
             if not overwrite:
                 raise CheckpointError(f"{self.address} exists already; choose another path or pass overwrite=True")
-            self.replaced = _listed_files(folder.read(MANIFEST), self.address)
+            # Only what really lies in the folder: names lead nowhere else.
+            self.replaced = sorted(_listed_files(folder, self.address) & set(names))
         foreign = [name for name in names if name != MANIFEST and not name.startswith(_OWN)]
         if foreign:
             raise CheckpointError(
@@ -138,12 +167,13 @@ class ObjectTransaction(Transaction):
                 self.fs.rm_file(f"{self.path}/{name}")
 
 
-def _listed_files(manifest: bytes, address: str) -> list[str]:
+def _listed_files(folder: Folder, address: str) -> set[str]:
     try:
-        return list(Manifest.from_bytes(manifest, f"{address}/{MANIFEST}").files)
+        data = folder.read(MANIFEST, MANIFEST_BYTES)
+        return set(Manifest.from_bytes(data, f"{address}/{MANIFEST}").files)
     except CheckpointError as error:
         logger.warning("the checkpoint to be replaced is broken, its files stay: %s", error)
-        return []
+        return set()
 
 
 def remove_objects(address: str) -> None:
@@ -173,15 +203,6 @@ def list_objects(address: str) -> list[str]:
     except FileNotFoundError:
         raise CheckpointError(f"there is no folder of checkpoints at {address}") from None
     return [entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory"]
-
-
-def read_object(address: str) -> bytes | None:
-    """Read one small object; None where there is none."""
-    fs, path = _open_fs(address)
-    try:
-        return bytes(fs.cat_file(path))
-    except FileNotFoundError:
-        return None
 
 
 def write_object(address: str, data: bytes) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from smp_core.checkpoint.addresses import is_address, open_folder
+from smp_core.checkpoint.coverage import check_index
 from smp_core.checkpoint.layout import (
     FORMAT,
     MANIFEST,
@@ -24,6 +24,7 @@ from smp_core.checkpoint.layout import (
     digest_of,
 )
 from smp_core.checkpoint.storage import Folder, missing
+from smp_core.checkpoint.untrusted import MANIFEST_BYTES, only_checkpoint_errors, read_json
 
 
 @dataclass(frozen=True)
@@ -41,24 +42,34 @@ class OpenCheckpoint:
     @functools.cached_property
     def index(self) -> Index:
         """The tensor index."""
-        return Index.from_json(self._json(self.manifest.index))
+        where = f"{self.address}/{self.manifest.index}"
+        with only_checkpoint_errors(where):
+            index = Index.from_json(self._json(self.manifest.index), where)
+            check_index(index, self.manifest, where)
+        return index
 
     @functools.cached_property
     def tree(self) -> Any:
         """The JSON tree of everything that is not a tensor."""
-        return self._json(self.manifest.rest)["tree"]
+        content = self._json(self.manifest.rest)
+        tree = content.get("tree")
+        if not isinstance(tree, dict) or "state" not in tree or not isinstance(tree.get("per_rank"), list):
+            raise CheckpointError(f"{self.address}/{self.manifest.rest} is damaged: it has no state")
+        return tree
 
     @functools.cached_property
     def _plain(self) -> dict[str, Any]:
         if self.manifest.rest_pt is None:
             return {}
         data = self.checked(self.manifest.rest_pt)
+        where = f"{self.address}/{self.manifest.rest_pt}"
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise CheckpointError(
-                f"{self.address}/{self.manifest.rest_pt} cannot be read with weights_only=True: {error}"
-            ) from error
+            raise CheckpointError(f"{where} cannot be read with weights_only=True: {error}") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{where} is damaged: it holds a {type(content).__name__}, not a dict")
+        return content
 
     def plain_entries(self) -> dict[str, Any]:
         """Return the entries of rest.pt."""
@@ -81,17 +92,18 @@ class OpenCheckpoint:
         if record is None:
             raise CheckpointError(f"{where} is not listed in the manifest")
         try:
-            data = self.folder.read(name)
+            size = self.folder.size(name)
+            data = self.folder.read(name, record.bytes) if size == record.bytes else b""
         except FileNotFoundError:
             raise CheckpointError(f"{where} is missing") from None
-        if len(data) != record.bytes:
-            raise CheckpointError(f"{where} has {len(data)} bytes, the manifest says {record.bytes}: it is damaged")
+        if size != record.bytes:
+            raise CheckpointError(f"{where} has {size} bytes, the manifest says {record.bytes}: it is damaged")
         if digest_of(data, self.manifest.algorithm) != record.digest:
             raise CheckpointError(f"{where} is damaged: its {self.manifest.algorithm} digest does not fit the manifest")
         return data
 
     def _json(self, name: str) -> Any:
-        content = json.loads(self.checked(name))
+        content = read_json(self.checked(name), f"{self.address}/{name}")
         if content.get("format") != FORMAT:
             raise CheckpointError(f"{self.address}/{name} is not part of a {FORMAT}")
         return content
@@ -106,8 +118,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     """
     folder = open_folder(path)
     try:
-        data = folder.read(MANIFEST)
-    except (FileNotFoundError, NotADirectoryError):
+        data = folder.read(MANIFEST, MANIFEST_BYTES)
+    except FileNotFoundError:
         raise _refusal(folder, os.fspath(path)) from None
     return OpenCheckpoint(folder, Manifest.from_bytes(data, f"{folder.address}/{MANIFEST}"))
 
@@ -116,7 +128,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Tell whether a torch-smp checkpoint with a readable manifest is at the path."""
     try:
         open_checkpoint(path)
-    except (CheckpointError, OSError):
+    except CheckpointError:
         return False
     return True
 

@@ -36,6 +36,7 @@ from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.tensor_file import TensorFile
 from smp_core.checkpoint.tree import DROP, Path, decode_rest, holds_tensor, iterate_tensors, path_text, subtree
+from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import open_checked
 
 logger = logging.getLogger("smp")
@@ -192,7 +193,12 @@ def _decode(opened: OpenCheckpoint, tree: Any, tensor: Any, allow_pickle: bool) 
             )
         return opened.pickle_entries()[key]
 
-    return decode_rest(tree, tensor, opened.plain_entries(), pickled)
+    def known(name: str) -> Any:
+        opened.index.record(name)  # a KeyError for a tensor that the index does not have
+        return tensor(name)
+
+    with only_checkpoint_errors(f"{opened.address}/{opened.manifest.rest}"):
+        return decode_rest(tree, known, opened.plain_entries(), pickled)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

@@ -16,19 +16,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from smp_core.checkpoint.addresses import is_address, local_path, remove_checkpoint
+from smp_core.checkpoint.addresses import is_address, local_path, open_folder, remove_checkpoint
 from smp_core.checkpoint.file_system import fsync_directory, new_save_id
 from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREFIX, CheckpointError
 from smp_core.checkpoint.leftovers import own_name
 from smp_core.checkpoint.opening import open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.torch_file import check_torch_file
+from smp_core.checkpoint.untrusted import is_plain
 from smp_core.checkpoint.verify import open_checked, verify_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 
 logger = logging.getLogger("smp")
 
 LATEST = "LATEST"
+_LATEST_BYTES = 4096
 
 
 def step_name(step: int) -> str:
@@ -64,7 +66,7 @@ def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False) -> 
         address = join(root, name)
         try:
             manifest = open_checkpoint(address).manifest
-        except (CheckpointError, OSError):
+        except CheckpointError:
             if broken_too and _looks_like_one(address, name):
                 found.append(("", step_of(name) or 0, name))
         else:
@@ -80,7 +82,7 @@ def join(root: str | os.PathLike[str], name: str) -> str:
 def _looks_like_one(address: str, name: str) -> bool:
     if step_of(name) is not None:
         return True
-    return not is_address(address) and os.path.exists(os.path.join(address, MANIFEST))
+    return not is_address(address) and os.path.lexists(os.path.join(address, MANIFEST))
 
 
 def list_entries(root: str | os.PathLike[str]) -> list[str]:
@@ -96,19 +98,26 @@ def list_entries(root: str | os.PathLike[str]) -> list[str]:
     path = Path(local_path(root))
     if not path.is_dir():
         raise CheckpointError(f"there is no folder of checkpoints at {path}")
-    return [entry.name for entry in path.iterdir() if entry.is_dir()]
+    try:
+        return [entry.name for entry in path.iterdir() if entry.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be listed: {error}") from error
 
 
 def read_latest(root: str | os.PathLike[str]) -> str | None:
-    """Read the name in the file LATEST; None where there is no file."""
-    if is_address(root):
-        from smp_core.checkpoint.object_folder import read_object
-
-        data = read_object(join(root, LATEST))
-    else:
-        file = Path(local_path(root), LATEST)
-        data = file.read_bytes() if file.is_file() else None
-    return data.decode().strip() if data is not None else None
+    """Read the name in the file LATEST; None where there is no file, or one that holds no name (a warning says so)."""
+    try:
+        data = open_folder(root).read(LATEST, _LATEST_BYTES)
+        name = data.decode().strip()
+    except FileNotFoundError:
+        return None
+    except (CheckpointError, UnicodeDecodeError) as error:
+        logger.warning("%s is not used: %s", join(root, LATEST), error)
+        return None
+    if not is_plain(name):
+        logger.warning("%s is not used: it holds no name of a folder but %r", join(root, LATEST), name)
+        return None
+    return name
 
 
 def write_latest(root: str | os.PathLike[str], name: str) -> None:

@@ -111,6 +111,8 @@ def write_safetensors_folder(
                 pool.shutdown(cancel_futures=True)
                 raise
     for name, stored in opened.manifest.extra.items():
+        if os.path.lexists(folder / name):
+            raise CheckpointError(f"{opened.address} keeps a file {name} along, which is also made here: not exported")
         (folder / name).write_bytes(opened.checked(stored))
     fsync_directory(folder)
     return sorted(os.listdir(folder))

@@ -71,7 +71,13 @@ class Sink:
 
 
 class RangeFile(ABC):
-    """An open file that is read by byte ranges."""
+    """An open file that is read by byte ranges.
+
+    Attributes:
+        bytes: its size.
+    """
+
+    bytes: int
 
     @abstractmethod
     def read_into(self, begin: int, target: memoryview) -> None:
@@ -100,27 +106,34 @@ class Folder(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """List the files in the folder, ``extra/NAME`` included."""
+        """List the files in the folder, ``extra/NAME`` included; at most FOLDER_NAMES of a foreign one."""
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Return the size of a file in bytes.
+        """Return the size of a regular file in bytes.
 
         Raises:
             FileNotFoundError: there is no such file.
+            CheckpointError: it is a link, a pipe, ..., or cannot be read.
         """
 
     @abstractmethod
-    def read(self, name: str) -> bytes:
-        """Read a small file.
+    def read(self, name: str, limit: int) -> bytes:
+        """Read a small regular file.
 
         Raises:
             FileNotFoundError: there is no such file.
+            CheckpointError: as :meth:`size`, or it has more than ``limit`` bytes.
         """
 
     @abstractmethod
     def open(self, name: str) -> RangeFile:
-        """Open a file for reading ranges."""
+        """Open a regular file for reading ranges.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            CheckpointError: as :meth:`size`.
+        """
 
     def signs_of_crash(self) -> bool:
         """Tell whether an unfinished save is next to this folder."""

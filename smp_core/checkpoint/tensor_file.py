@@ -133,10 +133,19 @@ class TensorFile:
             self.file: RangeFile = folder.open(name)
         except FileNotFoundError:
             raise CheckpointError(f"{self.where} is missing") from None
+        try:
+            self._check(record, manifest.algorithm)
+        except BaseException:
+            self.file.close()
+            raise
+
+    def _check(self, record: FileRecord, algorithm: str) -> None:
+        if self.file.bytes != record.bytes:
+            size = self.file.bytes
+            raise CheckpointError(f"{self.where} has {size} bytes, the manifest says {record.bytes}: it is damaged")
         header = bytearray(record.header_bytes)
         self.file.read_into(0, memoryview(header))
-        if digest_of(bytes(header), manifest.algorithm) != record.header_digest:
-            self.file.close()
+        if digest_of(bytes(header), algorithm) != record.header_digest:
             raise CheckpointError(f"{self.where} is damaged, or is not the file that this save wrote under this name")
 
     def close(self) -> None:

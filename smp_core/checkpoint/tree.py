@@ -18,6 +18,7 @@ import base64
 import copy
 import io
 import math
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -292,5 +293,7 @@ def _encode_numpy(value: Any) -> dict[str, Any] | None:
 def _decode_numpy(node: dict[str, Any]) -> Any:
     import numpy
 
+    if not re.fullmatch(r"[<>=|]?[biufc]\d{1,2}", node["$numpy"]):
+        raise CheckpointError(f"rest.json holds a numpy array of {node['$numpy']!r}: no number")
     array = numpy.frombuffer(base64.b64decode(node["data"]), dtype=numpy.dtype(node["$numpy"])).reshape(node["shape"])
     return array[()] if node.get("scalar") else array.copy()

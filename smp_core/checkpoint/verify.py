@@ -74,6 +74,8 @@ def file_problem(folder: Folder, manifest: Manifest, name: str, record: FileReco
         size = folder.size(name)
     except FileNotFoundError:
         return f"{where} is missing"
+    except CheckpointError as error:
+        return str(error)
     if size != record.bytes:
         return f"{where} has {size} bytes, the manifest says {record.bytes}: it is damaged"
     try:
@@ -89,7 +91,10 @@ def file_problem(folder: Folder, manifest: Manifest, name: str, record: FileReco
 def _digest_file(folder: Folder, name: str, size: int, algorithm: str) -> str:
     digest = new_digest(algorithm)
     buffer = memoryview(bytearray(min(PIECE_BYTES, max(size, 1))))
-    file = folder.open(name)
+    try:
+        file = folder.open(name)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder.address}/{name} is missing") from None
     try:
         for begin in range(0, size, len(buffer)):
             piece = buffer[: min(len(buffer), size - begin)]

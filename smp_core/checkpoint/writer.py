@@ -49,6 +49,7 @@ from smp_core.checkpoint.staging import Staged, stage
 from smp_core.checkpoint.storage import Transaction
 from smp_core.checkpoint.tensor_file import Entry, write_tensor_file
 from smp_core.checkpoint.tree import EncodedRest, Path, merge_rest
+from smp_core.checkpoint.untrusted import is_plain
 
 logger = logging.getLogger("smp")
 
@@ -180,7 +181,7 @@ def _failures(error: CheckpointException) -> str:
 def _check_options(options: SaveOptions) -> None:
     new_digest(options.digest)  # refuses an unknown name
     for name in options.extra_files:
-        if os.path.basename(name) != name or name in ("", ".", ".."):
+        if not is_plain(name):
             raise CheckpointError(f"extra_files[{name!r}]: only plain file names, no directories")
     for key, value in options.metadata.items():
         try:
