@@ -1,7 +1,7 @@
 """The folders of torch.distributed.checkpoint, read without running code from them and written for other programs.
 
-DCP keeps its metadata as a pickle. It is read here by an unpickler that knows DCP's own data classes and refuses
-everything else; values that are not tensors are read with weights_only=True. Tensors are read and written one by one.
+DCP keeps its metadata as a pickle, which is read with stand-ins for every class (dcp_metadata.py); values that are not
+tensors are read with weights_only=True. Tensors are read and written one by one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import warnings
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -21,52 +20,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from smp_core.checkpoint.dcp_metadata import read_dcp_metadata
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor
 
-_DATA_CLASSES = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler of DCP's metadata that refuses every class but DCP's data classes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _DATA_CLASSES:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module.startswith("pathlib") and name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
-            return PurePosixPath
-        raise CheckpointError(f".metadata refers to {module}.{name}, which is not part of DCP's metadata: not read")
-
 
 class _SafeReader(FileSystemReader):
-    """A reader of DCP with the restricted unpickler; it parses the metadata once for many reads."""
+    """A reader of DCP that never unpickles the metadata; it parses them once for many reads."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        file = Path(path, ".metadata")
-        try:
-            self._metadata: Metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        self._metadata = read_dcp_metadata(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata

@@ -7,8 +7,9 @@ import io
 import json
 import os
 import pickle
+import resource
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePath, PurePosixPath
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 import smp_core.checkpoint as checkpoint
 from smp_core.checkpoint import CheckpointError, save_checkpoint
+from smp_core.checkpoint.inert_pickle import read_inert
 from smp_core.cli import app
 from tests.core.checkpoint.states import values
 from tests.core.checkpoint.test_damage import rewrite_manifest
@@ -142,3 +144,61 @@ def test_custom_classes_are_refused_at_save_time_unless_pickle_is_asked_for_by_n
     assert not mark.exists()
     checkpoint.read_rest(tmp_path / "a", allow_pickle=True)
     assert mark.exists()
+
+
+def hostile_metadata() -> dict[str, bytes]:
+    """Metadata of DCP that change a class without a call, or ask for more memory than the file has."""
+    path = b"cpathlib\nPosixPath\n"
+    return {
+        "attribute of a class": b"\x80\x02" + path + b"N}X\x06\x00\x00\x00parentK\x01s\x86b.",
+        "through a data class": b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}X\x13\x00\x00\x00"
+        b"state_dict_metadata" + path + b"N}X\x06\x00\x00\x00parentK\x01s\x86bsb.",
+        "memo of 16 GB": b"\x80\x02Nr\xff\xff\xff\x7f.",
+        "string of 4 GB": b"\x80\x02X\xff\xff\xff\xff",
+        "array of 1 TB": b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R.",
+        "key that hashes forever": b"\x80\x02}(K\x01" + b"2\x86" * 64 + b"Nu.",
+        "no end": b"\x80\x02N",
+        "empty": b"",
+    }
+
+
+@pytest.mark.parametrize("kind", list(hostile_metadata()))
+def test_metadata_of_dcp_reach_no_class_of_this_process(tmp_path: Path, kind: str) -> None:
+    dcp.save({"state_dict": values(1)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "dcp" / ".metadata").write_bytes(hostile_metadata()[kind])
+    before = dict(vars(Path)), dict(vars(PurePath)), dict(vars(PurePosixPath)), dict(vars(PosixPath))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError):
+        checkpoint.import_checkpoint(tmp_path / "dcp", tmp_path / "out")
+    assert (dict(vars(Path)), dict(vars(PurePath)), dict(vars(PurePosixPath)), dict(vars(PosixPath))) == before
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 500_000  # kB
+
+
+def test_metadata_of_dcp_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    source = tmp_path / "dcp"
+    dcp.save({"state_dict": values(1)}, checkpoint_id=source, no_dist=True)
+    os.rename(source / "__0_0.distcp", tmp_path / "outside.tcp")
+    content = (source / ".metadata").read_bytes()
+    (source / ".metadata").write_bytes(content.replace(b"__0_0.distcp", b"../outside.t"))
+    os.rename(tmp_path / "outside.tcp", tmp_path / "outside.t")
+    with pytest.raises(CheckpointError, match="not in the folder: not trusted"):
+        checkpoint.import_checkpoint(source, tmp_path / "out")
+    (source / ".metadata").write_bytes(content)
+    os.symlink(tmp_path / "outside.t", source / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="no regular file"):
+        checkpoint.import_checkpoint(source, tmp_path / "out")
+
+
+def test_the_inert_reader_reads_what_the_unpickler_reads() -> None:
+    value = {
+        "a": [1, -5, 2**70, 1.5, None, True, b"x", "ü"],
+        ("t", 1): {"s": ({1, 2}, frozenset({3}))},
+        2: bytearray(b"y"),
+    }
+    value["again"] = value["a"]
+    for protocol in (4, 5):  # earlier ones make sets and bytes by calls
+        value[2] = b"y" if protocol == 4 else bytearray(b"y")
+        assert read_inert(pickle.dumps(value, protocol), "here") == value
+    plain = {"a": [1, (2, (3,)), {"b": 4.5}], "c": ()}
+    for protocol in range(2, 6):
+        assert read_inert(pickle.dumps(plain, protocol), "here") == plain
