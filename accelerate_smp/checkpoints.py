@@ -47,6 +47,7 @@ from smp_core.checkpoint.optimizers import (
     stepped_parameters,
 )
 from smp_core.checkpoint.random_state import random_state, restore_random_state
+from smp_core.checkpoint.root import surplus
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state, remainder_state
 from smp_core.module_names import uncompiled
@@ -86,7 +87,7 @@ def after_commit(accelerator: BackgroundSavingAccelerator, what: str, action: Ca
 
 
 def _keep_newest(root: str, limit: int) -> None:
-    for folder in _numbered(root)[:-limit]:
+    for folder in surplus(_numbered(root), max(limit, 1)):
         if is_checkpoint(folder):
             remove_checkpoint(folder)
         else:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer, TrainerState
 from transformers import trainer as trainer_module
-from transformers.trainer_utils import has_length, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, sort_checkpoints
 
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
@@ -27,6 +27,7 @@ from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import CheckpointError, first_undamaged, is_checkpoint, read_manifest
 from smp_core.checkpoint.optimizers import load_full_optimizer_state
 from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.root import surplus
 
 logger = logging.getLogger("smp")
 
@@ -54,10 +55,10 @@ class CheckpointingTrainerMixin(_Base):
             return
         run_dir = self._get_output_dir(trial=trial)
         # Chosen now: by the time this one has committed the next may have its folder, with nothing whole in it.
-        surplus = _surplus(run_dir, limit, self.state.best_model_checkpoint)
+        found, best = _oldest_first(run_dir, self.state.global_step), self.state.best_model_checkpoint
 
         def rotate() -> None:
-            for path in surplus:
+            for path in _surplus(found, limit, best):
                 shutil.rmtree(path, ignore_errors=True)
 
         checkpoints.after_commit(self.accelerator, f"rotation of the checkpoints in {run_dir}", rotate)
@@ -251,12 +252,26 @@ class CheckpointingTrainerMixin(_Base):
         return saved["epoch"], skipped
 
 
-def _surplus(run_dir: str, limit: int, best: str | None) -> list[str]:
-    """List the oldest checkpoints, so that ``limit`` stay; the newest and the best are among those, as in Trainer."""
-    found = sort_checkpoints(run_dir, use_mtime=True)
-    kept = {*found[-1:], *([] if best is None else [str(Path(best))])}
-    older = [path for path in found if path not in kept]
-    return older[: max(0, len(found) - max(limit, len(kept)))]
+def _oldest_first(run_dir: str, step: int) -> list[str]:
+    """List the checkpoints in the order of their saves; the one of ``step``, saved just now, is at the end."""
+    just_now = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+    by_step: list[str] = [path for path in sort_checkpoints(run_dir) if Path(path) != Path(just_now)]
+    return [*sorted(by_step, key=_age), just_now]
+
+
+def _age(checkpoint: str) -> tuple[int, int, str]:
+    try:
+        return read_manifest(os.path.join(checkpoint, STATE_FOLDER)).age
+    except CheckpointError:
+        return (-1, 0, "")
+
+
+def _surplus(found: list[str], limit: int, best: str | None) -> list[str]:
+    """List the oldest checkpoints, so that ``limit`` whole ones stay; the newest and the best stay, as in Trainer."""
+    older_best = [path for path in found[:-1] if best is not None and Path(path) == Path(best)]
+    others = [path for path in found if path not in older_best]
+    states = [os.path.join(path, STATE_FOLDER) for path in others]
+    return others[: len(surplus(states, max(1, limit - len(older_best))))]
 
 
 def _has_state(checkpoint: str) -> bool:

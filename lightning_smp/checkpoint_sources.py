@@ -26,7 +26,7 @@ from smp_core.checkpoint.optimizers import (
     stepped_parameters,
 )
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.reader import TensorFiles
+from smp_core.checkpoint.tensor_files import TensorFiles
 from smp_core.checkpoint.verify import open_checked
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state

@@ -23,8 +23,9 @@ from safetensors import safe_open
 
 from smp_core.checkpoint.addresses import local_path
 from smp_core.checkpoint.dcp_folder import read_dcp_folder, write_dcp_folder
+from smp_core.checkpoint.dtypes import torch_dtype
 from smp_core.checkpoint.full_state import discard, lazy_tensor, put_in_place
-from smp_core.checkpoint.layout import CheckpointError, torch_dtype
+from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.leftovers import scratch_path
 from smp_core.checkpoint.opening import foreign_kind, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: what FileSystemReader looks bytes up with
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # _StorageInfo: FileSystemReader wants no other
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -15,6 +16,7 @@ from pathlib import Path
 
 logger = logging.getLogger("smp")
 
+UNNAMED_PREFIX = ".new-"
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
@@ -23,6 +25,19 @@ _RENAME_EXCHANGE = 2
 def rename_exchange(first: str, second: str) -> bool:
     """Swap two paths in one step; return False where the system or the file system cannot."""
     return _renameat2(first, second, _RENAME_EXCHANGE)
+
+
+def can_exchange(parent: str) -> bool:
+    """Tell whether :func:`rename_exchange` works in a directory, by trying it on two empty ones."""
+    names = [os.path.join(parent, f"{UNNAMED_PREFIX}{new_save_id()}") for _ in range(2)]
+    try:
+        for name in names:
+            os.mkdir(name)
+        return rename_exchange(*names)
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.rmdir(name)
 
 
 def rename_new(source: str, target: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from smp_core.checkpoint.layout import CheckpointError, dtype_name
+from smp_core.checkpoint.dtypes import dtype_name
+from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.root import find_checkpoints, join, read_latest
 from smp_core.checkpoint.untrusted import only_checkpoint_errors

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
+from smp_core.checkpoint.dtypes import dtype_from_name, dtype_name
 from smp_core.checkpoint.untrusted import (
     EXTRA,
     HEADER_BYTES,
@@ -39,67 +40,12 @@ from smp_core.checkpoint.untrusted import (
 from smp_core.checkpoint.untrusted import CheckpointError as CheckpointError
 
 FORMAT = "torch-smp-checkpoint"
-VERSION = 1
+VERSION = 2  # of manifests; 1 had no sequence
+READ_VERSIONS = (1, 2)
 MANIFEST = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
 PREVIOUS_PREFIX = ".prev-"
 DIGESTS = ("xxh3", "sha256")
-
-_SAFETENSORS_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in index.json: ``"bfloat16"`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_from_name(name: str) -> torch.dtype:
-    """Parse the name of a dtype, as in index.json, or short: ``bf16``, ``fp16``, ``fp32``, ``fp64``.
-
-    Raises:
-        CheckpointError: the name is no torch dtype.
-    """
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-    dtype = getattr(torch, short.get(name, name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"dtype={name!r} is not a torch dtype; write e.g. bfloat16, float16 or float32")
-    return dtype
-
-
-def safetensors_dtype(dtype: torch.dtype) -> str | None:
-    """Return the safetensors name of a dtype, or None where safetensors has none (stored as bytes, dtype in the
-    index).
-    """
-    return _SAFETENSORS_NAMES.get(dtype)
-
-
-def torch_dtype(safetensors_name: str) -> torch.dtype:
-    """Return the dtype with this safetensors name.
-
-    Raises:
-        CheckpointError: torch has no such dtype.
-    """
-    for dtype, name in _SAFETENSORS_NAMES.items():
-        if name == safetensors_name:
-            return dtype
-    raise CheckpointError(f"safetensors dtype {safetensors_name} is not supported")
 
 
 class Digest(Protocol):
@@ -303,6 +249,7 @@ class Manifest:
         index, rest, rest_pt, rest_pickle: names of these files (the last two may be absent).
         pickled: where in the state the values in ``rest_pickle`` stand; only saved with ``allow_pickle=True``.
         extra: name -> file of the files stored along.
+        sequence: higher than those of the checkpoints that lay beside it when it was saved; 0 in version 1.
     """
 
     id: str
@@ -320,6 +267,12 @@ class Manifest:
     rest_pickle: str | None = None
     pickled: list[str] = field(default_factory=list)
     extra: dict[str, str] = field(default_factory=dict)
+    sequence: int = 0
+
+    @property
+    def age(self) -> tuple[int, int, str]:
+        """The order of checkpoints in a folder, by what does not depend on clocks where there is anything else."""
+        return self.sequence, (self.step or 0) if self.sequence else 0, self.created
 
     @property
     def total_bytes(self) -> int:
@@ -342,9 +295,9 @@ class Manifest:
         content = read_json(data, where, MANIFEST_BYTES)
         if content.get("format") != FORMAT:
             raise CheckpointError(f"{where} is not the manifest of a {FORMAT} folder")
-        if content.get("version") != VERSION:
+        if content.get("version") not in READ_VERSIONS:
             raise CheckpointError(
-                f"{where} has format version {content.get('version')!r}; this torch-smp reads version {VERSION}: "
+                f"{where} has format version {content.get('version')!r}; this torch-smp reads versions to {VERSION}: "
                 "install the version that wrote it (see 'versions' in the file)"
             )
         expected = content.pop("manifest_digest", None)
@@ -376,6 +329,7 @@ def _check_facts(manifest: Fields) -> None:
     if not re.fullmatch(r"[0-9A-Za-z-]{1,80}", manifest.text("id")):
         raise CheckpointError(f"{manifest.where} is damaged: id {content['id']!r}")
     manifest.text("created"), manifest.ranks("world_size"), manifest.text_map("versions")
+    manifest.count("sequence", most=1 << 62) if "sequence" in content else None
     metadata = manifest.get("metadata", dict)
     wrong = [key for key in ("module_prefix", "model_key") if not isinstance(metadata.get(key, ""), (str, type(None)))]
     if wrong or not isinstance(content.get("step"), (int, type(None))):

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 from smp_core.checkpoint.file_system import fsync_directory, host_id, new_save_id, remove_tree, rename_new, try_lock
-from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREFIX
+from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREFIX, CheckpointError, Manifest
+from smp_core.checkpoint.untrusted import MANIFEST_BYTES
 
 logger = logging.getLogger("smp")
 
-UNNAMED_PREFIX = ".new-"
 # An unlocked temporary of another host may belong to a live save where locks do not cross the network.
 _STALE_SECONDS = 3600.0
 _OWN_ENTRY = re.compile(r"\.(tmp|prev)-.+-[0-9a-f]{8}-[0-9a-f]{12}")
@@ -39,7 +39,16 @@ def own_name(entry: str) -> str:
 def previous_of(path: str) -> str | None:
     """Return the newest complete ``.prev-*`` of a path."""
     found = [entry for entry in siblings(path, PREVIOUS_PREFIX) if os.path.exists(os.path.join(entry, MANIFEST))]
-    return max(found, key=os.path.getmtime, default=None)
+    return max(found, key=_age, default=None)
+
+
+def _age(path: str) -> tuple[int, int, str]:
+    """Return the age of a checkpoint by its manifest, which needs no clock; before all others where it is damaged."""
+    try:
+        with open(os.path.join(path, MANIFEST), "rb") as file:
+            return Manifest.from_bytes(file.read(MANIFEST_BYTES), path).age
+    except (CheckpointError, OSError):
+        return (-1, 0, "")
 
 
 def siblings(path: str, prefix: str) -> list[str]:

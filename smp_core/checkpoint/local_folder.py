@@ -2,8 +2,10 @@
 
 A save goes to a fresh sibling ``.tmp-<name>-<host>-<random>``; its files and directories are fsynced, the manifest is
 written last, and one rename is the commit. Over an existing checkpoint the rename is an exchange (Linux renameat2), so
-that at every instant the path holds a whole checkpoint; where the file system cannot exchange, the old one is moved to
-``.prev-<name>-...`` first and readers accept that one while the path is empty.
+that at every instant the path holds a whole checkpoint. Where the file system cannot exchange (NFS), the save's files
+carry its identity in their names, as on an object store: they are moved into the checkpoint that is there, the manifest
+replaces the old one in one rename, which is the commit, and the old files go. (Earlier versions moved the old one to
+``.prev-<name>-...``; readers accept that one while the path is empty.)
 
 The temporary directory is locked (flock) for as long as its save lives, so that a later save can tell what a crash
 left behind from what another job is writing at the moment.
@@ -11,7 +13,9 @@ left behind from what another job is writing at the moment.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import itertools
 import logging
 import os
@@ -20,6 +24,8 @@ import stat
 import time
 
 from smp_core.checkpoint.file_system import (
+    UNNAMED_PREFIX,
+    can_exchange,
     fsync_directory,
     new_save_id,
     remove_tree,
@@ -33,7 +39,7 @@ from smp_core.checkpoint.layout import (
     TEMPORARY_PREFIX,
     CheckpointError,
 )
-from smp_core.checkpoint.leftovers import UNNAMED_PREFIX, previous_of, siblings, sweep
+from smp_core.checkpoint.leftovers import previous_of, siblings, sweep
 from smp_core.checkpoint.storage import Folder, RangeFile, Sink, Transaction
 from smp_core.checkpoint.untrusted import FOLDER_NAMES
 
@@ -41,7 +47,10 @@ logger = logging.getLogger("smp")
 
 _SEEN_SECONDS = 30.0
 _NO_LINKS = "links in a checkpoint are not followed: copy what they point to (cp -rL)"
-_OWN_FILE = re.compile(r"(tensors-\d{5,}-of-\d{5,}\.safetensors|index\.json|rest\.json|rest\.pt|rest-pickle\.pt|extra)")
+_MARK = r"(-[0-9a-f]{12})?"  # the identity of a save that was moved into place
+_OWN_FILE = re.compile(
+    rf"tensors-\d{{5,}}-of-\d{{5,}}{_MARK}\.safetensors|(index|rest){_MARK}\.json|(rest|rest-pickle){_MARK}\.pt|extra"
+)
 
 
 def open_regular(path: str, name: str) -> int:
@@ -157,6 +166,7 @@ class LocalTransaction(Transaction):
         self.address = path
         self.path = path
         self.temporary = ""
+        self.mark = ""
         self._lock: int | None = None
 
     def begin(self, save_id: str, overwrite: bool) -> None:
@@ -164,6 +174,8 @@ class LocalTransaction(Transaction):
         os.makedirs(parent, exist_ok=True)
         sweep(self.path)
         self._check_target(overwrite)
+        if os.path.isfile(os.path.join(self.path, MANIFEST)) and not os.path.islink(self.path):
+            self.mark = "" if can_exchange(parent) else save_id.rsplit("-", 1)[-1]
         # Locked before it has the name by which another job's sweep would find it.
         unnamed = os.path.join(parent, f"{UNNAMED_PREFIX}{save_id}")
         os.mkdir(unnamed)
@@ -171,7 +183,8 @@ class LocalTransaction(Transaction):
         self.temporary = self._temporary(save_id)
         os.rename(unnamed, self.temporary)
 
-    def join(self, save_id: str) -> None:
+    def join(self, save_id: str, mark: str) -> None:
+        self.mark = mark
         self.temporary = self._temporary(save_id)
         deadline = time.monotonic() + _SEEN_SECONDS  # network file systems may show a new directory late
         while not os.path.isdir(self.temporary):
@@ -197,7 +210,7 @@ class LocalTransaction(Transaction):
             )
 
     def file_name(self, stem: str, suffix: str) -> str:
-        return f"{stem}{suffix}"
+        return f"{stem}-{self.mark}{suffix}" if self.mark else f"{stem}{suffix}"
 
     def create(self, name: str, algorithm: str) -> Sink:
         path = os.path.join(self.temporary, name)
@@ -205,13 +218,16 @@ class LocalTransaction(Transaction):
             os.makedirs(os.path.dirname(path), exist_ok=True)
         return Sink(open(path, "xb", buffering=0), name, algorithm)
 
+    def written(self) -> Folder:
+        return LocalFolder(self.temporary)
+
     def commit(self, manifest: bytes) -> None:
         sink = self.create(MANIFEST, "xxh3")
         sink.write(manifest)
         sink.close()
         for where, _, _ in os.walk(self.temporary):
             fsync_directory(where)
-        replaced = self._rename_into_place()
+        replaced = self._move_into_place() if self.mark else self._rename_into_place()
         self.temporary = ""  # the rename was the commit: from here on nothing is undone
         try:
             fsync_directory(os.path.dirname(os.path.abspath(self.path)))
@@ -241,6 +257,33 @@ class LocalTransaction(Transaction):
             os.rename(self.path, previous)
             os.rename(self.temporary, self.path)
             return previous
+
+    def _move_into_place(self) -> str | None:
+        """Move the files into the checkpoint at the path, its manifest last; return what is to be removed then."""
+        if not os.path.isfile(os.path.join(self.path, MANIFEST)):
+            return self._rename_into_place()  # another job removed the target in between
+        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        with contextlib.suppress(OSError):  # no locks on this file system
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            extra = os.path.join(self.path, "extra")
+            if os.path.islink(extra):
+                os.unlink(extra)  # nothing is written through it
+            names = [name for name in LocalFolder(self.temporary).names() if name != MANIFEST]
+            for name in names:
+                os.makedirs(os.path.dirname(os.path.join(self.path, name)), exist_ok=True)
+                os.rename(os.path.join(self.temporary, name), os.path.join(self.path, name))
+            for where in (extra, self.path):
+                if os.path.isdir(where):
+                    fsync_directory(where)
+            os.rename(os.path.join(self.temporary, MANIFEST), os.path.join(self.path, MANIFEST))
+            fsync_directory(self.path)
+            for name in LocalFolder(self.path).names():
+                if name not in (MANIFEST, *names) and _OWN_FILE.fullmatch(name.split("/")[0]):
+                    os.unlink(os.path.join(self.path, name))
+        finally:
+            os.close(lock)
+        return self.temporary
 
     def abort(self) -> None:
         if self.temporary:

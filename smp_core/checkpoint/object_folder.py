@@ -83,6 +83,12 @@ class ObjectFolder(Folder):
             return []
         return sorted(name[len(self.path) + 1 :] for name in found if name.startswith(self.path + "/"))
 
+    def listing(self) -> dict[str, int] | None:
+        self.fs.invalidate_cache()
+        with _reading(self.path):
+            found = self.fs.find(self.path, detail=True)
+        return {name[len(self.path) + 1 :]: int(entry["size"]) for name, entry in found.items()}
+
     def size(self, name: str) -> int:
         path = f"{self.path}/{name}"
         with _reading(path):
@@ -128,10 +134,10 @@ class ObjectTransaction(Transaction):
             )
         self._sweep([name for name in names if name != MANIFEST and name not in self.replaced])
         self.fs.makedirs(self.path, exist_ok=True)
-        self.join(save_id)
-
-    def join(self, save_id: str) -> None:
         self.mark = save_id.rsplit("-", 1)[-1]
+
+    def join(self, save_id: str, mark: str) -> None:
+        self.mark = mark
 
     def _sweep(self, names: list[str]) -> None:
         for name in names:
@@ -150,6 +156,9 @@ class ObjectTransaction(Transaction):
         if "/" in name:
             self.fs.makedirs(f"{self.path}/{name.rsplit('/', 1)[0]}", exist_ok=True)
         return Sink(self.fs.open(f"{self.path}/{name}", "wb"), name, algorithm, sync=False)
+
+    def written(self) -> Folder:
+        return ObjectFolder(self.address)
 
     def commit(self, manifest: bytes) -> None:
         self.fs.pipe_file(f"{self.path}/{MANIFEST}", manifest)

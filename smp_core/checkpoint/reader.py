@@ -34,7 +34,7 @@ from torch.futures import Future
 from smp_core.checkpoint.layout import CheckpointError, Chunk, Index, Manifest, TensorRecord
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.tensor_file import TensorFile
+from smp_core.checkpoint.tensor_files import TensorFiles
 from smp_core.checkpoint.tree import DROP, Path, decode_rest, holds_tensor, iterate_tensors, path_text, subtree
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import open_checked
@@ -309,38 +309,6 @@ def _select(index: Index, patterns: Iterable[str], must_match: bool = True) -> l
             raise CheckpointError(f"no tensor fits {pattern!r}; the checkpoint has e.g. {', '.join(names[:_SHOWN])}")
         selected.update(dict.fromkeys(matches))
     return list(selected)
-
-
-class TensorFiles:
-    """The open tensor files of a checkpoint, each opened once."""
-
-    def __init__(self, opened: OpenCheckpoint) -> None:
-        self.opened = opened
-        self.files: dict[str, TensorFile] = {}
-
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for file in self.files.values():
-            file.close()
-
-    def get(self, name: str) -> TensorFile:
-        """Open a tensor file, or return the open one."""
-        if name not in self.files:
-            self.files[name] = TensorFile(self.opened.folder, self.opened.manifest, name)
-        return self.files[name]
-
-    def unsharded(self, name: str) -> torch.Tensor:
-        """Read an unsharded tensor from its slices."""
-        record = self.opened.index.record(name)
-        result = torch.empty(record.shape, dtype=record.dtype)
-        for chunk in record.chunks:
-            part = result
-            for dim, (offset, size) in enumerate(zip(chunk.offset, chunk.shape, strict=True)):
-                part = part.narrow(dim, offset, size)
-            self.get(chunk.file).read(chunk, record.dtype, [0] * len(chunk.shape), chunk.shape, part)
-        return result
 
 
 class SmpStorageReader(StorageReader):

@@ -2,7 +2,8 @@
 
 LATEST is a convenience for people and other programs. What counts is what lies in the folders: a crash between the
 commit of a checkpoint and the writing of LATEST must not hide the checkpoint, so the newest one is found by the
-creation times in the manifests (a run that was set back to an earlier step is newer with a smaller step).
+sequence numbers in the manifests (a run that was set back to an earlier step is newer with a smaller step, and clocks
+are set back too).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def step_of(name: str) -> int | None:
 
 
 def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False) -> list[str]:
-    """List the names of the checkpoints in a folder, the one created last at the end; broken ones before all others.
+    """List the names of the checkpoints in a folder, the one saved last at the end; broken ones before all others.
 
     Args:
         root: the folder.
@@ -56,7 +57,7 @@ def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False) -> 
     Raises:
         CheckpointError: no such folder.
     """
-    found = []
+    found: list[tuple[tuple[int, int, str], str]] = []
     entries = list_entries(root)
     # A checkpoint that an interrupted overwrite moved aside is read under its own name (local_folder.LocalFolder).
     moved = {own_name(entry) for entry in entries if entry.startswith(PREVIOUS_PREFIX)}
@@ -68,10 +69,10 @@ def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False) -> 
             manifest = open_checkpoint(address).manifest
         except CheckpointError:
             if broken_too and _looks_like_one(address, name):
-                found.append(("", step_of(name) or 0, name))
+                found.append(((-1, step_of(name) or 0, ""), name))
         else:
-            found.append((manifest.created, manifest.step or 0, name))
-    return [name for _, _, name in sorted(found)]
+            found.append((manifest.age, name))
+    return [name for _, name in sorted(found)]
 
 
 def join(root: str | os.PathLike[str], name: str) -> str:
@@ -236,10 +237,37 @@ def save_step(
 
 
 def tidy(root: str | os.PathLike[str], newest: str, keep_last: int | None) -> None:
-    """Write LATEST after a commit, and remove the oldest ``step-*`` checkpoints beyond ``keep_last``."""
+    """Write LATEST after a commit, and remove the oldest ``step-*`` checkpoints.
+
+    The newest ``keep_last`` that are whole stay, and everything since the oldest of them. Broken ones are not counted,
+    and where ``newest`` is not whole itself, nothing is removed.
+    """
     write_latest(root, newest)
     if keep_last is None:
         return
-    whole = [name for name in find_checkpoints(root) if step_of(name) is not None and name != newest]
-    for name in whole[: max(0, len(whole) + 1 - keep_last)]:
-        remove_checkpoint(join(root, name))
+    others = [name for name in find_checkpoints(root) if step_of(name) is not None and name != newest]
+    for name in surplus([join(root, name) for name in [*others, newest]], keep_last):
+        remove_checkpoint(name)
+
+
+def surplus(paths: Sequence[str], keep: int) -> list[str]:
+    """Return the oldest checkpoints, which may go so that the newest ``keep`` whole ones stay.
+
+    Args:
+        paths: checkpoints, the newest one at the end.
+        keep: the number of whole ones that stay, 1 or more.
+
+    Returns:
+        paths older than the oldest that stays; none if the newest is broken, because then something is wrong with the
+        disk or the store, and what is left is not thrown away.
+    """
+    kept = 0
+    for number in range(len(paths) - 1, -1, -1):
+        problems = verify_checkpoint(paths[number])
+        if problems and number == len(paths) - 1:
+            logger.error("no older checkpoint is removed, because the newest is broken: %s", problems[0])
+            return []
+        kept += not problems
+        if kept == keep:
+            return list(paths[:number])
+    return []

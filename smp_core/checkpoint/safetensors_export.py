@@ -22,9 +22,9 @@ from smp_core.checkpoint.export_names import ExportNames
 from smp_core.checkpoint.file_system import fsync_directory
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.opening import OpenCheckpoint
-from smp_core.checkpoint.reader import TensorFiles
 from smp_core.checkpoint.storage import Sink
 from smp_core.checkpoint.tensor_file import Entry, write_tensor_file
+from smp_core.checkpoint.tensor_files import TensorFiles
 from smp_core.checkpoint.tree import subtree
 
 Advance = Callable[[int], None]

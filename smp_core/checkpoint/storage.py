@@ -108,6 +108,10 @@ class Folder(ABC):
     def names(self) -> list[str]:
         """List the files in the folder, ``extra/NAME`` included; at most FOLDER_NAMES of a foreign one."""
 
+    def listing(self) -> dict[str, int] | None:
+        """Return the size of every file, where one request tells them all; None elsewhere."""
+        return None
+
     @abstractmethod
     def size(self, name: str) -> int:
         """Return the size of a regular file in bytes.
@@ -143,11 +147,16 @@ class Folder(ABC):
 class Transaction(ABC):
     """A save of one checkpoint.
 
-    Rank 0 calls `begin`, hands `token()` to the others, which call `join`; all create files; rank 0 ends it with
-    `commit` or `abort`.
+    Rank 0 calls `begin` and hands the save's identity and `mark` to the others, which call `join`; all create files;
+    rank 0 ends it with `commit` or `abort`.
+
+    Attributes:
+        address: the path or address that the user gave, for messages.
+        mark: the part of the save's identity that its file names carry; empty where they need none.
     """
 
     address: str
+    mark: str
 
     @abstractmethod
     def begin(self, save_id: str, overwrite: bool) -> None:
@@ -158,7 +167,7 @@ class Transaction(ABC):
         """
 
     @abstractmethod
-    def join(self, save_id: str) -> None:
+    def join(self, save_id: str, mark: str) -> None:
         """Take part in a save that rank 0 began.
 
         Raises:
@@ -172,6 +181,10 @@ class Transaction(ABC):
     @abstractmethod
     def create(self, name: str, algorithm: str) -> Sink:
         """Open a new file of this save for writing."""
+
+    @abstractmethod
+    def written(self) -> Folder:
+        """Return the folder in which the files of this save lie before the commit."""
 
     @abstractmethod
     def commit(self, manifest: bytes) -> None:

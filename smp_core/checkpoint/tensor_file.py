@@ -18,14 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from smp_core.checkpoint.layout import (
-    CheckpointError,
-    Chunk,
-    FileRecord,
-    Manifest,
-    digest_of,
-    safetensors_dtype,
-)
+from smp_core.checkpoint.dtypes import safetensors_dtype
+from smp_core.checkpoint.layout import CheckpointError, Chunk, FileRecord, Manifest, digest_of
 from smp_core.checkpoint.storage import Folder, RangeFile, Sink
 
 _SPAN_BYTES = 64 << 20  # most memory that a slice with gaps takes while it is read

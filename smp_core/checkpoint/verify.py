@@ -67,17 +67,47 @@ def check_files(opened: OpenCheckpoint, mode: str | None, rank: int = 0, size: i
         raise CheckpointError("; ".join(problems))
 
 
+def check_written(folder: Folder, manifest: Manifest) -> None:
+    """Look at the files of a save before it is committed: each is there, with its size and its own header.
+
+    Their content was hashed while it was written. It is not read again: that would only show what memory still holds.
+    In an object store one listing tells the sizes.
+
+    Raises:
+        CheckpointError: names every file that is not what was written.
+    """
+    listed = folder.listing()
+    problems: list[str] = []
+    for name, record in sorted(manifest.files.items()):
+        if listed is None:
+            problem = file_problem(folder, manifest, name, record, "sizes")
+        else:
+            problem = _size_problem(f"{folder.address}/{name}", listed.get(name), record)
+        problems += [problem] if problem else []
+    if problems:
+        raise CheckpointError(f"before the commit: {'; '.join(problems[:4])}")
+
+
+def _size_problem(where: str, size: int | None, record: FileRecord) -> str | None:
+    if size is None:
+        return f"{where} is missing"
+    if size != record.bytes:
+        return f"{where} has {size} bytes, the manifest says {record.bytes}: it is damaged"
+    return None
+
+
 def file_problem(folder: Folder, manifest: Manifest, name: str, record: FileRecord, mode: str) -> str | None:
     """Describe the problem of a file; None for a file without one."""
     where = f"{folder.address}/{name}"
     try:
         size = folder.size(name)
     except FileNotFoundError:
-        return f"{where} is missing"
+        return _size_problem(where, None, record)
     except CheckpointError as error:
         return str(error)
-    if size != record.bytes:
-        return f"{where} has {size} bytes, the manifest says {record.bytes}: it is damaged"
+    problem = _size_problem(where, size, record)
+    if problem is not None:
+        return problem
     try:
         if record.header_bytes:
             TensorFile(folder, manifest, name).close()

@@ -45,11 +45,13 @@ from smp_core.checkpoint.layout import (
 )
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import SmpSavePlanner
+from smp_core.checkpoint.sequence import next_sequence
 from smp_core.checkpoint.staging import Staged, stage
 from smp_core.checkpoint.storage import Transaction
 from smp_core.checkpoint.tensor_file import Entry, write_tensor_file
 from smp_core.checkpoint.tree import EncodedRest, Path, merge_rest
 from smp_core.checkpoint.untrusted import is_plain
+from smp_core.checkpoint.verify import check_written
 
 logger = logging.getLogger("smp")
 
@@ -124,16 +126,16 @@ def write_staged(
         what, lambda: (open_transaction(path), make_staged()), lambda mine: mine[1].own
     )
 
-    def prepare() -> str:
+    def prepare() -> tuple[str, str]:
         _check_options(options)
         save_id = new_save_id()
         transaction.begin(save_id, options.overwrite)
-        return save_id
+        return save_id, transaction.mark
 
     try:
-        save_id = ranks.on_first(what, prepare)
+        save_id, mark = ranks.on_first(what, prepare)
         rest = None if staged.rest is None else merge_rest(staged.rest, own)
-        writer = SmpStorageWriter(transaction, save_id, staged, rest, options, ranks)
+        writer = SmpStorageWriter(transaction, (save_id, mark), staged, rest, options, ranks)
         _run_dcp_save(staged.tensors, writer, ranks)
     except BaseException as error:
         if ranks.rank == 0:
@@ -197,7 +199,7 @@ class SmpStorageWriter(StorageWriter):
 
     Args:
         transaction: the save, already begun or joined.
-        save_id: its identity.
+        identity: of the save, and its mark in names of files.
         staged: this rank's tensors and where they stand in the state.
         rest: the rest of the state and of all ranks; None on ranks other than 0.
         options: the options of the save.
@@ -207,14 +209,14 @@ class SmpStorageWriter(StorageWriter):
     def __init__(
         self,
         transaction: Transaction,
-        save_id: str,
+        identity: tuple[str, str],
         staged: Staged,
         rest: EncodedRest | None,
         options: SaveOptions,
         ranks: Ranks,
     ) -> None:
         self.transaction = transaction
-        self.save_id = save_id
+        self.save_id, self.mark = identity
         self.staged = staged
         self.rest = rest
         self.options = options
@@ -238,7 +240,7 @@ class SmpStorageWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if self.ranks.rank > 0:
-            self.transaction.join(self.save_id)
+            self.transaction.join(self.save_id, self.mark)
         # Wide items first keeps every entry aligned to its item size.
         items = sorted(plan.items, key=lambda item: -_entry(item, "").dtype.itemsize)
         results: list[WriteResult] = []
@@ -316,7 +318,9 @@ class SmpStorageWriter(StorageWriter):
             pickled=self.rest.pickled_paths,
             extra=extra,
             files=files,
+            sequence=next_sequence(self.transaction.address),
         )
+        check_written(self.transaction.written(), manifest)
         self.transaction.commit(manifest.to_bytes())
 
 

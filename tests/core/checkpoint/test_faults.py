@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import errno
+import itertools
+import json
 import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,18 +20,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import smp_core.checkpoint.file_system as file_system
 import smp_core.checkpoint.local_folder as local_folder
+import smp_core.checkpoint.root as root
 import smp_core.checkpoint.storage as storage
+import smp_core.checkpoint.writer as writer
 from smp_core.checkpoint import (
     AsyncCheckpointer,
     CheckpointError,
+    find_checkpoints,
     load_checkpoint,
+    newest_checkpoint,
     remove_checkpoint,
     save_checkpoint,
     save_step,
     verify_checkpoint,
 )
 from tests.core.checkpoint.states import differences, gathered, sharded_state
+from tests.core.checkpoint.test_damage import rewrite_manifest
 from tests.harness import run_ranks
 
 ROWS = 1 << 16
@@ -216,19 +227,179 @@ def test_without_fsync_before_the_rename_power_loss_would_break_it(
     assert after_power_cut(tmp_path, monkeypatch, cut_before_rename=False) not in ("1", "2")
 
 
-def test_where_the_file_system_cannot_exchange_the_moved_one_is_found(
+def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without RENAME_EXCHANGE, as NFS is."""
+    monkeypatch.setattr(file_system, "rename_exchange", lambda first, second: False)
+    monkeypatch.setattr(local_folder, "rename_exchange", lambda first, second: False)
+
+
+class Killed(BaseException):
+    """The process is gone: nothing runs after it."""
+
+
+def save_killed_at(path: Path, step: int, call: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Overwrite a checkpoint without exchange, killed before the n-th change of a name; whether it came that far."""
+    done = 0
+    with monkeypatch.context() as patch:
+
+        def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+            def changed(*arguments: Any, **keywords: Any) -> Any:
+                nonlocal done
+                done += 1
+                if done > call:
+                    raise Killed
+                return change(*arguments, **keywords)
+
+            return changed
+
+        for name in ("rename", "replace", "unlink", "rmdir", "mkdir"):
+            patch.setattr(os, name, counted(getattr(os, name)))
+        patch.setattr(local_folder.LocalTransaction, "abort", lambda self: self._unlock())  # as the system does
+        with contextlib.suppress(Killed, CheckpointError):
+            save_checkpoint(path, small(step), extra_files={"config.json": str(step)})
+    return done > call
+
+
+def test_without_exchange_a_kill_at_any_change_leaves_a_whole_checkpoint_under_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "last.ckpt"
-    monkeypatch.setattr(local_folder, "rename_exchange", lambda first, second: False)
+    without_exchange(monkeypatch)
+    save_checkpoint(path, small(0), extra_files={"config.json": "0"})
+    found, call, killed = [0], 0, True
+    while killed:
+        killed = save_killed_at(path, call + 1, call, monkeypatch)
+        assert path.is_dir(), f"nothing is under the name after change {call}"
+        assert verify_checkpoint(path, deep=True) == []
+        found.append(loaded(path)["step"])
+        call += 1
+    assert call > 12, "files were moved one by one"
+    assert found[-1] == call and found[-2] == call - 1, "the last ones had committed"
+    assert all(now in (before, number) for number, (before, now) in enumerate(itertools.pairwise(found), 1))
+    save_checkpoint(path, small(call + 1))
+    assert len(os.listdir(path)) == 5, "what the killed ones had moved is gone"
+    assert verify_checkpoint(path, deep=True) == []
+
+
+def test_what_an_earlier_version_moved_aside_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    without_exchange(monkeypatch)
     save_checkpoint(path, small(1))
     save_checkpoint(path, small(2))
     assert differences(loaded(path), small(2)) == [] and temporaries(tmp_path) == []
-    # A crash between the two renames: the path is empty, the old checkpoint stands beside it.
+    # A crash of an earlier version between two renames: the path is empty, the old checkpoint stands beside it.
     path.rename(tmp_path / f".prev-last.ckpt-{local_folder.new_save_id()}")
     assert differences(loaded(path), small(2)) == []
     save_checkpoint(path, small(3))
     assert differences(loaded(path), small(3)) == [] and temporaries(tmp_path) == []
+
+
+def overwrite_without_exchange(path: str) -> Any:
+    import smp_core.checkpoint.file_system as file_system
+
+    original, file_system.rename_exchange = file_system.rename_exchange, lambda first, second: False
+    try:
+        for seed in (1, 2):
+            save_checkpoint(path, sharded_state(2, seed=seed))
+    finally:
+        file_system.rename_exchange = original
+    state = sharded_state(2, seed=-1)
+    load_checkpoint(path, state, verify="digests")
+    return differences(gathered(state), gathered(sharded_state(2, seed=2)))
+
+
+def test_all_ranks_name_their_files_alike_without_exchange(tmp_path: Path) -> None:
+    assert run_ranks(overwrite_without_exchange, 4, str(tmp_path / "last.ckpt")) == [[]] * 4
+    assert len(list((tmp_path / "last.ckpt").glob("tensors-*-of-00004-*"))) == 4
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def exchange_content(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("harm", [lose, cut, exchange_content])
+def test_a_file_that_is_not_what_was_written_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save_checkpoint(path, small(1))
+    create = local_folder.LocalTransaction.create
+
+    def creating(self: Any, name: str, algorithm: str) -> Any:
+        if name == "index.json":
+            harm(Path(self.temporary, "tensors-00000-of-00001.safetensors"))
+        return create(self, name, algorithm)
+
+    monkeypatch.setattr(local_folder.LocalTransaction, "create", creating)
+    with pytest.raises(CheckpointError, match=r"was not saved.*tensors-00000-of-00001\.safetensors"):
+        save_checkpoint(path, small(2))
+    monkeypatch.undo()
+    assert differences(loaded(path), small(1)) == [] and temporaries(tmp_path) == []
+
+
+def broken(path: Path) -> None:
+    (path / "tensors-00000-of-00001.safetensors").unlink()
+
+
+def test_rotation_counts_whole_checkpoints_only(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save_step(tmp_path, step, small(step))
+    broken(tmp_path / "step-00000003")
+    broken(tmp_path / "step-00000004")
+    save_step(tmp_path, 5, small(5), keep_last=2)
+    assert sorted(os.listdir(tmp_path)) == ["LATEST", *(f"step-0000000{step}" for step in (2, 3, 4, 5))]
+
+
+def test_rotation_removes_nothing_when_the_newest_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        save_step(tmp_path, step, small(step))
+    tidy = root.tidy
+    monkeypatch.setattr(root, "tidy", lambda *arguments: (broken(tmp_path / "step-00000003"), tidy(*arguments)))
+    save_step(tmp_path, 3, small(3), keep_last=1)
+    assert len(find_checkpoints(tmp_path)) == 3
+    assert "no older checkpoint is removed" in caplog.text
+
+
+class Clock(datetime.datetime):
+    """A clock that is set back by an hour with each look at it."""
+
+    looks = 0
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+        Clock.looks += 1
+        return super().now(tz) - datetime.timedelta(hours=Clock.looks)
+
+
+def test_the_newest_is_found_and_kept_when_clocks_run_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "datetime", SimpleNamespace(datetime=Clock, timezone=datetime.timezone))
+    monkeypatch.setattr(Clock, "looks", 0)
+    for step in (5, 6, 7, 3, 4):  # set back to an earlier step in between
+        save_step(tmp_path, step, small(step), keep_last=3)
+        assert newest_checkpoint(tmp_path) == str(tmp_path / f"step-{step:08d}")
+    assert find_checkpoints(tmp_path) == ["step-00000007", "step-00000003", "step-00000004"]
+    assert Clock.looks == 5
+
+
+def test_a_checkpoint_of_version_1_is_older_than_any_of_this_one(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step, small(step))
+    for step, created in ((1, "2099-01-02"), (2, "2099-01-01")):
+        file = tmp_path / f"step-0000000{step}" / "manifest.json"
+        manifest = json.loads(file.read_bytes())
+        del manifest["sequence"]
+        rewrite_manifest(file.parent, {**manifest, "version": 1, "created": created})
+    assert find_checkpoints(tmp_path) == ["step-00000002", "step-00000001", "step-00000003"]
 
 
 def save_as_two_jobs(root: str) -> str:

@@ -1,0 +1,73 @@
+"""The sequence number of a save: one more than that of every checkpoint beside it, so that "newest" needs no clock.
+
+Clocks of nodes differ and are set back; a step alone is not enough, because a run that was set back to an earlier step
+is newer with a smaller step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from smp_core.checkpoint.addresses import is_address, local_path, open_folder
+from smp_core.checkpoint.layout import MANIFEST, CheckpointError, Manifest
+from smp_core.checkpoint.untrusted import MANIFEST_BYTES
+
+_read: dict[tuple[str, int, int], int] = {}  # (path, inode, change of its manifest in ns) -> sequence
+_given: dict[str, int] = {}  # parent address -> the last number given here: stores are asked once for a process
+
+
+def next_sequence(path: str | os.PathLike[str]) -> int:
+    """Return the sequence number for a save to a path: above those of its siblings, and of its namesakes in the
+    siblings of its parent (``checkpoint-*/smp_state``).
+    """
+    text = os.fspath(path).rstrip("/")
+    if is_address(text):
+        parent = text.rpartition("/")[0]
+        if parent not in _given:
+            _given[parent] = max(_numbers_in_store(parent), default=0)
+        _given[parent] += 1
+        return _given[parent]
+    return 1 + max(_numbers_beside(os.path.abspath(local_path(text))), default=0)
+
+
+def _numbers_beside(path: str) -> Iterator[int]:
+    parent, name = os.path.split(path)
+    yield from (_number_of(entry) for entry in _folders(parent))
+    yield from (_number_of(os.path.join(entry, name)) for entry in _folders(os.path.dirname(parent)))
+
+
+def _folders(parent: str) -> list[str]:
+    try:
+        with os.scandir(parent) as entries:
+            return [entry.path for entry in entries if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _number_of(path: str) -> int:
+    """Return the sequence number of a checkpoint; 0 for anything else."""
+    try:
+        status = os.stat(os.path.join(path, MANIFEST))
+    except OSError:
+        return 0
+    key = (path, status.st_ino, status.st_mtime_ns)
+    if key not in _read:
+        _read[key] = _read_number(path)
+    return _read[key]
+
+
+def _read_number(path: str) -> int:
+    with contextlib.suppress(CheckpointError, FileNotFoundError):
+        data = open_folder(path).read(MANIFEST, MANIFEST_BYTES)
+        return Manifest.from_bytes(data, path).sequence
+    return 0
+
+
+def _numbers_in_store(parent: str) -> Iterator[int]:
+    from smp_core.checkpoint.object_folder import list_objects
+
+    with contextlib.suppress(CheckpointError):
+        for name in list_objects(parent):
+            yield _read_number(f"{parent}/{name}")

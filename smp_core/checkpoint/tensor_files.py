@@ -1,0 +1,40 @@
+"""The tensor files of one checkpoint that are open, for slices and for unsharded tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from smp_core.checkpoint.opening import OpenCheckpoint
+from smp_core.checkpoint.tensor_file import TensorFile
+
+
+class TensorFiles:
+    """The open tensor files of a checkpoint, each opened once."""
+
+    def __init__(self, opened: OpenCheckpoint) -> None:
+        self.opened = opened
+        self.files: dict[str, TensorFile] = {}
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for file in self.files.values():
+            file.close()
+
+    def get(self, name: str) -> TensorFile:
+        """Open a tensor file, or return the open one."""
+        if name not in self.files:
+            self.files[name] = TensorFile(self.opened.folder, self.opened.manifest, name)
+        return self.files[name]
+
+    def unsharded(self, name: str) -> torch.Tensor:
+        """Read an unsharded tensor from its slices."""
+        record = self.opened.index.record(name)
+        result = torch.empty(record.shape, dtype=record.dtype)
+        for chunk in record.chunks:
+            part = result
+            for dim, (offset, size) in enumerate(zip(chunk.offset, chunk.shape, strict=True)):
+                part = part.narrow(dim, offset, size)
+            self.get(chunk.file).read(chunk, record.dtype, [0] * len(chunk.shape), chunk.shape, part)
+        return result
