@@ -34,12 +34,12 @@ from smp_core.checkpoint import (
     CheckpointError,
     is_checkpoint,
     load_checkpoint,
-    read_manifest,
     read_per_rank,
     read_rest,
     remove_checkpoint,
     save_checkpoint,
 )
+from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.optimizers import (
     load_named_optimizer_state,
     named_optimizer_state,
@@ -47,7 +47,9 @@ from smp_core.checkpoint.optimizers import (
     stepped_parameters,
 )
 from smp_core.checkpoint.random_state import random_state, restore_random_state
+from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.root import surplus
+from smp_core.checkpoint.verify import open_checked
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state, remainder_state
 from smp_core.module_names import uncompiled
@@ -147,7 +149,11 @@ def load_state(accelerator: BackgroundSavingAccelerator, input_dir: str | None, 
 
 
 def read(
-    accelerator: BackgroundSavingAccelerator, path: str, schedulers: list[Any], strict: bool = True, random: bool = True
+    accelerator: BackgroundSavingAccelerator,
+    path: str | os.PathLike[str],
+    schedulers: list[Any],
+    strict: bool = True,
+    random: bool = True,
 ) -> None:
     """Load ``path`` into the objects that the accelerator has prepared, and into ``schedulers``. Collective.
 
@@ -155,14 +161,16 @@ def read(
         random: also the random states.
     """
     models = _models(accelerator)
-    verify = accelerator.smp_config.checkpoint.verify
+    # Opened once: all parts, on all ranks, are of one save, whatever becomes of the path meanwhile.
+    verify = "sizes" if isinstance(path, OpenCheckpoint) else accelerator.smp_config.checkpoint.verify
+    path = open_checked(path, verify, Ranks(), f"checkpoint {os.fspath(path)} was not loaded")
     rest: dict[str, Any] = read_rest(path, tensors=["*"], exclude=_SHARDED)
-    load_weights(models[0] if models else None, path, strict, verify)
+    load_weights(models[0] if models else None, path, strict, "sizes")
     extra = rest.get("more_state_dicts", [])
     if len(extra) != max(len(models) - 1, 0):
         raise CheckpointError(
-            f"{path} holds {len(extra) + 1} models but {len(models)} were prepared; prepare the same ones in the same "
-            "order"
+            f"{path.address} holds {len(extra) + 1} models but {len(models)} were prepared; prepare the same ones in "
+            "the same order"
         )
     if extra:
         more = [_model_state(model) for model in models[1:]]
@@ -178,7 +186,7 @@ def read(
     if ours is None:
         same = len(schedulers) == len(schedules)
         loaded = "weights, optimizers and schedulers" if same else "weights and optimizers, but no schedulers,"
-        logger.warning("%s was not saved by Accelerate: %s were loaded", path, loaded)
+        logger.warning("%s was not saved by Accelerate: %s were loaded", path.address, loaded)
         if same:
             _load_each("schedulers", schedulers, schedules, path)
     else:
@@ -193,8 +201,9 @@ def read(
             restore_random(accelerator, path, (accelerator.smp_config.delayed_init or DelayedInit()).seed)
 
 
-def restore_random(accelerator: BackgroundSavingAccelerator, path: str, seed: int) -> None:
+def restore_random(accelerator: BackgroundSavingAccelerator, path: str | os.PathLike[str], seed: int) -> None:
     """Give each rank its random states; on another number of ranks, new ones from (seed, step, rank)."""
+    path = open_checkpoint(path)
     if any(isinstance(part, dict) and "random" in part for part in read_per_rank(path)):
         restore_random_state(path, accelerator.process_index, accelerator.num_processes, seed)
 
@@ -208,11 +217,15 @@ def load_weights(
     handle = parallel_of(model)
     if handle is not None:
         handle.reshard()
-    prefix = read_manifest(path).metadata.get("module_prefix", "")
+    opened = open_checked(path, verify, Ranks(), f"weights of {os.fspath(path)} were not loaded")
+    prefix = opened.manifest.metadata.get("module_prefix", "")
     state = _model_state(model)
     name_there = names_between("", prefix)
     load_checkpoint(
-        path, {"state_dict": {name_there(name): value for name, value in state.items()}}, strict=strict, verify=verify
+        opened,
+        {"state_dict": {name_there(name): value for name, value in state.items()}},
+        strict=strict,
+        verify="sizes",
     )
     _take_model_state(model, state)
     if handle is not None and handle.fp8 is not None:
@@ -230,29 +243,30 @@ def _take_model_state(model: nn.Module, state: dict[str, Any]) -> None:
         handle.take_model_state(state)
 
 
-def _load_fp8(models: list[nn.Module], path: str, rest: dict[str, Any]) -> None:
+def _load_fp8(models: list[nn.Module], path: OpenCheckpoint, rest: dict[str, Any]) -> None:
     """Load the FP8 scales, after the weights."""
-    name_there = names_between("", read_manifest(path).metadata.get("module_prefix", ""))
+    name_there = names_between("", path.manifest.metadata.get("module_prefix", ""))
     saved = [rest.get(FP8_STATE), *rest.get("more_" + FP8_STATE, [])]
     for number, handle in enumerate(map(parallel_of, models)):
         state = saved[number] if number < len(saved) else None
         if handle is not None and handle.fp8 is not None:
             handle.fp8.load_state_dict(state, name_there)
         elif state is not None:
-            logger.info("%s has FP8 scales, which are not used: this run computes without FP8", path)
+            logger.info("%s has FP8 scales, which are not used: this run computes without FP8", path.address)
 
 
 def load_optimizers(
     models: list[nn.Module], optimizers: list[torch.optim.Optimizer], path: str | os.PathLike[str], rest: dict[str, Any]
 ) -> None:
     """Load optimizer states, by parameter name, on any sharding. Collective."""
+    path = open_checkpoint(path)
     saved = rest.get("optimizer_states", [])
     if len(saved) != len(optimizers):
         raise CheckpointError(
-            f"{path} holds states of {len(saved)} optimizers but {len(optimizers)} were prepared; prepare the same "
-            "ones in the same order"
+            f"{os.fspath(path)} holds states of {len(saved)} optimizers but {len(optimizers)} were prepared; prepare "
+            "the same ones in the same order"
         )
-    name_there = names_between("", read_manifest(path).metadata.get("module_prefix", ""))
+    name_there = names_between("", path.manifest.metadata.get("module_prefix", ""))
     for number, optimizer in enumerate(optimizers):
         owner = _owner(models, optimizer)
         load_named_optimizer_state(path, ("optimizer_states", number), owner, optimizer, name_there, verify="sizes")
@@ -312,7 +326,8 @@ def _restore_loader(loader: Any, saved: dict[str, Any]) -> None:
 def _load_each(what: str, objects: list[Any], saved: list[Any], path: Any) -> None:
     if len(objects) != len(saved):
         raise CheckpointError(
-            f"{path} holds {len(saved)} {what} but there are {len(objects)} here; prepare or register the same ones"
+            f"{os.fspath(path)} holds {len(saved)} {what} but there are {len(objects)} here; prepare or register the "
+            "same ones"
         )
     for obj, state in zip(objects, saved, strict=True):
         obj.load_state_dict(state)

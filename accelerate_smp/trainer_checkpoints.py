@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,11 @@ from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import CheckpointError, first_undamaged, is_checkpoint, read_manifest
+from smp_core.checkpoint.opening import OpenCheckpoint
 from smp_core.checkpoint.optimizers import load_full_optimizer_state
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.root import surplus
+from smp_core.checkpoint.verify import open_checked
 
 logger = logging.getLogger("smp")
 
@@ -104,6 +107,7 @@ class CheckpointingTrainerMixin(_Base):
         Raises:
             ValueError: no accumulation keeps it, and ``checkpoint.allow_batch_change`` is not set.
         """
+        self._opened = {}
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest_undamaged() or True
         if isinstance(resume_from_checkpoint, str) and _has_state(resume_from_checkpoint):
@@ -117,6 +121,16 @@ class CheckpointingTrainerMixin(_Base):
                 except CheckpointError as error:  # what went wrong first is raised
                     logger.error("%s", error)
             raise
+
+    _opened: Mapping[str, OpenCheckpoint] = {}
+
+    def _state_of(self, checkpoint: str) -> OpenCheckpoint:
+        """Open the state folder, once for a resumption: all its parts are of one save. Collective the first time."""
+        path = os.path.join(checkpoint, STATE_FOLDER)
+        if path not in self._opened:
+            verify = self.accelerator.smp_config.checkpoint.verify
+            self._opened = {path: open_checked(path, verify, Ranks(), f"checkpoint {path} was not loaded")}
+        return self._opened[path]
 
     def _newest_undamaged(self) -> str | None:
         """The newest whole checkpoint of ``output_dir``, None where there is none at all. Collective."""
@@ -147,7 +161,7 @@ class CheckpointingTrainerMixin(_Base):
         return bool(lacking)
 
     def _keep_global_batch(self, checkpoint: str) -> None:
-        saved = read_manifest(os.path.join(checkpoint, STATE_FOLDER)).metadata.get("samples_per_step")
+        saved = self._state_of(checkpoint).manifest.metadata.get("samples_per_step")
         steps = self.args.gradient_accumulation_steps
         now = self.get_total_train_batch_size(self.args)
         if saved in (None, now) or self.accelerator.smp_config.checkpoint.allow_batch_change:
@@ -183,7 +197,7 @@ class CheckpointingTrainerMixin(_Base):
         if checkpoint is None:
             return
         if _has_state(checkpoint):
-            where = os.path.join(checkpoint, STATE_FOLDER)
+            where = self._state_of(checkpoint)
             checkpoints.read(self.accelerator, where, [self.lr_scheduler], random=False)  # Trainer asks for them later
             return
         stock = os.path.join(checkpoint, trainer_module.OPTIMIZER_NAME)
@@ -204,7 +218,7 @@ class CheckpointingTrainerMixin(_Base):
         if checkpoint is None or not _has_state(checkpoint):
             super()._load_rng_state(checkpoint)
             return
-        checkpoints.restore_random(self.accelerator, os.path.join(checkpoint, STATE_FOLDER), self.args.seed)
+        checkpoints.restore_random(self.accelerator, self._state_of(checkpoint), self.args.seed)
 
     def _load_best_model(self) -> None:
         self.accelerator.wait_for_save()
@@ -229,7 +243,7 @@ class CheckpointingTrainerMixin(_Base):
         )
         if resume_from_checkpoint is None or not _has_state(resume_from_checkpoint):
             return start
-        saved = read_manifest(os.path.join(resume_from_checkpoint, STATE_FOLDER)).metadata
+        saved = self._state_of(resume_from_checkpoint).manifest.metadata
         per_step = self.get_total_train_batch_size(self.args)
         if saved.get("samples_per_step", per_step) == per_step:
             return start

@@ -53,7 +53,7 @@ class CheckpointFolder:
         self._path = path
         self._opened = open_checked(path, verify, Ranks(), f"checkpoint {os.fspath(path)} was not loaded")
         self._places = self._opened.index.by_path()
-        content = read_rest(path, tensors=["*"], exclude=[*_NOT_READ, f"{REMAINDERS}.*"])
+        content = read_rest(self._opened, tensors=["*"], exclude=[*_NOT_READ, f"{REMAINDERS}.*"])
 
         # Names. A folder saved by accelerate_smp, without a LightningModule around the model, has no prefix.
         facts = self._opened.manifest.metadata
@@ -88,7 +88,7 @@ class CheckpointFolder:
     def _make_lazy(self, number: int, state: dict[str, Any]) -> None:
         def unread(name: str) -> Unread:
             place = ("optimizer_states", number, "state", name)
-            return Unread(name, lambda: read_rest(self._path, place, tensors=["*"]))
+            return Unread(name, lambda: read_rest(self._opened, place, tensors=["*"]))
 
         names = {**state.get("state", {}), **dict.fromkeys(self._children("optimizer_states", number, "state"))}
         state["state"] = LazyState({name: unread(name) for name in names})
@@ -97,7 +97,7 @@ class CheckpointFolder:
         """Return an unread value by its place in the folder."""
         stored = self._places.get(place)
         if stored is None:
-            return Unread(place, lambda: read_rest(self._path, place, tensors=["*"]))
+            return Unread(place, lambda: read_rest(self._opened, place, tensors=["*"]))
 
         def read() -> torch.Tensor:
             with TensorFiles(self._opened) as files:
@@ -115,7 +115,7 @@ class CheckpointFolder:
             for key in place[:-1]:
                 inner = inner.setdefault(key, {})
             inner[place[-1]] = target
-        load_checkpoint(self._path, template, only=stored.values(), verify="sizes", allow_dtype_cast=True)
+        load_checkpoint(self._opened, template, only=stored.values(), verify="sizes", allow_dtype_cast=True)
 
     def load_optimizer(
         self, module: nn.Module, number: int, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
@@ -127,7 +127,7 @@ class CheckpointFolder:
         saved = [name for group in state["param_groups"] for name in group["params"]]
         names = parameter_names(module, optimizer)
         name_there = self._also_renamed(names, stepped_parameters(optimizer), saved)
-        load_named_optimizer_state(self._path, where, module, optimizer, name_there, verify="sizes", given=state)
+        load_named_optimizer_state(self._opened, where, module, optimizer, name_there, verify="sizes", given=state)
 
     def _also_renamed(self, names: list[str], parameters: list[torch.Tensor], saved: list[str]) -> Callable[[str], str]:
         """Return the translation of an optimizer's parameter names to those in the folder.
@@ -147,10 +147,10 @@ class CheckpointFolder:
         return lambda name: partners.get(name) or self.name_there(name)
 
     def load_remainders(self, parallel: ParallelModel) -> None:
-        load_remainder_state(parallel.traffic, self._path)
+        load_remainder_state(parallel.traffic, self._opened)
 
     def per_rank(self) -> list[Any]:
-        return read_per_rank(self._path)
+        return read_per_rank(self._opened)
 
 
 class CheckpointFile:

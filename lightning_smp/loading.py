@@ -41,6 +41,7 @@ from smp_core.checkpoint import (
 from smp_core.checkpoint.lazy_state import Unread, as_it_lies
 from smp_core.checkpoint.random_state import resumed_random_state
 from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.torch_file import step_of_file
 from smp_core.module_names import clean_name
 from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.own_parts import load_full_state
@@ -223,12 +224,20 @@ def _newest_undamaged(path: Any, verify: str) -> str:
     def candidates() -> list[str]:
         folder = os.path.dirname(os.path.abspath(path))
         folders = [os.path.join(folder, name) for name in reversed(find_checkpoints(folder))]
-        files = sorted((str(file) for file in Path(folder).glob("*.ckpt") if file.is_file()), key=os.path.getmtime)
+        files = sorted((str(file) for file in Path(folder).glob("*.ckpt") if file.is_file()), key=step_of_file)
         others = [*files[::-1], *folders] if os.path.isfile(path) else [*folders, *files[::-1]]
-        return [str(path), *(each for each in others if os.path.realpath(each) != os.path.realpath(path))]
+        # Lightning takes the one of last.ckpt, last-v1.ckpt, ... that clocks call the newest.
+        lasts = [each for each in others if os.path.isfile(each) == os.path.isfile(path) and _is_last(each)]
+        found = dict.fromkeys([*lasts, str(path), *others])
+        return list({os.path.realpath(each): each for each in reversed(found)}.values())[::-1]
 
     ordered = Ranks().on_first(f"{path} was not loaded", candidates)
     return first_undamaged(ordered, verify)
+
+
+def _is_last(path: str) -> bool:
+    name = os.path.splitext(os.path.basename(path))[0]
+    return ModelCheckpoint.CHECKPOINT_NAME_LAST in name.split(ModelCheckpoint.CHECKPOINT_JOIN_CHAR)
 
 
 def _check_complete(checkpoint: dict[str, Any], path: Any) -> None:

@@ -29,10 +29,31 @@ from smp_core.checkpoint.untrusted import MANIFEST_BYTES, only_checkpoint_errors
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint whose manifest, index and rest have been read and checked against their digests."""
+    """A checkpoint whose manifest, index and rest have been read and checked against their digests.
+
+    Everything that takes the path of a checkpoint also takes one that is open: all parts of a load are then of one
+    save. If its path is overwritten meanwhile, that is an error that says so.
+    """
 
     folder: Folder
     manifest: Manifest
+
+    def __fspath__(self) -> str:
+        return self.address
+
+    def same_save(self) -> None:
+        """Raise the reason for an error that was met while reading, if it is that the path holds another save now.
+
+        Raises:
+            CheckpointError: another save, or none, is at the path.
+        """
+        try:
+            now = Manifest.from_bytes(self.folder.read(MANIFEST, MANIFEST_BYTES), self.address).id
+        except (CheckpointError, FileNotFoundError):
+            now = None
+        if now != self.manifest.id:
+            what = "was removed" if now is None else f"was overwritten by another save ({now})"
+            raise CheckpointError(f"{self.address} {what} while it was read; load again, or from a path that stays")
 
     @property
     def address(self) -> str:
@@ -95,10 +116,13 @@ class OpenCheckpoint:
             size = self.folder.size(name)
             data = self.folder.read(name, record.bytes) if size == record.bytes else b""
         except FileNotFoundError:
+            self.same_save()
             raise CheckpointError(f"{where} is missing") from None
         if size != record.bytes:
+            self.same_save()
             raise CheckpointError(f"{where} has {size} bytes, the manifest says {record.bytes}: it is damaged")
         if digest_of(data, self.manifest.algorithm) != record.digest:
+            self.same_save()
             raise CheckpointError(f"{where} is damaged: its {self.manifest.algorithm} digest does not fit the manifest")
         return data
 
@@ -110,12 +134,14 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
-    """Open a checkpoint folder.
+    """Open a checkpoint folder; one that is open already is returned as it is.
 
     Raises:
         CheckpointError: missing, half (no manifest), damaged, or of another program; the message says which and what
             to do.
     """
+    if isinstance(path, OpenCheckpoint):
+        return path
     folder = open_folder(path)
     try:
         data = folder.read(MANIFEST, MANIFEST_BYTES)

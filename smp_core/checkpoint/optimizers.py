@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.layout import CheckpointError, TensorRecord
 from smp_core.checkpoint.lazy_state import Unread, as_it_lies
+from smp_core.checkpoint.opening import open_checkpoint
 from smp_core.checkpoint.reader import load_checkpoint, read_rest, read_template
 from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
 from smp_core.module_names import clean_name
@@ -81,6 +82,7 @@ def load_named_optimizer_state(
     Raises:
         CheckpointError: parameters that the checkpoint has and the optimizer lacks or the other way round.
     """
+    path = open_checkpoint(path)
     names = [name_there(name) for name in parameter_names(model, optimizer)]
     parameters = stepped_parameters(optimizer)
     by_name = dict(zip(names, parameters, strict=True))

@@ -18,7 +18,8 @@ import numpy
 import torch
 
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.reader import read_manifest, read_per_rank
+from smp_core.checkpoint.opening import open_checkpoint
+from smp_core.checkpoint.reader import read_per_rank
 
 logger = logging.getLogger("smp")
 
@@ -123,7 +124,8 @@ def restore_random_state(
     Raises:
         CheckpointError: not a readable checkpoint.
     """
-    manifest = read_manifest(path)
-    saved = [value.get(key) if isinstance(value, dict) else None for value in read_per_rank(path)]
-    set_random_state(resumed_random_state(saved, rank, world_size, seed, manifest.step or 0, os.fspath(path)))
+    opened = open_checkpoint(path)
+    step = opened.manifest.step or 0
+    saved = [value.get(key) if isinstance(value, dict) else None for value in read_per_rank(opened)]
+    set_random_state(resumed_random_state(saved, rank, world_size, seed, step, os.fspath(path)))
     return len(saved) == world_size and saved[rank] is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.opening import OpenCheckpoint
 from smp_core.checkpoint.tensor_file import TensorFile
 
@@ -25,7 +26,11 @@ class TensorFiles:
     def get(self, name: str) -> TensorFile:
         """Open a tensor file, or return the open one."""
         if name not in self.files:
-            self.files[name] = TensorFile(self.opened.folder, self.opened.manifest, name)
+            try:
+                self.files[name] = TensorFile(self.opened.folder, self.opened.manifest, name)
+            except CheckpointError:
+                self.opened.same_save()
+                raise
         return self.files[name]
 
     def unsharded(self, name: str) -> torch.Tensor:

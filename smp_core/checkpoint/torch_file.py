@@ -8,6 +8,7 @@ checksums are put right, so that the file is the one that torch.save would have 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import zipfile
@@ -18,11 +19,13 @@ from typing import Any
 
 import torch
 
+from smp_core.checkpoint.inert_pickle import read_inert
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor, tie_key
 from smp_core.checkpoint.tensor_file import bytes_view, host_tensor
 from smp_core.checkpoint.tree import map_tensors
 
+_PICKLE_BYTES = 64 << 20
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # signature, ..., crc at field 6, name length, extra length
 _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")  # signature, ..., crc at field 7, name, extra and comment lengths
 _CRC_IN_LOCAL_HEADER = 14
@@ -166,3 +169,18 @@ def check_torch_file(path: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"{os.fspath(path)} is damaged: {error}") from error
     if broken is not None:
         raise CheckpointError(f"{os.fspath(path)} is damaged: the checksum of {broken} does not fit")
+
+
+def step_of_file(path: str | os.PathLike[str]) -> tuple[int, float]:
+    """Return the order of a Lightning ``.ckpt`` among others: its ``global_step``, then the file's time.
+
+    The step is read without running code from the file; -1 where it cannot be found.
+    """
+    step = -1
+    with contextlib.suppress(CheckpointError, OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        entry = next((each for each in archive.infolist() if each.filename.split("/")[-1] == "data.pkl"), None)
+        if entry is not None and entry.file_size <= _PICKLE_BYTES:
+            content = read_inert(archive.read(entry), os.fspath(path))
+            found = content.get("global_step") if isinstance(content, dict) else None
+            step = found if type(found) is int else -1
+    return step, os.path.getmtime(path)

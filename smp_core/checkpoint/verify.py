@@ -13,9 +13,11 @@ from smp_core.checkpoint.tensor_file import TensorFile
 
 logger = logging.getLogger("smp")
 
+_OPENINGS = 5  # tries until all ranks see the same save at a path that is overwritten meanwhile
+
 
 def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks, what: str) -> OpenCheckpoint:
-    """Open a checkpoint and check its files, each rank some of them. Collective.
+    """Open a checkpoint and check its files, each rank some of them; all ranks open the same save. Collective.
 
     Args:
         path: checkpoint folder or address.
@@ -33,7 +35,13 @@ def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks,
             raise CheckpointError(f"verify={verify!r} is not known; allowed: 'auto', 'sizes', 'digests', None")
         return open_checkpoint(path)
 
-    opened, crashes = ranks.together(what, opened_here, lambda it: it.folder.signs_of_crash())
+    for _ in range(_OPENINGS):
+        opened, seen = ranks.together(what, opened_here, lambda it: (it.manifest.id, it.folder.signs_of_crash()))
+        if len({save for save, _ in seen}) == 1:
+            break
+    else:
+        raise CheckpointError(f"{what}: it is overwritten again and again; load from a path that stays")
+    crashes = [crash for _, crash in seen]
     mode = verify
     if verify == "auto":
         mode = "digests" if any(crashes) else "sizes"
@@ -64,6 +72,7 @@ def check_files(opened: OpenCheckpoint, mode: str | None, rank: int = 0, size: i
         if number % size == rank and (problem := file_problem(opened.folder, opened.manifest, name, record, mode))
     ]
     if problems:
+        opened.same_save()
         raise CheckpointError("; ".join(problems))
 
 

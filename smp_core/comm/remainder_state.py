@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from smp_core.checkpoint import load_checkpoint, read_rest
+from smp_core.checkpoint.opening import open_checkpoint
 from smp_core.checkpoint.reader import read_index
 from smp_core.comm.traffic import Traffic
 
@@ -38,10 +39,13 @@ def remainder_state(traffic: Traffic) -> dict[str, Any]:
 
 def load_remainder_state(traffic: Traffic, path: str | os.PathLike[str]) -> None:
     """Take up what a checkpoint folder has of them, if it was saved on the same layout. Collective."""
-    if not traffic.keeps_remainders or KEY not in read_rest(path):
+    if not traffic.keeps_remainders:
+        return
+    path = open_checkpoint(path)
+    if KEY not in read_rest(path):
         return
     if read_rest(path, KEY)["layout"] != traffic.layout():
-        logger.warning("%s: remainders of error feedback are of another layout of ranks and are left out", path)
+        logger.warning("%s: remainders of error feedback are of another layout of ranks and are left out", path.address)
         return
     index, world = read_index(path), dist.get_world_size()
     device = traffic.device
@@ -52,5 +56,5 @@ def load_remainder_state(traffic: Traffic, path: str | os.PathLike[str]) -> None
             record = index.record(name)
             local = torch.zeros(record.shape[0] // world, dtype=record.dtype, device=device)
             template[place[2]] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-    load_checkpoint(path, {KEY: {"remainders": template}}, strict=False)
+    load_checkpoint(path, {KEY: {"remainders": template}}, strict=False, verify="sizes")
     traffic.load_error_feedback({name: tensor.to_local() for name, tensor in template.items()})
