@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from smp_core.checkpoint import (
 from smp_core.checkpoint.lazy_state import Unread, as_it_lies
 from smp_core.checkpoint.random_state import resumed_random_state
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.torch_file import step_of_file
+from smp_core.checkpoint.torch_file import check_torch_file, step_of_file
 from smp_core.module_names import clean_name
 from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.own_parts import load_full_state
@@ -75,6 +76,8 @@ class Loading:
         assert module is not None
         self._source: CheckpointFolder | CheckpointFile
         if os.path.isfile(path):
+            if verify != "sizes" and zipfile.is_zipfile(path):  # torch.load does not compare its checksums
+                Ranks().on_first(f"{path} was not loaded", lambda: check_torch_file(path))
             self._source = CheckpointFile(path, strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
         else:
             self._source = CheckpointFolder(path, verify, module)

@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import stat
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.reader import decode_state
 from smp_core.checkpoint.save_plan import LazyTensor
 from smp_core.checkpoint.staging import stage
+from smp_core.checkpoint.torch_file import check_torch_file
 from smp_core.checkpoint.untrusted import FOLDER_NAMES, JSON_BYTES, Fields, is_plain, only_checkpoint_errors, read_json
 from smp_core.checkpoint.verify import check_files
 from smp_core.checkpoint.writer import SaveOptions, write_staged
@@ -198,6 +200,8 @@ def _loader(path: Path, key: str) -> Callable[[], torch.Tensor]:
 
 def _torch_load(path: Path, allow_pickle: bool) -> dict[str, Any]:
     _regular(path)
+    if zipfile.is_zipfile(path):  # torch.load does not compare its checksums
+        check_torch_file(path)
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:
@@ -271,6 +275,7 @@ def export_checkpoint(
         raise CheckpointError(f"{target} exists already; choose another path or pass overwrite=True (--overwrite)")
     opened = open_checkpoint(path)
     check_files(opened, verify)
+    opened.check_bytes = verify == "sizes"
     state: dict[str, Any] = decode_state(opened, lambda name: lazy_tensor(opened, name), allow_pickle)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = scratch_path(target)

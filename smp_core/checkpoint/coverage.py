@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 from smp_core.checkpoint.layout import CheckpointError, Chunk, Index, Manifest, TensorRecord
+from smp_core.checkpoint.storage import BLOCK_DIGITS
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
@@ -36,6 +37,9 @@ def check_index(index: Index, manifest: Manifest, where: str) -> None:
             raise CheckpointError(f"{where} is damaged: the slices of {name} do not cover it, or overlap")
     for file, places in ranges.items():
         places.sort()
+        size = manifest.files[file].bytes
+        if index.blocks and len(index.blocks.get(file, "")) != -(-size // index.block_bytes) * BLOCK_DIGITS:
+            raise CheckpointError(f"{where} is damaged: it lacks digests of blocks of {file}")
         if any(end > begin for (_, end), (begin, _) in itertools.pairwise(places)):
             raise CheckpointError(f"{where} is damaged: two slices have the same bytes of {file}")
 

@@ -86,6 +86,7 @@ def consolidate(
     # The source.
     opened = open_checkpoint(path)
     check_files(opened, verify)
+    opened.check_bytes = verify == "sizes"
 
     return _write(opened, target, chosen, strip_prefix, options, allow_pickle)
 

@@ -121,13 +121,21 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Index:
-    """The index of all tensors of a checkpoint by name. ``aliases`` maps a name to the tensor that shares its
-    storage.
+    """The index of all tensors of a checkpoint by name.
+
+    Attributes:
+        tensors: name -> record.
+        aliases: name -> name of the tensor that shares its storage.
+        alias_paths: name of an alias -> its path in the saved state.
+        blocks: tensor file -> digests of its blocks, one behind the other; empty in checkpoints of version 1.
+        block_bytes: bytes of a block.
     """
 
     tensors: dict[str, TensorRecord]
     aliases: dict[str, str] = field(default_factory=dict)
     alias_paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    blocks: dict[str, str] = field(default_factory=dict)
+    block_bytes: int = 1
 
     def record(self, name: str) -> TensorRecord:
         """Return the record of a tensor, or of the tensor that an alias stands for."""
@@ -168,7 +176,8 @@ class Index:
             name: {"tensor": target, "path": path_to_json(self.alias_paths[name])}
             for name, target in self.aliases.items()
         }
-        return {"format": FORMAT, "version": VERSION, "tensors": tensors, "aliases": aliases}
+        blocks = {"bytes": self.block_bytes, "files": self.blocks}
+        return {"format": FORMAT, "version": VERSION, "tensors": tensors, "aliases": aliases, "blocks": blocks}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> Index:
@@ -188,7 +197,10 @@ class Index:
             paths[name] = path_from_json(alias.get("path", list))
             if aliases[name] not in tensors or name in tensors:
                 raise CheckpointError(f"{where} is damaged: {name} shares memory with {aliases[name]}, which is none")
-        return cls(tensors, aliases, paths)
+        if "blocks" not in data:
+            return cls(tensors, aliases, paths)
+        blocks = Fields(data["blocks"], where)
+        return cls(tensors, aliases, paths, blocks.text_map("files"), blocks.count("bytes", most=1 << 28, least=1))
 
 
 def _tensor_record(entry: Fields) -> TensorRecord:

@@ -48,6 +48,8 @@ def _reading(path: str) -> Iterator[None]:
 
 
 class _ObjectRangeFile(RangeFile):
+    request_bytes = 64 << 20
+
     def __init__(self, fs: Any, path: str, size: int) -> None:
         self.fs = fs
         self.path = path

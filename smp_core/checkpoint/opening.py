@@ -27,16 +27,22 @@ from smp_core.checkpoint.storage import Folder, missing
 from smp_core.checkpoint.untrusted import MANIFEST_BYTES, only_checkpoint_errors, read_json
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OpenCheckpoint:
     """A checkpoint whose manifest, index and rest have been read and checked against their digests.
 
     Everything that takes the path of a checkpoint also takes one that is open: all parts of a load are then of one
     save. If its path is overwritten meanwhile, that is an error that says so.
+
+    Attributes:
+        folder: where it lies.
+        manifest: what it is.
+        check_bytes: compare tensors with their digests while they are read.
     """
 
     folder: Folder
     manifest: Manifest
+    check_bytes: bool = True
 
     def __fspath__(self) -> str:
         return self.address

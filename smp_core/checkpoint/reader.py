@@ -2,8 +2,8 @@
 storage reader fetches them from the safetensors files, straight into the tensors of the template.
 
 Nothing is unpickled but rest.pt (weights_only=True) and, when asked for by name, rest-pickle.pt. Sizes of all files and
-the headers of the files in use are always checked; digests of everything when asked, or when something beside the
-folder shows that a save was interrupted.
+the headers of the files in use are always checked, the bytes of tensors while they are read; all digests before when
+asked, or when something beside the folder shows that a save was interrupted.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def load_checkpoint(
             they keep their values and are logged.
         only: globs over tensor names (``["state_dict.encoder.*"]``): other tensors and values keep what they have.
         process_group: the ranks that load together; None: all.
-        verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: digests when an interrupted save lies beside the
-            folder, sizes otherwise.
+        verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: sizes, and each byte of a tensor while it is read; all
+            digests before, when an interrupted save lies beside the folder or an earlier version wrote it.
         allow_dtype_cast: convert where the saved dtype differs, instead of refusing.
         allow_pickle: read values that were saved with ``allow_pickle=True``. This runs code from the file.
 

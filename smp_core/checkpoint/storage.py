@@ -12,8 +12,12 @@ import os
 from abc import ABC, abstractmethod
 from typing import Any, BinaryIO
 
+import xxhash
+
 from smp_core.checkpoint.layout import CheckpointError, FileRecord, digest_of, new_digest
 
+BLOCK_BYTES = 4 << 20  # of which each has a digest of its own, which is checked while tensors are read
+BLOCK_DIGITS = 16  # hexadecimal, of XXH3-64
 PIECE_BYTES = 8 << 20  # large enough for the disk, small enough that a piece is still in cache when it is hashed
 
 
@@ -36,17 +40,30 @@ class Sink:
         self.bytes = 0
         self.header_bytes = 0
         self.header_digest = ""
+        self._blocks: list[str] = []
+        self._block = xxhash.xxh3_64()
+
+    @property
+    def blocks(self) -> str:
+        """The digests of all blocks, one behind the other; the last one may be shorter than BLOCK_BYTES."""
+        last = [self._block.hexdigest()] if self.bytes % BLOCK_BYTES else []
+        return "".join(self._blocks + last)
 
     def write(self, data: Any) -> None:
         """Write all of a bytes-like object."""
         view = memoryview(data).cast("B")
-        for begin in range(0, len(view), PIECE_BYTES):
-            piece = view[begin : begin + PIECE_BYTES]
+        while len(view):
+            piece = view[: BLOCK_BYTES - self.bytes % BLOCK_BYTES]
+            view = view[len(piece) :]
             self.digest.update(piece)
+            self._block.update(piece)
+            self.bytes += len(piece)
+            if self.bytes % BLOCK_BYTES == 0:
+                self._blocks.append(self._block.hexdigest())
+                self._block.reset()
             while len(piece):
                 written = self.raw.write(piece)
                 piece = piece[len(piece) if written is None else written :]
-        self.bytes += len(view)
 
     def write_header(self, data: bytes) -> None:
         """Write the head of a tensor file, whose own digest is kept for a quick check at each opening."""
@@ -75,9 +92,11 @@ class RangeFile(ABC):
 
     Attributes:
         bytes: its size.
+        request_bytes: how much is best read at once, where each read is a request to another machine; 0 elsewhere.
     """
 
     bytes: int
+    request_bytes: int = 0
 
     @abstractmethod
     def read_into(self, begin: int, target: memoryview) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from smp_core.checkpoint.checked_file import CheckedFile
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.opening import OpenCheckpoint
 from smp_core.checkpoint.tensor_file import TensorFile
@@ -27,10 +28,14 @@ class TensorFiles:
         """Open a tensor file, or return the open one."""
         if name not in self.files:
             try:
-                self.files[name] = TensorFile(self.opened.folder, self.opened.manifest, name)
+                file = TensorFile(self.opened.folder, self.opened.manifest, name)
+                self.files[name] = file
             except CheckpointError:
                 self.opened.same_save()
                 raise
+            index = self.opened.index
+            if self.opened.check_bytes and name in index.blocks:
+                file.file = CheckedFile(file.file, file.where, index.blocks[name], index.block_bytes)
         return self.files[name]
 
     def unsharded(self, name: str) -> torch.Tensor:

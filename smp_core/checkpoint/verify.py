@@ -21,8 +21,8 @@ def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks,
 
     Args:
         path: checkpoint folder or address.
-        verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: digests when an interrupted save lies beside the
-            folder, sizes otherwise.
+        verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: sizes, and each byte of a tensor while it is read; all
+            digests before, when an interrupted save lies beside the folder or an earlier version wrote it.
         ranks: the ranks that check together.
         what: how the message of an error begins.
 
@@ -41,13 +41,16 @@ def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks,
             break
     else:
         raise CheckpointError(f"{what}: it is overwritten again and again; load from a path that stays")
-    crashes = [crash for _, crash in seen]
+    crashed = any(crash for _, crash in seen)
     mode = verify
     if verify == "auto":
-        mode = "digests" if any(crashes) else "sizes"
-        if any(crashes) and ranks.rank == 0:
+        _, old = ranks.together(what, lambda: opened.index.blocks or not opened.index.tensors, lambda it: not it)
+        mode = "digests" if crashed or any(old) else "sizes"
+        if crashed and ranks.rank == 0:
             logger.warning("an interrupted save lies beside %s: checking all digests", opened.address)
     ranks.together(what, lambda: check_files(opened, mode, ranks.rank, ranks.size))
+    if opened is not path:
+        opened.check_bytes = verify == "auto" and mode == "sizes"
     return opened
 
 

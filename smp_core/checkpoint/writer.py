@@ -47,7 +47,7 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import SmpSavePlanner
 from smp_core.checkpoint.sequence import next_sequence
 from smp_core.checkpoint.staging import Staged, stage
-from smp_core.checkpoint.storage import Transaction
+from smp_core.checkpoint.storage import BLOCK_BYTES, Transaction
 from smp_core.checkpoint.tensor_file import Entry, write_tensor_file
 from smp_core.checkpoint.tree import EncodedRest, Path, merge_rest
 from smp_core.checkpoint.untrusted import is_plain
@@ -260,20 +260,21 @@ class SmpStorageWriter(StorageWriter):
             for item, entry, (begin, end) in zip(items, entries, ranges, strict=True):
                 offset = tuple(item.index.offset or ())
                 chunk = Chunk(name, entry.key, offset, entry.shape, begin, end)
-                results.append(WriteResult(item.index, entry.bytes, (chunk, record)))
+                results.append(WriteResult(item.index, entry.bytes, (chunk, record, sink.blocks)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files: dict[str, FileRecord] = {}
+        blocks: dict[str, str] = {}
         chunks: dict[str, list[Chunk]] = {}
         for result in (result for rank in results for result in rank):
-            chunk, record = result.storage_data
-            files[chunk.file] = record
+            chunk, record, digests = result.storage_data
+            files[chunk.file], blocks[chunk.file] = record, digests
             chunks.setdefault(result.index.fqn, []).append(chunk)
         index = _index(metadata, chunks, self.staged.paths)
-        self._commit(index, files)
+        self._commit(dataclasses.replace(index, blocks=blocks, block_bytes=BLOCK_BYTES), files)
 
     def _commit(self, index: Index, files: dict[str, FileRecord]) -> None:
         """Write everything but the tensors, then commit."""
