@@ -33,7 +33,7 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.reader import decode_state
 from smp_core.checkpoint.save_plan import LazyTensor
 from smp_core.checkpoint.staging import stage
-from smp_core.checkpoint.torch_file import check_torch_file
+from smp_core.checkpoint.torch_file import check_torch_content, check_torch_file
 from smp_core.checkpoint.untrusted import FOLDER_NAMES, JSON_BYTES, Fields, is_plain, only_checkpoint_errors, read_json
 from smp_core.checkpoint.verify import check_files
 from smp_core.checkpoint.writer import SaveOptions, write_staged
@@ -202,6 +202,8 @@ def _torch_load(path: Path, allow_pickle: bool) -> dict[str, Any]:
     _regular(path)
     if zipfile.is_zipfile(path):  # torch.load does not compare its checksums
         check_torch_file(path)
+        if not allow_pickle:
+            check_torch_content(path, str(path))
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:

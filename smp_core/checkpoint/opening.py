@@ -24,6 +24,7 @@ from smp_core.checkpoint.layout import (
     digest_of,
 )
 from smp_core.checkpoint.storage import Folder, missing
+from smp_core.checkpoint.torch_file import check_torch_content
 from smp_core.checkpoint.untrusted import MANIFEST_BYTES, only_checkpoint_errors, read_json
 
 
@@ -90,6 +91,7 @@ class OpenCheckpoint:
             return {}
         data = self.checked(self.manifest.rest_pt)
         where = f"{self.address}/{self.manifest.rest_pt}"
+        check_torch_content(io.BytesIO(data), where)
         try:
             content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:

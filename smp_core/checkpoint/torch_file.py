@@ -13,19 +13,28 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from smp_core.checkpoint.inert_pickle import read_inert
+from smp_core.checkpoint.inert_pickle import Global, Made, Persistent, read_inert
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor, tie_key
 from smp_core.checkpoint.tensor_file import bytes_view, host_tensor
 from smp_core.checkpoint.tree import map_tensors
+from smp_core.checkpoint.untrusted import only_checkpoint_errors
 
 _PICKLE_BYTES = 64 << 20
+_ITEM_BYTES = {
+    **dict.fromkeys(("ComplexDoubleStorage",), 16),
+    **dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage"), 8),
+    **dict.fromkeys(("FloatStorage", "IntStorage", "QInt32Storage"), 4),
+    **dict.fromkeys(("HalfStorage", "BFloat16Storage", "ShortStorage"), 2),
+    **dict.fromkeys(("CharStorage", "ByteStorage", "BoolStorage", "QInt8Storage", "QUInt8Storage"), 1),
+    **dict.fromkeys(("QUInt4x2Storage", "QUInt2x4Storage", "UntypedStorage"), 1),
+}
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # signature, ..., crc at field 6, name length, extra length
 _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")  # signature, ..., crc at field 7, name, extra and comment lengths
 _CRC_IN_LOCAL_HEADER = 14
@@ -162,10 +171,12 @@ def check_torch_file(path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: cut short, damaged, or not such a file.
     """
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{os.fspath(path)} is missing, or no file but a folder, a pipe or a device")
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
-    except (zipfile.BadZipFile, OSError) as error:
+    except Exception as error:  # of a damaged archive anything
         raise CheckpointError(f"{os.fspath(path)} is damaged: {error}") from error
     if broken is not None:
         raise CheckpointError(f"{os.fspath(path)} is damaged: the checksum of {broken} does not fit")
@@ -177,10 +188,67 @@ def step_of_file(path: str | os.PathLike[str]) -> tuple[int, float]:
     The step is read without running code from the file; -1 where it cannot be found.
     """
     step = -1
-    with contextlib.suppress(CheckpointError, OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+    if not os.path.isfile(path):
+        return step, 0.0
+    with contextlib.suppress(CheckpointError), only_checkpoint_errors(""), zipfile.ZipFile(path) as archive:
         entry = next((each for each in archive.infolist() if each.filename.split("/")[-1] == "data.pkl"), None)
         if entry is not None and entry.file_size <= _PICKLE_BYTES:
             content = read_inert(archive.read(entry), os.fspath(path))
             found = content.get("global_step") if isinstance(content, dict) else None
             step = found if type(found) is int else -1
     return step, os.path.getmtime(path)
+
+
+def check_torch_content(file: str | os.PathLike[str] | BinaryIO, where: str) -> None:
+    """Look at a ``torch.save`` archive before ``torch.load`` allocates what it asks for.
+
+    ``torch.load(weights_only=True)`` runs no code, but believes sizes: of compressed entries, storages and bytearrays.
+
+    Args:
+        where: its place, for messages.
+
+    Raises:
+        CheckpointError: damaged, or it asks for more memory than it has bytes.
+    """
+    with only_checkpoint_errors(where), zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        if any(
+            entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size for entry in entries
+        ):
+            raise CheckpointError(f"{where} has compressed entries, which torch.save does not write: not read")
+        sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in entries}
+        pickled = [entry for entry in entries if entry.filename.partition("/")[2] == "data.pkl"]
+        if len(pickled) != 1 or len(sizes) != len(entries) or pickled[0].file_size > _PICKLE_BYTES:
+            raise CheckpointError(f"{where} is damaged: it is not what torch.save writes")
+        for node in _nodes(read_inert(archive.read(pickled[0]), where)):
+            if isinstance(node, Persistent):
+                _check_storage(node.identity, sizes, where)
+            elif isinstance(node, Made) and node.by.name == "bytearray" and any(type(a) is int for a in node.arguments):
+                raise CheckpointError(f"{where} asks for memory by its size: not read")
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    """Yield every stand-in of what a pickle says, once."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        if isinstance(node, (Made, Persistent, dict, list, tuple, set, frozenset)):
+            seen.add(id(node))
+        if isinstance(node, (Made, Persistent)):
+            yield node
+        if isinstance(node, Made):
+            waiting += [*node.arguments, node.state, *node.entries]
+        elif isinstance(node, dict):
+            waiting += [*node.keys(), *node.values()]
+        elif isinstance(node, (list, tuple, set, frozenset)):
+            waiting += node
+
+
+def _check_storage(identity: Any, sizes: Mapping[str, int], where: str) -> None:
+    kind, storage, key, _, count = identity
+    itemsize = _ITEM_BYTES.get(storage.name, 0) if isinstance(storage, Global) else 0
+    if kind != "storage" or not itemsize or type(count) is not int or count * itemsize > sizes.get(f"data/{key}", -1):
+        raise CheckpointError(f"{where} is damaged: a tensor has more elements than bytes, or is of an unknown kind")
