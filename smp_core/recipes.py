@@ -249,9 +249,9 @@ class Checkpoint(Recipe):
             every rank writes its shards to. True or False (default).
         async_save: Whether a checkpoint is copied to host memory and written behind training, so that training stalls
             for the copy only. At most one is in flight. True or False (default).
-        verify: What is checked before a checkpoint is loaded. "sizes" (headers and sizes of all files), "digests"
-            (every byte is read once more) or "auto" (default; digests when an interrupted save lies beside it, sizes
-            otherwise).
+        verify: What is checked when a checkpoint is loaded. "auto" (default; headers and sizes of all files, and each
+            byte of a tensor while it is read), "digests" (every byte before anything is loaded; so does "auto" when an
+            interrupted save lies beside it) or "sizes" (no bytes of tensors).
         allow_batch_change: Whether a run may resume with another number of samples per optimizer step than it was saved
             with, where accumulation cannot be adapted to keep it. True or False (default; refused).
     """

@@ -28,6 +28,7 @@ from smp_core.checkpoint.save_plan import LazyTensor
 from smp_core.checkpoint.tensor_files import TensorFiles
 from smp_core.checkpoint.torch_file import stream_torch_save
 from smp_core.checkpoint.tree import iterate_tensors
+from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import check_files
 
 # Lightning restores optimizers and schedulers only together; without them the file is weights only.
@@ -103,13 +104,19 @@ def _write(
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = scratch_path(target)
     made = [target.name]
+    # What the checkpoint says comes together before anything is written: errors of the disk stay what they are.
+    with only_checkpoint_errors(opened.address):
+        if chosen == "safetensors":
+            names = export_names(opened, strip_prefix)
+        elif chosen == "ckpt":
+            content = _lightning_content(opened, options, strip_prefix, allow_pickle)
+        else:
+            content = _plain_content(opened, options, strip_prefix)
     try:
         if chosen == "safetensors":
-            made = write_safetensors_folder(opened, temporary, export_names(opened, strip_prefix), options)
-        elif chosen == "ckpt":
-            _write_torch_file(temporary, _lightning_content(opened, options, strip_prefix, allow_pickle), options)
+            made = write_safetensors_folder(opened, temporary, names, options)
         else:
-            _write_torch_file(temporary, _plain_content(opened, options, strip_prefix), options)
+            _write_torch_file(temporary, content, options)
         put_in_place(temporary, target)
     finally:
         discard(temporary)

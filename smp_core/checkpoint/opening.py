@@ -81,7 +81,7 @@ class OpenCheckpoint:
         """The JSON tree of everything that is not a tensor."""
         content = self._json(self.manifest.rest)
         tree = content.get("tree")
-        if not isinstance(tree, dict) or "state" not in tree or not isinstance(tree.get("per_rank"), list):
+        if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict) or "per_rank" not in tree:
             raise CheckpointError(f"{self.address}/{self.manifest.rest} is damaged: it has no state")
         return tree
 

@@ -181,7 +181,10 @@ def _collect_rest(
 
 def decode_state(opened: OpenCheckpoint, tensor: Callable[[str], Any], allow_pickle: bool) -> Any:
     """Decode the complete saved state, with ``tensor(name)`` in the place of each tensor."""
-    return _decode(opened, subtree(opened.tree, ("state",)), tensor, allow_pickle)
+    state = _decode(opened, subtree(opened.tree, ("state",)), tensor, allow_pickle)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{opened.address} is damaged: its state is a {type(state).__name__}, not a dict")
+    return state
 
 
 def _decode(opened: OpenCheckpoint, tree: Any, tensor: Any, allow_pickle: bool) -> Any:

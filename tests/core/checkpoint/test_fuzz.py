@@ -104,7 +104,7 @@ def readers(case: Path, out: Path) -> dict[str, list[Callable[[], Any]]]:
             lambda: checkpoint.read_tensors(step),
             lambda: checkpoint.verify_checkpoint(step, deep=True),
             lambda: checkpoint.newest_checkpoint(case / "ours"),
-            lambda: checkpoint.first_whole([step, case / "ours" / "step-00000001"]),
+            lambda: checkpoint.first_undamaged([step, case / "ours" / "step-00000001"]),
             lambda: checkpoint_tables(step, all_tensors=True),
             lambda: list_table(case / "ours"),
             lambda: read_latest(case / "ours"),
@@ -174,7 +174,7 @@ def mutate(file: Path, draw: random.Random) -> None:
         return
     data = file.read_bytes()
     if kind < 0.6 and (file.suffix == ".json"):
-        with contextlib.suppress(ValueError):  # changed before
+        with contextlib.suppress(ValueError, RecursionError):  # changed before
             file.write_text(json.dumps(changed_json(json.loads(data), draw)))
             return
     file.write_bytes(changed_bytes(data, draw))

@@ -224,6 +224,7 @@ def test_boxes_tile_as_meshes_cut() -> None:
         ({"state": {"rest": {"$float": "one"}}, "per_rank": []}, "damaged"),
         ({"state": {"rest": {"$tensor": "nobody"}}, "per_rank": []}, "damaged"),
         ({"state": {"rest": {"$eval": "1"}}, "per_rank": []}, "does not know"),
+        ({"state": "text", "per_rank": []}, "has no state"),
         (["state"], "has no state"),
     ],
 )
