@@ -70,9 +70,9 @@ def test_ranks_train_a_model_that_plain_transformers_loads(ranks: int, tmp_path:
     out, cache = tmp_path / "out", tmp_path / "cache"
     batch = 16 // ranks
     run = f"{SCRIPT} --ranks {ranks} --nodes 2 --accelerator cpu --shard-degree 2 --accumulate 2".split()
+    run += ["--batch-size", str(batch), "--steps", str(STEPS), "--delayed-init"]
     done = run_script(
-        [*run, *SMALL, "--batch-size", str(batch), "--steps", str(STEPS), "--cache-dir", cache]
-        + ["--out", out, "--delayed-init"],
+        [*run, *SMALL, "--cache-dir", cache, "--out", out],
         env={"MASTER_PORT": str(free_port())},
     )
     assert done.returncode == 0, done.stdout + done.stderr
