@@ -296,7 +296,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, FullWei
         """Prepare a schedule that ends where it ends on one process (:mod:`accelerate_smp.schedules`)."""
         known = len(self._schedulers)
         prepared = super().prepare_scheduler(scheduler)
-        batches = self.num_processes // self.context_degree
+        batches = self.num_processes // self.batch_degree
         if not self.sharding or self.split_batches or len(self._schedulers) == known or batches == 1:
             return prepared
         if self.schedule_in_optimizer_steps:

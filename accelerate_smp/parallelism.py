@@ -3,6 +3,7 @@
 dp_replicate_size   replicas of the model states
 dp_shard_size       ranks of a partition group that read different samples: shard_degree / context degree
 cp_size             ranks that share a sequence; Accelerate counts them beside the shard ranks, we inside them
+tp_size             ranks that hold parts of one layer
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ class SmpParallelism(ParallelismConfig):
 
     @classmethod
     def of(cls, mesh: SmpMesh) -> SmpParallelism:
-        """Describe the layout of ``mesh``. Collective where sequences are shared."""
+        """Describe the layout of ``mesh``. Collective where batches are shared."""
         config = cls(
             dp_replicate_size=mesh.replicate_degree,
             dp_shard_size=mesh.shard_degree // mesh.context_degree,
             cp_size=mesh.context_degree,
-            tp_size=1,
+            tp_size=mesh.tensor_degree,
             sp_size=1,
         )
         config.device_mesh = _device_mesh(mesh)
@@ -49,22 +50,28 @@ class SmpParallelism(ParallelismConfig):
         """
         return False
 
+    @property
+    def tp_enabled(self) -> bool:
+        """The flag of a model that Transformers split before it was prepared: False, smp_core splits it."""
+        return False
+
 
 def _device_mesh(mesh: SmpMesh) -> DeviceMesh | None:
     """Return the same ranks on axes of Accelerate's names, those of more than one rank.
 
-    No new process groups are made unless sequences are shared.
+    No new process groups are made unless batches are shared.
     """
     sizes = {
         "dp_replicate": mesh.replicate_degree,
         "dp_shard": mesh.shard_degree // mesh.context_degree,
         "cp": mesh.context_degree,
+        "tp": mesh.tensor_degree,
     }
     active = {name: size for name, size in sizes.items() if size > 1}
     if not active:
         return None
     names = tuple(active)
-    if mesh.context_degree > 1:
+    if mesh.batch_degree > 1:
         return init_device_mesh(mesh.device.type, tuple(active.values()), mesh_dim_names=names)
     ours = {"dp_replicate": mesh.replicate_group, "dp_shard": mesh.shard_group}
     ranks = torch.arange(mesh.topology.world_size).view(tuple(active.values()))

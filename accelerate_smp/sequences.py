@@ -50,15 +50,21 @@ class SharedSequencesAccelerator(Accelerator):
         mesh = getattr(self, "smp_mesh", None)
         return 1 if mesh is None else mesh.context_degree
 
+    @property
+    def batch_degree(self) -> int:
+        """The ranks that read the same batch."""
+        mesh = getattr(self, "smp_mesh", None)
+        return 1 if mesh is None else mesh.batch_degree
+
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader as Accelerate does; it yields this rank's part of each batch."""
-        if self.context_degree == 1:
+        if self.batch_degree == 1:
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         before = self.dispatch_batches
         if before:
             raise ValueError(
-                "dispatch_batches=True deals out other samples to each context rank, which have to share them; write "
-                "False or leave it out"
+                "dispatch_batches=True deals out other samples to each context or tensor rank, which have to share "
+                "them; write False or leave it out"
             )
         if isinstance(data_loader.dataset, IterableDataset):
             self.dataloader_config.dispatch_batches = False  # every rank reads the stream and takes its samples
@@ -66,6 +72,8 @@ class SharedSequencesAccelerator(Accelerator):
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         finally:
             self.dataloader_config.dispatch_batches = before
+        if self.context_degree == 1:
+            return prepared
         kind, accelerator = type(prepared), self
 
         def iterate(loader: Any) -> Iterator[Any]:
@@ -123,14 +131,14 @@ class SharedSequencesAccelerator(Accelerator):
         gathered = super().gather(tensor)
         if not self._each_sample_once:
             return gathered
-        degree = self.context_degree
+        degree = self.batch_degree
         return recursively_apply(lambda t: t.unflatten(0, (self.num_processes, -1))[::degree].flatten(0, 1), gathered)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather unsplit sequences, each sample once; a number becomes the mean over the ranks that share it."""
-        if self.context_degree == 1:
+        if self.batch_degree == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
-        first = self.process_index % self.context_degree == 0
+        first = self.process_index % self.batch_degree == 0
         try:
             input_data = recursively_apply(self._over_context, input_data, error_on_other_type=True)
         except TypeError:

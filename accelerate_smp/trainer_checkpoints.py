@@ -82,7 +82,7 @@ class CheckpointingTrainerMixin(_Base):
 
     def _data_position(self) -> dict[str, Any]:
         """Return the run's place in the epoch's samples, and the samples of a step."""
-        per_batch = self._train_batch_size * self.args.world_size // self.accelerator.context_degree
+        per_batch = self._train_batch_size * self.args.world_size // self.accelerator.batch_degree
         per_step = self.get_total_train_batch_size(self.args)
         loader: Any = self.callback_handler.train_dataloader
         epoch = self.state.epoch or 0.0

@@ -37,12 +37,13 @@ def require_equal_evaluation(limit: str, batches: Any, mesh: SmpMesh) -> None:
     Raises:
         ValueError: they differ.
     """
-    if mesh.shard_degree == 1:
+    together = mesh.shard_degree * mesh.tensor_degree
+    if together == 1:
         return
     counts: list[Any] = [None] * mesh.topology.world_size
     dist.all_gather_object(counts, batches)
-    for first in range(0, len(counts), mesh.shard_degree):
-        group = counts[first : first + mesh.shard_degree]
+    for first in range(0, len(counts), together):
+        group = counts[first : first + together]
         if any(each != group[0] for each in group):
             raise _uneven(limit, dict(enumerate(group, first)))
 

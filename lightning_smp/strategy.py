@@ -117,8 +117,9 @@ class SmpShardedStrategy(SteppingStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        context = self.config.context_parallel_degree
-        return {"num_replicas": self.world_size // context, "rank": self.global_rank // context}
+        # Context and tensor ranks read the same batch, and are neighbours.
+        sharing = self.config.context_parallel_degree * self.config.tensor_parallel_degree
+        return {"num_replicas": self.world_size // sharing, "rank": self.global_rank // sharing}
 
     # Model and optimizers
 

@@ -28,6 +28,7 @@ from smp_core.recipes import (
     Compression,
     DelayedInit,
     Planner,
+    TensorParallel,
     Units,
     WrapRule,
 )
@@ -78,8 +79,11 @@ class SmpConfig:
             once the model is known; on CPU "node").
         context_parallel_degree: Ranks that hold pieces of the same sequence, inside the partition group: at most
             shard_degree, and a divisor of it. Integer >= 1; default 1 (each rank has whole sequences).
-        tensor_parallel_degree: Ranks that split each matrix product. Integer >= 1; default 1 (off). Others than 1 are
-            not built yet.
+        tensor_parallel_degree: Ranks that split each matrix product, neighbours inside a node; shard_degree does not
+            count them. Integer >= 1; default 1 (off).
+        tensor_parallel: How layers are split over tensor ranks. "auto", or fields of TensorParallel
+            ({"plan": {"*.q_proj": "column", "*.o_proj": "row"}}). Default TensorParallel(): by the model's plan, with
+            tokens split between the layers.
         pipeline_parallel_degree: Stages the layers are dealt out to. Integer >= 1; default 1 (off). Others than 1 are
             not built yet.
         reshard_after_forward: Whether a unit frees its gathered parameters after forward and gathers them again in
@@ -144,6 +148,7 @@ class SmpConfig:
     shard_degree: int | Literal["node", "world", "auto"] = "auto"
     context_parallel_degree: int = 1
     tensor_parallel_degree: int = 1
+    tensor_parallel: Knob[TensorParallel, str | Fields] = _default(TensorParallel())
     pipeline_parallel_degree: int = 1
     reshard_after_forward: bool | int | Literal["node", "auto"] = "auto"
     keep_between_micro_batches: Literal["shards", "parameters", "gradients"] = "shards"

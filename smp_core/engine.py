@@ -133,6 +133,7 @@ def _mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch
 def _require_layout(mesh: SmpMesh, plan: Plan) -> None:
     if mesh.layout != plan.layout:
         raise ValueError(
-            f"shard_degree={plan.shard_degree} and context_parallel_degree={plan.layout.context}, but the mesh of the "
-            f"model before has {mesh.shard_degree} and {mesh.context_degree}; write the same, or shard_degree='auto'"
+            f"shard_degree={plan.shard_degree}, context_parallel_degree={plan.layout.context} and "
+            f"tensor_parallel_degree={plan.layout.tensor}, but the mesh of the model before has {mesh.shard_degree}, "
+            f"{mesh.context_degree} and {mesh.tensor_degree}; write the same, or shard_degree='auto'"
         )

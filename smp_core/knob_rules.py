@@ -16,7 +16,17 @@ from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.knob_recipe import Recipe
 from smp_core.moved_knobs import MOVED, moved
 from smp_core.other_strategies import argument_of_another
-from smp_core.recipes import RECIPES, Activations, Checkpoint, Collectives, Compression, DelayedInit, Planner, Units
+from smp_core.recipes import (
+    RECIPES,
+    Activations,
+    Checkpoint,
+    Collectives,
+    Compression,
+    DelayedInit,
+    Planner,
+    TensorParallel,
+    Units,
+)
 from smp_core.smp_parameters import SMP_OPTIONS
 
 _DEGREE = read.integer(minimum=1)
@@ -36,6 +46,7 @@ READERS: dict[str, read.Reader] = {
     ),
     "context_parallel_degree": _DEGREE,
     "tensor_parallel_degree": _DEGREE,
+    "tensor_parallel": _of(TensorParallel),
     "pipeline_parallel_degree": _DEGREE,
     "reshard_after_forward": read.either(
         # The integer first where text could be either: "1" is refused as a degree and then read as true.
@@ -104,9 +115,6 @@ def _only(*built: Any) -> Callable[[Any], bool]:
 
 
 NOT_BUILT: dict[str, NotBuilt] = {
-    "tensor_parallel_degree": NotBuilt(
-        "tensor parallelism is", "leave it at 1 and raise shard_degree until the model fits", _only(1)
-    ),
     "pipeline_parallel_degree": NotBuilt(
         "pipeline parallelism is", "leave it at 1 and raise shard_degree until the model fits", _only(1)
     ),

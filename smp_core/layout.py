@@ -9,7 +9,8 @@ Outer to inner, so that what talks most is closest together:
     tensor      ranks that hold parts of one layer
 
 Several axes together are named where they mean something: ``PARTITION`` is the MiCS partition group, ``DATA`` the ranks
-that read different samples, ``GRADIENTS`` those whose gradients are added up.
+that read different samples, ``GRADIENTS`` those whose gradients are added up, ``SAME_MODEL`` those that compute the
+same layers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from smp_core.topology import Topology
 PARTITION = ("shard", "context")
 DATA = ("replicate", "shard")
 GRADIENTS = ("replicate", "shard", "context")
+SAME_MODEL = ("replicate", "shard", "context", "tensor")
 
 Ranks = tuple[int, ...]
 
@@ -39,23 +41,35 @@ class Layout:
     tensor: int = 1
 
     @classmethod
-    def of_world(cls, world_size: int, shard_degree: int, context_degree: int = 1) -> Layout:
-        """The layout of a world whose partition groups have ``shard_degree`` ranks, context ranks included.
+    def of_world(cls, world_size: int, shard_degree: int, context_degree: int = 1, tensor_degree: int = 1) -> Layout:
+        """The layout of a world whose partition groups have ``shard_degree`` ranks, context ranks included and tensor
+        ranks not.
 
         Raises:
             ValueError: a degree that does not divide what it has to, with those that do.
         """
-        if world_size % shard_degree:
+        if world_size % tensor_degree:
             raise ValueError(
-                f"shard_degree={shard_degree} does not divide the world of {world_size} ranks; "
+                f"tensor_parallel_degree={tensor_degree} does not divide the world of {world_size} ranks; "
                 f"allowed: {_divisors(world_size)}"
+            )
+        if world_size // tensor_degree % shard_degree:
+            split = "" if tensor_degree == 1 else f" in tensor groups of {tensor_degree}"
+            raise ValueError(
+                f"shard_degree={shard_degree} does not divide the world of {world_size} ranks{split}; "
+                f"allowed: {_divisors(world_size // tensor_degree)}"
             )
         if shard_degree % context_degree:
             raise ValueError(
                 f"context_parallel_degree={context_degree} does not divide shard_degree={shard_degree}: context ranks "
                 f"are part of the partition group; allowed: {_divisors(shard_degree)}"
             )
-        return cls(replicate=world_size // shard_degree, shard=shard_degree // context_degree, context=context_degree)
+        return cls(
+            replicate=world_size // tensor_degree // shard_degree,
+            shard=shard_degree // context_degree,
+            context=context_degree,
+            tensor=tensor_degree,
+        )
 
     @property
     def world_size(self) -> int:

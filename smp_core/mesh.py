@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smp_core import streams
-from smp_core.layout import DATA, GRADIENTS, PARTITION, Layout, Ranks, split, stages
+from smp_core.layout import DATA, GRADIENTS, PARTITION, SAME_MODEL, Layout, Ranks, split, stages
 from smp_core.topology import Topology
 
 Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 # The groups that are made: of which axes collectives run.
-_AXES = (PARTITION, ("replicate",), GRADIENTS, ("context",))
+_AXES = (PARTITION, ("replicate",), GRADIENTS, ("context",), ("tensor",), SAME_MODEL)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SmpMesh:
 
     Attributes:
         layout: the axes and their sizes.
-        device_mesh: 2-D, axes ("replicate", "shard").
+        device_mesh: 2-D, axes ("replicate", "shard"); with tensor ranks 3-D, with "tensor" inside.
     """
 
     topology: Topology
@@ -73,15 +73,17 @@ class SmpMesh:
             raise ValueError(
                 f"the topology has {topology.world_size} ranks but the process group has {dist.get_world_size()}"
             )
-        sizes = (layout.size("replicate"), layout.size(*PARTITION))
-        device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        sizes = {"replicate": layout.replicate, "shard": layout.size(*PARTITION), "tensor": layout.tensor}
+        if layout.tensor == 1:
+            del sizes["tensor"]
+        device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         groups = _Groups(rank, device)
-        for known in (device_mesh.get_group("replicate"), device_mesh.get_group("shard"), _world_group()):
+        for known in (*map(device_mesh.get_group, sizes), _world_group()):
             groups.know(known)
         by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}
         in_two: dict[tuple[str, ...], Stages | None] = {}
         for axes in _AXES:
-            if axes == ("context",) and layout.context == 1:
+            if axes in (("context",), ("tensor",)) and layout.size(*axes) == 1:
                 continue  # nobody asks for it
             members = layout.groups(*axes)
             # A communicator of its own: replicas send a unit's sum before or after what all ranks send in one order.
@@ -128,8 +130,17 @@ class SmpMesh:
         return self.layout.context
 
     @property
+    def tensor_degree(self) -> int:
+        return self.layout.tensor
+
+    @property
     def shard_mesh(self) -> DeviceMesh:
         return self.device_mesh["shard"]
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh:
+        """The ranks that hold parts of one layer; only with several."""
+        return self.device_mesh["tensor"]
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -140,6 +151,11 @@ class SmpMesh:
     def replicate_group(self) -> dist.ProcessGroup:
         """Ranks that hold the same shard. Nothing but sums of gradients uses its communicator."""
         return self.group("replicate")
+
+    @property
+    def model_group(self) -> dist.ProcessGroup:
+        """Ranks that compute the same layers, tensor ranks included: they begin with equal values."""
+        return self.group(*SAME_MODEL)
 
     @property
     def gradient_group(self) -> dist.ProcessGroup:
@@ -176,6 +192,11 @@ class SmpMesh:
     @property
     def context_rank(self) -> int:
         return self.layout.coordinate(self.rank, "context")
+
+    @property
+    def batch_degree(self) -> int:
+        """Ranks that read the same batch: neighbours."""
+        return self.layout.world_size // self.data_size
 
     @property
     def data_size(self) -> int:

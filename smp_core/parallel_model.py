@@ -29,6 +29,7 @@ from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.window import Window
 from smp_core.stepped import model_parameter
+from smp_core.tensor_parallel.apply import SplitModel
 
 logger = logging.getLogger("smp")
 
@@ -62,6 +63,7 @@ class ParallelModel:
         plan: what was decided about it, and why.
         fp8: scales of FP8 layers of ours; None without.
         context: splits its batches where ranks share sequences; None elsewhere.
+        tensor: what is split over tensor ranks; None without.
         fp8_region: makes the context that another library's FP8 layers want around forward.
     """
 
@@ -74,6 +76,7 @@ class ParallelModel:
     fp8: Fp8Model | None = None
     context: ContextParallel | None = None
     fp8_region: Callable[[], AbstractContextManager[Any]] = nullcontext
+    tensor: SplitModel | None = None
 
     @property
     def _only_part(self) -> ModelPart:
@@ -222,6 +225,8 @@ class ParallelModel:
     def describe(self) -> str:
         """A few lines for people: the layout, the units, what is replicated."""
         lines = self.plan.describe()
+        if self.tensor is not None:
+            lines.append(self.tensor.describe())
         lines += self.activations.describe()
         if self.fp8 is not None:
             lines.append(self.fp8.describe())
@@ -249,4 +254,4 @@ class ParallelModel:
             passing = module._non_persistent_buffers_set
             own = module.named_buffers(recurse=False)
             saved = (buffer for name, buffer in own if name not in passing)
-            broadcast_from_rank_0(saved, self.mesh.device, self.mesh.gradient_group)
+            broadcast_from_rank_0(saved, self.mesh.device, self.mesh.model_group)

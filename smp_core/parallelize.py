@@ -1,17 +1,18 @@
 """parallelize_model(): what was decided about a model is done to it. The one place that knows the order of all
 conversions.
 
-1.  _to_fp8: linear layers to FP8, whose weights then travel in FP8
-2.  share_sequences: attention over the ranks that share sequences
-3.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
-4.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
-5.  broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
-6.  shard_units: fully_shard of blocks, then roots, with our communication objects
-7.  apply_fsdp_options: how far ahead units are gathered
-8.  materialize: what is on the meta device, shard by shard
-9.  move_plain_tensors: what FSDP2 does not manage, to the device
-10. register_forward_methods: methods besides forward that gather
-11. AccumulationWindow: gradients from here on, with the hop across replicas
+1.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
+2.  _to_fp8: linear layers to FP8, whose weights then travel in FP8
+3.  share_sequences: attention over the ranks that share sequences
+4.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
+5.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
+6.  broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
+7.  shard_units: fully_shard of blocks, then roots, with our communication objects
+8.  apply_fsdp_options: how far ahead units are gathered
+9.  materialize: what is on the meta device, shard by shard
+10. move_plain_tensors: what FSDP2 does not manage, to the device
+11. register_forward_methods: methods besides forward that gather
+12. AccumulationWindow: gradients from here on, with the hop across replicas
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.scalars import reduce_scalars
 from smp_core.sharding.window import Window
 from smp_core.sharding.zero_grad import drop_with_zero_grad
+from smp_core.tensor_parallel.apply import SplitModel, apply_tensor_parallel
+from smp_core.tensor_parallel.operators import TensorAxis
 
 logger = logging.getLogger("smp")
 
@@ -81,7 +84,8 @@ def parallelize_model(
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
     traffic = Traffic(mesh, meter, plan)
 
-    # What the model computes: in FP8, over shared sequences, losses in chunks, again in backward.
+    # What the model computes: layers in parts, in FP8, over shared sequences, losses in chunks, again in backward.
+    tensor = _split_layers(model, mesh, plan, meter)
     fp8, fp8_region = _to_fp8(model, mesh, knobs.fp8)
     context = share_sequences(model, mesh, int(knobs.collectives.context_head_groups), meter)
     if knobs.chunked_cross_entropy is not None:
@@ -91,7 +95,7 @@ def parallelize_model(
     # Where its parameters live: rank 0's weights for what stays whole; a unit gets them just before it is sharded.
     if plan.gathers or knobs.optimizer_shard == "world":
         lay_out_contiguously(model)
-    broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.gradient_group)
+    broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.model_group)
     gather_of = None if fp8 is None else fp8.gather_of
     units = shard_units(model, plan, mesh, traffic, recomputed=saved.recomputed_units, gather_of=gather_of)
     apply_fsdp_options(model, knobs)
@@ -113,7 +117,7 @@ def parallelize_model(
     if fp8 is not None:
         _start_scales(fp8, mesh, meter)
     part = ModelPart(model, tuple(units), window, calls, replaced)
-    return ParallelModel((part,), mesh, plan, meter, traffic, saved, fp8, context, fp8_region)
+    return ParallelModel((part,), mesh, plan, meter, traffic, saved, fp8, context, fp8_region, tensor)
 
 
 def change_this_process() -> None:
@@ -128,6 +132,31 @@ def follow_window(model: nn.Module, window: Window) -> None:
     """Let ``zero_grad`` and ``load_state_dict`` of the model's modules mean what the window holds, too."""
     drop_with_zero_grad(model, window.zero_grad)
     load_own_parts(model, lambda: window.world)
+
+
+def _split_layers(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> SplitModel | None:
+    """Split layers over tensor ranks, from rank 0's weights."""
+    if mesh.tensor_degree == 1:
+        return None
+    broadcast_from_rank_0(model.parameters(), mesh.device, mesh.model_group)
+    recipe = plan.knobs.tensor_parallel
+    axis = TensorAxis(mesh.group("tensor"), meter)
+    split = apply_tensor_parallel(
+        model,
+        mesh.tensor_mesh,
+        axis,
+        plan=recipe.plan,
+        sequence_parallel=recipe.sequence_parallel,
+        whole=plan.replicated,  # by all units that share it
+    )
+    by_name = dict(model.named_parameters())
+    shared = [name for name in plan.replicated if isinstance(by_name[name], DTensor)]
+    if shared:
+        raise ValueError(
+            f"tensor_parallel: {', '.join(shared)} belongs to several units and would be split over tensor ranks; "
+            "write units={'min_parameters': 0}, or a tensor_parallel.plan that leaves its layers whole"
+        )
+    return split
 
 
 def _to_fp8(

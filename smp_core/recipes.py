@@ -36,6 +36,38 @@ _OPTIMIZERS = ("adamw", "adamw-amsgrad", "adam", "adam-amsgrad", "adagrad", "rms
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
+class TensorParallel(Recipe):
+    """How layers are split over tensor ranks.
+
+    Args:
+        plan: Which layer is split how. "auto" (default; by the plan that a Transformers model carries, or ours for
+            GPT-2, OPT and BERT) or a mapping from globs over module names to roles
+            ({"*.q_proj": "column", "*.o_proj": "row"}): "column", "column:N" (N equal blocks in one weight),
+            "column_gather", "row", "row_split", "vocabulary", "experts", "sum", "whole", "replicate"; the first glob
+            that matches decides about a module.
+        sequence_parallel: Whether what stands between split layers (norms, residuals) holds 1/T of the tokens. True
+            (default) or False.
+        across_nodes: Whether a tensor group may be larger than a node. True or False (default; refused).
+    """
+
+    KNOB: ClassVar[str] = "tensor_parallel"
+    MAIN: ClassVar[str | None] = "plan"
+    ALLOWED: ClassVar[str] = "'auto'"
+    EXAMPLE: ClassVar[str] = '{"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
+
+    plan: Literal["auto"] | Mapping[str, str] = setting(
+        "auto",
+        read.either(
+            read.word("auto"),
+            read.mapping(read.pattern(r"[a-z_]+(:[0-9]+)?")),
+            allowed="'auto', a mapping from globs over module names to roles",
+        ),
+    )
+    sequence_parallel: bool = setting(True, _BOOLEAN)
+    across_nodes: bool = setting(False, _BOOLEAN)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Units(Recipe):
     """Which modules become FSDP units, each gathered and freed as a whole.
 
@@ -272,7 +304,8 @@ class Checkpoint(Recipe):
 
 
 RECIPES: dict[str, type[Recipe]] = {
-    recipe.KNOB: recipe for recipe in (Units, Activations, Compression, Collectives, Planner, Checkpoint)
+    recipe.KNOB: recipe
+    for recipe in (TensorParallel, Units, Activations, Compression, Collectives, Planner, Checkpoint)
 }
 """Knob -> its recipe, of the knobs that always have one. Their fields have names of their own ("units.modules"); one
 that may be off (`fp8`, `delayed_init`) is settled and shown as a whole."""

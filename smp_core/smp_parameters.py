@@ -272,7 +272,7 @@ SMP_OPTIONS: dict[str, Handler] = {
     "fp16_params": _half_precision("float16"),
     "bf16": _half_precision("bfloat16"),
     "shard_optimizer_state": _shard_optimizer_state,
-    "prescaled_batch": _no_effect(_BOOLEAN, "it concerns tensor parallel ranks, which this version does not have"),
+    "prescaled_batch": _no_effect(_BOOLEAN, "tensor ranks always read the same batch"),
     "skip_tracing": _no_effect(_BOOLEAN, "the model is not traced"),
     "delayed_parameter_initialization": _knob("delayed_init", _BOOLEAN),
     "sharded_data_parallel_degree": _knob("shard_degree", _DEGREE),

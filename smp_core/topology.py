@@ -109,6 +109,12 @@ class Topology:
     def world_size(self) -> int:
         return self.num_nodes * self.ranks_per_node
 
+    def of_groups(self, size: int) -> Topology:
+        """Return the topology in which every `size` neighbours count as one rank: those of a group inside a node, or of
+        a group that fills nodes.
+        """
+        return self if size == 1 else Topology.uniform(self.world_size // size, max(1, self.ranks_per_node // size))
+
     def node_of(self, rank: int) -> int:
         """Return the index of the node of `rank`."""
         return self._position(rank)[0]

@@ -207,16 +207,28 @@ def shard_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Fill ``target`` (a DTensor sharded over dim 0, or a plain tensor) from the unsharded tensor; local, no
-    collective.
-    """
-    if not isinstance(target, DTensor):
+    """Fill ``target`` (a DTensor, or a plain tensor) from the unsharded tensor; local, no collective."""
+    if isinstance(target, DTensor):
+        target.to_local().copy_(own_part(whole, target))
+    else:
         target.copy_(whole)
-        return
-    local = target.to_local()
-    rows = -(-target.shape[0] // target.device_mesh.size())
-    start = min(target.device_mesh.get_local_rank() * rows, target.shape[0])
-    local.copy_(whole[start : start + local.shape[0]])
+
+
+def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """Return this rank's part of an unsharded tensor: axis by axis ceil(rows / ranks) rows, as torch.chunk cuts them.
+
+    The innermost axis first: what is split over tensor ranks was split before FSDP2 sharded the parts, which is what
+    its placement (``_StridedShard``) of the outer axis says.
+    """
+    for axis in reversed(range(like.device_mesh.ndim)):
+        placement: Any = like.placements[axis]
+        if placement.is_replicate():
+            continue
+        rows, ranks = whole.shape[placement.dim], like.device_mesh.size(axis)
+        chunk = -(-rows // ranks)
+        start = min(like.device_mesh.get_local_rank(axis) * chunk, rows)
+        whole = whole.narrow(placement.dim, start, min(chunk, rows - start))
+    return whole
 
 
 def load_full_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

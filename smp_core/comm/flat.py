@@ -22,10 +22,15 @@ from smp_core.compat import all_gather_single, reduce_scatter_single
 
 
 class CommObject:
-    """What every communication object shares: the meter, plain allocation and the global ranks of a group."""
+    """What every communication object shares: the meter, plain allocation and the global ranks of a group.
 
-    def __init__(self, meter: CommMeter) -> None:
+    Args:
+        prefix: of the kinds that it is metered as.
+    """
+
+    def __init__(self, meter: CommMeter, *, prefix: str = "") -> None:
         self.meter = meter
+        self._prefix = prefix
         self._ranks: dict[dist.ProcessGroup, list[int]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -72,8 +77,8 @@ class FlatAllGather(CommObject):
             what it gets. For backends without streams.
     """
 
-    def __init__(self, meter: CommMeter, *, deferred: bool = False) -> None:
-        super().__init__(meter)
+    def __init__(self, meter: CommMeter, *, deferred: bool = False, prefix: str = "") -> None:
+        super().__init__(meter, prefix=prefix)
         self._deferred = deferred
 
     def __call__(
@@ -88,9 +93,9 @@ class FlatAllGather(CommObject):
         if inside and prefers_messages(group, output_tensor.device):
             return self._by_messages(output_tensor.view(len(ranks), -1), input_tensor, group, wait_later)
         n_bytes = output_tensor.numel() * output_tensor.element_size()
-        with self.meter.ring("all_gather", ranks, n_bytes):
+        with self.meter.ring(f"{self._prefix}all_gather", ranks, n_bytes):
             work = all_gather_single(output_tensor, input_tensor, group=group, async_op=wait_later)
-        return self.counted_to_its_end(work, "all_gather", ranks)
+        return self.counted_to_its_end(work, f"{self._prefix}all_gather", ranks)
 
     def _by_messages(
         self, output_PN: torch.Tensor, input_N: torch.Tensor, group: dist.ProcessGroup, wait_later: bool
@@ -100,11 +105,11 @@ class FlatAllGather(CommObject):
             mine_N.copy_(input_N)
         shard_bytes = mine_N.numel() * mine_N.element_size()
         sent = [(rank, shard_bytes) for rank in self.ranks_of(group) if rank != self.meter.rank]
-        with self.meter.point_to_point("all_gather", sent, "intra"):
+        with self.meter.point_to_point(f"{self._prefix}all_gather", sent, "intra"):
             works = start_gather_rows(output_PN, group, GATHER)
 
         def finish() -> None:
-            with self.meter.point_to_point("all_gather", [], "intra", new_call=False):
+            with self.meter.point_to_point(f"{self._prefix}all_gather", [], "intra", new_call=False):
                 for work in works:
                     work.wait()
 
@@ -128,14 +133,14 @@ class FlatReduceScatter(CommObject):
         ranks = self.ranks_of(group)
         if not prefers_messages(group, input_tensor.device):
             n_bytes = input_tensor.numel() * input_tensor.element_size()
-            with self.meter.ring("reduce_scatter", ranks, n_bytes):
+            with self.meter.ring(f"{self._prefix}reduce_scatter", ranks, n_bytes):
                 return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
         divisor = average_divisor(op, len(ranks))
         shard_bytes = output_tensor.numel() * output_tensor.element_size()
         sent = [(rank, shard_bytes) for rank in ranks if rank != self.meter.rank]
         link: LinkClass = "inter" if self.meter.topology.spans_nodes(ranks) else "intra"
-        with self.meter.point_to_point("reduce_scatter", sent, link):
+        with self.meter.point_to_point(f"{self._prefix}reduce_scatter", sent, link):
             sum_rows(output_tensor, input_tensor.view(len(ranks), -1), group, REDUCE)
         if divisor != 1:
             output_tensor /= divisor
@@ -147,9 +152,9 @@ class FlatAllReduce(CommObject):
 
     def __call__(self, tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
         ranks = self.ranks_of(group)
-        with self.meter.ring("all_reduce", ranks, tensor.numel() * tensor.element_size()):
+        with self.meter.ring(f"{self._prefix}all_reduce", ranks, tensor.numel() * tensor.element_size()):
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
-        return self.counted_to_its_end(work, "all_reduce", ranks)
+        return self.counted_to_its_end(work, f"{self._prefix}all_reduce", ranks)
 
 
 class FlatMaxReduce(CommObject):

@@ -36,6 +36,10 @@ _RING_FACTOR = {
     # keys and values of context parallelism, and their gradients
     "context_gather": 1.0,
     "context_reduce": 1.0,
+    # activations of tensor parallelism, and their gradients
+    "tensor_all_gather": 1.0,
+    "tensor_reduce_scatter": 1.0,
+    "tensor_all_reduce": 2.0,
 }
 
 

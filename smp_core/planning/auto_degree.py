@@ -21,6 +21,7 @@ from smp_core.planning.dtype_rules import Precision
 from smp_core.planning.memory import device_memory, estimate, fitting
 from smp_core.planning.optimizers import OPTIMIZERS, planned_states
 from smp_core.planning.shapes import Shapes
+from smp_core.planning.tensor_rules import require_tensor_degree
 
 
 def plans_of_all_degrees(
@@ -31,7 +32,9 @@ def plans_of_all_degrees(
     Raises:
         ValueError: none is allowed with these knobs.
     """
-    topology, context = cluster.topology, asked.context_parallel_degree
+    require_tensor_degree(asked, cluster.topology)
+    topology = cluster.topology.of_groups(asked.tensor_parallel_degree)
+    context = asked.context_parallel_degree
     degrees = [degree for degree in topology.allowed_shard_degrees() if degree % context == 0]
     if not degrees:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,6 +35,13 @@ class Cluster:
     host_memory: int = 0
     links: Links | None = None
     fsdp_methods: frozenset[str] = frozenset(FSDP_METHODS.values())
+
+    def of_tensor_groups(self, degree: int) -> Cluster:
+        """Return the machines with each tensor group for one rank, as decisions about partition groups see them. Links
+        were measured between ranks, and are left out where a group has several."""
+        if degree == 1:
+            return self
+        return replace(self, topology=self.topology.of_groups(degree), links=None)
 
     @classmethod
     def observer(cls, topology: Topology, device: torch.device) -> Callable[[], Cluster]:

@@ -8,7 +8,7 @@ group, no module, no collective: the same three give the same plan on every rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -38,6 +38,7 @@ from smp_core.planning.layout_rules import settle_layout, two_stages
 from smp_core.planning.link_rules import settle_prefetch, settle_stages
 from smp_core.planning.optimizers import OptimizerStates
 from smp_core.planning.shapes import Shapes
+from smp_core.planning.tensor_rules import require_known_combination
 from smp_core.planning.units import PlannedUnit
 
 TRAINERS_OWN = Precision()
@@ -104,7 +105,8 @@ class Plan:
     @property
     def hierarchical(self) -> bool:
         """Whether collectives over the partition group run in two stages."""
-        return bool(self.knobs.collectives.hierarchical) and two_stages(self.shard_degree, self.cluster.topology)
+        groups = self.cluster.topology.of_groups(self.layout.tensor)
+        return bool(self.knobs.collectives.hierarchical) and two_stages(self.shard_degree, groups)
 
     @property
     def keeps_parameters(self) -> bool:
@@ -130,7 +132,8 @@ class Plan:
         lines = [
             self.cluster.topology.describe(),
             f"{layout.replicate} x {self.shard_degree}: {replicas} of the model states, "
-            f"each over {self.shard_degree} ranks" + (", collectives in two stages" if self.hierarchical else ""),
+            f"each over {self.shard_degree * layout.tensor} ranks"
+            + (", collectives in two stages" if self.hierarchical else ""),
         ]
         if layout.context > 1:
             lines.append(f"sequences over {layout.context} ranks")
@@ -161,23 +164,27 @@ def decide(
             its value, and what to write.
     """
     asked.require_built()
-    topology = cluster.topology
     draft = Draft(asked)
     # Dtypes as the trainer or the model's maker wants them, the degrees, and what is gathered.
     if given is not None:
         settle_given(draft, given, shapes)
     settle_precision(draft, precision)
-    layout = settle_layout(draft, topology)
-    gathers = given is not None or settle_gathering(draft, layout, precision.cast_forward_inputs)
+    layout = settle_layout(draft, cluster.topology)
+    require_known_combination(asked, shapes, given is not None)
+    # A tensor group counts as one rank: what follows is about ranks that hold the same part of a layer.
+    groups, of_groups = cluster.of_tensor_groups(layout.tensor), replace(layout, tensor=1)
+    # FSDP2 shows split parameters to their layers, also where it has nothing to gather.
+    by_fsdp = given is not None or layout.tensor > 1
+    gathers = by_fsdp or settle_gathering(draft, layout, precision.cast_forward_inputs)
     settle_reduce_dtype(draft, shapes)
     # What is sent, in which form and over which stages.
-    payload = settle_compression(draft, layout, topology)
-    settle_stages(draft, shapes, layout, cluster, payload)
+    payload = settle_compression(draft, of_groups, groups.topology)
+    settle_stages(draft, shapes, of_groups, groups, payload)
     settle_optimizer_shard(draft, layout)
     settle_head_groups(draft, cluster.device)
     # Memory, and what is in flight.
     activations = settle_activations(draft, shapes, cluster)
-    settle_prefetch(draft, shapes, layout, cluster)
+    settle_prefetch(draft, shapes, of_groups, groups)
     if draft.knobs.delayed_init and not shapes.on_meta:
         why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
         draft.drop("delayed_init", None, why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from smp_core.layout import Layout
 from smp_core.planning.draft import Draft
+from smp_core.planning.tensor_rules import require_tensor_degree
 from smp_core.topology import Topology
 
 
@@ -15,13 +16,21 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
         ValueError: a degree that does not divide the world or straddles nodes, a context degree that does not divide
             the shard degree, ``collectives.hierarchical=True`` for a group that has only one stage.
     """
-    asked = draft.knobs.shard_degree
-    degree = topology.resolve_shard_degree(asked)
+    asked, tensor = draft.knobs.shard_degree, draft.knobs.tensor_parallel_degree
+    require_tensor_degree(draft.knobs, topology)
+    groups = topology.of_groups(tensor)
+    try:
+        degree = groups.resolve_shard_degree(asked)
+    except ValueError as error:
+        if tensor == 1:
+            raise
+        raise ValueError(f"{error} (each {tensor} ranks of tensor_parallel_degree count as one)") from None
     if degree != asked:
-        draft.settle("shard_degree", degree, f"{asked!r} of {topology.num_nodes} x {topology.ranks_per_node} ranks")
-    layout = Layout.of_world(topology.world_size, degree, draft.knobs.context_parallel_degree)
-    _settle_hierarchical(draft, degree, topology)
-    _settle_secondary_degree(draft, degree, topology)
+        counted = "ranks" if tensor == 1 else f"groups of {tensor} tensor ranks"
+        draft.settle("shard_degree", degree, f"{asked!r} of {groups.num_nodes} x {groups.ranks_per_node} {counted}")
+    layout = Layout.of_world(topology.world_size, degree, draft.knobs.context_parallel_degree, tensor)
+    _settle_hierarchical(draft, degree, groups)
+    _settle_secondary_degree(draft, degree, groups)
     return layout
 
 

@@ -80,7 +80,7 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
     parameters = gradients = partial_sums = states = 0
     for parameter in plan.shapes.parameters:
         is_sharded = parameter.name in of_units
-        elements = _shard_elements(parameter, degree) if is_sharded else parameter.elements
+        elements = _shard_elements(parameter, plan) if is_sharded else parameter.elements
         stored = dtypes.of_stored(parameter) if is_sharded else parameter.dtype
         reduced = dtypes.of_reduced(parameter)
         # state_offload="all" leaves what FSDP2 shards on the host; sums of gradients are on the device all the same.
@@ -207,10 +207,13 @@ def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, st
     raise ValueError(_does_not_fit(smaller, share, topology))
 
 
-def _shard_elements(parameter: ParameterShape, shard_degree: int) -> int:
-    """Elements of one rank's shard, padded as FSDP2 pads."""
+def _shard_elements(parameter: ParameterShape, plan: Plan) -> int:
+    """Elements of one rank's shard, padded as FSDP2 pads. Matrices are taken to be split over tensor ranks."""
     rows = parameter.shape[0]
-    return -(-rows // shard_degree) * (parameter.elements // rows)
+    row_elements = parameter.elements // rows
+    if len(parameter.shape) > 1:
+        row_elements = -(-row_elements // plan.layout.tensor)
+    return -(-rows // plan.shard_degree) * row_elements
 
 
 def _gathered_bytes(plan: Plan) -> int:
@@ -225,7 +228,7 @@ def _gathered_bytes(plan: Plan) -> int:
             if parameter.name not in counted and parameter.shape:
                 counted.add(parameter.name)
                 itemsize = plan.dtypes.of_gathered(parameter).itemsize
-                total += _shard_elements(parameter, degree) * degree * itemsize
+                total += _shard_elements(parameter, plan) * degree * itemsize
         return total
 
     sizes = [size(unit.parameters) for unit in plan.units if not unit.is_root]

@@ -1,13 +1,13 @@
 """Norm and clipping of gradients over every mesh axis, DTensor and plain parameters together.
 
 The p-th powers of what this rank holds are added up over the axes on which a tensor is sharded, which its placements
-say: a DTensor's over the mesh axes of its ``Shard``, a plain parameter's over none, because every rank holds the whole
-of it. A master's gradient (``optimizer_shard="world"``) is a part that no other rank has: its powers are added up over
-all ranks whose gradients are added up. What is repeated (on replicas, on all ranks) is counted once, and they all find
-the same norm. ``torch._foreach_norm`` and ``torch._foreach_mul_`` are what ``torch.nn.utils.clip_grad_norm_`` uses for
-one kernel per list instead of one per gradient; they have no public names. (torch's ``get_total_norm`` would take one
-collective for each DTensor, and finds the norm of bfloat16 gradients in bfloat16; its ``clip_grads_with_norm_`` scales
-DTensors as such, which takes fifteen times as long.)
+say: a DTensor's over the mesh axes on which it is not repeated, a plain parameter's over none, because every rank holds
+the whole of it. A master's gradient (``optimizer_shard="world"``) is a part that no other rank has: its powers are
+added up over all ranks whose gradients are added up. What is repeated (on replicas, on tensor ranks, on all ranks) is
+counted once, and they all find the same norm. ``torch._foreach_norm`` and ``torch._foreach_mul_`` are what
+``torch.nn.utils.clip_grad_norm_`` uses for one kernel per list instead of one per gradient; they have no public names.
+(torch's ``get_total_norm`` would take one collective for each DTensor, and finds the norm of bfloat16 gradients in
+bfloat16; its ``clip_grads_with_norm_`` scales DTensors as such, which takes fifteen times as long.)
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _sharded_over(parameter: torch.Tensor, masters_over: dist.ProcessGroup) -> t
     if not isinstance(parameter, DTensor):
         return ()
     placements = enumerate(parameter.placements)
-    return tuple(parameter.device_mesh.get_group(axis) for axis, placement in placements if placement.is_shard())
+    # FSDP2's _StridedShard, of what is split over tensor ranks too, says False to is_shard().
+    sharded = (axis for axis, placement in placements if not placement.is_replicate())
+    return tuple(parameter.device_mesh.get_group(axis) for axis in sharded)
 
 
 def _device_of_sums(parameter: torch.Tensor) -> torch.device:

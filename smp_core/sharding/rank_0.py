@@ -6,13 +6,15 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
 def broadcast_from_rank_0(
     tensors: Iterable[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Give all ranks of a group the values of its first one, one tensor at a time; meta tensors have none yet.
+    """Give all ranks of a group the values of its first one, one tensor at a time; meta tensors have none yet, and
+    DTensors, which layers that are split over ranks have, were cut from its values.
 
     Args:
         group: the ranks that hold the same tensors; default the world. Collective over it.
@@ -20,7 +22,7 @@ def broadcast_from_rank_0(
     if dist.get_world_size(group) == 1:
         return
     for tensor in tensors:
-        if tensor.is_meta or tensor.numel() == 0:
+        if tensor.is_meta or tensor.numel() == 0 or isinstance(tensor, DTensor):
             continue
         there = tensor.detach().to(device).contiguous()
         dist.broadcast(there, group_src=0, group=group)

@@ -32,7 +32,7 @@ from tests.harness import run_ranks
         ({"context_parallel_degree": 2}, ["context_parallel_degree=2", "write shard_degree"]),
         ({"mixed_precision": "fp8"}, ["FP8 plugin", "bf16"]),
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2), "shard_degree": 4}, ["shard_degree=4", "=2"]),
-        ({"parallelism_config": ParallelismConfig(tp_size=2)}, ["tensor_parallel_degree=2", "not built yet"]),
+        ({"tensor_parallel_degree": 2}, ["tensor_parallel_degree=2", "write shard_degree"]),
     ],
     ids=[
         "unknown",

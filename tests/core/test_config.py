@@ -28,7 +28,17 @@ from smp_core.moved_knobs import MOVED
 from smp_core.planning.cluster import Cluster
 from smp_core.planning.decide import decide
 from smp_core.planning.shapes import Shapes
-from smp_core.recipes import RECIPES, Activations, Checkpoint, Collectives, Compression, DelayedInit, Planner, Units
+from smp_core.recipes import (
+    RECIPES,
+    Activations,
+    Checkpoint,
+    Collectives,
+    Compression,
+    DelayedInit,
+    Planner,
+    TensorParallel,
+    Units,
+)
 from smp_core.topology import Topology
 
 PACKAGES = ("smp_core", "lightning_smp", "accelerate_smp")
@@ -52,7 +62,7 @@ def documentation(of: type) -> dict[str, str]:
 
 def test_every_knob_is_documented_with_its_default() -> None:
     assert list(documentation(SmpConfig)) == [field.name for field in KNOB_FIELDS] == list(SmpConfig.knobs())
-    assert list(READERS) == list(SmpConfig.knobs()) and len(READERS) == 21
+    assert list(READERS) == list(SmpConfig.knobs()) and len(READERS) == 22
     for documented, fields in [
         (documentation(SmpConfig), KNOB_FIELDS),
         *((documentation(recipe), dataclasses.fields(recipe)) for recipe in FIELDS),
@@ -69,6 +79,11 @@ _COUNT_OR_AUTO = st.integers(0, 4) | st.just("auto")
 _ONE_OR_AUTO = st.integers(1, 4) | st.just("auto")
 
 FIELDS: dict[type[Recipe], dict[str, Any]] = {
+    TensorParallel: {
+        "plan": st.sampled_from(["auto", {"*.q_proj": "column", "*.o_proj": "row"}, {"*.qkv": "column:3"}]),
+        "sequence_parallel": st.booleans(),
+        "across_nodes": st.booleans(),
+    },
     Units: {"modules": st.just("auto") | _NAMES, "min_parameters": st.integers(0, 10**12)},
     DelayedInit: {"seed": st.integers(0, 2**40)},
     Activations: {
@@ -120,6 +135,7 @@ VALUES: dict[str, Any] = {
     "shard_degree": st.integers(1, 64).map(lambda n: n * 6) | st.sampled_from(["node", "world", "auto"]),
     "context_parallel_degree": st.sampled_from([1, 2, 3, 6]),
     "tensor_parallel_degree": st.integers(1, 9),
+    "tensor_parallel": some(TensorParallel),
     "pipeline_parallel_degree": st.integers(1, 9),
     "reshard_after_forward": st.booleans() | st.sampled_from(["auto", 2, 3, 6, "node"]),
     "keep_between_micro_batches": st.sampled_from(["shards", "parameters", "gradients"]),
@@ -514,9 +530,7 @@ def test_features_that_are_there_are_not_refused() -> None:
     assert {knob for knob, _ in NOT_YET} >= set(NOT_BUILT)
     SmpConfig().require_built()
     SmpConfig(reshard_after_forward=False, shard_degree=4, delayed_init=True, checkpoint="full").require_built()
-    both = SmpConfig(tensor_parallel_degree=2, pipeline_parallel_degree=2)
-    with pytest.raises(ValueError, match=r"tensor_parallel_degree=2: (?s:.*)pipeline_parallel_degree=2: "):
-        both.require_built()
+    SmpConfig(tensor_parallel_degree=2).require_built()
 
 
 def test_the_config_is_frozen_and_hashable() -> None:

@@ -180,7 +180,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"shard_degree": "node", "context_parallel_degree": 3}, r"context_parallel_degree=3 does not divide"),
     ({"shard_degree": 2, "context_parallel_degree": 4}, r"context_parallel_degree=4.*shard_degree=2"),
     ({"reduce_dtype": "float16"}, r"reduce_dtype='float16'.*allowed: 'auto', 'float32', 'bfloat16'"),
-    ({"tensor_parallel_degree": 2}, r"tensor_parallel_degree=2.*not built yet"),
+    (
+        {"tensor_parallel_degree": 3},
+        r"tensor_parallel_degree=3 does not divide the 4 ranks of a node.*allowed: 1, 2, 4",
+    ),
+    ({"tensor_parallel_degree": 2, "fp8": True}, r"tensor_parallel_degree=2 is not built yet together with\n- fp8;"),
+    ({"tensor_parallel_degree": 2, "shard_degree": 8}, r"shard_degree=8 does not divide.*count as one"),
     ({"pipeline_parallel_degree": 2}, r"pipeline_parallel_degree=2.*not built yet"),
     (
         {"collectives": {"symmetric_memory": True}},
@@ -275,6 +280,7 @@ def test_measured_links_say_whether_two_stages_pay(pays: bool, degree: int) -> N
 KNOBS: dict[str, Any] = {
     "shard_degree": st.sampled_from([1, 2, 3, 4, 6, 8, 16, "node", "world", "auto"]),
     "context_parallel_degree": st.sampled_from([1, 1, 2, 4]),
+    "tensor_parallel_degree": st.sampled_from([1, 1, 2, 4]),
     "collectives.hierarchical": st.sampled_from([True, False, "auto"]),
     "reshard_after_forward": st.sampled_from(["auto", True, False, "node", 2, 4]),
     "keep_between_micro_batches": st.sampled_from(["shards", "parameters", "gradients"]),
@@ -318,12 +324,12 @@ def test_a_plan_tiles_the_world_or_the_error_names_a_knob(
     except ValueError as error:
         assert any(knob in str(error) for knob in SmpConfig.knobs()), error
         return
-    for axes in (PARTITION, DATA, GRADIENTS, ("replicate",), ("context",)):
+    for axes in (PARTITION, DATA, GRADIENTS, ("replicate",), ("context",), ("tensor",)):
         ranks = [rank for group in plan.layout.groups(*axes) for rank in group]
         assert sorted(ranks) == list(range(cluster.topology.world_size))
     # What is in effect is all settled, decides the same again, and nothing of the model is held on to.
     left = {knob: value for knob, value in plan.knobs.effective().items() if value == "auto"}
-    assert set(left) <= {"units.modules", "checkpoint.verify", "planner.optimizer"}
+    assert set(left) <= {"units.modules", "checkpoint.verify", "planner.optimizer", "tensor_parallel.plan"}
     again = decide(shapes, plan.knobs, cluster)
     assert dataclasses.replace(again, warnings=()) == dataclasses.replace(plan, warnings=(), optimizer=None)
     assert again.knobs.effective() == plan.knobs.effective()

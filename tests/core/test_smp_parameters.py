@@ -188,8 +188,8 @@ def test_an_unknown_strategy_is_answered_with_the_known_ones() -> None:
 
 
 def test_a_feature_that_is_not_built_is_refused_when_training_starts() -> None:
-    config = SmpConfig.from_smp_parameters({"tensor_parallel_degree": 8, "hybrid_shard_degree": 8})
-    with pytest.raises(ValueError, match="tensor_parallel_degree=8: tensor parallelism is not built yet"):
+    config = SmpConfig.from_smp_parameters({"pipeline_parallel_degree": 2, "hybrid_shard_degree": 8})
+    with pytest.raises(ValueError, match="pipeline_parallel_degree=2: pipeline parallelism is not built yet"):
         config.require_built()
 
 

@@ -60,7 +60,7 @@ def shard_units(
     units = []
     for planned in plan.sharded_units:
         unit_module = modules[planned.name]
-        broadcast_from_rank_0((by_name[name] for name in planned.parameters), mesh.device, mesh.gradient_group)
+        broadcast_from_rank_0((by_name[name] for name in planned.parameters), mesh.device, mesh.model_group)
         fully_shard(
             unit_module,
             mesh=mesh.shard_mesh,

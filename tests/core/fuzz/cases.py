@@ -62,11 +62,15 @@ KNOBS: dict[str, tuple[Any, ...]] = {
 _FACES = "is read by the faces: tests/lightning, tests/accelerate"
 _INEXACT = "rounds: no comparison in float64"
 _SEQUENCES = "needs a model with attention of its own: tests/core/context_parallel"
+_LAYERS = "needs models with layers to split: tests/core/tensor_parallel"
 
 NOT_DRAWN: dict[str, str] = {
     "context_parallel_degree": _SEQUENCES,
     "collectives.context_head_groups": _SEQUENCES,
-    "tensor_parallel_degree": "is not built yet",
+    "tensor_parallel_degree": _LAYERS,
+    "tensor_parallel.plan": _LAYERS,
+    "tensor_parallel.sequence_parallel": _LAYERS,
+    "tensor_parallel.across_nodes": _LAYERS,
     "pipeline_parallel_degree": "is not built yet",
     "compression.reduce": _INEXACT,
     "fp8": _INEXACT,

@@ -1,0 +1,86 @@
+"""Rules for tensor parallelism: which degrees there are, and what it does not go together with yet.
+
+A tensor group lies inside a node and counts as one rank for everything that is decided about partition and replication
+groups (:meth:`smp_core.topology.Topology.of_groups`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from smp_core.config import SmpConfig
+from smp_core.planning.shapes import Shapes
+from smp_core.topology import Topology
+
+
+def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
+    """Check that tensor groups fill nodes, or that larger ones were asked for.
+
+    Raises:
+        ValueError: a degree that does not divide the ranks of a node; says which do.
+    """
+    degree, k, world = knobs.tensor_parallel_degree, topology.ranks_per_node, topology.world_size
+    fits = k % degree == 0
+    if fits or (knobs.tensor_parallel.across_nodes and degree % k == 0 and world % degree == 0):
+        return
+    allowed = ", ".join(str(n) for n in range(1, k + 1) if k % n == 0)
+    message = (
+        f"tensor_parallel_degree={degree} does not divide the {k} ranks of a node, inside of which the parts of a "
+        f"layer belong; allowed: {allowed}"
+    )
+    if degree % k == 0 and world % degree == 0:
+        message += (
+            "; or write tensor_parallel={'across_nodes': true}, and every block sends its activations between nodes: "
+            f"about {8 * (degree - 1) / degree:.3g} times their bytes in each micro-batch"
+        )
+    raise ValueError(message)
+
+
+def require_known_combination(knobs: SmpConfig, shapes: Shapes, given: bool) -> None:
+    """Refuse what tensor parallelism has not been shown to be exact with.
+
+    Raises:
+        ValueError: names every such knob, its value, and what to write.
+    """
+    if knobs.tensor_parallel_degree == 1:
+        return
+    found = [*_unknown_knobs(knobs), *_unknown_models(shapes, given)]
+    if found:
+        lines = "\n".join(f"- {what}; {instead}" for what, instead in found)
+        raise ValueError(
+            f"tensor_parallel_degree={knobs.tensor_parallel_degree} is not built yet together with\n{lines}"
+        )
+
+
+def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
+    if knobs.context_parallel_degree > 1:
+        yield f"context_parallel_degree={knobs.context_parallel_degree}", "write context_parallel_degree=1"
+    if knobs.fp8 is not None:
+        yield "fp8", "leave fp8 out"
+    if knobs.optimizer_shard == "world":
+        yield "optimizer_shard='world'", "write optimizer_shard='shard'"
+    if knobs.state_offload is not None:
+        yield f"state_offload={knobs.state_offload!r}", "leave state_offload out"
+    if knobs.chunked_cross_entropy is not None:
+        yield f"chunked_cross_entropy={knobs.chunked_cross_entropy}", "leave it out: logits are split by the vocabulary"
+    if knobs.compression.gather is not None or knobs.compression.reduce is not None:
+        yield f"compression={knobs.compression!r}", "leave compression out"
+    if knobs.activations.offload:
+        yield "activations.offload=True", "write activations={'offload': false}"
+    if not isinstance(knobs.reshard_after_forward, bool) and knobs.reshard_after_forward != "auto":
+        yield (
+            f"reshard_after_forward={knobs.reshard_after_forward!r}",
+            "write true or false: torch keeps no copy of parameters that are split twice",
+        )
+    if knobs.collectives.symmetric_memory:
+        yield "collectives.symmetric_memory=True", "leave it out"
+
+
+def _unknown_models(shapes: Shapes, given: bool) -> Iterator[tuple[str, str]]:
+    if given:
+        yield (
+            f"a model that came sharded ({shapes.kind})",
+            "load it without distributed_config, and torch-smp splits and shards it",
+        )
+    if shapes.on_meta:
+        yield "a model on the meta device (delayed_init)", "build it with values, and write delayed_init=False"

@@ -1,0 +1,358 @@
+"""apply_tensor_parallel(): a model's layers are split over the tensor axis, before anything is sharded.
+
+Parameters become DTensors over the tensor axis, in equal stretches; FSDP2 makes DTensors over (shard, tensor) of them.
+Activations stay plain tensors, so that attention code, masks and views go on working.
+
+With sequence parallelism the blocks of a stack hold 1/T of the tokens: tokens are split before the first block and
+joined behind the last. What stands inside between split layers (norms, biases of row layers) sees other tokens on each
+rank, and its gradients are added up.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from smp_core.tensor_parallel.layers import (
+    AttentionForward,
+    BlockForward,
+    ColumnForward,
+    EmbeddingForward,
+    ExpertsForward,
+    RowForward,
+    SharedInputs,
+    SharingForward,
+    SummingForward,
+    WholeForward,
+)
+from smp_core.tensor_parallel.loss import split_vocabulary_loss
+from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis, gather_tokens, sum_gradient
+from smp_core.tensor_parallel.roles import (
+    Split,
+    divided_attributes,
+    has_heads,
+    holds,
+    is_conv1d,
+    looks_at_one_token,
+    rows_in_use,
+    splits_of,
+    stacks_of,
+    transformers_model,
+)
+
+logger = logging.getLogger("smp")
+
+
+@dataclass(frozen=True, eq=False)
+class SplitModel:
+    """What was split.
+
+    Attributes:
+        splits: every module that has a role.
+        sequence_parallel: whether blocks hold 1/T of the tokens.
+        split_loss: whether the training loss is computed from split logits.
+    """
+
+    axis: TensorAxis
+    splits: tuple[Split, ...]
+    sequence_parallel: bool
+    split_loss: bool
+    whole_elements: int
+
+    def describe(self) -> str:
+        """One line for people."""
+        counts: dict[str, int] = {}
+        for split in self.splits:
+            counts[split.role] = counts.get(split.role, 0) + 1
+        layers = ", ".join(f"{count} {role}" for role, count in counts.items())
+        tokens = "tokens split in blocks" if self.sequence_parallel else "tokens whole"
+        loss = ", loss over split logits" if self.split_loss else ""
+        return (
+            f"layers over {self.axis.degree} ranks: {layers}; {tokens}{loss}; "
+            f"{self.whole_elements:,} parameters whole on every tensor rank"
+        )
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    axis: TensorAxis,
+    *,
+    plan: str | Mapping[str, str],
+    sequence_parallel: bool,
+    whole: Container[str] = (),
+) -> SplitModel:
+    """Split a model's layers over the tensor axis. In place.
+
+    Args:
+        model: with equal values on all ranks of the axis.
+        mesh: 1-D, the tensor axis.
+        plan: "auto", or globs over module names -> roles (:mod:`smp_core.tensor_parallel.roles`).
+        sequence_parallel: hold 1/T of the tokens in blocks.
+        whole: names of parameters that "auto" leaves whole.
+
+    Raises:
+        ValueError: a model that cannot be split so; says what to write.
+    """
+    splits = splits_of(model, plan, axis.degree, whole)
+    _refuse_dropout(model)
+    _refuse_whole_states(model)
+    splitting = _Splitting(model, mesh, axis, splits, sequence_parallel)
+    splitting.split_all()
+    known = transformers_model(model)
+    split_head = known is not None and any(
+        split.module is known.get_output_embeddings() and split.is_column for split in splits
+    )
+    split_loss = split_head and split_vocabulary_loss(known, axis)
+    repeated = sum(p.numel() for p in model.parameters() if not isinstance(p, DTensor))
+    return SplitModel(axis, tuple(splits), bool(splitting.blocks), split_loss, repeated)
+
+
+class _Splitting:
+    """One model while it is split."""
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, axis: TensorAxis, splits: list[Split], sequence_parallel: bool
+    ) -> None:
+        self.model, self.mesh, self.axis, self.splits = model, mesh, axis, splits
+        self.stacks = stacks_of(model, splits) if sequence_parallel else []
+        self.blocks = [name for stack in self.stacks for name in stack]
+        self.whole = [split.name for split in splits if split.role == "whole"]
+        self._shared: dict[nn.Module, SharedInputs] = {}
+        if sequence_parallel and not self.stacks:
+            logger.warning(
+                "tensor_parallel: tokens stay whole, as no split layer is inside an nn.ModuleList of blocks; "
+                "sequence_parallel=True has no effect"
+            )
+
+    def split_all(self) -> None:
+        by_name = {split.name: split for split in self.splits}
+        self._refuse_what_the_plan_misses(by_name)
+        attention = self._attention = self._attention_modules()
+        for module, attribute in divided_attributes(self.model):
+            setattr(module, attribute, getattr(module, attribute) // self.axis.degree)
+        for split in self.splits:
+            if split.is_column:
+                self._column(split)
+            elif split.role in ("row", "row_split"):
+                self._row(split)
+            elif split.role == "vocabulary":
+                self._vocabulary(split)
+            elif split.role == "experts":
+                self._experts(split)
+        for name, module in self.model.named_modules():
+            role = by_name[name].role if name in by_name else None
+            if role in (None, "sum", "replicate") and self._sums(name, module, role, attention):
+                module.forward = SummingForward(module, module.forward, self.axis)
+        for parent, inputs in self._shared.items():
+            parent.forward = SharingForward(parent.forward, inputs)
+        for name in attention:
+            if self._splits_tokens(name):
+                module = self.model.get_submodule(name)
+                module.forward = AttentionForward(module.forward, self.axis)
+        for name in self.whole:
+            if self._splits_tokens(name, itself_whole=True):
+                module = self.model.get_submodule(name)
+                module.forward = WholeForward(module.forward, self.axis)
+        for stack in self.stacks:
+            for name in dict.fromkeys((stack[0], stack[-1])):
+                block = self.model.get_submodule(name)
+                block.forward = BlockForward(block.forward, self.axis, name == stack[0], name == stack[-1])
+
+    def _splits_tokens(self, name: str, itself_whole: bool = False) -> bool:
+        """Tell whether a module's inputs hold 1/T of the tokens."""
+        others = [each for each in self.whole if not (itself_whole and each == name)]
+        return holds(self.blocks, name) and not holds(others, name)
+
+    def _parent(self, name: str) -> tuple[str, nn.Module]:
+        above = name.rpartition(".")[0]
+        return above, self.model.get_submodule(above)
+
+    def _column(self, split: Split) -> None:
+        layer: Any = split.module
+        above, parent = self._parent(split.name)
+        dim = 1 if is_conv1d(layer) else 0
+        outputs = layer.weight.shape[dim]
+        rows = None
+        if outputs % self.axis.degree or parent is not self.model:
+            rows = rows_in_use(split, parent, outputs, self._query_outputs(above), self.axis.degree)
+        if rows is not None and split.role == "column_gather":
+            rows = None  # gathered in the order in which they are stored
+        if rows is not None and split.blocks == 1:
+            self._share_heads(split, parent, above)
+        self._distribute(layer, "weight", dim)
+        self._distribute(layer, "bias", 0)
+        shared = None if parent is self.model else self._shared.setdefault(parent, SharedInputs())
+        known = transformers_model(self.model)
+        is_head = known is not None and layer is known.get_output_embeddings()
+        gathers = functools.partial(_gathers, self.axis, split.role, is_head)
+        enter: Callable[[torch.Tensor], torch.Tensor] | None = functools.partial(sum_gradient, axis=self.axis)
+        if self._splits_tokens(split.name):
+            enter = None if above in self._attention else functools.partial(gather_tokens, axis=self.axis)
+        layer.forward = ColumnForward(layer, layer.forward, self.axis, enter, gathers, rows, dim, shared)
+
+    def _query_outputs(self, above: str) -> int:
+        """Outputs of the largest column layer of a module: its queries."""
+        siblings = [split for split in self.splits if split.is_column and split.name.rpartition(".")[0] == above]
+        return max(map(_outputs, siblings))
+
+    def _share_heads(self, split: Split, parent: Any, above: str) -> None:
+        """Keys and values of one head for several ranks: a rank's queries all belong to it."""
+        if not hasattr(parent, "num_key_value_groups"):
+            raise ValueError(
+                f"tensor_parallel: {split.name} has fewer heads than tensor_parallel_degree={self.axis.degree}, and "
+                f"{type(parent).__name__} has no num_key_value_groups that says how queries share them; write a "
+                "tensor_parallel_degree that divides its heads"
+            )
+        parent.num_key_value_groups = self._query_outputs(above) // parent.head_dim // self.axis.degree
+
+    def _row(self, split: Split) -> None:
+        layer: Any = split.module
+        dim = 0 if is_conv1d(layer) else 1
+        inputs = layer.weight.shape[dim]
+        if inputs % self.axis.degree:
+            raise ValueError(
+                f"tensor_parallel_degree={self.axis.degree} does not divide the {inputs} inputs of {split.name}; leave "
+                "it and the column layers before it whole with a plan that does not name them"
+            )
+        self._distribute(layer, "weight", dim)
+        layer.forward = RowForward(
+            layer, layer.forward, self.axis, self._splits_tokens(split.name), split.role == "row_split"
+        )
+
+    def _vocabulary(self, split: Split) -> None:
+        words: Any = split.module
+        if words.weight.shape[0] % self.axis.degree:
+            raise ValueError(
+                f"tensor_parallel_degree={self.axis.degree} does not divide the {words.weight.shape[0]} rows of "
+                f"{split.name}; write 'replicate' for it, or resize it (model.resize_token_embeddings(..., "
+                f"pad_to_multiple_of={self.axis.degree}))"
+            )
+        self._distribute(words, "weight", 0)
+        words.forward = EmbeddingForward(words, words.forward, self.axis)
+
+    def _experts(self, split: Split) -> None:
+        """Weights [E, 2I, H] of gate and up in one, and [E, H, I]; a bias would have to be split too."""
+        module: Any = split.module
+        weights = _own(module)
+        if set(weights) != {"gate_up_proj", "down_proj"} or any(p.ndim != 3 for p in weights.values()):
+            raise ValueError(
+                f"tensor_parallel: {split.name} ({type(module).__name__}) has parameters {', '.join(weights)}; only "
+                "fused experts of gate_up_proj [E, 2I, H] and down_proj [E, H, I] can be split; write 'replicate'"
+            )
+        inner = weights["down_proj"].shape[2]
+        if weights["gate_up_proj"].shape[1] != 2 * inner or inner % self.axis.degree:
+            raise ValueError(
+                f"tensor_parallel_degree={self.axis.degree} does not divide the {inner} inner features of the experts "
+                f"of {split.name}; write 'replicate' for them"
+            )
+        own = inner // self.axis.degree
+        by_rank = tuple(
+            tuple(block + rank * own + place for block in (0, inner) for place in range(own))
+            for rank in range(self.axis.degree)
+        )
+        self._distribute(module, "gate_up_proj", 1)
+        self._distribute(module, "down_proj", 2)
+        rows = {"gate_up_proj": RowsInUse(by_rank, 2 * inner)}
+        module.forward = ExpertsForward(module, module.forward, self.axis, rows)
+
+    def _distribute(self, module: nn.Module, name: str, dim: int) -> None:
+        """Put this rank's stretch of a parameter in its place, once for all modules that share the parameter."""
+        whole = _own(module).get(name)
+        if whole is None or isinstance(whole, DTensor):
+            return
+        part = whole.detach().chunk(self.axis.degree, dim)[self.axis.rank].contiguous().clone()
+        stride = torch.empty(whole.shape, device="meta").stride()
+        tensor = DTensor.from_local(part, self.mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=stride)
+        split = nn.Parameter(tensor, requires_grad=whole.requires_grad)
+        for other in self.model.modules():
+            for key, parameter in _own(other).items():
+                if parameter is whole:
+                    setattr(other, key, split)
+
+    def _attention_modules(self) -> dict[str, bool]:
+        """Modules with heads and column layers -> whether what is between these sees the rank's own heads only."""
+        found: dict[str, bool] = {}
+        for split in self.splits:
+            above, parent = self._parent(split.name)
+            if split.is_column and has_heads(parent):
+                found[above] = split.role == "column"
+        return found
+
+    def _sums(self, name: str, module: nn.Module, role: str | None, attention: Mapping[str, bool]) -> bool:
+        """Tell whether gradients of a module's own parameters have to be added up."""
+        own = _own(module).values()
+        if not own or any(isinstance(parameter, DTensor) for parameter in own):
+            return False
+        if role == "sum":
+            return True
+        around = [above for above in attention if name.startswith(f"{above}.")]
+        if around:
+            return attention[max(around, key=len)]
+        if not self._splits_tokens(name):
+            return False
+        if role is None and not looks_at_one_token(module):
+            raise ValueError(
+                f"tensor_parallel: {name} ({type(module).__name__}) stands among split tokens, and whether it looks at "
+                f"one token at a time is not known; write its role: 'sum' if it does, 'whole' if it needs all tokens, "
+                "or tensor_parallel={'sequence_parallel': false}"
+            )
+        return True
+
+    def _refuse_what_the_plan_misses(self, by_name: Mapping[str, Split]) -> None:
+        """Parameters beside column layers of attention, one for each head: no role says how they are split."""
+        for above in self._attention_modules():
+            own = _own(self.model.get_submodule(above))
+            if own and above not in by_name:
+                raise ValueError(
+                    f"tensor_parallel: {', '.join(own)} of {above} belongs to heads, and no role says how it is split; "
+                    "write a plan that leaves this module whole, or tensor_parallel_degree=1"
+                )
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's own parameters, those included that another module has too."""
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def _outputs(split: Split) -> int:
+    weight: Any = split.module.weight
+    return int(weight.shape[1 if is_conv1d(split.module) else 0])
+
+
+def _gathers(axis: TensorAxis, role: str, is_head: bool) -> bool:
+    return role == "column_gather" and (axis.whole_logits or not is_head)
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    """Masks would have to differ where activations are split, and be equal where they are not."""
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
+    known = transformers_model(model)
+    options = {} if known is None else known.config.to_dict()
+    found += [
+        f"config.{name}"
+        for name, value in options.items()
+        if "drop" in name and isinstance(value, float) and value > 0 and not name.startswith(("classifier", "summary"))
+    ]
+    if found:
+        raise ValueError(
+            f"tensor_parallel_degree: dropout is not built yet ({', '.join(found[:5])}); set the probability to 0.0 "
+            "before the model is built"
+        )
+
+
+def _refuse_whole_states(model: nn.Module) -> None:
+    known = transformers_model(model)
+    for option in ("output_hidden_states", "output_attentions"):
+        if known is not None and getattr(known.config, option, False):
+            raise ValueError(
+                f"tensor_parallel_degree: config.{option}=True: no rank has these unsplit; set config.{option} = False"
+            )

@@ -1,0 +1,332 @@
+"""Forwards of layers that are split over the tensor axis.
+
+No layer is written anew: its own forward is called with this rank's part of its weight in the place of the weight, and
+what stands around the call brings inputs and outputs into the state they have to be in
+(:mod:`smp_core.tensor_parallel.operators`). Scaled embeddings, Transformers' Conv1D and norms of any kind stay what
+they are. Nothing here looks at FSDP2: it shows a parameter as a DTensor over the tensor axis while a unit is gathered.
+
+Parameters are exchanged in ``Module._parameters``, the dictionary where torch keeps them: there is no public way to
+show a tensor that is no parameter for the time of one call (``torch.func.functional_call`` calls the module, and with
+it this forward).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from smp_core.tensor_parallel.operators import (
+    RowsInUse,
+    TensorAxis,
+    exchange_rows,
+    gather_features,
+    gather_tokens,
+    join_tokens,
+    scatter_tokens,
+    split_features,
+    split_tokens,
+    sum_gradient,
+    sum_outputs,
+)
+
+Forward = Callable[..., Any]
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a parameter, or all of it where it is not split."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@contextlib.contextmanager
+def showing(module: nn.Module, tensors: Mapping[str, torch.Tensor | None], **attributes: Any) -> Iterator[None]:
+    """Let a module have these tensors for parameters, and these attributes, inside the block."""
+    parameters: dict[str, Any] = module._parameters
+    before = {name: parameters[name] for name in tensors}
+    attributes_before = {name: getattr(module, name) for name in attributes}
+    parameters.update(tensors)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        parameters.update(before)
+        for name, value in attributes_before.items():
+            setattr(module, name, value)
+
+
+class SharedInputs:
+    """What column layers of one module made of their input: queries, keys and values are projections of the same
+    tensor, which is gathered once and whose gradient is added up once."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def of(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return what was made of the tensor before, or make it."""
+        for given, made in self._made:
+            if given is tensor:
+                return made
+        made = make(tensor)
+        self._made.append((tensor, made))
+        return made
+
+    def forget(self) -> None:
+        """Drop everything: the module's call is over."""
+        self._made.clear()
+
+
+@dataclass(eq=False)
+class SharingForward:
+    """The forward of a module with column layers: what these share ends with it."""
+
+    original: Forward
+    inputs: SharedInputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self.inputs.forget()
+
+
+@dataclass(eq=False)
+class ColumnForward:
+    """A layer whose outputs are split: each rank computes some of the features.
+
+    Attributes:
+        enter: what is done with the input; None: nothing, as it was done for the module that the layer is in.
+        gathers: the output is gathered.
+        rows: which rows of the weight this rank uses, where those are not the ones it stores.
+        weight_dim: the dimension of the outputs in the weight.
+        shared: of the module that the layer is in; None where calls of that module are not seen.
+    """
+
+    module: nn.Module
+    original: Forward
+    axis: TensorAxis
+    enter: Callable[[torch.Tensor], torch.Tensor] | None
+    gathers: Callable[[], bool]
+    rows: RowsInUse | None
+    weight_dim: int
+    shared: SharedInputs | None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        entered = self._entered(hidden)
+        weight, bias = self._used(self.module.weight, self.weight_dim), self.module.bias
+        shown = {"weight": weight, "bias": None if bias is None else self._used(bias, 0)}
+        # Transformers' Conv1D has the number of its outputs as `nf`.
+        attributes = {"nf": weight.shape[self.weight_dim]} if hasattr(self.module, "nf") else {}
+        with showing(self.module, shown, **attributes):
+            output: torch.Tensor = self.original(entered)
+        return gather_features(output, self.axis) if self.gathers() else output
+
+    def _entered(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.enter is None:
+            return hidden
+        return self.enter(hidden) if self.shared is None else self.shared.of(hidden, self.enter)
+
+    def _used(self, parameter: Any, dim: int) -> torch.Tensor:
+        stored = local(parameter)
+        return stored if self.rows is None else exchange_rows(stored, self.axis, self.rows, dim)
+
+
+@dataclass(eq=False)
+class RowForward:
+    """A layer whose inputs are split: each rank's output is a part of the sum. The bias is added to the sum.
+
+    Attributes:
+        split_tokens: each rank gets its tokens of the sum.
+        splits_input: the input is whole, and this rank's features of it are taken.
+    """
+
+    module: nn.Module
+    original: Forward
+    axis: TensorAxis
+    split_tokens: bool
+    splits_input: bool
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.splits_input:
+            hidden = split_features(hidden, self.axis)
+        bias: Any = self.module.bias
+        shown: dict[str, torch.Tensor | None] = {"weight": local(self.module.weight)}  # type: ignore[arg-type]
+        if bias is not None:
+            # Transformers' Conv1D cannot do without.
+            shown["bias"] = None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias)
+        with showing(self.module, shown):
+            partial = self.original(hidden)
+        total = scatter_tokens(partial, self.axis) if self.split_tokens else sum_outputs(partial, self.axis)
+        if bias is None:
+            return total
+        added = sum_gradient(bias, self.axis) if self.split_tokens else bias
+        return total + added.to(total.dtype)
+
+
+@dataclass(eq=False)
+class EmbeddingForward:
+    """An embedding whose rows, the vocabulary, are split: a rank's output is zero where the word is another's."""
+
+    module: nn.Embedding
+    original: Forward
+    axis: TensorAxis
+    checked: bool = False
+
+    def __call__(self, words: torch.Tensor) -> torch.Tensor:
+        if not self.checked:
+            self._require_one_batch(words)
+            self.checked = True
+        weight = local(self.module.weight)
+        own = words - self.axis.rank * weight.shape[0]
+        is_own = (own >= 0) & (own < weight.shape[0])
+        padding = self.module.padding_idx
+        if padding is not None:
+            padding -= self.axis.rank * weight.shape[0]
+            padding = padding if 0 <= padding < weight.shape[0] else None
+        with showing(self.module, {"weight": weight}, padding_idx=padding):
+            found = self.original(own.clamp(0, weight.shape[0] - 1))
+        return sum_outputs(found * is_own.unsqueeze(-1), self.axis)
+
+    def _require_one_batch(self, words: torch.Tensor) -> None:
+        """Compare the first batch with the other ranks': what they compute parts of has to be the same."""
+        place = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.float64)
+        mark = torch.stack([words.reshape(-1).double() @ place, place.sum()])
+        largest, smallest = self.axis.maximum(mark), -self.axis.maximum(-mark)
+        if not torch.equal(largest, smallest):
+            raise ValueError(
+                "tensor ranks read different batches: those of tensor_parallel_degree="
+                f"{self.axis.degree} neighbours have to be the same; leave the sampler to the trainer, or give it "
+                "num_replicas=mesh.data_size and rank=mesh.data_rank"
+            )
+
+
+@dataclass(eq=False)
+class SummingForward:
+    """A module whose own parameters are whole on every rank and see another part of the activations on each: their
+    gradients are added up."""
+
+    module: nn.Module
+    original: Forward
+    axis: TensorAxis
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = {name: p for name, p in self.module._parameters.items() if p is not None and p.requires_grad}
+        with showing(self.module, {name: sum_gradient(local(p), self.axis) for name, p in own.items()}):
+            return self.original(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class ExpertsForward:
+    """Fused experts, all of them on every rank and each with some of its inner features.
+
+    Attributes:
+        rows: parameter -> the rows (dimension 1) that ranks use, where those are not the ones they store.
+    """
+
+    module: nn.Module
+    original: Forward
+    axis: TensorAxis
+    rows: Mapping[str, RowsInUse]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def enter(value: Any) -> Any:
+            wants = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return sum_gradient(value, self.axis) if wants else value
+
+        shown: dict[str, torch.Tensor | None] = {}
+        for name, parameter in self.module._parameters.items():
+            if isinstance(parameter, DTensor):
+                part = local(parameter)
+                rows = self.rows.get(name)
+                shown[name] = part if rows is None else exchange_rows(part, self.axis, rows, 1)
+        with showing(self.module, shown):
+            partial = self.original(*map(enter, args), **{name: enter(value) for name, value in kwargs.items()})
+        return sum_outputs(partial, self.axis)
+
+
+@dataclass(eq=False)
+class AttentionForward:
+    """The forward of attention among split tokens: it makes views by the shape of its input, so the tokens are gathered
+    for the module and not for each of its column layers."""
+
+    original: Forward
+    axis: TensorAxis
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_hidden(args, kwargs, lambda hidden: gather_tokens(hidden, self.axis))
+        return self.original(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class WholeForward:
+    """A module among split tokens that needs all of them, and computes the same on every rank."""
+
+    original: Forward
+    axis: TensorAxis
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_hidden(args, kwargs, lambda hidden: join_tokens(hidden, self.axis))
+        return with_output(self.original(*args, **kwargs), lambda output: split_tokens(output, self.axis))
+
+
+@dataclass(eq=False)
+class BlockForward:
+    """The forward of a block of a stack, inside of which the tokens are split.
+
+    Attributes:
+        is_first, is_last: of the stack: tokens are split before the first and joined behind the last.
+    """
+
+    original: Forward
+    axis: TensorAxis
+    is_first: bool
+    is_last: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_first:
+            args, kwargs = with_hidden(args, kwargs, self._split)
+        output = self.original(*args, **kwargs)
+        return with_output(output, lambda hidden: join_tokens(hidden, self.axis)) if self.is_last else output
+
+    def _split(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.shape[-2]
+        if torch.is_grad_enabled() and tokens % self.axis.degree:
+            raise ValueError(
+                f"tensor_parallel: sequences of {tokens} tokens cannot be split over tensor_parallel_degree="
+                f"{self.axis.degree} ranks; pad batches to a multiple of {self.axis.degree} (pad_to_multiple_of="
+                f"{self.axis.degree} of the tokenizer or the collator), or write tensor_parallel={{'sequence_parallel'"
+                ": false}"
+            )
+        self.axis.length = tokens
+        return split_tokens(hidden, self.axis)
+
+
+def with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments with the hidden states changed: the first tensor, wherever it stands among them."""
+    everything = [*args, *kwargs.values()]
+    hidden = kwargs.get("hidden_states")
+    if hidden is None:
+        hidden = next((value for value in everything if isinstance(value, torch.Tensor)), None)
+    if hidden is None:
+        raise ValueError("tensor_parallel: a block was called without a tensor; its first one is split by tokens")
+    changed = change(hidden)
+    return (
+        tuple(changed if value is hidden else value for value in args),
+        {name: changed if value is hidden else value for name, value in kwargs.items()},
+    )
+
+
+def with_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a module's output with the hidden states changed: all of it, or the first of several."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+        return (change(output[0]), *output[1:])
+    raise ValueError(f"tensor_parallel: a block returned {type(output).__name__}; a tensor or a tuple can be split")

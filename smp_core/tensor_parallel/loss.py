@@ -1,0 +1,136 @@
+"""Cross entropy of logits whose vocabulary is split: whole logits exist on no rank.
+
+For each token the ranks tell each other the largest logit, the sum of exponentials and the target's logit (Megatron-LM,
+arXiv 1909.08053, section 3). A Transformers model takes its loss from ``model.loss_function``, which has a public
+setter; only the loss functions that are understood here are replaced, and only for calls that get labels while
+gradients are wanted: all others get whole logits.
+
+Shape letters: N tokens, V words, T ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from smp_core.tensor_parallel.operators import TensorAxis
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum over tokens of (1 - s) * -log p[target] + s * mean of -log p."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, axis: TensorAxis, ignored: int, smoothing: float
+    ) -> torch.Tensor:
+        own_words = logits.shape[-1]
+        words = own_words * axis.degree
+        kept_N = targets != ignored
+        largest_N = axis.maximum(logits.amax(-1))
+        shifted = logits - largest_N[:, None]
+        place_N = targets - axis.rank * own_words
+        is_own_N = (place_N >= 0) & (place_N < own_words) & kept_N
+        place_N = place_N.clamp(0, own_words - 1)
+        of_target_N = shifted.gather(1, place_N[:, None])[:, 0] * is_own_N
+        exponentials = shifted.exp()
+        sums = torch.stack([exponentials.sum(-1), of_target_N, shifted.sum(-1)])
+        denominator_N, target_N, all_N = axis.all_reduce(sums)
+        log_N = denominator_N.log()
+        loss_N = (1 - smoothing) * (log_N - target_N) + smoothing * (log_N - all_N / words)
+        ctx.save_for_backward(exponentials / denominator_N[:, None], place_N, is_own_N, kept_N)
+        ctx.smoothing, ctx.words = smoothing, words
+        return (loss_N * kept_N).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        probabilities, place_N, is_own_N, kept_N = ctx.saved_tensors
+        gradient = probabilities - ctx.smoothing / ctx.words
+        gradient.scatter_add_(1, place_N[:, None], -(1 - ctx.smoothing) * is_own_N.to(gradient.dtype)[:, None])
+        return gradient * (kept_N * grads[0])[:, None], None, None, None, None
+
+
+def cross_entropy_sum(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    axis: TensorAxis,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Return the sum of the cross entropy over tokens, equal on all ranks of the axis.
+
+    Args:
+        logits: [N, V/T] of this rank's words; half precision is computed in float32.
+        targets: [N], words of the whole vocabulary.
+    """
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    result: torch.Tensor = _CrossEntropy.apply(wide, targets, axis, ignore_index, label_smoothing)
+    return result
+
+
+def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
+    """Let a Transformers model with a split head compute its loss from split logits; False where its loss is none that
+    is understood, and logits are gathered.
+
+    In training the model returns no logits beside such a loss.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+    whole_loss = model.loss_function
+    if whole_loss not in (ForCausalLMLoss, ForMaskedLMLoss):
+        return False
+    if "self.loss_function(" not in inspect.getsource(type(model).forward):
+        return False
+    model.loss_function = _loss_function(whole_loss, axis, shifts=whole_loss is ForCausalLMLoss)
+    signature = inspect.signature(type(model).forward)
+
+    def announce(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = signature.bind_partial(module, *args, **kwargs).arguments
+        axis.whole_logits = given.get("labels") is None or not torch.is_grad_enabled()
+
+    def finish(module: nn.Module, args: Any, output: Any) -> Any:
+        split, axis.whole_logits = not axis.whole_logits, True
+        if not split:
+            return None
+        if isinstance(output, tuple):
+            return (output[0], None, *output[2:])
+        output["logits"] = None
+        return output
+
+    model.register_forward_pre_hook(announce, with_kwargs=True)
+    model.register_forward_hook(finish, always_call=True)
+    return True
+
+
+def _loss_function(whole_loss: Callable[..., torch.Tensor], axis: TensorAxis, shifts: bool) -> Callable[..., Any]:
+    def loss_function(
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if axis.whole_logits:
+            options = {**options, "num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            if shifts:
+                options["shift_labels"] = shift_labels
+            return whole_loss(logits, labels, vocab_size, **options)
+        targets = labels
+        if shifts:
+            targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+        targets = targets.reshape(-1).to(logits.device)
+        total = cross_entropy_sum(logits.reshape(-1, logits.shape[-1]), targets, axis, ignore_index=ignore_index)
+        if num_items_in_batch is None:
+            return total / (targets != ignore_index).sum()
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(total.device)
+        return total / num_items_in_batch
+
+    return loss_function

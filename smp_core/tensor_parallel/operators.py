@@ -1,0 +1,310 @@
+"""The autograd functions of tensor parallelism: what travels between the ranks of one layer, in forward and backward.
+
+An activation is in one of three states: *replicated* (every tensor rank has all of it, and an equal gradient), *split*
+by features (heads, columns) or by tokens, or *partial* (the ranks' values have to be added up). Each function goes from
+one state to another, and its backward goes back with the gradient (Megatron-LM, arXiv 1909.08053; with tokens split,
+arXiv 2205.05198):
+
+    function           forward                            backward
+    sum_gradient       nothing                            all-reduce
+    sum_outputs        all-reduce                         nothing
+    gather_tokens      all-gather of tokens               reduce-scatter of tokens
+    scatter_tokens     reduce-scatter of tokens           all-gather of tokens
+    split_tokens       this rank's tokens                 all-gather of tokens
+    join_tokens        all-gather of tokens               this rank's tokens
+    gather_features    all-gather of features             this rank's features
+    split_features     this rank's features               all-gather of features
+    exchange_rows      rows of a weight that ranks use    the gradients of these rows, added up where they are stored
+
+Tokens are dimension -2, features -1. Shape letters: T ranks of the axis, N tokens, H features, R rows of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
+from smp_core.comm.meter import CommMeter
+
+_KIND = "tensor_"
+
+
+@dataclass(eq=False)
+class TensorAxis:
+    """The ranks that hold parts of one layer, with the objects that move data between them.
+
+    Attributes:
+        rank: this rank's place on the axis.
+        degree: T, the number of ranks.
+        length: tokens of the sequences of the present call, where they are split; padding to a multiple of T excluded.
+        whole_logits: whether the head gathers its logits; False while a loss over the split vocabulary follows.
+    """
+
+    group: dist.ProcessGroup
+    meter: CommMeter
+    rank: int = field(init=False)
+    degree: int = field(init=False)
+    length: int = 0
+    whole_logits: bool = True
+
+    def __post_init__(self) -> None:
+        self.rank, self.degree = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._gather = FlatAllGather(self.meter, prefix=_KIND)
+        self._reduce_scatter = FlatReduceScatter(self.meter, prefix=_KIND)
+        self._all_reduce = FlatAllReduce(self.meter, prefix=_KIND)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks."""
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        self._all_reduce(total, self.group)
+        return total
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the elementwise maximum over the ranks."""
+        largest = tensor.clone()
+        n_bytes = largest.numel() * largest.element_size()
+        with self.meter.ring(f"{_KIND}all_reduce", self._all_reduce.ranks_of(self.group), n_bytes):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return largest
+
+    def gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the ranks' parts side by side along a dimension."""
+        part = part.contiguous()
+        parts_T = part.new_empty((self.degree, *part.shape))
+        self._gather(parts_T.view(-1), part.view(-1), self.group)
+        return torch.cat(parts_T.unbind(), dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part, along a dimension, of the sum over the ranks."""
+        parts_T = torch.stack(tensor.chunk(self.degree, dim))
+        part = torch.empty_like(parts_T[0])
+        self._reduce_scatter(part.view(-1), parts_T.view(-1), self.group, dist.ReduceOp.SUM)
+        return part
+
+    def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part along a dimension."""
+        return tensor.chunk(self.degree, dim)[self.rank].contiguous()
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+        ctx.axis = axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.axis.all_reduce(grads[0]), None
+
+
+class _SumOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+        return axis.all_reduce(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class _GatherAndReduce(torch.autograd.Function):
+    """All-gather; the gradient is partial: reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, axis: TensorAxis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.gather(part, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.axis.reduce_scatter(grads[0], ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.reduce_scatter(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.axis.gather(grads[0], ctx.dim), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.part(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.axis.gather(grads[0], ctx.dim), None, None
+
+
+class _Join(torch.autograd.Function):
+    """All-gather; the gradient is replicated: each rank takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, axis: TensorAxis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.gather(part, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.axis.part(grads[0], ctx.dim), None, None
+
+
+def sum_gradient(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Return the tensor; its gradient is added up over the ranks."""
+    result: torch.Tensor = _SumGradient.apply(tensor, axis)
+    return result
+
+
+def sum_outputs(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Add partial values up over the ranks."""
+    result: torch.Tensor = _SumOutputs.apply(tensor, axis)
+    return result
+
+
+def gather_tokens(part: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Gather tokens [..., N/T, H] for a layer that is split: each rank uses all of them in another way."""
+    return _without_padding(_GatherAndReduce.apply(part, axis, -2), axis)
+
+
+def scatter_tokens(partial: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Add up partial values [..., N, H]; each rank gets its tokens."""
+    result: torch.Tensor = _ReduceScatter.apply(_with_padding(partial, axis), axis, -2)
+    return result
+
+
+def split_tokens(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Take this rank's tokens of [..., N, H]."""
+    result: torch.Tensor = _Split.apply(_with_padding(tensor, axis), axis, -2)
+    return result
+
+
+def join_tokens(part: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Gather tokens [..., N/T, H] for what every rank does alike with all of them."""
+    return _without_padding(_Join.apply(part, axis, -2), axis)
+
+
+def gather_features(part: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Gather features [..., H/T] for what every rank does alike with all of them."""
+    result: torch.Tensor = _Join.apply(part, axis, -1)
+    return result
+
+
+def split_features(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Take this rank's features of [..., H]."""
+    result: torch.Tensor = _Split.apply(tensor, axis, -1)
+    return result
+
+
+def _with_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    missing = -tensor.shape[-2] % axis.degree
+    return F.pad(tensor, (0, 0, 0, missing)) if missing else tensor
+
+
+def _without_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Tokens are only padded where no gradients are wanted; what has two dimensions holds several sequences, for layers
+    that look at one token at a time."""
+    if torch.is_grad_enabled() or tensor.ndim < 3:
+        return tensor
+    return tensor[..., : axis.length, :].contiguous()
+
+
+@dataclass(frozen=True)
+class RowsInUse:
+    """Which rows of a weight the ranks compute with, where those are not the rows that they store.
+
+    A weight of several blocks (queries, keys and values in one) is stored in equal stretches of rows, as every weight
+    is, and used by heads. A head that several ranks use is stored once.
+
+    Attributes:
+        by_rank: the rows that each rank uses, in the order of use.
+        rows: R, all rows of the weight; each rank stores R/T of them, in order.
+    """
+
+    by_rank: tuple[tuple[int, ...], ...]
+    rows: int
+
+    def received(self, rank: int, degree: int) -> tuple[list[int], list[int]]:
+        """Return how many rows ``rank`` receives from each rank, and where they stand, in the order of their arrival,
+        among those that it uses."""
+        stored = self.rows // degree
+        used = self.by_rank[rank]
+        order = sorted(range(len(used)), key=lambda place: used[place])
+        counts = [0] * degree
+        for row in used:
+            counts[row // stored] += 1
+        return counts, order
+
+    def sent(self, rank: int, degree: int) -> tuple[list[int], list[int]]:
+        """Return how many rows ``rank`` sends to each rank, and which of its stored rows these are."""
+        stored = self.rows // degree
+        counts, places = [], []
+        for used in self.by_rank:
+            own = sorted(row - rank * stored for row in used if row // stored == rank)
+            counts.append(len(own))
+            places += own
+        return counts, places
+
+
+class _ExchangeRows(torch.autograd.Function):
+    """An all-to-all of rows; its backward sends their gradients back and adds them up."""
+
+    @staticmethod
+    def forward(ctx: Any, stored: torch.Tensor, axis: TensorAxis, rows: RowsInUse) -> torch.Tensor:
+        ctx.axis, ctx.rows, ctx.n_stored = axis, rows, stored.shape[0]
+        n_sent, places = rows.sent(axis.rank, axis.degree)
+        n_received, order = rows.received(axis.rank, axis.degree)
+        sent = stored[torch.tensor(places, device=stored.device, dtype=torch.long)]
+        arrived = _all_to_all(sent, n_sent, n_received, axis)
+        used = torch.empty_like(arrived)
+        used[torch.tensor(order, device=stored.device, dtype=torch.long)] = arrived
+        return used
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (grad,) = grads
+        axis, rows = ctx.axis, ctx.rows
+        n_sent, places = rows.sent(axis.rank, axis.degree)
+        n_received, order = rows.received(axis.rank, axis.degree)
+        back = grad[torch.tensor(order, device=grad.device, dtype=torch.long)]
+        arrived = _all_to_all(back, n_received, n_sent, axis)
+        total = grad.new_zeros((ctx.n_stored, *grad.shape[1:]))
+        # Ranks arrive in order, one after the other, so that sums are the same in every run.
+        start = 0
+        for count in n_sent:
+            own = torch.tensor(places[start : start + count], device=grad.device, dtype=torch.long)
+            total[own] += arrived[start : start + count]
+            start += count
+        return total, None, None
+
+
+def exchange_rows(stored: torch.Tensor, axis: TensorAxis, rows: RowsInUse, dim: int = 0) -> torch.Tensor:
+    """Return the rows of a weight that this rank uses, of those that the ranks store.
+
+    Args:
+        dim: the dimension of the rows.
+    """
+    result: torch.Tensor = _ExchangeRows.apply(stored.movedim(dim, 0).contiguous(), axis, rows)
+    return result.movedim(0, dim)
+
+
+def _all_to_all(rows: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int], axis: TensorAxis) -> torch.Tensor:
+    arrived = rows.new_empty((sum(n_received), *rows.shape[1:]))
+    row_bytes = rows[:1].numel() * rows.element_size()
+    ranks = axis._all_reduce.ranks_of(axis.group)
+    sends = [(rank, n * row_bytes) for rank, n in zip(ranks, n_sent, strict=True) if n and rank != axis.meter.rank]
+    link = "inter" if axis.meter.topology.spans_nodes(ranks) else "intra"
+    with axis.meter.point_to_point(f"{_KIND}exchange", sends, link):  # type: ignore[arg-type]
+        dist.all_to_all_single(arrived, rows, list(n_received), list(n_sent), group=axis.group)
+    return arrived

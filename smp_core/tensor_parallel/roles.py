@@ -1,0 +1,311 @@
+"""Roles: which layer is split how. Pure decisions about modules; nothing is changed here.
+
+    column          outputs are split (rows of a Linear's weight); its bias with them
+    column:N        the same of N equal blocks in one weight (packed queries, keys and values; gate and up)
+    column_gather   outputs are split in computation and gathered behind it
+    row             inputs are split; outputs are added up, the bias once
+    row_split       the same behind something that needs all features: inputs are split just before
+    vocabulary      an embedding whose rows are split
+    experts         fused experts, each split by its inner features
+    sum             whole on every rank, and sees other activations on each: gradients are added up
+    whole           whole on every rank, and needs all tokens where they are split
+    replicate       whole on every rank
+
+They come from the user's globs, from our table, or from the plan that a Transformers model carries (``tp_plan``).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import re
+import sys
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from smp_core.tensor_parallel.operators import RowsInUse
+
+logger = logging.getLogger("smp")
+
+SPLIT = ("column", "column_gather", "row", "row_split", "vocabulary", "experts")
+ROLES = (*SPLIT, "sum", "whole", "replicate")
+
+# Transformers' names of the same; a plan with another one is not understood.
+_OF_TRANSFORMERS = {
+    "colwise": "column",
+    "colwise_gather_output": "column_gather",
+    "colwise_rep": "column_gather",
+    "packed_colwise": "column:2",
+    "rowwise": "row",
+    "rowwise_split_input": "row_split",
+    "embedding_rowwise": "vocabulary",
+    "replicated_with_grad_allreduce": "sum",
+    "moe_tp_experts": "experts",
+}
+
+_GPT2 = {"*.attn.c_attn": "column:3", "*.attn.c_proj": "row", "*.mlp.c_fc": "column", "*.mlp.c_proj": "row"}
+_BERT = {
+    **dict.fromkeys(("*.self.query", "*.self.key", "*.self.value", "*.intermediate.dense"), "column"),
+    "*.output.dense": "row",
+}
+_OPT = {
+    **dict.fromkeys(("*.self_attn.[qkv]_proj", "*.fc1"), "column"),
+    **dict.fromkeys(("*.self_attn.out_proj", "*.fc2"), "row"),
+}
+# Model types of Transformers that carry no plan, or one that computes attention on every rank.
+_OWN: dict[str, dict[str, str]] = {"gpt2": _GPT2, "opt": _OPT, "bert": _BERT, "roberta": _BERT}
+# Numbers that their forwards read and that count features or heads: glob over modules -> attributes.
+_DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt2": {"*.attn": ("split_size", "num_heads", "embed_dim")},
+    "opt": {"*.self_attn": ("num_heads", "embed_dim")},
+    "bert": {"*.self": ("num_attention_heads", "all_head_size")},
+    "roberta": {"*.self": ("num_attention_heads", "all_head_size")},
+}
+
+
+_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
+_NUMBERS_OF_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class Split:
+    """What happens to one module.
+
+    Attributes:
+        role: without the number of blocks.
+        blocks: of equal size in the weight, for ``column``.
+    """
+
+    name: str
+    module: nn.Module
+    role: str
+    blocks: int = 1
+
+    @property
+    def is_column(self) -> bool:
+        return self.role in ("column", "column_gather")
+
+
+def transformers_model(model: nn.Module) -> Any | None:
+    """Return the outermost Transformers model in ``model``; None without one."""
+    if "transformers" not in sys.modules:
+        return None
+    from transformers import PreTrainedModel
+
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+
+
+def splits_of(model: nn.Module, plan: str | Mapping[str, str], degree: int, whole: Container[str] = ()) -> list[Split]:
+    """Return what happens to which modules, in the model's order.
+
+    Args:
+        plan: "auto", or globs over module names -> roles.
+        whole: names of parameters that "auto" leaves whole.
+
+    Raises:
+        ValueError: no plan for this model, an unknown role, a glob without a match, a layer that no role fits.
+    """
+    if isinstance(plan, str):
+        found = list(_of_known_model(model, degree, whole))
+    else:
+        found = list(_of_globs(model, plan))
+    for split in found:
+        _require_fitting(split)
+    if not any(split.role in SPLIT for split in found):
+        raise ValueError("tensor_parallel.plan splits no layer: every one it names stays whole")
+    return found
+
+
+def _of_globs(model: nn.Module, plan: Mapping[str, str]) -> Iterator[Split]:
+    unmatched = dict.fromkeys(plan)
+    for name, module in model.named_modules():
+        for glob, role in plan.items():
+            if name and fnmatch.fnmatchcase(name, glob):
+                unmatched.pop(glob, None)
+                yield Split(name, module, *_read(glob, role))
+                break  # the first that matches decides
+    if unmatched:
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        raise ValueError(
+            f"tensor_parallel.plan: no module matches {', '.join(map(repr, unmatched))}; globs are matched against "
+            f"full names, for example {', '.join(map(repr, linear[:3]))}"
+        )
+
+
+def _read(glob: str, role: str) -> tuple[str, int]:
+    kind, _, blocks = role.partition(":")
+    if kind not in ROLES or (blocks and (kind != "column" or not blocks.isdecimal() or int(blocks) < 1)):
+        raise ValueError(
+            f"tensor_parallel.plan: {glob!r}: {role!r} is no role; allowed: {', '.join(map(repr, ROLES))}, and "
+            "'column:N' for N equal blocks in one weight"
+        )
+    return kind, int(blocks or 1)
+
+
+def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Iterator[Split]:
+    known = transformers_model(model)
+    kind = type(model if known is None else known).__name__
+    instead = (
+        'write globs over module names, for example tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
+    )
+    if known is None:
+        raise ValueError(f"tensor_parallel.plan='auto': {kind} is no Transformers model; {instead}")
+    if getattr(known.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"tensor_parallel.plan='auto': {kind} is an encoder-decoder, which is not built yet; write "
+            "tensor_parallel_degree=1"
+        )
+    prefix = next(name for name, module in model.named_modules() if module is known)
+    prefix = f"{prefix}." if prefix else ""
+    globs = _OWN.get(known.config.model_type) or _plan_of_transformers(known, kind, instead)
+    head, words = known.get_output_embeddings(), known.get_input_embeddings()
+    for name, module in model.named_modules():
+        if module is head or module is words or not name.startswith(prefix):
+            continue
+        role = next((role for glob, role in globs.items() if fnmatch.fnmatchcase(name[len(prefix) :], glob)), None)
+        if role is not None:
+            yield Split(name, module, *_read(name, role))
+    yield from _vocabulary(model, words, head, degree, whole)
+
+
+def _vocabulary(model: nn.Module, words: Any, head: Any, degree: int, whole: Container[str]) -> Iterator[Split]:
+    """The embedding and the head, where the vocabulary can be split; both or neither, as they may be tied."""
+    candidates = [module for module, kind in ((words, nn.Embedding), (head, nn.Linear)) if isinstance(module, kind)]
+    named = {name: module for name, module in model.named_modules() if any(module is each for each in candidates)}
+    if any(module.weight.shape[0] % degree for module in candidates) or any(
+        f"{name}.weight" in whole for name in named
+    ):
+        logger.info("tensor_parallel: whole on every rank: %s", ", ".join(named))
+        return
+    for name, module in named.items():
+        yield Split(name, module, "vocabulary" if isinstance(module, nn.Embedding) else "column_gather")
+
+
+def _plan_of_transformers(known: Any, kind: str, instead: str) -> dict[str, str]:
+    """Return globs -> roles of the plan that the model carries."""
+    carried = dict(known.tp_plan or {})
+    if not carried:
+        raise ValueError(f"tensor_parallel.plan='auto': {kind} carries no plan, and none is known for it; {instead}")
+    unknown = sorted(set(carried.values()) - set(_OF_TRANSFORMERS))
+    if unknown:
+        raise ValueError(
+            f"tensor_parallel.plan='auto': the plan that {kind} carries has roles that are not built yet: "
+            f"{', '.join(unknown)}; {instead}"
+        )
+    plan = {glob: _OF_TRANSFORMERS[style] for glob, style in carried.items()}
+    experts = [glob for glob, role in plan.items() if role == "experts"]
+    for glob in experts:
+        # Parameters of fused experts are split with them; what chooses experts needs all tokens.
+        plan = {each: role for each, role in plan.items() if not each.startswith(f"{glob}.")}
+        plan[glob.rpartition(".")[0]] = "whole"
+    return plan
+
+
+def _require_fitting(split: Split) -> None:
+    module, kind = split.module, type(split.module).__name__
+    where = f"tensor_parallel: {split.name} ({kind})"
+    if split.role == "vocabulary":
+        if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
+            raise ValueError(f"{where} is no plain embedding without max_norm and sparse; write 'replicate' for it")
+    elif split.role in ("column", "column_gather", "row", "row_split"):
+        if not (isinstance(module, nn.Linear) or is_conv1d(module)):
+            raise ValueError(f"{where} is no linear layer, which {split.role!r} is for; write 'replicate' for it")
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Tell whether a module is Transformers' linear layer with a transposed weight."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def divided_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """List the attributes that a known model's forwards read and that count what is split."""
+    known = transformers_model(model)
+    table = {} if known is None else _DIVIDED.get(known.config.model_type, {})
+    for name, module in model.named_modules():
+        for glob, attributes in table.items():
+            if fnmatch.fnmatchcase(name, glob):
+                for attribute in attributes:
+                    if isinstance(getattr(module, attribute, None), int):
+                        yield module, attribute
+
+
+def has_heads(module: nn.Module) -> bool:
+    """Tell whether a module with column layers is attention."""
+    return any(hasattr(module, name) for name in (*_HEAD_SIZES, *_NUMBERS_OF_HEADS))
+
+
+def rows_in_use(split: Split, parent: nn.Module, outputs: int, query_outputs: int, degree: int) -> RowsInUse | None:
+    """Return which outputs of a column layer each rank computes; None: equal stretches, in order.
+
+    Outputs of attention are cut between heads. Keys and values of fewer heads than ranks are used by several ranks.
+
+    Args:
+        parent: the module that the layer is in; its ``head_dim`` says what a head is.
+        outputs: of the layer.
+        query_outputs: of the largest column layer of the same module.
+
+    Raises:
+        ValueError: a number of heads or outputs that ranks cannot share.
+    """
+    block = outputs // split.blocks
+    head = next((size for name in _HEAD_SIZES if (size := getattr(parent, name, None))), None)
+    heads = block // head if isinstance(head, int) and block % head == 0 else None
+    by_rank: list[list[int]] = [[] for _ in range(degree)]
+    for start in range(0, outputs, block):
+        for rank in range(degree):
+            by_rank[rank] += _stretch(split, start, block, heads, rank, degree, outputs < query_outputs)
+    if outputs % degree:
+        raise _indivisible(split, f"{outputs} outputs", outputs, degree)
+    stored = outputs // degree
+    if all(rows == list(range(rank * stored, (rank + 1) * stored)) for rank, rows in enumerate(by_rank)):
+        return None
+    return RowsInUse(tuple(map(tuple, by_rank)), outputs)
+
+
+def _stretch(split: Split, start: int, size: int, heads: int | None, rank: int, degree: int, shared: bool) -> range:
+    """Return the outputs of one block that a rank computes."""
+    parts = size if heads is None else heads
+    if parts % degree == 0:
+        return range(start + size // degree * rank, start + size // degree * (rank + 1))
+    if heads is not None and shared and degree % heads == 0:
+        head, place = size // heads, rank * heads // degree
+        return range(start + head * place, start + head * (place + 1))
+    raise _indivisible(split, f"{parts} {'outputs' if heads is None else 'heads'}", parts, degree)
+
+
+def _indivisible(split: Split, what: str, number: int, degree: int) -> ValueError:
+    allowed = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    return ValueError(
+        f"tensor_parallel_degree={degree} does not divide the {what} of {split.name}; allowed: {allowed}, or leave the "
+        f"layer whole with a plan that does not name it"
+    )
+
+
+def stacks_of(model: nn.Module, splits: list[Split]) -> list[list[str]]:
+    """Return the names of the blocks of every stack (``nn.ModuleList``) that holds split layers."""
+    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    found: dict[str, None] = {}
+    for split in splits:
+        if split.role in ("column", "row", "column_gather", "row_split", "experts"):
+            parts = split.name.split(".")
+            above = [".".join(parts[:end]) for end in range(1, len(parts))]
+            outermost = next((name for name in above if name in lists), None)
+            if outermost is not None:
+                found[outermost] = None
+    return [[f"{name}.{index}" for index in range(len(model.get_submodule(name)))] for name in found]  # type: ignore[arg-type]
+
+
+def holds(names: list[str], name: str) -> bool:
+    """Tell whether a module is one of these, or inside one."""
+    return any(name == each or name.startswith(f"{each}.") for each in names)
+
+
+_POINTWISE = re.compile(r"(Norm\w*|Linear|Conv1D|Embedding|GELU|PReLU|Scale)$")
+
+
+def looks_at_one_token(module: nn.Module) -> bool:
+    """Tell whether a module with parameters computes each token's output from this token alone, by its kind."""
+    return bool(_POINTWISE.search(type(module).__name__)) or isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.Linear))

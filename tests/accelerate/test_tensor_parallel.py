@@ -1,0 +1,78 @@
+"""SmpTrainer and SmpAccelerator over tensor ranks, beside one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from transformers import GPT2LMHeadModel
+
+from tests.accelerate.running import fresh_accelerator
+from tests.accelerate.trainers import VOCABULARY, assert_close, fit, life, noise_between
+from tests.core.tensor_parallel.model_cases import (
+    Training,
+    Wide,
+    alone,
+    batches,
+    build,
+    differences,
+    full,
+    loss_of,
+    optimizer_of,
+)
+from tests.harness import run_ranks
+
+BATCH = 8
+# Sequences of 9 tokens, and a vocabulary of 61 words: neither can be split.
+KNOBS = {"shard_degree": 2, "tensor_parallel_degree": 2, "tensor_parallel": {"sequence_parallel": False}}
+
+
+def test_trainer_evaluates_trains_saves_and_predicts_as_in_one_process(tmp_path: Path) -> None:
+    """float32: see tests.accelerate.trainers.assert_close."""
+    expected = life(tmp_path / "alone", BATCH, 3)
+    noise = noise_between(expected, fit(tmp_path / "other", BATCH // 2, 6))
+    flags = {"per_device_train_batch_size": BATCH // 2}
+    results = run_ranks(life, 4, tmp_path / "ranks", BATCH, 3, KNOBS, **flags)
+    for seen in results:
+        assert_close(seen, expected, noise)
+        assert seen.extra["before"] == pytest.approx(expected.extra["before"], abs=1e-6)
+        assert seen.extra["after"] == pytest.approx(expected.extra["after"], abs=5e-6)
+        assert seen.extra["predicted"] == expected.extra["predicted"] and seen.extra["predicted"][2] == VOCABULARY
+        torch.testing.assert_close(seen.extra["logits"], expected.extra["logits"], atol=2e-5, rtol=0)
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "ranks" / "final")
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in results[0].weights.items())
+
+
+def bare_loop(micro_batches: int) -> Training:
+    seen = Training()
+    accelerator = fresh_accelerator(
+        shard_degree=2, tensor_parallel_degree=2, gradient_accumulation_steps=micro_batches, cpu=True
+    )
+    rows = batches(micro_batches).flatten(0, 2)
+    with Wide():
+        model: Any = build("llama", seed=dist.get_rank())
+        loader = DataLoader([{"tokens": row} for row in rows], batch_size=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = loss_of(model, batch["tokens"])
+                accelerator.backward(loss)
+                total += accelerator.gather_for_metrics(loss.detach()[None]).mean() / micro_batches
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    seen.take(model, total.item(), norm.item(), len(seen.losses))
+                    total.zero_()
+                optimizer.step()
+                optimizer.zero_grad()
+        seen.weights = {name: full(value) for name, value in model.state_dict().items()}
+    return seen
+
+
+def test_a_bare_loop_equals_one_process() -> None:
+    for seen in run_ranks(bare_loop, 4, 3):
+        assert differences(seen, alone("llama", 3)) == []

@@ -1,0 +1,146 @@
+"""What cannot be split is refused with what to write instead, before any rank changes its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from smp_core.config import SmpConfig
+from smp_core.planning.tensor_rules import require_tensor_degree
+from smp_core.tensor_parallel.roles import splits_of
+from smp_core.topology import Topology
+from tests.core.tensor_parallel.model_cases import GLOBS, MODELS, Case, PlainModel
+from tests.harness import run_ranks
+
+
+class Unplanned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Conv1d(4, 4, 1)
+        self.words = nn.Embedding(6, 4, max_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "said"),
+    [
+        (PlainModel, "auto", "PlainModel is no Transformers model; write globs"),
+        (PlainModel, {"*.qkv": "columns"}, r"'columns' is no role; allowed: 'column'.*'column:N'"),
+        (PlainModel, {"*.qkv": "row:3"}, "'row:3' is no role"),
+        (PlainModel, {**GLOBS, "*.q_proj": "column"}, r"no module matches '\*\.q_proj'.*for example"),
+        (PlainModel, {"*.up": "replicate"}, "splits no layer"),
+        (Unplanned, {"up": "column"}, r"up \(Conv1d\) is no linear layer.*'replicate'"),
+        (Unplanned, {"words": "vocabulary"}, r"max_norm.*'replicate'"),
+        (
+            lambda: transformers.T5ForConditionalGeneration(
+                transformers.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+            ),
+            "auto",
+            "encoder-decoder",
+        ),
+        (
+            lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1)),
+            "auto",
+            "BloomForCausalLM carries no plan.*write globs",
+        ),
+    ],
+)
+def test_plans_that_do_not_fit_a_model(model: Any, plan: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        splits_of(model(), plan, 2)
+
+
+@pytest.mark.parametrize(
+    ("degree", "recipe", "said"),
+    [
+        (3, {}, "does not divide the 4 ranks of a node.*allowed: 1, 2, 4$"),
+        (8, {}, r"allowed: 1, 2, 4; or write tensor_parallel=\{'across_nodes': true\}"),
+        (6, {"across_nodes": True}, "allowed: 1, 2, 4$"),
+    ],
+)
+def test_degrees_that_do_not_fit_a_node(degree: int, recipe: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        require_tensor_degree(SmpConfig(tensor_parallel_degree=degree, tensor_parallel=recipe), Topology.uniform(16, 4))
+    require_tensor_degree(
+        SmpConfig(tensor_parallel_degree=8, tensor_parallel={"across_nodes": True}), Topology.uniform(16, 4)
+    )
+
+
+def heads_that_do_not_fit() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=48, hidden_size=24, intermediate_size=24, num_hidden_layers=1, num_attention_heads=6, head_dim=4
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def with_dropout() -> nn.Module:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=48, n_embd=8, n_layer=1, n_head=4))
+
+
+def with_states() -> nn.Module:
+    model: Any = MODELS["llama"]()
+    model.config.output_hidden_states = True
+    return model
+
+
+def with_sinks() -> nn.Module:
+    model: Any = MODELS["llama"]()
+    model.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(4))
+    return model
+
+
+def with_convolution() -> nn.Module:
+    model = PlainModel()
+    model.blocks[0].mix = nn.Conv1d(2, 2, 1)
+    return model
+
+
+REFUSED = {
+    "heads": (heads_that_do_not_fit, {}, "does not divide the 6 heads of model.layers.0.self_attn.q_proj; allowed: 1"),
+    "dropout": (with_dropout, {}, "dropout is not built yet"),
+    "states": (with_states, {}, "set config.output_hidden_states = False"),
+    "sinks": (with_sinks, {}, "sinks of model.layers.0.self_attn belongs to heads"),
+    "mixing": (with_convolution, {"tensor_parallel": {"plan": GLOBS}}, "blocks.0.mix (Conv1d) stands among split tok"),
+    "fp8": (PlainModel, {"fp8": True}, "not built yet together with\n- fp8; leave fp8 out"),
+    "offload": (PlainModel, {"state_offload": "all"}, "state_offload='all'; leave state_offload out"),
+    "world": (PlainModel, {"optimizer_shard": "world"}, "write optimizer_shard='shard'"),
+    "codes": (PlainModel, {"compression": "int8"}, "leave compression out"),
+    "ranks": (PlainModel, {"reshard_after_forward": 2, "shard_degree": 2}, "write true or false"),
+    "context": (PlainModel, {"context_parallel_degree": 2, "shard_degree": 2}, "write context_parallel_degree=1"),
+}
+
+
+def refusals() -> dict[str, str]:
+    found = {}
+    for name, (make, knobs, _) in REFUSED.items():
+        degree = 4 if name == "heads" else 2
+        MODELS["refused"] = make
+        try:
+            Case("refused", tensor=degree, knobs=tuple({"tensor_parallel": {}, **knobs}.items())).parallel()
+        except ValueError as error:
+            found[name] = str(error)
+        finally:
+            del MODELS["refused"]
+    return found
+
+
+def test_models_and_knobs_that_are_not_exact_are_refused_on_all_ranks() -> None:
+    for found in run_ranks(refusals, 4):
+        assert found.keys() == REFUSED.keys()
+        for name, (_, _, said) in REFUSED.items():
+            assert said in found[name]
+
+
+def other_batches() -> str:
+    parallel = Case("llama").parallel()
+    own = torch.full((2, 4), 1 + parallel.mesh.rank)
+    with pytest.raises(ValueError, match="tensor ranks read different batches") as caught:
+        parallel.module(input_ids=own)
+    return str(caught.value)
+
+
+def test_ranks_that_read_different_batches_are_told() -> None:
+    assert all("rank=mesh.data_rank" in said for said in run_ranks(other_batches, 2))

@@ -1,0 +1,104 @@
+"""Checkpoints know nothing of tensor ranks: any layout saves, any other one loads the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from smp_core.checkpoint.live_state import full_state_dict
+from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
+from smp_core.checkpoint.reader import load_checkpoint
+from smp_core.checkpoint.writer import save_checkpoint
+from smp_core.parallel_model import ParallelModel
+from tests.core.tensor_parallel.model_cases import Case, batches, build, full, loss_of, optimizer_of
+from tests.harness import run_ranks
+
+KINDS = ("llama", "gpt2")
+
+
+def trained(case: Case, steps: int = 2) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    parallel = case.parallel()
+    optimizer = optimizer_of(parallel.module)
+    parallel.prepare_optimizer(optimizer)
+    for micro in batches(1, steps):
+        own = micro[0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+        loss_of(parallel.module, own).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parallel, optimizer
+
+
+def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    states = named_optimizer_state(parallel.module, optimizer)["state"]
+    found = {name: full(value) for name, value in parallel.model_state().items()}
+    for name, entry in states.items():
+        found |= {f"{name} {key}": full(value) for key, value in entry.items() if torch.is_tensor(value)}
+    return found
+
+
+def save(folder: Path, cases: list[Case]) -> list[dict[str, torch.Tensor]]:
+    """Train, save, and show all: equal on all ranks."""
+    seen = []
+    for case in cases:
+        parallel, optimizer = trained(case)
+        states = {
+            "model": parallel.model_state(),
+            "optimizer": named_optimizer_state(parallel.module, optimizer),
+        }
+        save_checkpoint(folder / case.kind, states)
+        seen.append(everything(parallel, optimizer))
+        whole = full_state_dict(parallel.module, rank0_only=False)
+        assert all(torch.equal(value, seen[-1][name]) for name, value in whole.items())
+    return seen
+
+
+def load(folder: Path, cases: list[Case]) -> list[dict[str, torch.Tensor]]:
+    seen = []
+    for case in cases:
+        parallel, optimizer = trained(case, steps=1)
+        states: dict[str, Any] = {"model": parallel.model_state()}
+        load_checkpoint(folder / case.kind, states)
+        parallel.take_model_state(states["model"])
+        load_named_optimizer_state(folder / case.kind, ("optimizer",), parallel.module, optimizer)
+        parallel.reshard()
+        seen.append(everything(parallel, optimizer))
+    return seen
+
+
+def test_any_layout_loads_what_another_saved(tmp_path: Path) -> None:
+    saved = run_ranks(save, 4, tmp_path, [Case(kind, tensor=2, shard=2) for kind in KINDS])[0]
+    others = [(4, {"tensor": 4, "shard": 1}), (4, {"tensor": 1, "shard": 4}), (2, {"tensor": 1, "shard": 1})]
+    for world, layout in others:
+        for loaded in run_ranks(load, world, tmp_path, [Case(kind, **layout) for kind in KINDS]):
+            for kind, ours, theirs in zip(KINDS, loaded, saved, strict=True):
+                assert ours.keys() == theirs.keys()
+                assert all(torch.equal(ours[name], theirs[name]) for name in theirs), f"{kind} on {layout}"
+
+
+def test_tensor_ranks_load_what_other_layouts_saved(tmp_path: Path) -> None:
+    saved = run_ranks(save, 4, tmp_path, [Case(kind, tensor=1, shard=4) for kind in KINDS])[0]
+    for loaded in run_ranks(load, 4, tmp_path, [Case(kind, tensor=2, shard=2) for kind in KINDS]):
+        for ours, theirs in zip(loaded, saved, strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def load_whole(case: Case, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    parallel = case.parallel()
+    parallel.module.load_state_dict(state)
+    return {name: full(value) for name, value in parallel.module.state_dict().items()}
+
+
+def test_a_whole_state_dict_is_taken_up_part_by_part() -> None:
+    state = build("gpt2", seed=9).state_dict()
+    for seen in run_ranks(load_whole, 4, Case("gpt2", tensor=2, shard=2), state):
+        assert all(torch.equal(seen[name], value) for name, value in state.items())
+
+
+def test_transformers_reads_the_full_state(tmp_path: Path) -> None:
+    (saved, *_) = run_ranks(save, 2, tmp_path, [Case("llama", tensor=2)])
+    plain = build("llama", seed=3)
+    plain.load_state_dict({name: value for name, value in saved[0].items() if " " not in name})
+    assert isinstance(plain, transformers.LlamaForCausalLM)

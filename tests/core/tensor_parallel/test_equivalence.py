@@ -1,0 +1,101 @@
+"""Any tensor degree trains like one process on the same global batch.
+
+float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another order, and any wrong factor, missing sum
+or stale weight is many orders larger. Every rank builds its model from another seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+
+from smp_core.tensor_parallel import apply, layers
+from tests.core.tensor_parallel.model_cases import MODELS, Case, Training, alone, differences, several, together
+from tests.harness import run_ranks
+
+
+def assert_like_one_process(cases: list[Case], world: int, ranks_per_node: int | None = None) -> None:
+    for rank, trained in enumerate(run_ranks(several, world, cases, ranks_per_node=ranks_per_node, timeout=1200)):
+        for case, seen in zip(cases, trained, strict=True):
+            assert differences(seen, alone(case.kind, case.micro_batches)) == [], f"{case} on rank {rank}"
+
+
+# Tensor 2 x shard 2; tensor 2 x 2 replicas; keys and values of two heads on four ranks.
+SAMPLE = [
+    Case("llama", shard=2, micro_batches=3),
+    Case("llama", tensor=4, sequence=False),
+    Case("qwen3", tensor=4),
+    Case("gpt2", shard=2, sequence=False),
+    Case("gpt2", micro_batches=3),
+    Case("plain", shard=2),
+    Case("llama", shard=2, knobs=(("activations", "full"), ("reshard_after_forward", False))),
+    Case("qwen3", knobs=(("activations", {"checkpoint": {"*.mlp": "full", "*.self_attn": "selective"}}),)),
+]
+
+
+def test_layers_over_ranks_train_like_one_process() -> None:
+    assert_like_one_process(SAMPLE, 4)
+
+
+def test_partition_groups_over_nodes_gather_in_two_stages_around_tensor_groups() -> None:
+    """Nodes of four ranks: two tensor groups on each, whose partition group spans both nodes."""
+    assert_like_one_process([Case("llama_tied", shard=4)], 8, ranks_per_node=4)
+
+
+DEGREES = [(tensor, shard, replicas) for tensor, shard, replicas in itertools.product((2, 4), (1, 2), (1, 2))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_model_at_every_degree(kind: str) -> None:
+    for tensor, shard, replicas in DEGREES:
+        world = tensor * shard * replicas
+        if world <= 8:
+            made = itertools.product((True, False), (1, 3))
+            cases = [Case(kind, tensor, shard, sequence, micro) for sequence, micro in made]
+            assert_like_one_process(cases, world)
+
+
+def mutated(case: Case) -> Training:
+    """The training with one sum left out."""
+    kept = apply._Splitting._sums, layers.RowForward.__call__, layers.exchange_rows
+    changed: Any = layers
+    if case.mutation == "norms":
+        apply._Splitting._sums = lambda *_: False  # type: ignore[method-assign]
+    elif case.mutation == "bias":
+        layers.RowForward.__call__ = _row_with_every_bias  # type: ignore[method-assign]
+    else:
+        changed.exchange_rows = functools.partial(_rows_of_own_gradients, kept[2])
+    try:
+        return together(case)
+    finally:
+        apply._Splitting._sums, layers.RowForward.__call__, changed.exchange_rows = kept  # type: ignore[method-assign]
+
+
+def _row_with_every_bias(self: Any, hidden: Any) -> Any:
+    with layers.showing(self.module, {"weight": layers.local(self.module.weight)}):
+        return layers.scatter_tokens(self.original(hidden), self.axis)
+
+
+def _rows_of_own_gradients(exchange: Any, stored: Any, axis: Any, rows: Any, dim: int = 0) -> Any:
+    """Of the ranks that share a head only the first has a gradient of it."""
+    used = exchange(stored, axis, rows, dim)
+    return used if rows.by_rank.index(rows.by_rank[axis.rank]) == axis.rank else used.detach() + 0 * used
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama", mutation="norms"),
+        Case("llama", mutation="bias"),
+        Case("llama", tensor=4, sequence=False, mutation="heads"),
+    ],
+    ids=lambda case: case.mutation,
+)
+def test_without_a_sum_it_would_not(case: Case) -> None:
+    """Gradients of norms among split tokens; the bias of a row layer, once; gradients of heads that ranks share."""
+    (seen, *_) = run_ranks(mutated, case.tensor, case)
+    assert differences(seen, alone(case.kind, case.micro_batches), 1e-9)

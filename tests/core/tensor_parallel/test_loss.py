@@ -1,0 +1,78 @@
+"""Cross entropy over a split vocabulary is torch's, gradients included; float64, sums in another order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from smp_core.comm.meter import CommMeter
+from smp_core.tensor_parallel.loss import cross_entropy_sum
+from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.topology import Topology
+from tests.core.tensor_parallel.model_cases import Case, batches, loss_of
+from tests.harness import run_ranks
+
+TOKENS, WORDS = 7, 12
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    # Larger than exp() takes, and a row in which one word has everything.
+    logits = 400 * torch.randn(TOKENS, WORDS, generator=generator, dtype=torch.float64)
+    logits[2, 5] = 1e4
+    targets = torch.randint(0, WORDS, (TOKENS,), generator=generator)
+    targets[3] = -7
+    return logits.requires_grad_(), targets
+
+
+def split_loss(smoothing: float) -> tuple[float, torch.Tensor]:
+    world = dist.get_world_size()
+    axis = TensorAxis(dist.group.WORLD, CommMeter(Topology.uniform(world, world), dist.get_rank()))
+    logits, targets = inputs()
+    own = axis.part(logits.detach(), -1).requires_grad_()
+    loss = cross_entropy_sum(own, targets, axis, ignore_index=-7, label_smoothing=smoothing)
+    (3 * loss).backward()
+    assert own.grad is not None
+    return loss.item(), own.grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_split_vocabulary_gives_the_loss_of_a_whole_one(smoothing: float) -> None:
+    logits, targets = inputs()
+    expected = F.cross_entropy(logits, targets, reduction="sum", ignore_index=-7, label_smoothing=smoothing)
+    (3 * expected).backward()
+    found = run_ranks(split_loss, 3, smoothing)
+    assert all(loss == pytest.approx(expected.item(), rel=1e-14) for loss, _ in found)
+    torch.testing.assert_close(torch.cat([grad for _, grad in found], -1), logits.grad, rtol=1e-13, atol=1e-15)
+
+
+def outputs_of(case: Case) -> dict[str, object]:
+    parallel = case.parallel()
+    model, tokens = parallel.module, batches(1)[0, 0]
+    training = model(input_ids=tokens, labels=tokens)
+    without_labels = model(input_ids=tokens).logits
+    with torch.no_grad():
+        # 11 tokens on two ranks: padded where nothing is trained.
+        evaluated = model(input_ids=tokens[:, :11], labels=tokens[:, :11])
+    halves = training.loss * 2, model(input_ids=tokens, labels=tokens, num_items_in_batch=44).loss
+    try:
+        loss_of(model, tokens[:, :11])
+    except ValueError as error:
+        said = str(error)
+    return {
+        "no logits": training.logits is None,
+        "shapes": (tuple(without_labels.shape), tuple(evaluated.logits.shape)),
+        "by number": [value.item() for value in halves],
+        "evaluated": evaluated.loss.item(),
+        "said": said,
+    }
+
+
+def test_logits_are_whole_wherever_somebody_looks_at_them() -> None:
+    for seen in run_ranks(outputs_of, 2, Case("llama")):
+        assert seen["no logits"] and seen["shapes"] == ((8, 12, 48), (8, 11, 48))
+        twice, by_number = seen["by number"]  # type: ignore[misc]
+        assert by_number == pytest.approx(twice, rel=1e-14)  # 88 targets, divided by 44
+        assert "pad_to_multiple_of=2" in str(seen["said"]) and seen["evaluated"]
