@@ -23,6 +23,12 @@ def compiled_of(module: nn.Module) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether ``torch.compile`` returned the module, or its own ``compile()`` was called, which leaves its mark in
+    ``_compiled_call_impl`` only."""
+    return compiled_of(module) is not None or vars(module).get("_compiled_call_impl") is not None
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module itself, whether ``torch.compile`` wraps it or not."""
     return compiled_of(module) or module

@@ -55,6 +55,8 @@ def require_known_combination(knobs: SmpConfig, shapes: Shapes, given: bool) -> 
 def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
     if knobs.context_parallel_degree > 1:
         yield f"context_parallel_degree={knobs.context_parallel_degree}", "write context_parallel_degree=1"
+    if knobs.param_dtype == "float16":
+        yield "param_dtype='float16'", "write param_dtype='bfloat16'"
     if knobs.fp8 is not None:
         yield "fp8", "leave fp8 out"
     if knobs.optimizer_shard == "world":

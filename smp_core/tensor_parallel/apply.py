@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from smp_core.module_names import is_compiled
 from smp_core.tensor_parallel.layers import (
     AttentionForward,
     BlockForward,
@@ -103,6 +104,7 @@ def apply_tensor_parallel(
         ValueError: a model that cannot be split so; says what to write.
     """
     splits = splits_of(model, plan, axis.degree, whole)
+    _refuse_wrapped(model)
     _refuse_dropout(model)
     _refuse_whole_states(model)
     splitting = _Splitting(model, mesh, axis, splits, sequence_parallel)
@@ -330,6 +332,22 @@ def _outputs(split: Split) -> int:
 
 def _gathers(axis: TensorAxis, role: str, is_head: bool) -> bool:
     return role == "column_gather" and (axis.whole_logits or not is_head)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Compiled forwards and adapters have not been shown to be exact."""
+    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+    if compiled:
+        raise ValueError(
+            f"tensor_parallel_degree: compiled modules are not built yet ({', '.join(map(repr, compiled[:5]))}); leave "
+            "torch.compile out"
+        )
+    adapters = [name for name, _ in model.named_modules() if name.rpartition(".")[2].startswith("lora_")]
+    if adapters or hasattr(model, "peft_config"):
+        raise ValueError(
+            f"tensor_parallel_degree: adapters of PEFT are not built yet ({', '.join(adapters[:5])}); train the "
+            "whole model, or write tensor_parallel_degree=1"
+        )
 
 
 def _refuse_dropout(model: nn.Module) -> None:

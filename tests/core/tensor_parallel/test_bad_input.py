@@ -92,6 +92,18 @@ def with_sinks() -> nn.Module:
     return model
 
 
+def compiled_blocks() -> nn.Module:
+    model = PlainModel()
+    model.blocks[0].compile()
+    return model
+
+
+def with_adapters() -> nn.Module:
+    model = PlainModel()
+    model.blocks[0].lora_A = nn.Linear(2, 2)
+    return model
+
+
 def with_convolution() -> nn.Module:
     model = PlainModel()
     model.blocks[0].mix = nn.Conv1d(2, 2, 1)
@@ -104,6 +116,13 @@ REFUSED = {
     "states": (with_states, {}, "set config.output_hidden_states = False"),
     "sinks": (with_sinks, {}, "sinks of model.layers.0.self_attn belongs to heads"),
     "mixing": (with_convolution, {"tensor_parallel": {"plan": GLOBS}}, "blocks.0.mix (Conv1d) stands among split tok"),
+    "compiled": (
+        compiled_blocks,
+        {"tensor_parallel": {"plan": GLOBS}},
+        "compiled modules are not built yet ('blocks.0')",
+    ),
+    "adapters": (with_adapters, {"tensor_parallel": {"plan": GLOBS}}, "adapters of PEFT are not built yet"),
+    "float16": (PlainModel, {"param_dtype": "float16"}, "write param_dtype='bfloat16'"),
     "fp8": (PlainModel, {"fp8": True}, "not built yet together with\n- fp8; leave fp8 out"),
     "offload": (PlainModel, {"state_offload": "all"}, "state_offload='all'; leave state_offload out"),
     "world": (PlainModel, {"optimizer_shard": "world"}, "write optimizer_shard='shard'"),

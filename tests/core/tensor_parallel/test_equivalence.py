@@ -40,9 +40,27 @@ def test_layers_over_ranks_train_like_one_process() -> None:
     assert_like_one_process(SAMPLE, 4)
 
 
+KEPT = [
+    Case("gpt2", shard=2, knobs=(("reshard_after_forward", False),)),
+    *(
+        Case(kind, shard=2, micro_batches=3, knobs=(("keep_between_micro_batches", kept),))
+        for kind, kept in (("llama_tied", "parameters"), ("gpt2", "gradients"))
+    ),
+]
+
+
+def test_what_stays_unsharded_trains_like_one_process() -> None:
+    assert_like_one_process(KEPT, 4)
+
+
 def test_partition_groups_over_nodes_gather_in_two_stages_around_tensor_groups() -> None:
     """Nodes of four ranks: two tensor groups on each, whose partition group spans both nodes."""
     assert_like_one_process([Case("llama_tied", shard=4)], 8, ranks_per_node=4)
+
+
+def test_a_tensor_group_over_nodes_trains_like_one_process() -> None:
+    across = (("tensor_parallel", {"across_nodes": True}),)
+    assert_like_one_process([Case("llama", tensor=4, knobs=across)], 4, ranks_per_node=2)
 
 
 DEGREES = [(tensor, shard, replicas) for tensor, shard, replicas in itertools.product((2, 4), (1, 2), (1, 2))]
