@@ -118,7 +118,7 @@ CASES = {
     [
         pytest.param("one dimension", marks=pytest.mark.slow),
         "one dimension, tied",
-        "two dimensions",
+        pytest.param("two dimensions", marks=pytest.mark.slow),
         pytest.param("two dimensions, tied", marks=pytest.mark.slow),
         "one dimension, held",
     ],

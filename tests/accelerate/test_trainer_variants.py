@@ -68,6 +68,7 @@ def all_variants(folder: Path, knobs: dict[str, Any] | None, names: list[str]) -
 VARIANTS = ["bf16", "gradient checkpointing", "label smoothing", "own loss", "buffers"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degree", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )

@@ -34,6 +34,7 @@ def test_exact_schemes_train_like_one_process() -> None:
         assert_same(runs, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degree", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
 )

@@ -167,6 +167,7 @@ def long_run(steps: int) -> tuple[list[tuple[int, int, int]], bool]:
     return held, len(offloader._parked) < 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [30, pytest.param(200, marks=pytest.mark.slow)])
 def test_nothing_grows(steps: int) -> None:
     """Neither the pool nor what Python holds; the first ten steps see every length."""
