@@ -13,6 +13,8 @@ STAMP := $(VENV)/.installed
 # Ranks are processes here: one thread each, or they fight for the cores.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
+# Dozens of processes import the same files: without what Python keeps of them each would compile them anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo demo-accelerate bench-cluster gpu-check test quick test-slow lint clean

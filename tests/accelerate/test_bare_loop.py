@@ -220,7 +220,7 @@ def scheduled(alone: bool, kind: str, **arguments: Any) -> list[float]:
 @pytest.mark.parametrize("kind", ["linear", "one cycle"])
 def test_schedules_end_where_they_end_on_one_process(kind: str) -> None:
     expected = scheduled(True, kind)
-    for rates in run_ranks(scheduled, 4, False, kind, ranks_per_node=2, shard_degree=2):
+    for rates in run_ranks(scheduled, 2, False, kind, ranks_per_node=2, shard_degree=2):
         assert rates == pytest.approx(expected, abs=1e-12)
 
 
@@ -239,7 +239,7 @@ def gathered(samples: int, **arguments: Any) -> tuple[list[float], list[float]]:
 
 def test_gather_for_metrics_counts_each_sample_once() -> None:
     samples = 29  # 2 rounds of 12, and 5 left for ranks 0 and 1
-    results = run_ranks(gathered, 4, samples, ranks_per_node=2, shard_degree=2)
+    results = run_ranks(gathered, 2, samples, ranks_per_node=2, shard_degree=2)
     for seen, _ in results:
         assert len(seen) == samples
         assert seen == results[0][0]

@@ -87,7 +87,7 @@ def in_mixed_precision(folder: str) -> dict[str, Any]:
 def test_mixed_precision_weights_over_the_world_are_saved_in_float32(tmp_path: Path) -> None:
     """Stored and sent in bfloat16; the resumed run is the uninterrupted one to the last bit, which it is only from
     weights that were not rounded."""
-    for rank, found in enumerate(run_ranks(in_mixed_precision, 4, str(tmp_path / "half"), ranks_per_node=2)):
+    for rank, found in enumerate(run_ranks(in_mixed_precision, 2, str(tmp_path / "half"), ranks_per_node=2)):
         (losses, weights), (rest, resumed) = found["whole"], found["second"]
         assert rest == losses[STEPS // 2 :]
         assert all(torch.equal(resumed[name], value) for name, value in weights.items())
@@ -132,7 +132,7 @@ def save_and_load_everything(folder: str) -> dict[str, Any]:
 
 
 def test_objects_random_states_and_numbered_folders(tmp_path: Path) -> None:
-    for report in run_ranks(save_and_load_everything, 4, str(tmp_path), ranks_per_node=2):
+    for report in run_ranks(save_and_load_everything, 2, str(tmp_path), ranks_per_node=2):
         assert report["seen"]["seen"] == 2 and report["seen"]["history"].tolist() == [2.0, 2.0]
         assert report["drawn again"]
         assert report["folders"] == ["checkpoint_1", "checkpoint_2"]

@@ -117,7 +117,7 @@ CASES = {
     "case",
     [
         pytest.param("one dimension", marks=pytest.mark.slow),
-        "one dimension, tied",
+        pytest.param("one dimension, tied", marks=pytest.mark.slow),
         pytest.param("two dimensions", marks=pytest.mark.slow),
         pytest.param("two dimensions, tied", marks=pytest.mark.slow),
         "one dimension, held",

@@ -67,7 +67,7 @@ def test_lora_trains_like_one_process_and_its_adapter_is_saved_whole(tmp_path: P
     from safetensors.torch import load_file
 
     expected = lora(str(tmp_path / "alone"), None)
-    results = run_ranks(lora, 4, str(tmp_path / "ranks"), {"shard_degree": 2}, ranks_per_node=2)
+    results = run_ranks(lora, 2, str(tmp_path / "ranks"), {"shard_degree": 2}, ranks_per_node=2)
     for seen in results:
         assert len(seen.losses) == len(expected.losses) == 6
         for step, (ours, theirs) in enumerate(zip(seen.losses, expected.losses, strict=True)):

@@ -74,9 +74,9 @@ def full_disk(folder: str) -> tuple[str, int]:
 
 
 def test_saving_behind_a_bare_loop(tmp_path: Path) -> None:
-    for report in run_ranks(numbered_folders, 4, str(tmp_path), ranks_per_node=2):
+    for report in run_ranks(numbered_folders, 2, str(tmp_path), ranks_per_node=2):
         assert report == {"drawn": True, "off": [], "folders": ["checkpoint_1", "checkpoint_2"]}
-    results = run_ranks(full_disk, 4, str(tmp_path), ranks_per_node=2)
+    results = run_ranks(full_disk, 2, str(tmp_path), ranks_per_node=2)
     assert all("rank 1: OSError: [Errno 28]" in message for message, _ in results)
     assert len({step for _, step in results}) == 1, "all ranks stop at the same step"
     assert is_checkpoint(tmp_path / "first") and not (tmp_path / "second").exists()
@@ -115,7 +115,7 @@ def test_rotation_and_a_broken_newest_under_trainer(
     alone: tuple[Run, float], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     expected, noise = alone
-    for kept, seen in run_ranks(rotate_and_break, 4, str(tmp_path), ranks_per_node=2):
+    for kept, seen in run_ranks(rotate_and_break, 2, str(tmp_path), ranks_per_node=2):
         assert kept == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
         assert_close(seen, expected, noise, first_step=4)
     said = "".join(capfd.readouterr())
@@ -207,7 +207,7 @@ def at_its_own_interval(folder: str) -> list[list[str]]:
 def test_the_interval_follows_the_time_between_failures(tmp_path: Path) -> None:
     """12 steps: the first save, after 10, is the measurement; then after every step, or only at the end."""
     often, seldom = [f"checkpoint-{step}" for step in (10, 11, 12)], ["checkpoint-10", "checkpoint-12"]
-    results = run_ranks(at_its_own_interval, 4, str(tmp_path), ranks_per_node=2)
+    results = run_ranks(at_its_own_interval, 2, str(tmp_path), ranks_per_node=2)
     assert results == [[often, seldom]] * 4
 
 

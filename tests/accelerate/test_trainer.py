@@ -65,7 +65,7 @@ def test_evaluation_prediction_best_model_and_saving(tmp_path: Path) -> None:
     # A learning rate at which the best checkpoint is not the last one.
     flags = {"num_train_epochs": 2, "learning_rate": 2e-2, "max_grad_norm": 1.0}
     expected = life(tmp_path / "alone", BATCH, 3, **flags)
-    results = run_ranks(life, 4, tmp_path / "ranks", BATCH, 3, {"shard_degree": 2}, ranks_per_node=2, **flags)
+    results = run_ranks(life, 2, tmp_path / "ranks", BATCH, 3, {"shard_degree": 2}, ranks_per_node=2, **flags)
     for seen in results:
         assert seen.extra["before"] == pytest.approx(expected.extra["before"], abs=1e-6)
         assert seen.extra["after"] == pytest.approx(expected.extra["after"], abs=5e-6)

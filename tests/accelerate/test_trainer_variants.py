@@ -117,6 +117,6 @@ def stream(folder: Path) -> tuple[list[list[int]], int]:
 
 
 def test_iterable_data_sets_are_shared_out_once(tmp_path: Path) -> None:
-    for seen, steps in run_ranks(stream, 4, tmp_path, ranks_per_node=2):
+    for seen, steps in run_ranks(stream, 2, tmp_path, ranks_per_node=2):
         assert steps == 3
         assert [sorted(batch) for batch in seen] == [list(range(8 * n, 8 * n + 8)) for n in range(3)]

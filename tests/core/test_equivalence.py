@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -144,9 +145,10 @@ KEPT_CASES += [
 ]
 
 
-def test_what_stays_gathered_or_is_held_through_a_window_trains_like_one_process() -> None:
-    for trajectories in run_ranks(train_several, 4, KEPT_CASES, ranks_per_node=2, timeout=600):
-        for case, seen in zip(KEPT_CASES, trajectories, strict=True):
+@pytest.mark.parametrize("cases", [KEPT_CASES[1::2], pytest.param(KEPT_CASES[::2], marks=pytest.mark.slow)], ids=len)
+def test_what_stays_gathered_or_is_held_through_a_window_trains_like_one_process(cases: list[dict[str, Any]]) -> None:
+    for trajectories in run_ranks(train_several, 4, cases, ranks_per_node=2, timeout=600):
+        for case, seen in zip(cases, trajectories, strict=True):
             expected = train_alone(torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES))
             assert_close(seen, expected, lambda step: 1e-12, 1e-12)
 

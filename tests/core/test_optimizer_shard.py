@@ -89,9 +89,10 @@ def train_cases(cases: list[dict[str, Any]]) -> list[Trajectory]:
     return found
 
 
-def test_float64_training_equals_one_process() -> None:
-    for trajectories in run_ranks(train_cases, 4, CASES, ranks_per_node=2, timeout=600):
-        for case, seen in zip(CASES, trajectories, strict=True):
+@pytest.mark.parametrize("cases", [CASES[1::4], pytest.param(CASES, marks=pytest.mark.slow)], ids=len)
+def test_float64_training_equals_one_process(cases: list[dict[str, Any]]) -> None:
+    for trajectories in run_ranks(train_cases, 4, cases, ranks_per_node=2, timeout=600):
+        for case, seen in zip(cases, trajectories, strict=True):
             expected = train_alone(torch.float64, global_batches(STEPS, case["micro_batches"], SAMPLES))
             assert_close(seen, expected, lambda step: 1e-12, 1e-12)
 
@@ -115,7 +116,7 @@ def gradients_of_scenarios(names: list[str], **knobs: Any) -> dict[str, Gradient
 
 @pytest.mark.parametrize(
     "knobs",
-    [{"shard_degree": 1}, pytest.param({"shard_degree": 2}, marks=pytest.mark.slow), {"shard_degree": 2, **HELD}],
+    [{"shard_degree": 1}, *(pytest.param({"shard_degree": 2, **more}, marks=pytest.mark.slow) for more in ({}, HELD))],
     ids=str,
 )
 def test_conditional_and_repeated_parameters_have_the_gradients_of_one_process(knobs: dict[str, Any]) -> None:
@@ -192,7 +193,11 @@ MOVES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("before", "later"), MOVES, ids=str)
+@pytest.mark.parametrize(
+    ("before", "later"),
+    [pytest.param(*move, marks=() if move in MOVES[:6:2] else pytest.mark.slow) for move in MOVES],
+    ids=str,
+)
 def test_a_run_goes_on_with_other_degrees_and_without(before: dict, later: dict, tmp_path: Path) -> None:
     expected = train_alone(torch.float64, global_batches(STEPS, 2, SAMPLES))
     for seen in run_ranks(save_and_load, 4, str(tmp_path / "saved"), before, later, ranks_per_node=2):

@@ -7,6 +7,7 @@ float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -154,20 +155,20 @@ def made(kind: str, parameters: Iterable[Any]) -> torch.optim.Optimizer:
 
 def changed_groups() -> list[str]:
     wrong = []
-    for kind in ("sgd", "adamw"):
-        for edit in (adding, editing, freezing):
-            model = net()
-            optimizer = made(kind, model.head.parameters())
-            train(model, optimizer, range(WORLD), edit)
-            expected = weights(model)
-            for knobs in LAYOUTS:
-                parallel = sharded(knobs)
-                optimizer = made(kind, parallel.module.head.parameters())  # type: ignore[operator, union-attr]
-                parallel.prepare_optimizer(optimizer)
-                train(parallel.module, optimizer, own_batch(parallel), edit)
-                apart = difference(weights(parallel.module), expected)
-                if not apart <= 1e-12:
-                    wrong.append(f"{kind}, {edit.__name__}, {knobs}: {apart}")
+    for number, (kind, edit) in enumerate(itertools.product(("sgd", "adamw"), (adding, editing, freezing))):
+        model = net()
+        optimizer = made(kind, model.head.parameters())
+        train(model, optimizer, range(WORLD), edit)
+        expected = weights(model)
+        # Every edit in every layout, with one of the kinds: three edits, so that the halves change.
+        for knobs in LAYOUTS[number % 2 :: 2]:
+            parallel = sharded(knobs)
+            optimizer = made(kind, parallel.module.head.parameters())  # type: ignore[operator, union-attr]
+            parallel.prepare_optimizer(optimizer)
+            train(parallel.module, optimizer, own_batch(parallel), edit)
+            apart = difference(weights(parallel.module), expected)
+            if not apart <= 1e-12:
+                wrong.append(f"{kind}, {edit.__name__}, {knobs}: {apart}")
     return wrong
 
 

@@ -69,7 +69,7 @@ def compare(cases: list[tuple[str, str, dict[str, Any]]], steps: int) -> int:
     return len(cases)
 
 
-def test_the_same_weights_after_twenty_steps() -> None:
+def test_the_same_weights() -> None:
     cases = [
         ("optimizer", "AdamW", {"shard_degree": 2}),
         ("optimizer", "SGD with momentum", {"shard_degree": 1}),
@@ -77,7 +77,7 @@ def test_the_same_weights_after_twenty_steps() -> None:
         ("all", "unfused SGD with momentum", {"shard_degree": 2}),
         ("optimizer", "unfused SGD with momentum", {"shard_degree": 2}),
     ]
-    run_ranks(compare, 2, cases, 20)
+    run_ranks(compare, 2, cases, 6)
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def resume(folder: str, offload_before: str | None, offload_after: str | None) -
 
 
 def test_resume_from_a_folder_with_other_offloading(tmp_path: Any) -> None:
-    for before, after in (("optimizer", "optimizer"), ("optimizer", "all"), (None, "optimizer"), ("all", None)):
+    for before, after in (("optimizer", "all"), ("all", None)):
         run_ranks(resume, 2, str(tmp_path / f"{before} {after}"), before, after)
 
 

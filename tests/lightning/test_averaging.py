@@ -28,10 +28,10 @@ EXACT: dict[str, Any] = {"precision": "64-true", "accumulate_grad_batches": 2, "
 KNOBS: dict[str, dict[str, Any]] = {
     "node": {"shard_degree": 2},
     "replicas": {"shard_degree": 1},
-    "kept": {"shard_degree": 4, "keep_between_micro_batches": "parameters"},
+    "kept": {"shard_degree": 2, "keep_between_micro_batches": "parameters"},
     "world": {"shard_degree": 2, "optimizer_shard": "world"},
     "world-host": {"shard_degree": 2, "optimizer_shard": "world", "state_offload": "optimizer"},
-    "host": {"shard_degree": 4, "state_offload": "all"},
+    "host": {"shard_degree": 2, "state_offload": "all"},
 }
 
 
@@ -96,18 +96,18 @@ def fit_averaging(
 @pytest.mark.parametrize(
     ("kind", "knobs"),
     [
-        ("ema", "node"),
         ("ema", "world"),
         ("mean", "kept"),
-        ("multi", "replicas"),
-        ("own", "world-host"),
-        ("own", "host"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("ema", "node"), ("multi", "replicas"), ("own", "world-host"), ("own", "host"))
+        ),
     ],
 )
 def test_averages_evaluations_and_final_weights_are_those_of_one_process(kind: str, knobs: str) -> None:
     """Also swapped in the middle of a window."""
     expected = fit_averaging(kind, max_epochs=2)
-    runs = together(fit_averaging, kind, KNOBS[knobs], max_epochs=2)
+    runs = together(fit_averaging, kind, KNOBS[knobs], max_epochs=2, ranks=2)
     assert_same(runs, expected)
     assert all(run.extra == expected.extra for run in runs)
     plain = fit_averaging("", max_epochs=2)
@@ -119,10 +119,10 @@ def test_stochastic_weight_averaging_is_that_of_one_process(knobs: str) -> None:
     """With BatchNorm it goes through the data once more, without steps, for the statistics of the average."""
     flags: dict[str, Any] = {"max_epochs": 4, "val_check_interval": 1.0}
     assert_same(
-        together(fit_averaging, "swa", KNOBS[knobs], Pictures, sync_batchnorm=True, **flags),
+        together(fit_averaging, "swa", KNOBS[knobs], Pictures, sync_batchnorm=True, **flags, ranks=2),
         fit_averaging("swa", None, Pictures, **flags),
     )
-    assert_same(together(fit_averaging, "swa", KNOBS[knobs], **flags), fit_averaging("swa", **flags))
+    assert_same(together(fit_averaging, "swa", KNOBS[knobs], **flags, ranks=2), fit_averaging("swa", **flags))
 
 
 def interrupted(kind: str, knobs: dict[str, Any] | None, there: dict[str, Any], folder: str) -> list[Run]:
@@ -172,7 +172,7 @@ def resumed_in_half_precision(knobs: dict[str, Any], folder: str) -> bool:
 def test_an_average_of_half_precision_weights_loses_nothing_by_a_resume(shard: str, tmp_path: Path) -> None:
     """It is float32, while the weights in the checkpoint are of the model's dtype."""
     knobs = {"shard_degree": 2, "optimizer_shard": shard}
-    assert all(run_ranks(resumed_in_half_precision, 4, knobs, str(tmp_path), ranks_per_node=2))
+    assert all(run_ranks(resumed_in_half_precision, 2, knobs, str(tmp_path), ranks_per_node=2))
     saved = read_checkpoint(tmp_path / "epoch=1.ckpt")
     average, current = saved["state_dict"]["model.embed.weight"], saved["current_model_state"]["model.embed.weight"]
     assert average.dtype == current.dtype == torch.bfloat16 and not torch.equal(average, current)

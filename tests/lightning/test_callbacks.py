@@ -51,7 +51,7 @@ def listing(folder: Path) -> dict[str, str]:
 def test_model_checkpoint_keeps_what_it_keeps_in_one_process(policy: str, tmp_path: Path) -> None:
     alone, ours = tmp_path / "alone", tmp_path / "ours"
     expected = fit_saving(policy, str(alone))
-    runs = together(fit_saving, policy, str(ours), {"shard_degree": 2})
+    runs = together(fit_saving, policy, str(ours), {"shard_degree": 2}, ranks=2)
     assert_same(runs, expected)
     for run in runs:
         assert run.extra["names"] == expected.extra["names"]
@@ -78,7 +78,7 @@ def fit_early_stopping(knobs: dict[str, Any] | None = None) -> Run:
 def test_early_stopping_stops_all_ranks_where_one_process_stops() -> None:
     expected = fit_early_stopping()
     assert 0 < expected.extra["stopped"] < 19
-    runs = together(fit_early_stopping, {"shard_degree": 2})
+    runs = together(fit_early_stopping, {"shard_degree": 2}, ranks=2)
     assert_same(runs, expected)
     for run in runs:
         assert run.extra["stopped"] == expected.extra["stopped"]

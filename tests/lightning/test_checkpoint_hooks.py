@@ -159,7 +159,7 @@ FORMS: dict[str, dict[str, Any]] = {
 )
 def test_what_hooks_edit_is_what_is_saved_and_loaded(form: str, tmp_path: Path) -> None:
     path, knobs = str(tmp_path / "saved"), FORMS[form]
-    saved = together(fit_and_save, path, knobs)[0]
+    saved = together(fit_and_save, path, knobs, ranks=2)[0]
     was = {name.replace("old.", "model."): value for name, value in saved.weights.items()}
     there = read_checkpoint(path)
     assert there["state_dict"].keys() == {*saved.weights, "noted._extra_state", "noted.legacy", "added"} - {
@@ -167,7 +167,7 @@ def test_what_hooks_edit_is_what_is_saved_and_loaded(form: str, tmp_path: Path) 
         "shift.bias",
     }
     for fitting in (True, False):
-        runs = together(load, path, knobs, fitting, fitting)
+        runs = together(load, path, knobs, fitting, fitting, ranks=2)
         for run in runs:
             loaded = run.extra["loaded"]
             drawn, kept = loaded.pop("shift.weight"), loaded.pop("shift.bias")

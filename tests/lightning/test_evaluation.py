@@ -139,7 +139,7 @@ def assert_same_evaluations(runs: list[Run], expected: Run) -> None:
 
 
 def test_configure_model_called_again_keeps_what_was_trained() -> None:
-    runs = together(late_fit, {}, {"shard_degree": 2})
+    runs = together(late_fit, {}, {"shard_degree": 2}, ranks=2)
     assert_same_evaluations(runs, late_fit({"once": True}))
 
 
@@ -166,7 +166,7 @@ def two_trainers(knobs: dict[str, Any] | None = None) -> Run:
 
 def test_a_second_trainer_goes_on_with_the_same_module() -> None:
     expected = two_trainers()
-    runs = together(two_trainers, {"shard_degree": 2})
+    runs = together(two_trainers, {"shard_degree": 2}, ranks=2)
     assert_same(runs, expected)
     assert runs[0].extra["after"] == pytest.approx(expected.extra["after"], rel=0, abs=1e-12)
 

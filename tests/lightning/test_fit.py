@@ -110,7 +110,7 @@ def test_a_unit_that_stays_gathered_is_gathered_once_per_optimizer_step(reductio
     it is reduced once where gradients are held."""
     kept = "gradients" if reductions == 1 else "parameters"
     knobs = {"shard_degree": 2, "keep_between_micro_batches": kept}
-    for run in together(fit_counting, knobs, accumulate_grad_batches=4, val_check_interval=6):
+    for run in together(fit_counting, knobs, accumulate_grad_batches=4, val_check_interval=6, ranks=2):
         units = run.extra["units"]
         assert [step["all_gather/calls"] for step in run.extra["steps"]] == [units, 2 * units]
         assert [step["reduce_scatter/calls"] for step in run.extra["steps"]] == [reductions * units] * 2
@@ -172,7 +172,7 @@ def test_learning_rates_follow_the_schedule_of_one_process(schedule: str) -> Non
     flags = {**EXACT, "max_epochs": 3, "accumulate_grad_batches": 2}
     expected = fit(Scheduled, {"schedule": schedule}, **flags)
     assert len(set(expected.losses[1::2])) > 1, "the rate never changed: the case shows nothing"
-    assert_same(together(fit, Scheduled, {"schedule": schedule}, {"shard_degree": 2}, **flags), expected)
+    assert_same(together(fit, Scheduled, {"schedule": schedule}, {"shard_degree": 2}, **flags, ranks=2), expected)
 
 
 def fit_by_name(name: str, **flags: Any) -> Run:

@@ -61,8 +61,8 @@ def test_an_ordinary_checkpoint_of_one_process_goes_on_under_the_strategy(tmp_pa
     path = str(tmp_path / "one.ckpt")
     fit_from(None, 1, save=path)
     longer = fit_from(None, 2)
-    assert_goes_on(together(fit_from, {"shard_degree": 2}, 2, load=path), longer)
-    assert_goes_on(together(fit_from, {"shard_degree": 1}, 2, load=path), longer)
+    assert_goes_on(together(fit_from, {"shard_degree": 2}, 2, load=path, ranks=2), longer)
+    assert_goes_on(together(fit_from, {"shard_degree": 1}, 2, load=path, ranks=2), longer)
 
 
 def test_a_consolidated_folder_is_an_ordinary_checkpoint(tmp_path: Path) -> None:

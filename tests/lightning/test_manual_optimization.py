@@ -98,7 +98,13 @@ class Adversaries(LanguageModule):
 
 
 @pytest.mark.parametrize(
-    "style, degree", [("toggled", 4), ("toggled", 2), ("toggled", 1), ("cleared", 2), ("leaking", 4), ("in_closure", 2)]
+    "style, degree",
+    [
+        ("toggled", 2),
+        ("leaking", 4),
+        ("in_closure", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("toggled", 4), ("toggled", 1), ("cleared", 2))),
+    ],
 )
 def test_two_optimizers_train_like_one_process(style: str, degree: int) -> None:
     expected = fit(Adversaries, {"style": style}, **EXACT)
@@ -120,7 +126,7 @@ class StepsLast(Adversaries):
         discriminator.step()
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_forward_uses_weights_from_before_a_step(degree: int) -> None:
     assert_same(together(fit, StepsLast, knobs={"shard_degree": degree}, **EXACT), fit(StepsLast, **EXACT))
 
@@ -230,7 +236,7 @@ class OwnParameters(LanguageModule):
         return None
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("degree", [2, *(pytest.param(degree, marks=pytest.mark.slow) for degree in (1, 4))])
 @pytest.mark.parametrize("manual", [False, True])
 def test_parameters_of_the_lightning_module_itself_train_like_one_process(manual: bool, degree: int) -> None:
     flags = {**EXACT, **({} if manual else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})}

@@ -92,7 +92,7 @@ def test_loggers_write_what_they_write_for_one_process(tmp_path: Path) -> None:
     """CSV rows to 1e-12; TensorBoard keeps float32, 1e-6 of each value; files of one process only."""
     alone, ours = tmp_path / "alone", tmp_path / "ours"
     fit_logged(str(alone))
-    together(fit_logged, str(ours), {"shard_degree": 2})
+    together(fit_logged, str(ours), {"shard_degree": 2}, ranks=2)
     rows, expected_rows = csv_rows(ours), csv_rows(alone)
     assert len(rows) == len(expected_rows) > 8
     for row, expected_row in zip(rows, expected_rows, strict=True):

@@ -131,7 +131,7 @@ def check_compiled(options: dict[str, Any], folder: Path) -> None:
     expected = fit(LanguageModule, **EXACT)
     longer = fit(LanguageModule, **EXACT, max_epochs=2)
     knobs = {"shard_degree": 2}
-    runs = together(fit_and_save, Compiled, options, knobs, str(folder))
+    runs = together(fit_and_save, Compiled, options, knobs, str(folder), ranks=2)
     assert_same(runs, expected)
     names = read_index(folder).by_path().values()
     assert len(names) > 20 and not [name for name in names if "_orig_mod" in name]

@@ -36,7 +36,7 @@ def fit_twice(knobs: dict[str, Any] | None = None) -> Run:
 
 @pytest.mark.parametrize("knobs", [{"shard_degree": 2}, WORLD], ids=str)
 def test_an_optimizer_made_in_init_trains_the_sharded_module_in_every_fit(knobs: dict[str, Any]) -> None:
-    assert_same(together(fit_twice, knobs), fit_twice())
+    assert_same(together(fit_twice, knobs, ranks=2), fit_twice())
 
 
 class TensorRate(LanguageModule):
@@ -65,7 +65,7 @@ def resumed(knobs: dict[str, Any], path: str) -> Run:
 def test_a_rate_that_is_a_tensor_and_its_schedule_go_on_after_a_resume(more: dict[str, Any], tmp_path: Path) -> None:
     expected = fit(TensorRate, {"batches": 2}, max_epochs=2, **EXACT)
     expected.losses = expected.losses[2:]
-    for run in together(resumed, {"shard_degree": 2, **more}, str(tmp_path / "ours.ckpt")):
+    for run in together(resumed, {"shard_degree": 2, **more}, str(tmp_path / "ours.ckpt"), ranks=2):
         assert_same(run, expected)
         assert run.extra["rate"] == 0.01 * 0.5**4
         assert ("state_offload" in more) == (run.extra["on_host"] > 0)

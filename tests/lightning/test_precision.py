@@ -92,10 +92,10 @@ def test_half_precision_trains_like_one_process_in_it(
 
 def test_float16_mixed_on_cpu_is_bfloat16_and_says_so() -> None:
     """Lightning's own word, on rank 0; what took effect is in the strategy's config."""
-    runs = together(fit_half, "16-mixed", {"shard_degree": 2})
+    runs = together(fit_half, "16-mixed", {"shard_degree": 2}, ranks=2)
     said = " ".join(runs[0].extra["said"])
     assert "fp16 is not supported on CPU" in said and "bf16-mixed" in said
-    expected = together(fit_half, "bf16-mixed", {"shard_degree": 2})
+    expected = together(fit_half, "bf16-mixed", {"shard_degree": 2}, ranks=2)
     for run in runs:
         assert run.extra["param_dtype"] is None
         assert_same(run, expected[run.extra["rank"]], tolerance=0.0)

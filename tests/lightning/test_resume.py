@@ -147,7 +147,7 @@ def validate_extended(path: str) -> Run:
 def test_without_strict_loading_what_fits_is_loaded_and_the_rest_kept(whole: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     saved = on_ranks(4, {"shard_degree": 4, "checkpoint": {"full_state_dict": whole}}, 1, save=path)[0]
-    runs = together(validate_extended, path)
+    runs = together(validate_extended, path, ranks=2)
     # What is not in the checkpoint is rank 0's, the same on all.
     kept = {f"added.{name}": value for name, value in runs[0].extra["start"].items()}
     assert_same(runs, Run([], {**saved.weights, **kept}, saved.metrics))
@@ -187,11 +187,13 @@ def test_callbacks_have_their_states_when_a_resumed_fit_starts(tmp_path: Path) -
     """BackboneFinetuning makes its parameter groups anew, and Timer stops before the first step, as in one process,
     which rounds float64 weights to float32 when it loads them."""
     ours, theirs, knobs = str(tmp_path / "ours"), str(tmp_path / "theirs"), {"shard_degree": 2}
-    together(fit_with_callbacks, knobs, 2, save=ours)
+    together(fit_with_callbacks, knobs, 2, save=ours, ranks=2)
     fit_with_callbacks(None, 2, save=theirs)
     expected = fit_with_callbacks(None, 3, load=theirs)
-    runs = together(fit_with_callbacks, knobs, 3, load=ours)
+    runs = together(fit_with_callbacks, knobs, 3, load=ours, ranks=2)
     assert_same(runs, expected, tolerance=1e-6)
     assert all(run.extra == expected.extra and len(run.extra["rates"]) == 2 for run in runs)
     stopped = fit_with_callbacks(None, 3, load=theirs, timed=True).extra["steps"]
-    assert all(run.extra["steps"] == stopped for run in together(fit_with_callbacks, knobs, 3, load=ours, timed=True))
+    assert all(
+        run.extra["steps"] == stopped for run in together(fit_with_callbacks, knobs, 3, load=ours, timed=True, ranks=2)
+    )

@@ -119,7 +119,7 @@ PLACES = [((0, 4), 3), ((0, 0), 0), ((0, 6), 6), ((1, 1), 8), ((1, 4), 11), ((1,
 
 def check_place(kind: type[LanguageModule], place: tuple[int, int], first: int, folder: Path, ranks: int) -> None:
     expected, path = run(kind), str(folder / "saved")
-    together_runs = together(run, kind, {"shard_degree": 2}, save_at=(path, *place))
+    together_runs = together(run, kind, {"shard_degree": 2}, save_at=(path, *place), ranks=2)
     assert_same(together_runs, expected)
     replayed = BATCHES * place[0] + place[1] - first + 1
     window = {"first_batch": first % BATCHES, "batches_to_replay": replayed} if replayed else None
@@ -163,7 +163,7 @@ def run_validating(knobs: dict[str, Any] | None, folder: str, load: str | None =
 def test_model_checkpoint_inside_a_window_replays_it(tmp_path: Path) -> None:
     expected = run_validating(None, str(tmp_path / "alone"))
     assert expected.extra["saved"] == ["epoch=0.ckpt", "epoch=1.ckpt"]
-    assert_same(together(run_validating, {"shard_degree": 2}, str(tmp_path / "ours")), expected)
+    assert_same(together(run_validating, {"shard_degree": 2}, str(tmp_path / "ours"), ranks=2), expected)
     for epoch, first in ((0, 3), (1, 11)):
         path = str(tmp_path / "ours" / f"epoch={epoch}.ckpt")
         resumed = together(run_validating, {"shard_degree": 4}, str(tmp_path / f"again{epoch}"), load=path)
@@ -194,4 +194,4 @@ def stop_and_fit_again(knobs: dict[str, Any] | None = None) -> Run:
 def test_a_window_left_open_does_not_leak_into_the_next_fit() -> None:
     expected = stop_and_fit_again()
     assert len(expected.losses) == 5 + 2 * BATCHES
-    assert_same(together(stop_and_fit_again, {"shard_degree": 2}), expected)
+    assert_same(together(stop_and_fit_again, {"shard_degree": 2}, ranks=2), expected)
