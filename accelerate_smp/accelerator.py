@@ -355,7 +355,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, FullWei
         clip_grad_value_(self._gradients_of(parameters), clip_value)
 
     def grad_norm(self, parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2) -> torch.Tensor:
-        """The norm of the gradients over all ranks, unclipped: a plain 0-d tensor, equal on all ranks."""
+        """Return the norm of the gradients over all ranks, unclipped: a plain 0-d tensor, equal on all ranks."""
         return grad_norm(self._gradients_of(parameters), masters_over=self.mesh.gradient_group, norm_type=norm_type)
 
     def _gradients_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -37,7 +37,7 @@ _KEYS = (*_SAME, *_NO_EFFECT, *_ONLY, "backend", "fp8_format", "enable_fsdp_floa
 
 
 def recipe_of(settings: Mapping[str, Any], where: str = "fp8_config") -> Fp8Recipe:
-    """The recipe that Accelerate's settings ask for; None values are defaults.
+    """Return the recipe that Accelerate's settings ask for; None values are defaults.
 
     Raises:
         ValueError: a setting that is unknown or has no counterpart.

@@ -59,7 +59,7 @@ _NOTHING: tuple[Any, ...] = (None, False, "", "no", "NO_PREFETCH", {}, [])
 
 
 def read_keys(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A launch file's top level with the values that are checked here in their types.
+    """Return a launch file's top level with the values that are checked here in their types.
 
     Raises:
         ValueError: an unknown key (with the nearest one, or the section it belongs to), a value that is not allowed, a

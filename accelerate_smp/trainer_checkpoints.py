@@ -133,7 +133,7 @@ class CheckpointingTrainerMixin(_Base):
         return self._opened[path]
 
     def _newest_undamaged(self) -> str | None:
-        """The newest whole checkpoint of ``output_dir``, None where there is none at all. Collective."""
+        """Return the newest whole checkpoint of ``output_dir``, None where there is none at all. Collective."""
         ranks = Ranks()
 
         def candidates() -> list[str]:

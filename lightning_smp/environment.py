@@ -22,7 +22,8 @@ class PlatformEnvironment(ClusterEnvironment):
 
     @classmethod
     def detected(cls) -> PlatformEnvironment | None:
-        """The environment if ``mpirun`` or SageMaker started this process; None leaves the choice to Lightning."""
+        """Return the environment if ``mpirun`` or SageMaker started this process; None leaves the choice to
+        Lightning."""
         if not {"OMPI_COMM_WORLD_RANK", "SM_HOSTS"} & os.environ.keys():
             return None
         launch = launch_environment()

@@ -69,7 +69,7 @@ class Fp8Precision(Precision):
 
 
 def autocast_dtype(plugin: Precision) -> torch.dtype | None:
-    """The dtype in which forward passes run under autocast; None: without it."""
+    """Return the dtype in which forward passes run under autocast; None: without it."""
     if isinstance(plugin, Fp8Precision):
         return None if plugin.compute_dtype == torch.float32 else plugin.compute_dtype
     if isinstance(plugin, MixedPrecision):

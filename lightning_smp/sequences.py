@@ -62,7 +62,7 @@ class SharedSequences:
         return self._context.gather_all(outputs, self.split)
 
     def full(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """A tensor of the present batch's tokens over all context ranks. Collective over them."""
+        """Return a tensor of the present batch's tokens over all context ranks. Collective over them."""
         if self._context is None or self.split is None:
             return tensor
         return self._context.gather(tensor, self.split, dim)

@@ -17,7 +17,8 @@ _LOG_WIDTH = 160
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where tables go: as wide as the terminal, or as ``COLUMNS`` says; in a file or a pipe, as wide as they need."""
+    """Return where tables go: as wide as the terminal, or as ``COLUMNS`` says; in a file or a pipe, as wide as they
+    need."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _LOG_WIDTH
     return Console(stderr=stderr, width=width)

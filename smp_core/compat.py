@@ -18,5 +18,5 @@ FSDP_METHODS = {
 
 
 def fsdp_has(method: str) -> bool:
-    """Whether this torch's FSDP2 has a method of its modules."""
+    """Tell whether this torch's FSDP2 has a method of its modules."""
     return hasattr(FSDPModule, method)

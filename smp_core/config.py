@@ -45,7 +45,7 @@ C = TypeVar("C", bound=type)
 
 
 def _default(recipe: Any) -> Any:
-    """The default of a :class:`Knob`, whose type no value has."""
+    """Return the default of a :class:`Knob`, whose type no value has."""
     return recipe
 
 
@@ -183,17 +183,17 @@ class SmpConfig:
 
     @classmethod
     def knobs(cls) -> tuple[str, ...]:
-        """The names of all knobs, in the order of their documentation."""
+        """Return the names of all knobs, in the order of their documentation."""
         return tuple(READERS)
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
-        """The dotted names of everything that can be set: the knobs, and in the place of a recipe its fields."""
+        """Return the dotted names of everything that can be set: the knobs, and in the place of a recipe its fields."""
         return SETTINGS
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SmpConfig:
-        """The configuration with the knobs in `values`, the others at their defaults.
+        """Return the configuration with the knobs in `values`, the others at their defaults.
 
         Raises:
             ValueError: a name is not a knob (the nearest one is named), or a value is not allowed.
@@ -203,7 +203,7 @@ class SmpConfig:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> SmpConfig:
-        """The configuration in a YAML file: its `smp_config:` section, or the knobs at its top level.
+        """Return the configuration in a YAML file: its `smp_config:` section, or the knobs at its top level.
 
         Raises:
             ValueError: no such file, no valid YAML, neither section nor knobs in it, a knob written twice, an unknown
@@ -218,7 +218,7 @@ class SmpConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> SmpConfig:
-        """The configuration in environment variables: SMP_ and the knob's name, as in SMP_SHARD_DEGREE=4.
+        """Return the configuration in environment variables: SMP_ and the knob's name, as in SMP_SHARD_DEGREE=4.
 
         SMP_CONFIG_FILE names a YAML file that the other variables override, knob by knob. Lists and fields are written
         as JSON: SMP_UNITS='["GPT2Block"]', SMP_ACTIVATIONS='{"checkpoint": "full", "offload": true}'.
@@ -235,7 +235,7 @@ class SmpConfig:
 
     @classmethod
     def from_smp_parameters(cls, parameters: Mapping[str, Any], *, sharding_strategy: str | None = None) -> SmpConfig:
-        """The configuration that does what a `parameters` block of SageMaker SMP v1 or v2 asks for.
+        """Return the configuration that does what a `parameters` block of SageMaker SMP v1 or v2 asks for.
 
         Every option is translated, accepted without effect where there is nothing to set here, or refused with what to
         use instead; the logger "smp" says which, one line for each option. docs/migrating-from-smp.md lists them.
@@ -257,14 +257,14 @@ class SmpConfig:
         return cls.from_dict(translation.knobs)._with_origins(translation.origins)
 
     def to_dict(self) -> dict[str, Any]:
-        """Knob -> value as it was asked for, such that `from_dict(to_dict())` equals the configuration as asked.
+        """Return knob -> value as it was asked for, such that `from_dict(to_dict())` equals the configuration as asked.
 
         The values can be written as JSON or YAML, except a function among `units`.
         """
         return {knob: as_asked(self.asked(knob)) for knob in READERS}
 
     def asked(self, name: str) -> Any:
-        """The value that was asked for; differs from the attribute once `with_resolved` was called for it.
+        """Return the value that was asked for; differs from the attribute once `with_resolved` was called for it.
 
         Args:
             name: a knob, or a field of one ("compression.gather").
@@ -272,7 +272,8 @@ class SmpConfig:
         return attrgetter(name)(self._before or self)
 
     def with_resolved(self, name: str, value: Any, why: str) -> SmpConfig:
-        """A copy in which a knob has the value in effect; what was asked for and `why` it became this are remembered.
+        """Return a copy in which a knob has the value in effect; what was asked for and `why` it became this are
+        remembered.
 
         Args:
             name: a knob, or a field of one ("compression.gather").
@@ -309,16 +310,16 @@ class SmpConfig:
             raise ValueError("\n".join(refused))
 
     def effective(self) -> dict[str, Any]:
-        """Setting -> value in effect, in plain JSON types, for experiment loggers. Fields have dotted names."""
+        """Return setting -> value in effect, in plain JSON types, for experiment loggers. Fields have dotted names."""
         return {name: plain(attrgetter(name)(self)) for name in SETTINGS}
 
     def effective_table(self) -> Table:
-        """A table for the terminal: knob, asked, in effect, and why; below it what is at its default."""
+        """Return a table for the terminal: knob, asked, in effect, and why; below it what is at its default."""
         return effective_table(self)
 
     def why(self, name: str) -> str:
-        """Why a knob, or a field of one, has the value in effect: "default", "as asked", where it was asked, or what
-        settled it."""
+        """Return why a knob, or a field of one, has the value in effect: "default", "as asked", where it was asked, or
+        what settled it."""
         reasons = list(dict.fromkeys(self._why(each) for each in settings_of(name)))
         return "; ".join(why for why in reasons if why != DEFAULT) or DEFAULT
 

@@ -28,7 +28,8 @@ YAML_SECTION = "smp_config"
 
 
 def knobs_in_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Knob -> value in the `smp_config:` section of a YAML file, or at its top level when it has no such section.
+    """Return knob -> value in the `smp_config:` section of a YAML file, or at its top level when it has no such
+    section.
 
     Raises:
         ValueError: no such file, no valid YAML, no section and no knobs, a key written twice, an unknown knob, or a
@@ -47,7 +48,8 @@ def knobs_in_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def knobs_in_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Knob -> value, and knob -> where it was written, in SMP_<KNOB> variables and the file SMP_CONFIG_FILE names.
+    """Return knob -> value, and knob -> where it was written, in SMP_<KNOB> variables and the file SMP_CONFIG_FILE
+    names.
 
     Raises:
         ValueError: a value is not allowed, or a variable looks like a misspelt knob.

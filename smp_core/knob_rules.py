@@ -83,7 +83,7 @@ SETTINGS: tuple[str, ...] = tuple(name for knob in READERS for name in _settings
 
 
 def settings_of(name: str) -> tuple[str, ...]:
-    """The settings that a knob or a setting stands for.
+    """Return the settings that a knob or a setting stands for.
 
     Raises:
         ValueError: unknown.
@@ -218,8 +218,8 @@ def require_known(values: Mapping[str, Any], *, arguments: Iterable[str] = ()) -
 
 
 def unknown_knob(name: str, *, arguments: Iterable[str] = ()) -> ValueError:
-    """The complaint about a name that is not a knob, with the nearest knob, the way to read an option of SMP, or what
-    to write in the place of another strategy's argument.
+    """Return the complaint about a name that is not a knob, with the nearest knob, the way to read an option of SMP, or
+    what to write in the place of another strategy's argument.
 
     Args:
         arguments: what else could have been meant where the name was written: the other arguments of a class.

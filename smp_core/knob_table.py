@@ -26,7 +26,8 @@ class Knobs(Protocol):
 
 
 def effective_table(knobs: Knobs) -> Table:
-    """A table for the terminal: knob (or field of one), asked, in effect, and why; below it what is at its default."""
+    """Return a table for the terminal: knob (or field of one), asked, in effect, and why; below it what is at its
+    default."""
     from rich.table import Table
 
     table = Table(title="torch-smp: knobs in effect", caption_justify="left")
@@ -55,7 +56,7 @@ def table_as_text(knobs: Knobs) -> str:
 
 
 def lines_about_asked(knobs: Knobs, defaults: Knobs) -> list[str]:
-    """A line for each setting that was asked for: what takes effect, and why where that is something else."""
+    """Return a line for each setting that was asked for: what takes effect, and why where that is something else."""
     lines = []
     for knob in SETTINGS:
         asked, value, why = knobs.asked(knob), attrgetter(knob)(knobs), knobs.why(knob)
@@ -69,7 +70,7 @@ def lines_about_asked(knobs: Knobs, defaults: Knobs) -> list[str]:
 
 
 def as_asked(value: Any) -> Any:
-    """The value as it can be asked for again, in types that YAML has."""
+    """Return the value as it can be asked for again, in types that YAML has."""
     if isinstance(value, Recipe):
         return value.to_dict()
     if isinstance(value, Mapping):
@@ -78,7 +79,7 @@ def as_asked(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value in types that JSON has; a function or an object by its name."""
+    """Return the value in types that JSON has; a function or an object by its name."""
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, tuple):
@@ -89,7 +90,7 @@ def plain(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """The value as text for people."""
+    """Return the value as text for people."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name}: {item}" for name, item in value.items())
     if isinstance(value, tuple):

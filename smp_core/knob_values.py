@@ -24,7 +24,7 @@ NONE = ("none", "null")
 
 
 def refusal(knob: str, value: Any, allowed: str, fix: str = "") -> ValueError:
-    """The one shape of our complaints: `knob=value is not allowed; allowed: ...; write ...`."""
+    """Return the one shape of our complaints: `knob=value is not allowed; allowed: ...; write ...`."""
     if "." in knob and "write" not in fix:
         fix = f"{fix} write {typed(knob, '...')}".lstrip()
     text = f"{knob}={value!r} is not allowed; allowed: {allowed}"
@@ -38,13 +38,14 @@ def typed(knob: str, text: str) -> str:
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The known name that is most like `name` (difflib ratio of at least `cutoff`), or None when none is like it."""
+    """Return the known name that is most like `name` (difflib ratio of at least `cutoff`), or None when none is like
+    it."""
     found = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
 def unknown_name(what: str, name: str, known: Sequence[str], listed_in: str) -> ValueError:
-    """The complaint about a name that is not in `known`: the nearest known ones, or where they are listed."""
+    """Return the complaint about a name that is not in `known`: the nearest known ones, or where they are listed."""
     near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=3, cutoff=0.5)
     # One that is much like it was meant; of others, a few to choose from.
     much_like = nearest_name(name, near, cutoff=0.8)
@@ -54,7 +55,7 @@ def unknown_name(what: str, name: str, known: Sequence[str], listed_in: str) -> 
 
 
 def boolean() -> Reader:
-    """True or False; in text also yes/no, on/off, 1/0."""
+    """Return True or False; in text also yes/no, on/off, 1/0."""
 
     def read(knob: str, value: Any) -> bool:
         if isinstance(value, bool):
@@ -70,7 +71,7 @@ def boolean() -> Reader:
 
 
 def integer(minimum: int) -> Reader:
-    """An integer of at least `minimum`; booleans and floats are refused."""
+    """Return an integer of at least `minimum`; booleans and floats are refused."""
 
     def read(knob: str, value: Any) -> int:
         number = _integer_in(value)
@@ -84,7 +85,7 @@ def integer(minimum: int) -> Reader:
 
 
 def number(above: float, below: float = math.inf, *, include_lowest: bool = False) -> Reader:
-    """A finite float in (above, below), or in [above, below) with `include_lowest`."""
+    """Return a finite float in (above, below), or in [above, below) with `include_lowest`."""
     bracket = "[" if include_lowest else "("
     allowed = f"a number in {bracket}{above:g}, {below:g})"
 
@@ -105,7 +106,7 @@ def number(above: float, below: float = math.inf, *, include_lowest: bool = Fals
 
 
 def word(*choices: str) -> Reader:
-    """One of the words given, in any case."""
+    """Return one of the words given, in any case."""
 
     def read(knob: str, value: Any) -> str:
         found = value.strip().lower() if isinstance(value, str) else None
@@ -118,7 +119,7 @@ def word(*choices: str) -> Reader:
 
 
 def dtype_name(*choices: str) -> Reader:
-    """One of the dtype names given; `torch.bfloat16` and `"torch.bfloat16"` are read as `"bfloat16"`."""
+    """Return one of the dtype names given; `torch.bfloat16` and `"torch.bfloat16"` are read as `"bfloat16"`."""
     read_word = word(*choices)
 
     def read(knob: str, value: Any) -> str:
@@ -129,7 +130,7 @@ def dtype_name(*choices: str) -> Reader:
 
 
 def names() -> Reader:
-    """A list of non-empty strings, as a tuple; in text a JSON list, or one name by itself."""
+    """Return a list of non-empty strings, as a tuple; in text a JSON list, or one name by itself."""
 
     def read(knob: str, value: Any) -> tuple[str, ...]:
         several = '["first", "second"]'
@@ -155,7 +156,7 @@ def names() -> Reader:
 
 
 def mapping(of: Reader) -> Reader:
-    """A mapping from non-empty names to values that `of` reads, not empty; in text a JSON object."""
+    """Return a mapping from non-empty names to values that `of` reads, not empty; in text a JSON object."""
 
     def read(knob: str, value: Any) -> dict[str, Any]:
         found: Any = value
@@ -174,7 +175,7 @@ def mapping(of: Reader) -> Reader:
 
 
 def pattern(expression: str) -> Reader:
-    """Text that matches the whole regular expression."""
+    """Return text that matches the whole regular expression."""
 
     def read(knob: str, value: Any) -> str:
         if not isinstance(value, str) or not re.fullmatch(expression, value.strip()):
@@ -185,7 +186,7 @@ def pattern(expression: str) -> Reader:
 
 
 def function(signature: str) -> Reader:
-    """A callable that is not a class, taken as it is; `signature` is shown in the complaint."""
+    """Return a callable that is not a class, taken as it is; `signature` is shown in the complaint."""
 
     def read(knob: str, value: Any) -> Any:
         if not callable(value) or isinstance(value, type):
@@ -207,7 +208,7 @@ def nothing() -> Reader:
 
 
 def either(*readers: Reader, allowed: str) -> Reader:
-    """The first of `readers` that accepts the value; `allowed` describes them together in the complaint."""
+    """Return the first of `readers` that accepts the value; `allowed` describes them together in the complaint."""
 
     def read(knob: str, value: Any) -> Any:
         for reader in readers:

@@ -42,8 +42,8 @@ class Layout:
 
     @classmethod
     def of_world(cls, world_size: int, shard_degree: int, context_degree: int = 1, tensor_degree: int = 1) -> Layout:
-        """The layout of a world whose partition groups have ``shard_degree`` ranks, context ranks included and tensor
-        ranks not.
+        """Return the layout of a world whose partition groups have ``shard_degree`` ranks, context ranks included and
+        tensor ranks not.
 
         Raises:
             ValueError: a degree that does not divide what it has to, with those that do.
@@ -76,18 +76,18 @@ class Layout:
         return self.size(*_AXES)
 
     def size(self, *axes: str) -> int:
-        """Ranks along these axes together."""
+        """Return the ranks along these axes together."""
         return math.prod(getattr(self, axis) for axis in axes)
 
     def coordinate(self, rank: int, *axes: str) -> int:
-        """Where the rank stands on an axis; on several axes together, the outer ones first."""
+        """Return where the rank stands on an axis; on several axes together, the outer ones first."""
         place = 0
         for axis in _in_order(axes):
             place = place * self.size(axis) + rank // self._stride(axis) % self.size(axis)
         return place
 
     def ranks(self, rank: int, *axes: str) -> Ranks:
-        """The rank's group along these axes: all ranks that differ from it on these axes only, in order."""
+        """Return the rank's group along these axes: all ranks that differ from it on these axes only, in order."""
         ordered = _in_order(axes)
         own = sum(self.coordinate(rank, axis) * self._stride(axis) for axis in ordered)
         places = itertools.product(*(range(self.size(axis)) for axis in ordered))
@@ -95,12 +95,12 @@ class Layout:
         return tuple(rank - own + sum(map(int.__mul__, place, strides)) for place in places)
 
     def groups(self, *axes: str) -> list[Ranks]:
-        """All groups along these axes. They tile the world, and are ordered by their first ranks."""
+        """Return all groups along these axes. They tile the world, and are ordered by their first ranks."""
         firsts = self.ranks(0, *(axis for axis in _AXES if axis not in axes))
         return [self.ranks(first, *axes) for first in firsts]
 
     def _stride(self, axis: str) -> int:
-        """How far apart neighbours on the axis are."""
+        """Return how far apart neighbours on the axis are."""
         return self.size(*_AXES[_AXES.index(axis) + 1 :])
 
 
@@ -108,7 +108,7 @@ _AXES = tuple(field.name for field in fields(Layout))
 
 
 def split(groups: Sequence[Ranks], inner: int) -> tuple[list[Ranks], list[Ranks]]:
-    """Every group as a grid of rows of ``inner`` neighbours: a view of an axis by two.
+    """Return every group as a grid of rows of ``inner`` neighbours: a view of an axis by two.
 
     Returns:
         (columns, rows): ranks with one place in their rows, and neighbours.
@@ -119,8 +119,8 @@ def split(groups: Sequence[Ranks], inner: int) -> tuple[list[Ranks], list[Ranks]
 
 
 def stages(groups: Sequence[Ranks], topology: Topology) -> tuple[list[Ranks], list[Ranks]] | None:
-    """Every group by nodes: (its ranks on one node, its ranks with one place on their nodes). None where it lies on one
-    node, or has one rank on each: then there is only one stage."""
+    """Return every group by nodes: (its ranks on one node, its ranks with one place on their nodes). None where it lies
+    on one node, or has one rank on each: then there is only one stage."""
     on_first_node = sum(topology.same_node(groups[0][0], rank) for rank in groups[0])
     if on_first_node in (1, len(groups[0])):
         return None

@@ -184,7 +184,7 @@ class RankWatch:
         sys.stderr.flush()
 
     def _compare(self) -> str | None:
-        """What two looks, some signs apart, say about the others; None when the store is gone.
+        """Return what two looks, some signs apart, say about the others; None when the store is gone.
 
         When nobody seems to be lost there is a third: the last sign of life of a lost rank may come in after the first
         look.
@@ -315,7 +315,7 @@ class RankWatch:
         return self._try(read)
 
     def _try(self, action: Any) -> Any:
-        """The store goes away with rank 0; that is an answer, not an error."""
+        """Ask the store, which goes away with rank 0; that is an answer, not an error."""
         if self._left:
             return None
         try:

@@ -105,7 +105,7 @@ class Meetings:
         return self._settle(key, "all")
 
     def _settle(self, key: str, verdict: str) -> str:
-        """The first verdict holds, for everybody."""
+        """Note the verdict: the first one holds, for everybody."""
         return self._store.compare_set(f"{key}/verdict", "", verdict).decode()
 
     def _wait(self, group: tuple[int, ...], place: str) -> str:

@@ -108,12 +108,12 @@ class SmpMesh:
         )
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """This rank's group along these axes of the layout: all ranks that differ from it on these axes only."""
+        """Return this rank's group along these axes of the layout: all ranks that differ from it on these axes only."""
         return self._by_axes[axes]
 
     def stages(self, *axes: str) -> Stages | None:
-        """The same group's ranks on this node, and its ranks with this place on their nodes; None where its collectives
-        have one stage, because it lies on one node or has one rank on each."""
+        """Return the same group's ranks on this node, and its ranks with this place on their nodes; None where its
+        collectives have one stage, because it lies on one node or has one rank on each."""
         return self._stages[axes]
 
     @property
@@ -239,20 +239,21 @@ class _Groups:
         self._unused.clear()
 
     def own(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
-        """The one this rank is in. All are made, on every rank in the same order as torch.distributed wants it."""
+        """Return the one this rank is in. All are made, on every rank in the same order as torch.distributed wants
+        it."""
         mine = next(ranks for ranks in groups if self._rank in ranks)
         if mine not in self._known:
             self._known[mine] = self.make(groups)
         return self._known[mine]
 
     def make(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
-        """The same, with a communicator of its own."""
+        """Make the same, with a communicator of its own."""
         made = {ranks: dist.new_group(list(ranks), timeout=self._limit) for ranks in groups}
         own = next(group for ranks, group in made.items() if self._rank in ranks)
         self._unused.append(own)
         return own
 
     def own_stages(self, groups: Sequence[Ranks], topology: Topology) -> Stages | None:
-        """This rank's groups of the two stages of its group (:func:`smp_core.layout.stages`)."""
+        """Return this rank's groups of the two stages of its group (:func:`smp_core.layout.stages`)."""
         both = stages(groups, topology)
         return None if both is None else (self.own(both[0]), self.own(both[1]))

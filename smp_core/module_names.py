@@ -13,12 +13,12 @@ _WRAPPERS = (_COMPILED, "_checkpoint_wrapped_module")
 
 
 def clean_name(name: str) -> str:
-    """A module's or parameter's name without the marks of wrappers: the same with and without them."""
+    """Return a module's or parameter's name without the marks of wrappers: the same with and without them."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def compiled_of(module: nn.Module) -> nn.Module | None:
-    """The module that ``torch.compile`` wrapped, if ``module`` is what it returned; otherwise None."""
+    """Return the module that ``torch.compile`` wrapped, if ``module`` is what it returned; otherwise None."""
     found = getattr(module, _COMPILED, None)
     return found if isinstance(found, nn.Module) else None
 
@@ -30,5 +30,5 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module itself, whether ``torch.compile`` wraps it or not."""
+    """Return the module itself, whether ``torch.compile`` wraps it or not."""
     return compiled_of(module) or module

@@ -70,14 +70,14 @@ def now_written(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved(values: Mapping[str, Any]) -> ValueError:
-    """The complaint about former knobs among keywords, a mapping or a file, with what to write."""
+    """Return the complaint about former knobs among keywords, a mapping or a file, with what to write."""
     former = ", ".join(f"{name}={value!r}" for name, value in values.items() if name in MOVED)
     now = ", ".join(f"{knob}={value!r}" for knob, value in now_written(values).items())
     return ValueError(f"{former} is now written {now}")
 
 
 def moved_variable(variable: str, name: str, text: str) -> ValueError:
-    """The complaint about an environment variable of a former knob."""
+    """Return the complaint about an environment variable of a former knob."""
     now = [
         f"{variable.removesuffix(name.upper())}{knob.upper()}={_as_text(value)}"
         for knob, value in now_written({name: text}).items()
@@ -96,7 +96,8 @@ def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_read(recipe: type[Recipe], field: str, value: Any) -> Any:
-    """The value as the field reads it; one that it refuses stays as it is, and is refused where it is moved to."""
+    """Return the value as the field reads it; one that it refuses stays as it is, and is refused where it is moved
+    to."""
     try:
         read = recipe.readers()[field](field, value)
     except ValueError:

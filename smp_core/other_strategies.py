@@ -105,7 +105,7 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
 
 
 def argument_of_another(name: str) -> ValueError | None:
-    """The complaint about a name that is another strategy's; None if none is known."""
+    """Return the complaint about a name that is another strategy's; None if none is known."""
     if name not in ARGUMENTS:
         return None
     owner, instead = ARGUMENTS[name]

@@ -154,7 +154,7 @@ class ParallelModel:
         )
 
     def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
-        """The gradients' norm over all ranks: a plain 0-d tensor, equal everywhere."""
+        """Return the gradients' norm over all ranks: a plain 0-d tensor, equal everywhere."""
         return grad_norm(
             self.stepped(parameters),
             masters_over=self.mesh.gradient_group,
@@ -162,19 +162,19 @@ class ParallelModel:
         )
 
     def stepped(self, parameters: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """What holds the gradients of these parameters (default all; also those of before sharding): with
+        """Return what holds the gradients of these parameters (default all; also those of before sharding): with
         ``optimizer_shard="world"`` masters of this rank's part, otherwise they themselves."""
         given = self.module.parameters() if parameters is None else map(self.replaced.current, parameters)
         return list(given) if self.window.world is None else self.window.world.stepped(given)
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has any of this model's parameters, those of before sharding included."""
+        """Tell whether the optimizer has any of this model's parameters, those of before sharding included."""
         own = set(map(id, self.module.parameters()))
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return any(id(model_parameter(self.replaced.current(parameter))) in own for parameter in stepped)
 
     def model_state(self) -> dict[str, Any]:
-        """The module's state dict: sharded parameters as DTensors, the live ones; only where
+        """Return the module's state dict: sharded parameters as DTensors, the live ones; only where
         ``optimizer_shard="world"`` keeps finer weights than parameters, copies of those. Collective then."""
         state: dict[str, Any] = get_model_state_dict(self.module)
         for name, weight in self._finer_weights().items():
@@ -223,7 +223,7 @@ class ParallelModel:
         return prepared
 
     def describe(self) -> str:
-        """A few lines for people: the layout, the units, what is replicated."""
+        """Return a few lines for people: the layout, the units, what is replicated."""
         lines = self.plan.describe()
         if self.tensor is not None:
             lines.append(self.tensor.describe())

@@ -27,7 +27,7 @@ _REPORTED = "_smp_reported"
 
 
 def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
-    """The watch over the ranks of the default process group, started if there is none yet. Collective then.
+    """Return the watch over the ranks of the default process group, started if there is none yet. Collective then.
 
     Args:
         limit: how long a rank waits for others that live and do not come to a call; by default forever.

@@ -125,7 +125,7 @@ def _no_effect(reader: read.Reader, why: str) -> Handler:
 
 
 def _only(allowed: Any, reader: read.Reader, why: str, instead: str) -> Handler:
-    """The one value that is the case here anyway is accepted; any other is refused with what to use instead."""
+    """Accept the one value that is the case here anyway; refuse any other with what to use instead."""
 
     def handle(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
         if reader(option, value) != allowed:

@@ -17,7 +17,7 @@ def stands_for(master: torch.Tensor, parameter: torch.Tensor) -> None:
 
 
 def model_parameter(stepped: torch.Tensor) -> torch.Tensor:
-    """The model's parameter that a master stands for; any other tensor is itself."""
+    """Return the model's parameter that a master stands for; any other tensor is itself."""
     found: torch.Tensor = _model_parameters.get(stepped, stepped)
     return found
 
@@ -29,4 +29,4 @@ class StepsOnHost:
 
     @abstractmethod
     def host_bytes(self) -> int:
-        """What states, masters and gradients take in host memory."""
+        """Return what states, masters and gradients take in host memory."""

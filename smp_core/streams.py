@@ -13,12 +13,12 @@ import torch
 
 
 def run_behind(device: torch.device) -> bool:
-    """Whether ``device`` does what it is given later, on streams."""
+    """Tell whether ``device`` does what it is given later, on streams."""
     return device.type != "cpu"
 
 
 def pins(device: torch.device) -> bool:
-    """Whether host memory that is copied to or from ``device`` is pinned; no other driver could use such pages."""
+    """Tell whether host memory that is copied to or from ``device`` is pinned; no other driver could use such pages."""
     return device.type == "cuda"
 
 
@@ -29,6 +29,6 @@ def used_here(tensor: torch.Tensor) -> None:
 
 
 def on_device(values: Sequence[int | float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The host's numbers on ``device``, without waiting for it, as ``torch.tensor(..., device=device)`` does."""
+    """Return the host's numbers on ``device``, without waiting for it, as ``torch.tensor(..., device=device)`` does."""
     made = torch.tensor(values, dtype=dtype)
     return made.pin_memory().to(device, non_blocking=True) if run_behind(device) else made

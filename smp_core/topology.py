@@ -170,7 +170,7 @@ class Topology:
         return requested
 
     def describe(self) -> str:
-        """A few lines for people: the number of nodes and ranks, and the ranks of each node."""
+        """Return a few lines for people: the number of nodes and ranks, and the ranks of each node."""
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         width = max(len(name) for name in self.node_names)
         lines = [f"{nodes} x {_ranks(self.ranks_per_node)}"]

@@ -31,7 +31,7 @@ class Codec(Protocol):
     """How ``n`` elements become bytes and back."""
 
     def size(self, n: int) -> int:
-        """Bytes of the payload of ``n`` elements."""
+        """Return the bytes of the payload of ``n`` elements."""
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None = None) -> None:
         """``values`` [n] into ``out`` uint8 [size(n)].
@@ -47,11 +47,12 @@ class Codec(Protocol):
     def sum_rows(
         self, payloads: torch.Tensor, own: torch.Tensor, me: int, exact: Mapping[int, torch.Tensor]
     ) -> torch.Tensor:
-        """The sum of rows in their order, in ``own``'s dtype: ``own`` [n] in the place ``me``, ``exact``'s in theirs,
-        the others decoded from ``payloads`` [rows, size(n)]."""
+        """Return the sum of rows in their order, in ``own``'s dtype: ``own`` [n] in the place ``me``, ``exact``'s in
+        theirs, the others decoded from ``payloads`` [rows, size(n)]."""
 
     def finite_in(self, payloads: torch.Tensor, n: int) -> torch.Tensor:
-        """Whether payloads [..., size(n)] can stand for their values, bool [...]: not if a block had inf or nan."""
+        """Tell whether payloads [..., size(n)] can stand for their values, bool [...]: not if a block had inf or
+        nan."""
 
 
 def _sum_rows(
@@ -152,7 +153,7 @@ class Blockwise:
         return payloads[..., : 4 * self._blocks(n)].view(torch.float32).isfinite().all(-1)
 
     def _kernels(self, tensor: torch.Tensor) -> Any:
-        """The module of kernels, if they can do it: they compute in float32."""
+        """Return the module of kernels, if they can do it: they compute in float32."""
         if tensor.device.type != "cuda" or tensor.dtype == torch.float64 or not tensor.numel() or not has_triton():
             return None
         if self.name == "fp8" and not device_multiplies_fp8(tensor.device):
@@ -213,5 +214,5 @@ class Blockwise:
 
 
 def codec(name: CodeName) -> Codec:
-    """The codec of a knob's value."""
+    """Return the codec of a knob's value."""
     return Bfloat16() if name == "bfloat16" else Blockwise(name)

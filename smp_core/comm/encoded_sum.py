@@ -21,7 +21,7 @@ from smp_core.comm.meter import CommMeter
 
 
 def wide_copy(parts: torch.Tensor) -> torch.Tensor:
-    """The same numbers in the dtype in which sums are taken."""
+    """Return the same numbers in the dtype in which sums are taken."""
     return parts.to(torch.float64 if parts.dtype == torch.float64 else torch.float32, copy=True)
 
 

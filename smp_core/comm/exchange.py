@@ -36,7 +36,7 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], group: dist.
 def start_exchange(
     sends: Sequence[Message], receives: Sequence[Message], group: dist.ProcessGroup, tag: int = 0
 ) -> list[dist.Work]:
-    """The same without waiting; the tensors must stay alive until everything was waited for."""
+    """Start the same without waiting; the tensors must stay alive until everything was waited for."""
     if "nccl" in str(dist.get_backend(group)):
         # NCCL pairs up sends and receives only inside one batch.
         batch = [dist.P2POp(dist.irecv, tensor, source, group) for tensor, source in receives if tensor.numel()]
@@ -89,7 +89,7 @@ def gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -
 
 
 def start_gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> list[dist.Work]:
-    """The same by messages, without waiting; ``rows_PN`` must stay alive until everything was waited for."""
+    """Start the same by messages, without waiting; ``rows_PN`` must stay alive until everything was waited for."""
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     others = [(i, rank) for i, rank in enumerate(ranks) if i != me]
     sends = [(rows_PN[me], rank) for _, rank in others]
@@ -97,7 +97,7 @@ def start_gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int 
 
 
 def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether stages of collectives over ``group`` are made of messages (gloo) or of the library's collectives."""
+    """Tell whether stages of collectives over ``group`` are made of messages (gloo) or of the library's collectives."""
     return device.type == "cpu" and "gloo" in str(dist.get_backend(group))
 
 

@@ -54,7 +54,7 @@ class CommObject:
 
 
 def average_divisor(op: Any, group_size: int) -> int:
-    """The number a sum over ``group_size`` ranks has to be divided by to honour ``op`` (SUM or AVG).
+    """Return the number a sum over ``group_size`` ranks has to be divided by to honour ``op`` (SUM or AVG).
 
     Raises:
         NotImplementedError: for any other reduction; gradients are only ever summed or averaged.

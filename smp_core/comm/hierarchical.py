@@ -161,7 +161,7 @@ class HierarchicalReduceScatter(_TwoStage):
         return None
 
     def sum_inside(self, input_MKN: torch.Tensor) -> torch.Tensor:
-        """The sums over this node for the slots of this rank's peers between nodes [M, N]."""
+        """Return the sums over this node for the slots of this rank's peers between nodes [M, N]."""
         if not prefers_messages(self.intra_group, input_MKN.device):
             partial_MN = input_MKN.new_empty(self.nodes, input_MKN.shape[2])
             n_bytes = input_MKN.numel() * input_MKN.element_size()

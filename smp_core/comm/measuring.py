@@ -76,7 +76,7 @@ def measure(topology: Topology, device: torch.device, *, sizes: Sequence[int] = 
 def _in_groups(
     groups: Sequence[Sequence[int]], meter: CommMeter, device: torch.device, sizes: Sequence[int], *, stage: bool = True
 ) -> Collectives:
-    """All ``groups`` at the same time. ``stage``: as a stage of a collective in two."""
+    """Time all ``groups`` at once. ``stage``: as a stage of a collective in two."""
     group = _own_group(groups, meter.rank)
     g = dist.get_world_size(group)
     fits = {}
@@ -94,7 +94,7 @@ def _in_groups(
 
 
 def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
-    """The one this rank is in. All are made, on every rank in the same order as torch.distributed wants it."""
+    """Return the one this rank is in. All are made, on every rank in the same order as torch.distributed wants it."""
     made = [dist.new_group(list(ranks), timeout=TIMEOUT) for ranks in groups]
     return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
 
@@ -102,7 +102,7 @@ def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
 def _prepared(
     kind: Kind, n_bytes: int, group: dist.ProcessGroup, meter: CommMeter, device: torch.device, stage: bool
 ) -> tuple[Callable[[], object], int]:
-    """The call, on float32 tensors of its own, and the bytes of the whole tensor."""
+    """Return the call, on float32 tensors of its own, and the bytes of the whole tensor."""
     g, me = dist.get_world_size(group), dist.get_rank(group)
     rows = torch.zeros(g, max(n_bytes // 4 // g, 1), device=device)
     if kind == "all_reduce":

@@ -125,12 +125,12 @@ class CommMeter:
             self._total[f"{kind}/{link}_bytes"] += sum(tally.bytes_.values())
 
     def per_step(self) -> dict[str, float]:
-        """Figures of the last closed step: ``{"all_gather/inter_bytes": ..., "all_gather/inter_seconds": ...,
+        """Return the figures of the last closed step: ``{"all_gather/inter_bytes": ..., "all_gather/inter_seconds": ...,
         "all_gather/calls": ..., "inter_bytes": ..., "intra_bytes": ...}``; bytes sent by this rank, seconds."""
         return self._figures(self._last)
 
     def unfinished(self) -> dict[str, float]:
-        """The same figures of the step that is still open."""
+        """Return the same figures of the step that is still open."""
         return self._figures(self._step)
 
     @contextlib.contextmanager
@@ -143,15 +143,15 @@ class CommMeter:
             self._current = before
 
     def outside(self) -> dict[str, float]:
-        """Figures, as those of :meth:`per_step`, of all that was sent inside :meth:`outside_steps`."""
+        """Return the figures, as those of :meth:`per_step`, of all that was sent inside :meth:`outside_steps`."""
         return self._figures(self._outside)
 
     def totals(self) -> dict[str, float]:
-        """Bytes of all closed steps: ``{"all_gather/inter_bytes": ...}``."""
+        """Return the bytes of all closed steps: ``{"all_gather/inter_bytes": ...}``."""
         return dict(self._total)
 
     def totals_by_link(self) -> dict[LinkClass, float]:
-        """Bytes of all closed steps: ``{"intra": ..., "inter": ...}``."""
+        """Return the bytes of all closed steps: ``{"intra": ..., "inter": ...}``."""
         totals = self._total.items()
         return {link: sum(sent for name, sent in totals if name.endswith(f"/{link}_bytes")) for link in LINK_CLASSES}
 

@@ -27,7 +27,7 @@ KEY = "smp_error_feedback"
 
 
 def remainder_state(traffic: Traffic) -> dict[str, Any]:
-    """``{KEY: ...}`` to be saved with the rest of the state, or nothing. Collective."""
+    """Return ``{KEY: ...}`` to be saved with the rest of the state, or nothing. Collective."""
     remainders = traffic.error_feedback()
     if not remainders:
         return {}

@@ -93,8 +93,8 @@ class ReplicaHop(CommObject):
     # One sum in three verbs, for whoever keeps and updates only its own part in between.
 
     def own_part(self, n: int) -> tuple[int, int]:
-        """Where this rank's part of ``n`` elements starts, and how long a part is: one for each rank of the group. The
-        last parts may reach beyond ``n``."""
+        """Return where this rank's part of ``n`` elements starts, and how long a part is: one for each rank of the
+        group. The last parts may reach beyond ``n``."""
         k, m = self._counts()
         inside = 0 if self._inside is None else dist.get_rank(self._inside)
         size = -(-n // (k * m))
@@ -111,7 +111,7 @@ class ReplicaHop(CommObject):
         return self._background.submit(run)
 
     def gather(self, part: torch.Tensor, n: int) -> torch.Tensor:
-        """Every rank's part, put together: [n]."""
+        """Return every rank's part, put together: [n]."""
         k, m = self._counts()
         rows_KMS = part.new_empty(k, m, part.numel())
         mine_MS = rows_KMS[0 if self._inside is None else dist.get_rank(self._inside)]
@@ -235,7 +235,7 @@ class ReplicaHop(CommObject):
         new_call: bool = False,
         kind: str = "all_reduce",
     ) -> AbstractContextManager[None]:
-        """One row to each other rank of ``group``."""
+        """Count one row to each other rank of ``group``."""
         row_bytes = row.numel() * row.element_size()
         sends = [(rank, row_bytes) for rank in self.ranks_of(group) if rank != self.meter.rank]
         return self.meter.point_to_point(kind, sends, link, new_call=new_call)

@@ -98,7 +98,7 @@ class Traffic:
                 hop.connect()
 
     def all_gather(self, unit: Unit) -> CommObject:
-        """The object that gathers this unit's parameters."""
+        """Return the object that gathers this unit's parameters."""
         # Accelerators have streams; elsewhere FSDP2 waits when it needs the parameters.
         deferred = self.mesh.device.type == "cpu"
         exact: CommObject = FlatAllGather(self._meter, deferred=deferred)
@@ -119,7 +119,7 @@ class Traffic:
         )
 
     def reduce_scatter(self, unit: Unit) -> CommObject:
-        """The object that reduces this unit's gradients inside the partition group."""
+        """Return the object that reduces this unit's gradients inside the partition group."""
         if self._form.reduce_codes and self._gathers_cross:
             made = QuantizedReduceScatter(
                 self._meter,
@@ -149,7 +149,7 @@ class Traffic:
             self._policy.weights_changed()
 
     def fallbacks(self) -> dict[str, int]:
-        """How often something held inf or nan and could not be compressed, on this rank: gathers by unit, and
+        """Return how often something held inf or nan and could not be compressed, on this rank: gathers by unit, and
         ``"reductions"``, ``"replica hop"``. Empty where nothing was. Waits for the device."""
         found = dict(self._policy.fallbacks) if self._policy is not None else {}
         found["reductions"] = sum(int(reduction.fallbacks) for reduction in self._reductions.values())
@@ -161,13 +161,13 @@ class Traffic:
         return self.mesh.device
 
     def layout(self) -> list[int]:
-        """What remainders depend on: the number of ranks, the shard degree, and whether there are two stages."""
+        """Return what remainders depend on: the number of ranks, the shard degree, and whether there are two stages."""
         return [self.mesh.topology.world_size, self.mesh.shard_degree, int(self._stages is not None)]
 
     # What was rounded off and not made up for yet is part of a training's state.
 
     def error_feedback(self) -> dict[str, torch.Tensor]:
-        """This rank's rounded-off remainders, flat, by name: equal names and sizes on all ranks. Collective."""
+        """Return this rank's rounded-off remainders, flat, by name: equal names and sizes on all ranks. Collective."""
         if not self.keeps_remainders:
             return {}
         own = {f"reduce {name}": made.residual for name, made in self._reductions.items() if made.residual is not None}

@@ -200,7 +200,7 @@ def sum_rows(
 
 
 def _split(payloads: torch.Tensor, n: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and codes of payloads [..., B]."""
+    """Return scales and codes of payloads [..., B]."""
     first_code = 4 * triton.cdiv(n, block)
     return payloads[..., :first_code].view(torch.float32), payloads[..., first_code:]
 

@@ -27,7 +27,7 @@ from smp_core.planning.tensor_rules import require_tensor_degree
 def plans_of_all_degrees(
     shapes: Shapes, asked: SmpConfig, cluster: Cluster, precision: Precision = TRAINERS_OWN
 ) -> list[Plan]:
-    """A plan for every allowed shard degree: parts of a node, then whole nodes, that hold whole context groups.
+    """Return a plan for every allowed shard degree: parts of a node, then whole nodes, that hold whole context groups.
 
     Raises:
         ValueError: none is allowed with these knobs.
@@ -82,7 +82,7 @@ def decide_with_smallest_degree(
 
 
 def missed(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-    """A sentence for people if these optimizers, made after the plan, would have led to another degree."""
+    """Return a sentence for people if these optimizers, made after the plan, would have led to another degree."""
     planned = plan.optimizer
     if planned is None or planned.origin != "assumed" or not optimizers:
         return None

@@ -30,14 +30,14 @@ class CheckpointedModule:
 
 
 def checkpoints_itself(model: nn.Module) -> bool:
-    """Whether the model's own checkpointing (``gradient_checkpointing`` of Transformers) is on in any module."""
+    """Tell whether the model's own checkpointing (``gradient_checkpointing`` of Transformers) is on in any module."""
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
 def plan_checkpointing(
     model: nn.Module, blocks: Sequence[str], setting: str | Mapping[str, str]
 ) -> list[CheckpointedModule]:
-    """The modules to be checkpointed, in the model's order.
+    """Return the modules to be checkpointed, in the model's order.
 
     Args:
         blocks: names of the model's wrapped blocks (:attr:`smp_core.planning.units.WrapPlan.blocks`).

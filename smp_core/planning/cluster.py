@@ -68,7 +68,8 @@ def _device_memory(device: torch.device) -> int | None:
 
 
 def available_host_bytes() -> int:
-    """What the machine could give to new allocations now (Linux: MemAvailable; elsewhere all memory there is)."""
+    """Return what the machine could give to new allocations now (Linux: MemAvailable; elsewhere all memory there
+    is)."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:

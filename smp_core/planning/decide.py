@@ -125,7 +125,7 @@ class Plan:
         return [self.replicated, *of_units]
 
     def describe(self) -> list[str]:
-        """Lines for people: the nodes, the layout, the units, what is replicated."""
+        """Return lines for people: the nodes, the layout, the units, what is replicated."""
         layout = self.layout
         total = sum(parameter.elements for parameter in self.shapes.parameters)
         replicas = "1 replica" if layout.replicate == 1 else f"{layout.replicate} replicas"

@@ -35,12 +35,12 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
 
 
 def two_stages(degree: int, topology: Topology) -> bool:
-    """Whether partition groups of ``degree`` ranks span nodes with several of their ranks on each."""
+    """Tell whether partition groups of ``degree`` ranks span nodes with several of their ranks on each."""
     return degree > topology.ranks_per_node > 1
 
 
 def replicas_share_nodes(degree: int, topology: Topology) -> bool:
-    """Whether replication groups span nodes with several of their ranks on each."""
+    """Tell whether replication groups span nodes with several of their ranks on each."""
     return degree < topology.ranks_per_node and topology.num_nodes > 1
 
 

@@ -51,7 +51,7 @@ _OWN = {"forward_prefetch": 0, "backward_prefetch": 1, "reduce_scatter_buffers":
 
 
 def units_in_flight(link: LinkFit, message_bytes: float) -> int:
-    """How many messages of this size cover latency x bandwidth of the link: between 1 and ``MOST_IN_FLIGHT``."""
+    """Return how many messages of this size cover latency x bandwidth of the link: between 1 and ``MOST_IN_FLIGHT``."""
     if message_bytes <= 0:
         return 1
     return min(max(math.ceil(link.latency * link.bandwidth / message_bytes), 1), MOST_IN_FLIGHT)
@@ -89,7 +89,7 @@ def settle_stages(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster
 def _partition_seconds(
     links: Links, degree: int, knobs: SmpConfig, elements: int, gathered: torch.dtype, reduced: torch.dtype
 ) -> list[tuple[float, float]]:
-    """A unit's gathers over the partition group, and its reduction: (in one stage, in two) of each."""
+    """Return a unit's gathers over the partition group, and its reduction: (in one stage, in two) of each."""
     compressed = compression(knobs.compression.gather, gathered, elements)
     gather = gather_seconds(links, degree, elements * gathered.itemsize, compressed)
     compressed = compression(knobs.compression.reduce_codes, reduced, elements)
@@ -99,7 +99,7 @@ def _partition_seconds(
 
 
 def compression(payload: CodeName | None, dtype: torch.dtype, elements: int) -> float:
-    """Bytes that ``elements`` elements take on the wire, as a share of what they take in their dtype."""
+    """Return bytes that ``elements`` elements take on the wire, as a share of what they take in their dtype."""
     return min(codec(payload).size(elements) / (elements * dtype.itemsize), 1.0) if payload and elements else 1.0
 
 
@@ -162,7 +162,7 @@ def _by_links(knob: str, knobs: SmpConfig, shapes: Shapes, layout: Layout, clust
 
 
 def _link_of(knobs: SmpConfig, between: bool, degree: int, cluster: Cluster) -> tuple[Place, Collectives] | None:
-    """The slowest link that a gather over the partition group uses, where it was measured."""
+    """Return the slowest link that a gather over the partition group uses, where it was measured."""
     links = cluster.links
     if links is None:
         return None
@@ -173,7 +173,7 @@ def _link_of(knobs: SmpConfig, between: bool, degree: int, cluster: Cluster) -> 
 
 
 def missing_option(knobs: SmpConfig, knob: str, layout: Layout, cluster: Cluster) -> str | None:
-    """Why FSDP2's option can do nothing here; None: it can."""
+    """Return why FSDP2's option can do nothing here; None: it can."""
     method, degree = FSDP_METHODS[knob], layout.size(*PARTITION)
     in_stages = knobs.collectives.hierarchical and two_stages(degree, cluster.topology)
     if method not in cluster.fsdp_methods:

@@ -69,7 +69,7 @@ class MemoryEstimate:
 
 
 def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> MemoryEstimate:
-    """What a model holds on one device when it is parallelized by this plan.
+    """Return what a model holds on one device when it is parallelized by this plan.
 
     Args:
         optimizer: what it keeps for each trainable parameter.
@@ -116,25 +116,26 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
 
 
 def assumptions(plan: Plan, optimizer: OptimizerStates) -> str:
-    """What an estimate takes for granted, for tables."""
+    """Return what an estimate takes for granted, for tables."""
     where = {None: "on the device", "optimizer": "on the host", "all": "on the host, as parameters and gradients are"}
     return f"{optimizer.describe()}, {where[plan.knobs.state_offload]}; activations come on top"
 
 
 def device_memory(plan: Plan) -> int | None:
-    """Bytes of a device to plan for: `planner.device_memory_gib`, or what the smallest has; None: there is none."""
+    """Return the bytes of a device to plan for: `planner.device_memory_gib`, or what the smallest has; None: there is
+    none."""
     asked = plan.knobs.planner.device_memory_gib
     return plan.cluster.device_memory if asked is None else int(asked * GIB)
 
 
 def budget(plan: Plan) -> int | None:
-    """Bytes of a device that model states may take; None where there is no device memory to plan for."""
+    """Return the bytes of a device that model states may take; None where there is no device memory to plan for."""
     memory = device_memory(plan)
     return None if memory is None else int(memory * (1 - plan.knobs.planner.memory_headroom))
 
 
 def plan_table(plans: Sequence[Plan], optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Table:
-    """The estimate of every plan, the first that fits marked.
+    """Return the estimate of every plan, the first that fits marked.
 
     Args:
         plans: of one model on one cluster, by rising shard degree
@@ -177,7 +178,7 @@ def plan_table(plans: Sequence[Plan], optimizer: OptimizerStates = OPTIMIZERS["a
 
 
 def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, str]:
-    """The first plan whose model states and gathered units fit beside the headroom.
+    """Return the first plan whose model states and gathered units fit beside the headroom.
 
     Args:
         plans: by rising shard degree.
@@ -208,7 +209,7 @@ def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, st
 
 
 def _shard_elements(parameter: ParameterShape, plan: Plan) -> int:
-    """Elements of one rank's shard, padded as FSDP2 pads. Matrices are taken to be split over tensor ranks."""
+    """Return the elements of one rank's shard, padded as FSDP2 pads. Matrices are taken to be split over tensor ranks."""
     rows = parameter.shape[0]
     row_elements = parameter.elements // rows
     if len(parameter.shape) > 1:

@@ -14,7 +14,7 @@ _OF_EACH_RUN = settings_of("checkpoint")
 
 
 def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:
-    """The knobs in effect: the model's, but for the few that every run sets anew.
+    """Return the knobs in effect: the model's, but for the few that every run sets anew.
 
     Args:
         model: what it is called in messages.

@@ -70,7 +70,8 @@ _OPTIONS = {"momentum": " with momentum", "amsgrad": " with amsgrad", "centered"
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> OptimizerStates:
-    """What this optimizer is going to keep. Its states are not looked at: before the first step there are none."""
+    """Return what this optimizer is going to keep. Its states are not looked at: before the first step there are
+    none."""
     groups = optimizer.param_groups
     for kind in type(optimizer).__mro__:
         name = kind.__name__
@@ -83,7 +84,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> OptimizerStates:
 
 
 def planned_states(asked: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> OptimizerStates:
-    """What to plan with.
+    """Return what to plan with.
 
     Args:
         asked: `planner.optimizer`: a name, or "auto": what `optimizers` keep (of several the one that keeps

@@ -13,7 +13,7 @@ _SHOWN = 16
 
 
 def text_picture(topology: Topology, shard_degree: int) -> str:
-    """One line per node, its ranks marked with their partition group; then the groups."""
+    """Return one line per node, its ranks marked with their partition group; then the groups."""
     layout = Layout.of_world(topology.world_size, shard_degree)
     partitions, replications = layout.groups(*PARTITION), layout.groups("replicate")
     width = len(str(topology.world_size - 1))
@@ -35,7 +35,7 @@ def text_picture(topology: Topology, shard_degree: int) -> str:
 
 
 def svg_picture(topology: Topology, shard_degree: int, links: Links | None = None) -> str:
-    """Nodes as boxes, ranks as discs in their partition group's colour, replication groups as lines."""
+    """Return nodes as boxes, ranks as discs in their partition group's colour, replication groups as lines."""
     layout = Layout.of_world(topology.world_size, shard_degree)
     k, step, margin = topology.ranks_per_node, 54, 20
     width, height = margin * 2 + k * step + 120, margin * 2 + topology.num_nodes * 84 + 40

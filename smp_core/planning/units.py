@@ -111,8 +111,8 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
 
 
 def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
-    """The chosen modules, the last of the model first, and each behind all chosen ones inside it, as FSDP2 wants it: a
-    layer that several units share comes before the first of these."""
+    """Return the chosen modules, the last of the model first, and each behind all chosen ones inside it, as FSDP2 wants
+    it: a layer that several units share comes before the first of these."""
     ordered: dict[nn.Module, None] = {}
 
     def add(module: nn.Module) -> None:
@@ -142,8 +142,8 @@ def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator
 
 
 def _callable(module: nn.Module) -> bool:
-    """Whether the module has a forward of its own; FSDP2's hooks sit there. (What torch.compile returns has it as an
-    attribute of the instance.)"""
+    """Tell whether the module has a forward of its own; FSDP2's hooks sit there. (What torch.compile returns has it as
+    an attribute of the instance.)"""
     has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
     return has_forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
@@ -223,7 +223,7 @@ def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:
 
 
 def _by_size(model: nn.Module, chosen: set[nn.Module], threshold: int, within: list[nn.Module]) -> set[nn.Module]:
-    """Modules, innermost first, whose parameters outside smaller units reach the threshold."""
+    """Return the modules, innermost first, whose parameters outside smaller units reach the threshold."""
     added: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> int:
@@ -297,7 +297,7 @@ def _other_dtype_leaves(
 def _second_dtypes(
     owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
 ) -> set[nn.Parameter]:
-    """What is left of two trainable dtypes in one module."""
+    """Return what is left of two trainable dtypes in one module."""
     dtype_of = _main_dtypes(owner, replicated)
     return {
         parameter
@@ -332,8 +332,8 @@ AnyUnit = TypeVar("AnyUnit", bound=_Unit)
 
 
 def units_with(model: nn.Module, units: Iterable[AnyUnit], entry: str) -> list[AnyUnit]:
-    """The units that an entry of ``forward_methods`` means: ``"generate"`` every root that has it, ``"encoder.encode"``
-    the named unit.
+    """Return the units that an entry of ``forward_methods`` means: ``"generate"`` every root that has it,
+    ``"encoder.encode"`` the named unit.
 
     Raises:
         ValueError: none has the method.

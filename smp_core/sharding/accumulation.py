@@ -123,7 +123,8 @@ class AccumulationWindow:
         return self.micro_batches > 0
 
     def held_bytes(self) -> int:
-        """Bytes of partial sums, of whole gradients and of masters' gradients: what no parameter's ``.grad`` shows."""
+        """Return the bytes of partial sums, of whole gradients and of masters' gradients: what no parameter's ``.grad``
+        shows."""
         sums = sum(each.sum_bytes + each.unit.held_bytes() for each in self._units)
         parts = [] if self.world is None else self.world.shards
         return sums + sum(shard.gradient_bytes for shard in parts)
@@ -280,7 +281,7 @@ class AccumulationWindow:
         self.micro_batches = 0
 
     def _hook(self, each: UnitWindow) -> Callable[[torch.Tensor], None]:
-        """What FSDP2 calls with a unit's flat sum over the partition group."""
+        """Return what FSDP2 calls with a unit's flat sum over the partition group."""
 
         @torch.no_grad()
         def hook(reduced: torch.Tensor) -> None:

@@ -33,8 +33,8 @@ class Slot:
         return self.places[0][0]
 
     def full_copy(self, with_values: bool) -> torch.Tensor:
-        """A full-size host copy: the present values if asked for and there are any (a collective for DTensors that
-        every rank of their mesh makes), else NaN or a marker."""
+        """Return a full-size host copy: the present values if asked for and there are any (a collective for DTensors
+        that every rank of their mesh makes), else NaN or a marker."""
         has_values = self.level >= 0 or not self.delayed
         if has_values and (with_values or not _can_be_nan(self.tensor.dtype)):
             source = self.tensor.full_tensor() if isinstance(self.tensor, DTensor) else self.tensor
@@ -81,8 +81,8 @@ class Slot:
 
 
 def holds_values(full: torch.Tensor) -> bool:
-    """Whether something has filled a lent copy. True only if no element of a floating-point tensor is NaN; for other
-    dtypes, if any element differs from the marker."""
+    """Tell whether something has filled a lent copy. True only if no element of a floating-point tensor is NaN; for
+    other dtypes, if any element differs from the marker."""
     if full.numel() == 0:
         return True
     if not _can_be_nan(full.dtype):
@@ -94,7 +94,7 @@ def holds_values(full: torch.Tensor) -> bool:
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or the local part of a DTensor, has no storage."""
+    """Tell whether a tensor, or the local part of a DTensor, has no storage."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).is_meta
 
 
@@ -113,7 +113,7 @@ def _copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _own_slice(full: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This rank's part of a full tensor: axis by axis ceil(rows / ranks) rows, as torch.chunk cuts them."""
+    """Return this rank's part of a full tensor: axis by axis ceil(rows / ranks) rows, as torch.chunk cuts them."""
     for axis, placement in enumerate(like.placements):
         if placement.is_replicate():
             continue

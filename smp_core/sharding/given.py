@@ -20,7 +20,7 @@ from smp_core.sharding.optimizer import WorldSharding
 
 
 def given_sharding(model: nn.Module) -> GivenSharding | None:
-    """How ``model`` is sharded already; None if it is not.
+    """Return how ``model`` is sharded already; None if it is not.
 
     Raises:
         ValueError: sharded in a way that cannot be taken over: not by FSDP2, over several meshes, tensor parallel,

@@ -33,7 +33,8 @@ class NonfiniteGradNormError(RuntimeError):
 def grad_norm(
     parameters: Iterable[torch.Tensor], *, masters_over: dist.ProcessGroup, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """The norm of all gradients, as one process would find it. Collective over the axes that parameters are sharded on.
+    """Return the norm of all gradients, as one process would find it. Collective over the axes that parameters are
+    sharded on.
 
     Args:
         parameters: the same on all ranks, in one order; those whose ``.grad`` is None count nothing.
@@ -69,7 +70,7 @@ def grad_norm(
 
 
 def _sharded_over(parameter: torch.Tensor, masters_over: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
-    """The groups each of whose ranks holds a part of the parameter."""
+    """Return the groups each of whose ranks holds a part of the parameter."""
     if model_parameter(parameter) is not parameter:
         return (masters_over,)
     if not isinstance(parameter, DTensor):
@@ -99,7 +100,8 @@ def _over(group: dist.ProcessGroup, local: torch.Tensor, biggest: bool) -> torch
 
 
 def _largest_of_all(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Maximum over ranks, nan if any is: libraries compare, and a nan loses or wins by its place in the comparison."""
+    """Return the maximum over ranks, nan if any is: libraries compare, and a nan loses or wins by its place in the
+    comparison."""
     is_nan = local.isnan()
     both = torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)

@@ -219,8 +219,8 @@ class HostOptimizer:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer's class keeps beside states and groups. What an instance got since (hooks, the step that a
-    scheduler patched, our own) stays outside."""
+    """Return what an optimizer's class keeps beside states and groups. What an instance got since (hooks, the step that
+    a scheduler patched, our own) stays outside."""
     apart = ("state", "param_groups", "step")
     return {
         key: value
@@ -234,8 +234,8 @@ _REPLACED = ("fused", "foreach", "capturable")
 
 
 def host_kernels(group: Mapping[str, Any], members: Iterable[torch.Tensor], kind: type) -> dict[str, Any]:
-    """The options of a group with which its kernels run on the host: fused where there is such a kernel (for DTensors,
-    torch has Adam's and AdamW's)."""
+    """Return the options of a group with which its kernels run on the host: fused where there is such a kernel (for
+    DTensors, torch has Adam's and AdamW's)."""
     options: dict[str, Any] = {"capturable": False} if "capturable" in group else {}
     if "fused" in group and not group.get("differentiable"):
         sharded = any(isinstance(member, DTensor) for member in members)
@@ -247,13 +247,13 @@ def host_kernels(group: Mapping[str, Any], members: Iterable[torch.Tensor], kind
 
 
 def to_host(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer state with its tensors in host memory."""
+    """Return an optimizer state with its tensors in host memory."""
     return {key: map_tensors(value, lambda tensor: tensor.to("cpu")) for key, value in entry.items()}
 
 
 def derive(kind: Any, methods: type, base: str) -> Any:
-    """A class derived from an optimizer's, with methods of another one, which find the optimizer's class by the name
-    ``base``.
+    """Return a class derived from an optimizer's, with methods of another one, which find the optimizer's class by the
+    name ``base``.
 
     Not by ``super()``: with ``methods`` before ``kind`` in the order of bases, an optimizer whose class has several
     bases of its own could not be made one of the derived class any more.

@@ -69,7 +69,8 @@ class FlatShard:
         self._pending: Pending | None = None
 
     def _own(self, i: int) -> tuple[slice, slice]:
-        """The part of parameter i that is this rank's: in the parameter's local elements, and in this rank's part."""
+        """Return the part of parameter i that is this rank's: in the parameter's local elements, and in this rank's
+        part."""
         offset, n = self._offsets[i], local_of(self.parameters[i]).numel()
         first = min(max(self._start, offset), offset + n)
         last = max(min(self._start + self.size, offset + n), first)
@@ -175,7 +176,7 @@ class FlatShard:
 
     @torch.no_grad()
     def put_together(self, parts: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Tensors like parameters from every rank's parts of them, by place of the parameter. Collective."""
+        """Return tensors like parameters from every rank's parts of them, by place of the parameter. Collective."""
         if not parts:
             return {}
         dtype = next(iter(parts.values())).dtype
@@ -191,7 +192,7 @@ class FlatShard:
         return found
 
     def own_of(self, i: int, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor like parameter i."""
+        """Return this rank's part of a tensor like parameter i."""
         return local_of(value).reshape(-1)[self._own(i)[0]].clone()
 
 
@@ -205,7 +206,7 @@ class WorldSharding:
         }
 
     def stepped(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """What an optimizer steps in the place of parameters: their masters, where they have one."""
+        """Return what an optimizer steps in the place of parameters: their masters, where they have one."""
         found = []
         for parameter in parameters:
             place = self._place.get(id(parameter))
@@ -213,7 +214,7 @@ class WorldSharding:
         return found
 
     def part_of_state(self, parameter: torch.Tensor, entry: Any) -> Any:
-        """This rank's part of what an optimizer state has for a parameter, which has a master."""
+        """Return this rank's part of what an optimizer state has for a parameter, which has a master."""
         place = self._place.get(id(parameter))
         if place is None:
             return entry
@@ -241,7 +242,7 @@ class WorldSharding:
                 shard.update_parameters()
 
     def full_state(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
-        """A numbered state dict with tensors like parameters instead of parts. Collective."""
+        """Return a numbered state dict with tensors like parameters instead of parts. Collective."""
         state = dict(numbered["state"])
         places = self._numbers(optimizer)
         for shard in self.shards:
@@ -273,7 +274,7 @@ class WorldSharding:
 
     @torch.no_grad()
     def own_state(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
-        """The other way round; masters take up what the state has of them."""
+        """Do the reverse of :meth:`full_state`; masters take up what the state has of them."""
         places, state = self._numbers(optimizer), {}
         for number, entry in numbered["state"].items():
             if number not in places:
@@ -288,7 +289,8 @@ class WorldSharding:
         return {**numbered, "state": state}
 
     def weights(self) -> dict[int, torch.Tensor]:
-        """Masters that are the weights, put together like their parameters, by the parameter's id. Collective."""
+        """Return masters that are the weights, put together like their parameters, by the parameter's id.
+        Collective."""
         found = {}
         for shard in self.shards:
             if shard.holds_weights:
@@ -306,7 +308,7 @@ class WorldSharding:
                     shard.masters[i].copy_(shard.own_of(i, weights[id(parameter)]))
 
     def _numbers(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[FlatShard, int]]:
-        """torch's number of a parameter -> its place."""
+        """Return torch's number of a parameter -> its place."""
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return {
             number: self._place[id(model_parameter(parameter))]
@@ -324,7 +326,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like(parameter: torch.Tensor, local: torch.Tensor, on_host: bool = False) -> torch.Tensor:
-    """A copy of a local part as a DTensor sharded like ``parameter``, or as a plain tensor where that is one."""
+    """Return a copy of a local part as a DTensor sharded like ``parameter``, or as a plain tensor where that is one."""
     # Not from_local, which would bring the local part to the mesh's device.
     made = torch.empty_like(parameter, dtype=local.dtype, device="cpu" if on_host else None, requires_grad=False)
     local_of(made).copy_(local)

@@ -132,7 +132,7 @@ def _on_all_ranks(find_problem: Callable[[], str | None], refusal: str) -> None:
 
 
 def _difference(optimizer: torch.optim.Optimizer) -> str | None:
-    """What an optimizer does to a tensor and not to its parts; None: nothing was found."""
+    """Return what an optimizer does to a tensor and not to its parts; None: nothing was found."""
     values = torch.linspace(-1.0, 1.0, 96, dtype=torch.float64).view(_WHOLE)
     for group in optimizer.param_groups:
         for scale in _GRADIENT_SCALES:
@@ -164,7 +164,7 @@ def _gradients(values: torch.Tensor) -> list[torch.Tensor]:
 def _stepped(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], values: torch.Tensor, gradients: list[torch.Tensor]
 ) -> Any:
-    """What becomes of a tensor, alone in an optimizer; None: that keeps states of another shape."""
+    """Return what becomes of a tensor, alone in an optimizer; None: that keeps states of another shape."""
     parameter = nn.Parameter(values.clone())
     tried = _made_like(optimizer, [(group, [parameter])])
     for gradient in gradients:
@@ -179,8 +179,8 @@ def _stepped(
 
 
 def _failure_on_shards(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> str | None:
-    """What goes wrong when likenesses of the optimizer's parameters are stepped; None: nothing, or an optimizer like
-    this one cannot be made."""
+    """Return what goes wrong when likenesses of the optimizer's parameters are stepped; None: nothing, or an optimizer
+    like this one cannot be made."""
     with _fake_mesh(mesh) as fake, _without_traces(torch.device(mesh.device_type)):
         groups = []
         for group in optimizer.param_groups:
@@ -217,8 +217,8 @@ def _likeness_key(parameter: torch.Tensor, degree: int) -> Any:
 
 
 def _small_shape(shape: torch.Size, degree: int) -> tuple[int, ...]:
-    """Rows as many as there are ranks twice over, fewer than ranks, or uneven, as the parameter has them; and columns
-    more or fewer than rows."""
+    """Return rows as many as there are ranks twice over, fewer than ranks, or uneven, as the parameter has them; and
+    columns more or fewer than rows."""
     if not shape:
         return ()
     rows = min(shape[0], 2 * degree + (shape[0] % degree != 0))
@@ -256,7 +256,7 @@ def _fake_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
 
 
 def _made_like(optimizer: torch.optim.Optimizer, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> Any:
-    """An optimizer of the same class with the same options over other parameters, ready to step."""
+    """Return an optimizer of the same class with the same options over other parameters, ready to step."""
     kind: Any = type(optimizer)
     taken = inspect.signature(kind).parameters
     options = {key: value for key, value in optimizer.defaults.items() if key in taken}
@@ -267,7 +267,7 @@ def _made_like(optimizer: torch.optim.Optimizer, groups: list[tuple[dict[str, An
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options as they were before schedulers, which may have begun with a rate of 0."""
+    """Return a group's options as they were before schedulers, which may have begun with a rate of 0."""
     options = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
     rate = options.pop("initial_lr", options.get("lr"))
     if "lr" in options:

@@ -21,7 +21,7 @@ def refuse_to_pickle_shards() -> None:
 
 
 def is_a_part(tensor: object) -> bool:
-    """Whether it is a tensor of which this process holds a part."""
+    """Tell whether it is a tensor of which this process holds a part."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
         return False
     return not all(placement.is_replicate() for placement in tensor.placements)

@@ -268,7 +268,7 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Gradients are complete before weights are stepped: now, or when the closure has run its backward passes."""
+    """Complete the gradients before weights are stepped: now, or when the closure has run its backward passes."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         optimizer._smp_homes.close_windows()

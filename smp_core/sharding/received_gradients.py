@@ -14,7 +14,7 @@ from smp_core.sharding.unit_window import UnitWindow
 
 
 def received_all(units: Sequence[UnitWindow], replicated: ReplicatedGradients) -> bool:
-    """Whether this rank has a gradient of every trainable parameter, and so need not read what the others tell."""
+    """Tell whether this rank has a gradient of every trainable parameter, and so need not read what the others tell."""
     of_units = all(each.received_all() for each in units)
     return of_units and all(name in replicated.reached for name in replicated.taking_part())
 
@@ -25,7 +25,7 @@ def tell_what_was_received(
     mesh: SmpMesh,
     veto: Callable[[], torch.Tensor] | None,
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """One small MAX all-reduce over all ranks whose gradients are added up.
+    """Start one small MAX all-reduce over all ranks whose gradients are added up.
 
     Returns:
         (flags int32, what to wait for before they are read): per parameter whether it received a gradient, units first,

@@ -52,7 +52,7 @@ class ReplacedParameters:
         return parameter in self._now
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What stands in the place of a parameter now; one that was not replaced is itself."""
+        """Return what stands in the place of a parameter now; one that was not replaced is itself."""
         found: torch.Tensor = self._now.get(parameter, parameter)
         return found
 

@@ -158,7 +158,7 @@ class ReplicatedGradients:
         self.reached.clear()
 
     def taking_part(self) -> Iterable[str]:
-        """Parameters that are trainable, or were in an earlier micro-batch of the window."""
+        """Return the parameters that are trainable, or were in an earlier micro-batch of the window."""
         return (name for name in self.parameters if self._takes_part(name))
 
     def _takes_part(self, name: str) -> bool:
@@ -185,7 +185,7 @@ class ReplicatedGradients:
 
 
 def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient in the parameter's dtype and strides: fused optimizers walk both in the order of memory."""
+    """Return the gradient in the parameter's dtype and strides: fused optimizers walk both in the order of memory."""
     if gradient.stride() == parameter.stride():
         return gradient.to(parameter.dtype)
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)

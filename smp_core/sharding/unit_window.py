@@ -111,10 +111,10 @@ class UnitWindow:
         self.unit.hold_gradients(on_hold is not None)
 
     def pass_is_over(self) -> bool:
-        """Whether the present pass has nothing more for this unit, when FSDP2 has just reduced it: no use is left that
-        FSDP2 will reduce it for (on all ranks of the partition group), and every trainable parameter has its gradient,
-        which autograd hands over once in a pass, when it has added up all uses. (Uses may be left over of a graph that
-        goes through backward twice.)"""
+        """Tell whether the present pass has nothing more for this unit, when FSDP2 has just reduced it: no use is left
+        that FSDP2 will reduce it for (on all ranks of the partition group), and every trainable parameter has its
+        gradient, which autograd hands over once in a pass, when it has added up all uses. (Uses may be left over of a
+        graph that goes through backward twice.)"""
         return self._uses_left == 0 and self._trainable_in_pass <= self._received_in_pass
 
     def end_of_pass(self) -> None:
@@ -122,7 +122,7 @@ class UnitWindow:
         self._was_trainable |= self.unit.trainable()
 
     def window_slots(self) -> list[Slot]:
-        """The layout of what all ranks reduce: every parameter that is trainable, or was in an earlier pass,
+        """Return the layout of what all ranks reduce: every parameter that is trainable, or was in an earlier pass,
         also if this rank did not use the unit at all."""
         return self.unit.layout(self.unit.trainable() | self._was_trainable)
 
@@ -170,7 +170,7 @@ class UnitWindow:
                 self.flat[slot.offset : slot.offset + slot.padded] = 0
 
     def received_all(self) -> bool:
-        """Whether this rank has a gradient of every parameter in the sum, if there is one."""
+        """Tell whether this rank has a gradient of every parameter in the sum, if there is one."""
         return all(slot.index in self.received for slot in self.slots)
 
     # In flight

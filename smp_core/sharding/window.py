@@ -28,7 +28,7 @@ class Window(Protocol):
         """Whether gradients are held that no ``.grad`` shows yet."""
 
     def held_bytes(self) -> int:
-        """Bytes of gradients that no parameter's ``.grad`` shows."""
+        """Return the bytes of gradients that no parameter's ``.grad`` shows."""
 
     def accumulate(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Backward passes inside are not the window's last."""

@@ -69,7 +69,7 @@ class SplitModel:
     whole_elements: int
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         counts: dict[str, int] = {}
         for split in self.splits:
             counts[split.role] = counts.get(split.role, 0) + 1
@@ -202,7 +202,7 @@ class _Splitting:
         layer.forward = ColumnForward(layer, layer.forward, self.axis, enter, gathers, rows, dim, shared)
 
     def _query_outputs(self, above: str) -> int:
-        """Outputs of the largest column layer of a module: its queries."""
+        """Return outputs of the largest column layer of a module: its queries."""
         siblings = [split for split in self.splits if split.is_column and split.name.rpartition(".")[0] == above]
         return max(map(_outputs, siblings))
 
@@ -281,7 +281,8 @@ class _Splitting:
                     setattr(other, key, split)
 
     def _attention_modules(self) -> dict[str, bool]:
-        """Modules with heads and column layers -> whether what is between these sees the rank's own heads only."""
+        """Return modules with heads and column layers -> whether what is between these sees the rank's own heads
+        only."""
         found: dict[str, bool] = {}
         for split in self.splits:
             above, parent = self._parent(split.name)

@@ -213,8 +213,8 @@ def _with_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
 
 
 def _without_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-    """Tokens are only padded where no gradients are wanted; what has two dimensions holds several sequences, for layers
-    that look at one token at a time."""
+    """Leave padding out: tokens are only padded where no gradients are wanted; what has two dimensions holds several
+    sequences, for layers that look at one token at a time."""
     if torch.is_grad_enabled() or tensor.ndim < 3:
         return tensor
     return tensor[..., : axis.length, :].contiguous()

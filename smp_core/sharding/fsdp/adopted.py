@@ -28,15 +28,15 @@ class GivenPolicy:
 
 
 def given_policy(model: nn.Module) -> GivenPolicy:
-    """The policy of the first unit that has parameters."""
+    """Return the policy of the first unit that has parameters."""
     group = next(_groups(model))
     offloads = type(group.offload_policy) is not OffloadPolicy
     return GivenPolicy(group.mp_policy.param_dtype, group.mp_policy.reduce_dtype, offloads)
 
 
 def given_units(model: nn.Module) -> WrapPlan:
-    """The units of a model that somebody else gave to ``fully_shard``. Modules that were sharded together are one unit,
-    named after the last of them."""
+    """Return the units of a model that somebody else gave to ``fully_shard``. Modules that were sharded together are
+    one unit, named after the last of them."""
     _see_parameters_of_now(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     inner = {m for outer in model.modules() if isinstance(outer, FSDPModule) for m in outer.modules() if m is not outer}
@@ -85,7 +85,7 @@ def _see_parameters_of_now(model: nn.Module) -> None:
 
 
 def partial_sum_bytes(model: nn.Module) -> int:
-    """Bytes of gradients that torch's own two-hop holds and has not reduced across replicas yet."""
+    """Return the bytes of gradients that torch's own two-hop holds and has not reduced across replicas yet."""
     held = (group._partial_reduce_output for group in _groups(model))
     return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 

@@ -90,7 +90,7 @@ class Calls:
             meet_between_runs(".".join(filter(None, parts)) + "(...)", self._ranks)
 
     def _is_outermost(self, module: nn.Module) -> bool:
-        """Whether no other call goes on, nor a backward pass, whose recomputed forwards find what is gathered."""
+        """Tell whether no other call goes on, nor a backward pass, whose recomputed forwards find what is gathered."""
         state = state_of(module)
         within = self._depth > 0 or state._state_ctx.iter_forward_root not in (None, state)
         return not within and backward_pass() == -1

@@ -77,10 +77,11 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def state_of(module: nn.Module | FSDPModule) -> Any:
-    """FSDP2's state of a module that ``fully_shard`` was called on."""
+    """Return FSDP2's state of a module that ``fully_shard`` was called on."""
     return module._get_fsdp_state()  # type: ignore[operator]
 
 
 def group_of(module: nn.Module | FSDPModule) -> Any:
-    """What is gathered and reduced together with a module that ``fully_shard`` was called on; None: no parameters."""
+    """Return what is gathered and reduced together with a module that ``fully_shard`` was called on; None: no
+    parameters."""
     return state_of(module)._fsdp_param_group

@@ -19,7 +19,7 @@ FAILED_PASS = (
 
 
 def backward_pass() -> int:
-    """A number for the backward pass that is running, to tell it from the one before."""
+    """Return a number for the backward pass that is running, to tell it from the one before."""
     return torch._C._current_graph_task_id()
 
 

@@ -95,24 +95,25 @@ class ShardedUnit:
         return [] if group is None else group.fsdp_params
 
     def parameters(self) -> list[nn.Parameter]:
-        """The sharded parameters (DTensors), trainable or not, in FSDP2's order."""
+        """Return the sharded parameters (DTensors), trainable or not, in FSDP2's order."""
         return [fsdp_parameter.sharded_param for fsdp_parameter in self.fsdp_parameters]
 
     def shard_layout(self) -> list[tuple[str, int]]:
-        """Full name and elements, padding included, of each parameter in the shard that a gather sends, in order."""
+        """Return full name and elements, padding included, of each parameter in the shard that a gather sends, in
+        order."""
         sizes = (parameter.padded_sharded_param_size.numel() for parameter in self.fsdp_parameters)
         return list(zip(self.names, sizes, strict=True))
 
     def local_shards(self) -> list[torch.Tensor]:
-        """This rank's part of each parameter, trainable or not."""
+        """Return this rank's part of each parameter, trainable or not."""
         return [parameter.to_local().detach() for parameter in self.parameters()]  # type: ignore[attr-defined]
 
     def trainable(self) -> set[int]:
-        """The parameters that want gradients, by index."""
+        """Return the parameters that want gradients, by index."""
         return {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
 
     def layout(self, indices: Container[int]) -> list[Slot]:
-        """The layout of a flat reduced gradient of these parameters."""
+        """Return the layout of a flat reduced gradient of these parameters."""
         slots, offset = [], 0
         for index, parameter in enumerate(self.fsdp_parameters):
             if index in indices:
@@ -122,13 +123,13 @@ class ShardedUnit:
         return slots
 
     def zeros(self, slots: Sequence[Slot], n_elements: int) -> torch.Tensor:
-        """A flat reduced gradient of nothing, as if of the parameters of ``slots``."""
+        """Return a flat reduced gradient of nothing, as if of the parameters of ``slots``."""
         parameter = self.parameters()[slots[0].index if slots else 0]
         assert isinstance(parameter, DTensor)
         return torch.zeros(n_elements, dtype=self._sum_dtype(parameter), device=parameter.device_mesh.device_type)
 
     def _sum_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """What FSDP2 reduces the parameter's gradient in."""
+        """Return what FSDP2 reduces the parameter's gradient in."""
         policy = group_of(self.module).mp_policy
         return policy.reduce_dtype or policy.param_dtype or parameter.dtype  # type: ignore[no-any-return]
 
@@ -148,7 +149,7 @@ class ShardedUnit:
         self.hold_gradients(before)
 
     def indices(self, ids: Container[int]) -> set[int]:
-        """The parameters with these ids; those of gathered copies, which are shown inside a call, count too."""
+        """Return the parameters with these ids; those of gathered copies, which are shown inside a call, count too."""
         return {
             index
             for index, parameter in enumerate(self.fsdp_parameters)
@@ -166,7 +167,7 @@ class ShardedUnit:
                 parameter.unsharded_accumulated_grad.zero_()
 
     def held_bytes(self) -> int:
-        """Bytes of whole gradients that wait for their reduction."""
+        """Return the bytes of whole gradients that wait for their reduction."""
         held = (parameter.unsharded_accumulated_grad for parameter in self.fsdp_parameters)
         return sum(gradient.numel() * gradient.element_size() for gradient in held if gradient is not None)
 
@@ -200,7 +201,8 @@ class ShardedUnit:
         group_of(self.module)._init_mp_dtypes()
 
     def local_gradient(self, slot: Slot, flat: torch.Tensor) -> DTensor:
-        """The parameter's gradient as a DTensor like the parameter, viewed from ``flat`` (cast if dtypes differ)."""
+        """Return the parameter's gradient as a DTensor like the parameter, viewed from ``flat`` (cast if dtypes
+        differ)."""
         parameter = self.fsdp_parameters[slot.index]
         shard = parameter.sharded_param.to_local()
         own = flat[slot.offset : slot.offset + shard.numel()].to(shard.dtype)
@@ -208,16 +210,16 @@ class ShardedUnit:
         return gradient
 
     def is_gathered(self) -> bool:
-        """Whether the unit's parameters are whole at the moment, or it has none."""
+        """Tell whether the unit's parameters are whole at the moment, or it has none."""
         group = group_of(self.module)
         return group is None or group.is_unsharded
 
     def gathered_bytes(self) -> int:
-        """Bytes of the unit's whole parameters that are there now."""
+        """Return the bytes of the unit's whole parameters that are there now."""
         return sum(storage.nbytes() for storage in self._gathered_storages())
 
     def gathered_addresses(self) -> set[int]:
-        """Where they are."""
+        """Return where the unsharded parameters are in memory."""
         return {storage.data_ptr() for storage in self._gathered_storages()}
 
     def _gathered_storages(self) -> list[torch.UntypedStorage]:
