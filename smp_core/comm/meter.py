@@ -125,8 +125,9 @@ class CommMeter:
             self._total[f"{kind}/{link}_bytes"] += sum(tally.bytes_.values())
 
     def per_step(self) -> dict[str, float]:
-        """Return the figures of the last closed step: ``{"all_gather/inter_bytes": ..., "all_gather/inter_seconds": ...,
-        "all_gather/calls": ..., "inter_bytes": ..., "intra_bytes": ...}``; bytes sent by this rank, seconds."""
+        """Return the figures of the last closed step: ``{"all_gather/inter_bytes": ...,
+        "all_gather/inter_seconds": ..., "all_gather/calls": ..., "inter_bytes": ..., "intra_bytes": ...}``; bytes sent
+        by this rank, seconds."""
         return self._figures(self._last)
 
     def unfinished(self) -> dict[str, float]:

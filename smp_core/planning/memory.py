@@ -209,7 +209,8 @@ def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, st
 
 
 def _shard_elements(parameter: ParameterShape, plan: Plan) -> int:
-    """Return the elements of one rank's shard, padded as FSDP2 pads. Matrices are taken to be split over tensor ranks."""
+    """Return the elements of one rank's shard, padded as FSDP2 pads. Matrices are taken to be split over tensor
+    ranks."""
     rows = parameter.shape[0]
     row_elements = parameter.elements // rows
     if len(parameter.shape) > 1:
