@@ -25,8 +25,8 @@ from tests.accelerate.running import (
     train_alone,
     train_together,
 )
+from tests.core.equivalence import assert_close
 from tests.core.models import loss_of
-from tests.core.test_equivalence import assert_close
 from tests.harness import run_ranks
 
 CASES = list(itertools.product((1, 2, 4), (1, 3)))

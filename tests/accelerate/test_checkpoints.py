@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from smp_core.checkpoint import CheckpointError, read_manifest
 from smp_core.checkpoint.reader import read_index
 from tests.accelerate.running import SAMPLES, STEPS, full_weights, make_loader, prepared, train, train_alone
+from tests.core.equivalence import assert_close
 from tests.core.models import Trajectory, TroubledModel, loss_of
-from tests.core.test_equivalence import assert_close
 from tests.harness import run_ranks
 
 MICRO = 2

@@ -15,11 +15,11 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 from accelerate_smp.callbacks import SmpMonitorCallback
 from accelerate_smp.trainer import SmpTrainer
+from tests.accelerate.context_rows import BATCH, LENGTH, STEPS, VOCABULARY, make_rows
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import Recorder, Run, whole_weights
 from tests.harness import run_ranks
 
-VOCABULARY, LENGTH, STEPS, BATCH = 41, 21, 20, 4
 # A multiple of 2 x 2 and of 2 x 4 ranks.
 PADDED_LENGTH = 24
 # The FLOPs that the monitor is given for a sample.
@@ -40,20 +40,6 @@ def make_model() -> LlamaForCausalLM:
             use_cache=False,
         )
     )
-
-
-def make_rows(samples: int, seed: int, packed: bool = True) -> list[dict[str, torch.Tensor]]:
-    """Rows with other numbers of targets; every third one is two documents."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for number in range(samples):
-        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
-        labels, position_ids = tokens.clone(), torch.arange(LENGTH)
-        labels[: number % 6] = -100
-        if packed and number % 3 == 1:
-            labels[4 + number % 5], position_ids[4 + number % 5 :] = -100, torch.arange(LENGTH - 4 - number % 5)
-        rows.append({"input_ids": tokens, "labels": labels, "position_ids": position_ids})
-    return rows
 
 
 def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None = None, **flags: Any) -> Run:

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from accelerate_smp.trainer import SmpTrainer
 from smp_core.fp8 import Fp8Recipe, convert_to_fp8
+from tests.accelerate.context_rows import BATCH, LENGTH, VOCABULARY, make_rows
 from tests.accelerate.running import fresh_accelerator, full_weights
-from tests.accelerate.test_context import BATCH, LENGTH, VOCABULARY, make_rows
 from tests.accelerate.trainers import Recorder, Run, whole_weights
 from tests.harness import run_ranks
 

@@ -13,7 +13,7 @@ from smp_core.memory_log import read_log
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import make_trainer
 from tests.core.activations.models import DroppingGpt, tokens, whole
-from tests.core.activations.test_offloading import OFFLOADED
+from tests.core.activations.offloads import OFFLOADED
 from tests.harness import run_ranks
 
 SAVERS: dict[str, dict[str, Any]] = {

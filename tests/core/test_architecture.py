@@ -391,3 +391,10 @@ def test_files_and_functions_are_read_in_one_sitting(module: str) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             assert lines <= MOST_LINES_OF_A_FUNCTION, f"{node.name} has {lines} lines: name its phases"
+
+
+def test_tests_share_helpers_and_not_one_another() -> None:
+    """What several tests need stands in a module of its own: who runs one file runs no other one's fixtures."""
+    shared = re.compile(r"^\s*from tests(\.\w+)*\.test_\w+ import", re.MULTILINE)
+    files = [path for path in (ROOT / "tests").rglob("*.py") if shared.search(path.read_text())]
+    assert files == []

@@ -16,9 +16,8 @@ from smp_core.engine import parallelize
 from smp_core.fp8 import Fp8Recipe, convert_to_fp8
 from smp_core.fp8.backends import convert_with
 from tests.core import transformer_engine_stand_in as stand_in
+from tests.core.fp8_runs import LENGTH, VOCABULARY, WIDTH, Run, batches, build, decibels, runs_of, train, whole
 from tests.core.gpt import SmallGpt
-from tests.core.test_fp8_numbers import decibels
-from tests.core.test_fp8_training import LENGTH, VOCABULARY, WIDTH, Run, batches, build, runs_of, train, whole
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")

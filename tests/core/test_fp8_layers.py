@@ -13,7 +13,7 @@ from torch import nn
 
 from smp_core.fp8 import Float8Linear, Fp8Recipe, convert_to_fp8
 from smp_core.fp8.scaling import GRADIENT, INPUT
-from tests.core.test_fp8_numbers import decibels
+from tests.core.fp8_runs import decibels
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,14 +13,9 @@ from smp_core.fp8.casting import Quantized, amax_of, cast_eager, quantize, trans
 from smp_core.fp8.monitoring import Fp8Probe
 from smp_core.fp8.products import forward_product, input_gradient, scaled_mm, weight_gradient
 from smp_core.fp8.scaling import E4M3, E5M2, GRADIENT, INPUT, LARGEST, WEIGHT, Fp8State, scale_for
+from tests.core.fp8_runs import decibels
 
 ROWS, INPUTS, OUTPUTS = 32, 48, 16
-
-
-def decibels(expected: torch.Tensor, seen: torch.Tensor) -> float:
-    """Signal to quantisation noise."""
-    noise = (expected.double() - seen.double()).pow(2).sum()
-    return 10 * math.log10((expected.double().pow(2).sum() / noise).item())
 
 
 def ulps(expected: torch.Tensor, seen: torch.Tensor) -> float:

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from smp_core.sharding.grad_scaler import ShardedGradScaler
+from tests.core.equivalence import build, full_weights
 from tests.core.models import global_batches, loss_of
-from tests.core.test_equivalence import build, full_weights
 from tests.harness import run_ranks
 
 

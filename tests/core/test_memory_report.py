@@ -11,7 +11,7 @@ import torch
 from smp_core.memory_log import KINDS
 from smp_core.memory_report import MemoryReport
 from tests.core.activations.models import WIDTH, build, tokens
-from tests.core.activations.test_offloading import LENGTH, OFFLOADED, SAMPLES, LiveStorages
+from tests.core.activations.offloads import LENGTH, OFFLOADED, SAMPLES, LiveStorages
 from tests.harness import run_ranks
 
 LAYERS = 12

@@ -22,7 +22,9 @@ from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_opt
 from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.optimizer_trial import require_elementwise
 from smp_core.stepped import model_parameter
+from tests.core.equivalence import HELD, SAMPLES, STEPS, assert_close, full_weights
 from tests.core.gpt import SmallGpt
+from tests.core.metered import per_node, train_one_step, unit_bytes
 from tests.core.models import Trajectory, TroubledModel, global_batches, loss_of, train_alone
 from tests.core.scenarios import (
     SCENARIOS,
@@ -34,8 +36,6 @@ from tests.core.scenarios import (
     parallel_model,
     run_window,
 )
-from tests.core.test_equivalence import HELD, SAMPLES, STEPS, assert_close, full_weights
-from tests.core.test_meter import per_node, train_one_step, unit_bytes
 from tests.harness import run_ranks
 
 CASES = [

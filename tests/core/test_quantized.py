@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
+from tests.core.equivalence import SAMPLES, STEPS, assert_close, train_together
 from tests.core.gpt import SmallGpt
+from tests.core.metered import LAYERS, per_node, train_one_step, unit_bytes
 from tests.core.models import Trajectory, global_batches, train_alone
 from tests.core.scenarios import parallel_model
-from tests.core.test_equivalence import SAMPLES, STEPS, assert_close, train_together
-from tests.core.test_meter import LAYERS, per_node, train_one_step, unit_bytes
 from tests.harness import run_ranks
 
 STEPS_ALONE = {"steps": STEPS, "samples": SAMPLES}

@@ -22,7 +22,7 @@ from smp_core.sharding import host_optimizer
 from smp_core.sharding.host_optimizer import step_on_host
 from smp_core.sharding.optimizer import MASTER
 from tests.core.activations.models import DroppingGpt, assert_equal_bits, build, tokens, whole
-from tests.core.test_equivalence import train_together
+from tests.core.equivalence import train_together
 from tests.harness import run_ranks
 
 OPTIMIZERS: dict[str, Any] = {

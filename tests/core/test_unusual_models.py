@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from tests.core.equivalence import full_weights
 from tests.core.scenarios import Gradients, differences, parallel_model
-from tests.core.test_equivalence import full_weights
 from tests.harness import RanksFailed, run_ranks
 
 WIDTH = 8

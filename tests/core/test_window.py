@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.comm.exchange import GATHER, REDUCE
+from tests.core.equivalence import BOTH, HELD, KEPT, full_weights
 from tests.core.gpt import SmallGpt
 from tests.core.recording import Call, CallRecorder
 from tests.core.scenarios import (
@@ -36,7 +37,6 @@ from tests.core.scenarios import (
     samples,
     together,
 )
-from tests.core.test_equivalence import BOTH, HELD, KEPT, full_weights
 from tests.harness import run_ranks
 
 PLAIN = SCENARIOS["everything is used"]

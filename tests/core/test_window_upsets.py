@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.parallel_model import ParallelModel
+from tests.core.equivalence import BOTH, HELD, KEPT, full_weights
 from tests.core.scenarios import (
     SCENARIOS,
     Gradients,
@@ -29,7 +30,6 @@ from tests.core.scenarios import (
     parallel_model,
     run_window,
 )
-from tests.core.test_equivalence import BOTH, HELD, KEPT, full_weights
 from tests.harness import run_ranks
 
 PLAIN = SCENARIOS["everything is used"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.tensor import DTensor
 
 from lightning_smp import SmpShardedStrategy
@@ -123,3 +123,16 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if Path(path).is_file():
         return torch.load(path, weights_only=False)
     return read_rest(path, tensors=["*"])
+
+
+class SaveAt(Callback):
+    """Calls trainer.save_checkpoint when a batch has ended."""
+
+    def __init__(self, path: str, epoch: int, batch: int) -> None:
+        self.path, self.place = path, (epoch, batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (trainer.current_epoch, batch_idx) == self.place:
+            trainer.save_checkpoint(self.path)

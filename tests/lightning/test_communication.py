@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lightning.resuming import EXACT, after, assert_goes_on, fit_from
 from tests.lightning.running import Run, assert_same, together, worst
-from tests.lightning.test_resume import EXACT, after, assert_goes_on, fit_from
 
 EXACT_SCHEMES: list[dict[str, Any]] = [
     {"shard_degree": 1},

@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_smp import Fp8Precision, Fp8Recipe
 from tests.core.gpt import SmallGpt
 from tests.harness import run_ranks
+from tests.lightning.context_modules import LENGTH, VOCABULARY, HfModule
 from tests.lightning.modules import LanguageModule
 from tests.lightning.running import Run, make_trainer, report, together
-from tests.lightning.test_context import LENGTH, VOCABULARY, HfModule
 
 RECIPE = Fp8Recipe(amax_history_len=4)
 WHOLE = {"shard_degree": 2}

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from smp_core.cli import app
 from tests.lightning.modules import LateModule, ScheduledModule
+from tests.lightning.resuming import assert_goes_on, fit_from
 from tests.lightning.running import Run, assert_same, make_trainer, report, together, worst
-from tests.lightning.test_resume import assert_goes_on, fit_from
 
 WHOLE = {"checkpoint": "full"}
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lightning.adversaries import Adversaries
 from tests.lightning.modules import LanguageModule
 from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
-from tests.lightning.test_manual_optimization import Adversaries
 
 EXACT: dict[str, Any] = {"precision": "64-true"}
 WORLD: dict[str, Any] = {"shard_degree": 2, "optimizer_shard": "world"}

@@ -17,8 +17,7 @@ from smp_core.checkpoint import CheckpointError, read_per_rank, read_rest
 from tests.core.models import VOCABULARY
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, token_rows
-from tests.lightning.running import Run, assert_same, make_trainer, report, together
-from tests.lightning.test_window_saves import SaveAt
+from tests.lightning.running import Run, SaveAt, assert_same, make_trainer, report, together
 
 BATCHES = 6
 EXACT: dict[str, Any] = {"precision": "64-true", "max_epochs": 3}

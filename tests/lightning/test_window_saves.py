@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.lightning.modules import GLOBAL_BATCH, LanguageModule, ScheduledModule, token_rows
-from tests.lightning.running import Run, assert_same, make_trainer, read_checkpoint, report, together
+from tests.lightning.running import Run, SaveAt, assert_same, make_trainer, read_checkpoint, report, together
 
 # Windows of 3: batches 0-2, 3-5 and, because the epoch ends there, 6-7.
 BATCHES, WINDOW = 8, 3
@@ -73,19 +73,6 @@ class ByHand(Resumable):
         if last:
             optimizer.step()
             optimizer.zero_grad()
-
-
-class SaveAt(Callback):
-    """Calls trainer.save_checkpoint when a batch has ended."""
-
-    def __init__(self, path: str, epoch: int, batch: int) -> None:
-        self.path, self.place = path, (epoch, batch)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if (trainer.current_epoch, batch_idx) == self.place:
-            trainer.save_checkpoint(self.path)
 
 
 def flags_of(kind: type[LanguageModule]) -> dict[str, Any]:

@@ -7,13 +7,11 @@ Bytes are counted twice: by the offloader, and, independently, by the storages t
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_core.activations.checkpointing import apply_checkpointing
 from smp_core.activations.host_pool import HostMemoryError, HostPool
@@ -21,33 +19,10 @@ from smp_core.activations.offloading import Offloader, park_inputs
 from smp_core.config import SmpConfig
 from smp_core.planning.checkpointed import plan_checkpointing
 from tests.core.activations.models import WIDTH, DroppingGpt, assert_equal_bits, build, observe, tokens
+from tests.core.activations.offloads import LENGTH, OFFLOADED, SAMPLES, LiveStorages
 from tests.harness import run_ranks
 
-OFFLOADED = {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}
-SAMPLES, LENGTH = 4, 12
 INPUT_BYTES = SAMPLES * LENGTH * WIDTH * 4
-
-
-class LiveStorages(TorchDispatchMode):
-    """Storages made by operators while it is on, and which of them are alive."""
-
-    def __init__(self, ignored: Any = ()) -> None:
-        super().__init__()
-        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
-        self._made: dict[int, tuple[Any, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self._ignored:
-                    self._made[id(storage)] = (weakref.ref(storage), storage.nbytes())
-        return result
-
-    def alive(self) -> int:
-        gc.collect()
-        return sum(size for reference, size in self._made.values() if reference() is not None)
 
 
 def parked(

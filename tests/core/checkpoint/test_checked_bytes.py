@@ -24,9 +24,8 @@ from smp_core.checkpoint import (
     read_tensors,
     save_checkpoint,
 )
+from tests.core.checkpoint.damage import edited, rewrite_manifest
 from tests.core.checkpoint.states import differences, gathered, sharded_state, values
-from tests.core.checkpoint.test_damage import rewrite_manifest
-from tests.core.checkpoint.test_hostile import edited
 from tests.harness import run_ranks
 
 TENSORS = "tensors-00000-of-00001.safetensors"

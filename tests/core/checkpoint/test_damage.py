@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import smp_core.checkpoint.layout as layout
 from smp_core.checkpoint import (
     CheckpointError,
     is_checkpoint,
@@ -23,6 +22,7 @@ from smp_core.checkpoint import (
     save_step,
     verify_checkpoint,
 )
+from tests.core.checkpoint.damage import rewrite_manifest
 from tests.core.checkpoint.states import differences, rest, values
 from tests.harness import run_ranks
 
@@ -112,15 +112,6 @@ def test_swapped_files_are_found_by_the_cheap_check_too(copy: Path) -> None:
         manifest["files"][file.name]["bytes"] = size
     rewrite_manifest(copy, manifest)
     assert any("not the file that this save wrote" in problem for problem in verify_checkpoint(copy))
-
-
-def rewrite_manifest(path: Path, content: dict[str, object]) -> None:
-    """Write a manifest with a fitting digest of itself, as someone who edits on purpose could."""
-    content.pop("manifest_digest", None)
-    content["manifest_digest"] = layout.digest_of(
-        json.dumps(content, sort_keys=True, separators=(",", ":")).encode(), "xxh3"
-    )
-    (path / "manifest.json").write_text(json.dumps(content))
 
 
 def test_a_file_of_another_save_is_found(copy: Path, tmp_path: Path) -> None:

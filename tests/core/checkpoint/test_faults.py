@@ -36,8 +36,8 @@ from smp_core.checkpoint import (
     save_step,
     verify_checkpoint,
 )
+from tests.core.checkpoint.damage import rewrite_manifest
 from tests.core.checkpoint.states import differences, gathered, sharded_state
-from tests.core.checkpoint.test_damage import rewrite_manifest
 from tests.harness import run_ranks
 
 ROWS = 1 << 16

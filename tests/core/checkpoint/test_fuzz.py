@@ -29,8 +29,8 @@ from smp_core.checkpoint.inspection import checkpoint_tables, list_table
 from smp_core.checkpoint.layout import digest_of
 from smp_core.checkpoint.root import read_latest
 from smp_core.checkpoint.torch_file import check_torch_file, step_of_file
+from tests.core.checkpoint.damage import rewrite_manifest
 from tests.core.checkpoint.states import rest, values
-from tests.core.checkpoint.test_damage import rewrite_manifest
 
 HANG_SECONDS = 20  # ends a hang, and is no estimate: an input takes 20 ms
 MEMORY_KB = 1_000_000

@@ -4,7 +4,6 @@ every reader refuses it with a CheckpointError.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -18,13 +17,11 @@ from typer.testing import CliRunner
 import smp_core.checkpoint as checkpoint
 from smp_core.checkpoint import CheckpointError, save_checkpoint, save_step
 from smp_core.checkpoint.coverage import tiles
-from smp_core.checkpoint.layout import digest_of
 from smp_core.cli import app
+from tests.core.checkpoint.damage import Edit, edited, replaced
 from tests.core.checkpoint.states import rest, values
-from tests.core.checkpoint.test_damage import rewrite_manifest
 
 TENSORS = "tensors-00000-of-00001.safetensors"
-Edit = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +34,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "root" / "victim"))
-
-
-def edited(path: Path, edit: Edit, file: str = "manifest.json") -> Path:
-    """Edit a JSON file of a checkpoint, with sizes and digests that fit, as an attacker would."""
-    content = json.loads((path / file).read_bytes())
-    edit(content)
-    return replaced(path, file, json.dumps(content).encode()) if file != "manifest.json" else _manifest(path, content)
-
-
-def replaced(path: Path, file: str, data: bytes) -> Path:
-    """Replace a file, and put its size and digest into the manifest."""
-    (path / file).write_bytes(data)
-    manifest = json.loads((path / "manifest.json").read_bytes())
-    manifest["files"][file].update(bytes=len(data), digest=digest_of(data, "xxh3"))
-    return _manifest(path, manifest)
-
-
-def _manifest(path: Path, content: dict[str, Any]) -> Path:
-    rewrite_manifest(path, content)
-    return path
 
 
 def readers(path: Path, out: Path) -> dict[str, Callable[[], Any]]:

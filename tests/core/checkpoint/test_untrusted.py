@@ -21,8 +21,8 @@ import smp_core.checkpoint as checkpoint
 from smp_core.checkpoint import CheckpointError, save_checkpoint
 from smp_core.checkpoint.inert_pickle import read_inert
 from smp_core.cli import app
+from tests.core.checkpoint.damage import rewrite_manifest
 from tests.core.checkpoint.states import values
-from tests.core.checkpoint.test_damage import rewrite_manifest
 
 
 class Bomb:

@@ -8,20 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean, positions, weighted_mean
+from smp_core.context_parallel.active import enabled, part_of_mean, positions, weighted_mean
 from smp_core.context_parallel.batch import BatchLayout, ContextParallel
-from smp_core.context_parallel.key_value_exchange import ContextGroup, register_group
+from smp_core.context_parallel.key_value_exchange import register_group
+from tests.core.context_parallel.measuring import DEGREE, split_on
 from tests.harness import run_ranks
-
-DEGREE = 2
-
-
-def split_on(
-    rank: int, batch: Any, layout: BatchLayout | None = None, degree: int = DEGREE, **options: Any
-) -> SplitBatch:
-    """What ``rank`` gets; no communication."""
-    group = ContextGroup(None, 0, tuple(range(DEGREE)), rank)
-    return ContextParallel(group).split(batch, layout, count=False, **options)
 
 
 def rejoined(batch: Any, read: Any, layout: BatchLayout | None = None, **options: Any) -> torch.Tensor:

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from smp_core.context_parallel.chunked_loss import chunked_cross_entropy
-
-
-def saved_bytes(compute: Callable[[], torch.Tensor]) -> int:
-    """Bytes of the different tensors that autograd keeps for backward."""
-    storages: dict[int, int] = {}
-    kept = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        compute()
-    return sum(storages.values())
+from tests.core.context_parallel.measuring import saved_bytes
 
 
 def case() -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:

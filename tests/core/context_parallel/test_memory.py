@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from smp_core.context_parallel.active import enabled
+from tests.core.context_parallel.measuring import saved_bytes
 from tests.core.context_parallel.model_cases import Run, on_ranks, whole_batch
-from tests.core.context_parallel.test_chunked_loss import saved_bytes
 from tests.harness import run_ranks
 
 LENGTH = 512

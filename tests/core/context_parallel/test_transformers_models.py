@@ -13,8 +13,8 @@ from transformers.masking_utils import create_chunked_causal_mask
 from smp_core.context_parallel.active import SplitBatch, enabled
 from smp_core.context_parallel.sequence_plan import decode
 from smp_core.context_parallel.transformers_models import adapt_transformers_models, check_model
+from tests.core.context_parallel.measuring import split_on
 from tests.core.context_parallel.model_cases import LENGTH_DEPENDENT, MODELS, build
-from tests.core.context_parallel.test_batch import split_on
 
 CHUNK = 5
 
