@@ -354,9 +354,8 @@ def test_conversions_come_in_the_order_that_is_told() -> None:
     path = ROOT / "smp_core" / "parallelize.py"
     tree = parsed(path)
     told = re.findall(r"^\d+\. +(\w+):", ast.get_docstring(tree) or "", re.MULTILINE)
-    page = (
-        PAGE.read_text(encoding="utf-8").split("does what was decided, in this order:", 1)[1].split(". What each", 1)[0]
-    )
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    page = text.split("does what was decided, in this order:", 1)[1].split(". What each", 1)[0]
     assert re.findall(r"`(\w+)`", page) == told
     (function,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "parallelize_model")
     calls = [n for statement in function.body for n in calls_outside_functions(statement)]
