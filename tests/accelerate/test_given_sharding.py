@@ -178,7 +178,7 @@ def trainer_given(folder: Path, source: Path, sizes: dict[str, int] | None, resu
     "sizes",
     [
         pytest.param({"fsdp_size": 4}, id="1-D", marks=pytest.mark.slow),
-        pytest.param({"fsdp_size": 2, "dp_replicate_size": 2}, id="2-D"),
+        pytest.param({"fsdp_size": 2, "dp_replicate_size": 2}, id="2-D", marks=pytest.mark.slow),
     ],
 )
 def test_trainer_trains_saves_and_resumes_a_model_that_came_sharded(tmp_path: Path, sizes: dict[str, int]) -> None:

@@ -99,19 +99,23 @@ def compare(names: list[str], world: int, **knobs) -> None:
 OTHERS = [name for name in SPECIMENS if name not in TRANSFORMERS and "compiled" not in name]
 
 
-@pytest.mark.parametrize("degree", [*(pytest.param(degree, marks=pytest.mark.slow) for degree in (1, 2)), 4])
-def test_models_of_all_shapes_train_like_one_process(degree: int) -> None:
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.slow
+def test_models_of_all_shapes_train_like_one_process_with_replicas(degree: int) -> None:
     compare(OTHERS, 4, ranks_per_node=2, shard_degree=degree)
 
 
+def test_models_of_all_shapes_train_like_one_process() -> None:
+    compare(OTHERS, 2, shard_degree=2)
+
+
 def test_transformers_models_train_like_one_process() -> None:
-    compare(TRANSFORMERS, 4, ranks_per_node=2, shard_degree=4)
+    compare(TRANSFORMERS, 2, shard_degree=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [1, 2, 4])
 def test_transformers_models_train_like_one_process_in_other_layouts(degree: int) -> None:
-    compare(TRANSFORMERS, 2, shard_degree=degree)
     compare(TRANSFORMERS, 4, ranks_per_node=2, shard_degree=degree)
 
 

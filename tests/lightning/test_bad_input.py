@@ -72,8 +72,8 @@ def message_of(case: Callable[..., Any], *args: Any) -> str:
     return "nothing was raised"
 
 
-def assert_says(case: Callable[..., Any], *args: Any, words: list[str], **kwargs: Any) -> None:
-    for rank, message in enumerate(run_ranks(message_of, 4, case, *args, **{"ranks_per_node": 2, **kwargs})):
+def assert_says(case: Callable[..., Any], *args: Any, words: list[str], ranks: int = 2, **kwargs: Any) -> None:
+    for rank, message in enumerate(run_ranks(message_of, ranks, case, *args, **{"ranks_per_node": 2, **kwargs})):
         for word in words:
             assert word in message, f"rank {rank}: {word!r} is not in: {message}"
 
@@ -88,7 +88,7 @@ def test_nccl_on_cpu_is_refused() -> None:
 
 
 def test_a_degree_that_does_not_divide_the_world_is_refused() -> None:
-    assert_says(fit_with, {"shard_degree": 3}, words=["shard_degree=3", "4 ranks", "1, 2, 4"])
+    assert_says(fit_with, {"shard_degree": 3}, words=["shard_degree=3", "4 ranks", "1, 2, 4"], ranks=4)
 
 
 def test_a_wrap_rule_that_matches_nothing_names_the_classes() -> None:
@@ -121,8 +121,8 @@ def fit_uneven(train: int, val: int, **flags: Any) -> None:
 
 def test_ranks_with_other_numbers_of_batches_end_at_once_and_not_after_a_timeout() -> None:
     said = "rank 2: 4, rank 3: 3"
-    assert_says(fit_uneven, 3, 4, words=["rank 0: 4, rank 1: 4, " + said, "limit_train_batches=3"])
-    assert_says(fit_uneven, 4, 3, words=["rank 2: [4], rank 3: [3]", "limit_val_batches"])
+    assert_says(fit_uneven, 3, 4, words=["rank 0: 4, rank 1: 4, " + said, "limit_train_batches=3"], ranks=4)
+    assert_says(fit_uneven, 4, 3, words=["rank 2: [4], rank 3: [3]", "limit_val_batches"], ranks=4)
 
 
 def test_other_numbers_of_batches_are_fine_where_no_rank_comes_to_its_last() -> None:
@@ -141,7 +141,7 @@ def test_async_checkpoint_io_is_refused_for_what_it_does_not_write() -> None:
 
 
 def test_uneven_nodes_are_refused() -> None:
-    assert_says(fit_with, {}, words=["SMP_RANKS_PER_NODE", "3", "4"], ranks_per_node=3)
+    assert_says(fit_with, {}, words=["SMP_RANKS_PER_NODE", "3", "4"], ranks=4, ranks_per_node=3)
 
 
 class Narrow(LanguageModule):

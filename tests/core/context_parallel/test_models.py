@@ -40,6 +40,7 @@ def test_loss_and_gradients_equal_one_process_everywhere(model: str) -> None:
     check([run for run in MATRIX if run.model == model], timeout=600)
 
 
+@pytest.mark.slow
 def test_layers_compile_as_one_graph_each() -> None:
     check([Run("llama", 4, 2, "packed", compiled="aot_eager")])
 
