@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from smp_core.compat import all_gather_single
+from smp_core.compat import all_gather_single, reduce_scatter_single
 
 # Messages of one tag never meet those of another, so that gathers in flight and reductions can share a group.
 GATHER, REDUCE, HOP = 1, 2, 3
@@ -59,14 +59,19 @@ def all_to_all(out_PN: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessG
 
 
 def sum_rows(out_N: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
-    """Row i is for rank i of the group; ``out_N`` becomes the sum of the rows for this rank, added up in rank order.
+    """Row i is for rank i of the group; ``out_N`` becomes the sum of the rows for this rank.
 
-    ``out_N`` may be this rank's own row.
+    Messages are added up in rank order, the library's reduce-scatter has an order of its own. Half precision is added
+    up in float32 and rounded once, which a library need not do: it is sent as it is and added up here. ``out_N`` may be
+    this rank's own row.
     """
     if not prefers_messages(group, rows_PN.device):
+        if out_N.dtype not in (torch.float16, torch.bfloat16):
+            reduce_scatter_single(out_N, rows_PN.view(-1), group=group)
+            return
         received_PN = torch.empty_like(rows_PN)
         all_to_all(received_PN, rows_PN, group)
-        sum_in_order(list(received_PN), out_N)
+        torch.sum(received_PN, 0, out=out_N)  # one kernel, with float32 inside
         return
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     others = [i for i in range(len(ranks)) if i != me]
@@ -94,6 +99,35 @@ def start_gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int 
     others = [(i, rank) for i, rank in enumerate(ranks) if i != me]
     sends = [(rows_PN[me], rank) for _, rank in others]
     return start_exchange(sends, [(rows_PN[i], rank) for i, rank in others], group, tag)
+
+
+def gather_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """All-gather ``inputs[i]`` [N] of all ranks into ``outputs[i]`` [P * N], in one launch where the library can."""
+    if _has_one_launch(group):
+        group.allgather_into_tensor_coalesced(list(outputs), list(inputs)).wait()
+        return
+    pairs = zip(outputs, inputs, strict=True)
+    _wait_all([all_gather_single(output, own, group=group, async_op=True) for output, own in pairs])
+
+
+def reduce_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Reduce-scatter ``inputs[i]`` [P * N] of all ranks into ``outputs[i]`` [N], in one launch where the library can."""
+    if _has_one_launch(group):
+        group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs)).wait()
+        return
+    pairs = zip(outputs, inputs, strict=True)
+    _wait_all([reduce_scatter_single(output, whole, group=group, async_op=True) for output, whole in pairs])
+
+
+def _has_one_launch(group: dist.ProcessGroup) -> bool:
+    """Whether several collectives can be launched as one. gloo takes no tensors of a device there."""
+    return "gloo" not in str(dist.get_backend(group))
+
+
+def _wait_all(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:

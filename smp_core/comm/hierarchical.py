@@ -23,7 +23,17 @@ import torch
 import torch.distributed as dist
 
 from smp_core.comm.deferred import Deferred
-from smp_core.comm.exchange import GATHER, REDUCE, exchange, prefers_messages, start_exchange, sum_in_order, sum_rows
+from smp_core.comm.exchange import (
+    GATHER,
+    REDUCE,
+    exchange,
+    gather_each,
+    prefers_messages,
+    reduce_each,
+    start_exchange,
+    sum_in_order,
+    sum_rows,
+)
 from smp_core.comm.flat import CommObject, FlatAllGather, average_divisor
 from smp_core.comm.meter import CommMeter
 from smp_core.compat import all_gather_single, reduce_scatter_single
@@ -133,12 +143,7 @@ class HierarchicalAllGather(_TwoStage):
             all_gather_single(column_MN.view(-1), input_N, group=self.inter_group)
         node_bytes = shard_bytes * self.local_ranks * self.nodes
         with self.meter.ring("all_gather", self.ranks_of(self.intra_group), node_bytes, new_call=False):
-            works = [
-                all_gather_single(output_MKN[m].view(-1), column_MN[m], group=self.intra_group, async_op=True)
-                for m in range(self.nodes)
-            ]
-            for work in works:
-                work.wait()
+            gather_each([node_KN.view(-1) for node_KN in output_MKN], list(column_MN), self.intra_group)
 
 
 class HierarchicalReduceScatter(_TwoStage):
@@ -166,12 +171,7 @@ class HierarchicalReduceScatter(_TwoStage):
             partial_MN = input_MKN.new_empty(self.nodes, input_MKN.shape[2])
             n_bytes = input_MKN.numel() * input_MKN.element_size()
             with self.meter.ring("reduce_scatter", self.ranks_of(self.intra_group), n_bytes):
-                works = [
-                    reduce_scatter_single(partial_MN[m], input_MKN[m].view(-1), group=self.intra_group, async_op=True)
-                    for m in range(self.nodes)
-                ]
-                for work in works:
-                    work.wait()
+                reduce_each(list(partial_MN), [node_KN.view(-1) for node_KN in input_MKN], self.intra_group)
             return partial_MN
         local_ranks, me = self.ranks_of(self.intra_group), self.local_rank
         received_KMN = input_MKN.new_empty(self.local_ranks, self.nodes, input_MKN.shape[2])

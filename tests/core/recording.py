@@ -69,6 +69,8 @@ METHODS = {
     "all_to_all_single": ("all_to_all", 1),
     "alltoall_base": ("all_to_all", 1),
     "alltoall": ("all_to_all", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
     "broadcast": ("broadcast", 0),
 }
 
@@ -85,7 +87,7 @@ class CallRecorder:
             if method in vars(dist.ProcessGroup):
                 self._replace(method, self._counting(method, kind, argument))
         for method in list(vars(dist.ProcessGroup)):
-            if method.endswith("_coalesced") or method in UNCOUNTED:
+            if (method.endswith("_coalesced") and method not in METHODS) or method in UNCOUNTED:
                 self._replace(method, self._refusing(method))
         return self
 

@@ -238,7 +238,7 @@ class Sanitizer(TorchDispatchMode):
         name = str(func)
         stream = caller = current_stream()
         caller.learn(host.known)
-        if name.startswith("c10d.") and next((arg for arg in args[::-1] if isinstance(arg, bool)), False):
+        if name.startswith("c10d.") and _is_asynchronous(func, args, kwargs):
             group = next(found for arg in args if (found := _group(arg)) is not None)
             stream = self._of_groups.setdefault(group, Stream(name=f"group {group}"))
             stream.wait_stream(caller)
@@ -283,6 +283,13 @@ def _written(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
     return pytree.tree_leaves(found)
 
 
+def _is_asynchronous(func: Any, args: Any, kwargs: Any) -> bool:
+    """What a collective was given as ``async_op``; trailing arguments that have their default are left out."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+    return bool(given.get("async_op", defaults.get("async_op")))
+
+
 def _group(argument: Any) -> str | None:
     try:
         return str(dist.ProcessGroup.unbox(argument).group_name)
@@ -324,6 +331,15 @@ def _asynchronous(collective: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def _asynchronous_method(collective: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
+        sanitizer.last_async = None
+        work = collective(*args)
+        return work if sanitizer.last_async is None else _Work(sanitizer.last_async)
+
+    return called
+
+
 def _asking(method: Callable[..., Any], what: str, is_asked: Callable[..., bool] = lambda *_, **__: True) -> Any:
     def called(*args: Any, **kwargs: Any) -> Any:
         if is_asked(*args, **kwargs):
@@ -358,6 +374,8 @@ def play_a_device() -> None:
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):  # torch < 2.13
         if not hasattr(dist, "all_gather_single"):
             setattr(dist, name, _asynchronous(getattr(dist, name)))
+    for name in ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"):
+        setattr(dist.ProcessGroup, name, _asynchronous_method(getattr(dist.ProcessGroup, name)))
     tensor: Any = torch.Tensor
     tensor.record_stream = lambda self, stream: sanitizer.tell(self, stream)
     tensor.pin_memory = lambda self: self.clone()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from smp_core.comm import exchange as exchanges
 from smp_core.comm import hierarchical
 from smp_core.comm.exchange import exchange, sum_in_order, sum_rows
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
@@ -49,10 +50,15 @@ class Cluster:
         def by_collectives(output: torch.Tensor, mine: torch.Tensor) -> None:
             two_stage._by_collectives(output.view(two_stage.nodes, two_stage.local_ranks, -1), mine)
 
+        def in_one_launch(output: torch.Tensor, mine: torch.Tensor) -> None:
+            with mock.patch.object(exchanges, "_has_one_launch", lambda _: True):
+                by_collectives(output, mine)
+
         return {
             "flat": lambda output, mine: flat(output, mine, self.group),
             "two stages by messages": lambda output, mine: two_stage(output, mine, self.group),
             "two stages by collectives": by_collectives,
+            "two stages by collectives, each in one launch": in_one_launch,
             "one node": lambda output, mine: FlatAllGather(self.on_one_node)(output, mine, self.group),
         }
 
@@ -103,7 +109,7 @@ def gather_everything() -> int:
 )
 def test_every_all_gather_is_bit_identical_to_torch(world_size: int, ranks_per_node: int) -> None:
     compared = run_ranks(gather_everything, world_size, ranks_per_node=ranks_per_node)
-    assert compared == [len(GATHERED) * len(SIZES) * 4 * 2] * world_size
+    assert compared == [len(GATHERED) * len(SIZES) * 5 * 2] * world_size
 
 
 def whole_numbers(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -148,11 +154,15 @@ def reduce_by_collectives() -> None:
     for dtype in (torch.float32, torch.float64):
         for n in [size for size in SIZES if size]:
             everyone = [whole_numbers(rank, cluster.size * n, dtype) for rank in range(cluster.size)]
-            whole, output = everyone[cluster.rank].clone(), torch.empty(n, dtype=dtype)
-            with mock.patch.object(hierarchical, "prefers_messages", lambda *_: False):
-                two_stage(output, whole, cluster.group, dist.ReduceOp.SUM)
             expected = torch.stack(everyone).sum(0)[cluster.rank * n : (cluster.rank + 1) * n]
-            assert torch.equal(output, expected), f"{dtype}, {n} elements"
+            for one_launch in (False, True):
+                whole, output = everyone[cluster.rank].clone(), torch.empty(n, dtype=dtype)
+                with (
+                    mock.patch.object(hierarchical, "prefers_messages", lambda *_: False),
+                    mock.patch.object(exchanges, "_has_one_launch", lambda _: one_launch),
+                ):
+                    two_stage(output, whole, cluster.group, dist.ReduceOp.SUM)
+                assert torch.equal(output, expected), f"{dtype}, {n} elements, {one_launch=}"
 
 
 @pytest.mark.parametrize(
@@ -286,17 +296,26 @@ def test_a_sum_may_be_written_over_one_of_the_first_two_parts(place: int) -> Non
     assert parts[place].item() == 1111.0
 
 
-def sum_over_own_row() -> list[float]:
-    """Row i of rank r is 10**r + i; what rank i gets is the sum over r, written over its own row."""
-    rows = torch.stack([torch.full((3,), 10.0 ** dist.get_rank() + i) for i in range(4)])
+def sum_over_own_row() -> list[list[float]]:
+    """Row i of rank r is 10**r + i; what rank i gets is the sum over r, written over its own row. By messages, by the
+    library's sum and, in bfloat16, 1 + 2**-8 + 2**-8 + 0 by the library's exchange."""
+    me, found = dist.get_rank(), []
     assert dist.group.WORLD is not None
-    sum_rows(rows[dist.get_rank()], rows, dist.group.WORLD)
-    return rows[dist.get_rank()].tolist()
+    for by_messages in (True, False):
+        rows = torch.stack([torch.full((3,), 10.0**me + i) for i in range(4)])
+        with mock.patch.object(exchanges, "prefers_messages", lambda *_, answer=by_messages: answer):
+            sum_rows(rows[me], rows, dist.group.WORLD)
+        found.append(rows[me].tolist())
+    halves = torch.full((4, 1), (1.0, 2.0**-8, 2.0**-8, 0.0)[me], dtype=torch.bfloat16)
+    with mock.patch.object(exchanges, "prefers_messages", lambda *_: False):
+        sum_rows(halves[me], halves, dist.group.WORLD)
+    return [*found, halves[me].tolist()]
 
 
 def test_rows_are_summed_over_the_own_one() -> None:
-    for rank, total in enumerate(run_ranks(sum_over_own_row, 4)):
-        assert total == [1111.0 + 4 * rank] * 3
+    for rank, (by_messages, by_the_library, in_bfloat16) in enumerate(run_ranks(sum_over_own_row, 4)):
+        assert by_messages == by_the_library == [1111.0 + 4 * rank] * 3
+        assert in_bfloat16 == [1.0078125], "rounded once"
 
 
 def leave_out_a_part(rank_left_out: int) -> None:

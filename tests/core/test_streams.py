@@ -20,6 +20,7 @@ OFFLOADED = {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}
 CLEAN = {
     "whole parameters, states over the world": Case({"shard_degree": 1, "optimizer_shard": "world"}),
     "nodes": Case({"shard_degree": 2}),
+    "two stages": Case({"shard_degree": 4}),
     "nodes, a bfloat16 model": Case({"shard_degree": 2}, dtype="bfloat16", micro_batches=3),
     "nodes, states over the world": Case(
         {"shard_degree": 2, "param_dtype": "bfloat16", "optimizer_shard": "world"}, micro_batches=3
@@ -41,7 +42,6 @@ CLEAN = {
 MORE = {
     "nodes, thawing": Case({"shard_degree": 2}, micro_batches=3, thaws=True),
     "nodes, bfloat16 reductions": Case({"shard_degree": 2, "reduce_dtype": "bfloat16"}, micro_batches=3),
-    "two stages": Case({"shard_degree": 4}),
     "bfloat16 between replicas": Case({"shard_degree": 2, "compression": "bf16"}),
     "4 bits, with feedback, states over the world": Case(
         {"shard_degree": 2, "compression": {"reduce": "int4", "error_feedback": True}, "optimizer_shard": "world"}
