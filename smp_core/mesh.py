@@ -212,6 +212,11 @@ def _world_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
+def _can_split(backend: Any) -> bool:
+    """Whether the default group can be split: NCCL can, once it is connected."""
+    return _world_group().bound_device_id is not None and bool(getattr(backend, "supports_splitting", False))
+
+
 class _Groups:
     """Process groups by their ranks, each made once."""
 
@@ -222,6 +227,7 @@ class _Groups:
         backend: Any = _world_group()._get_backend(device)
         # torch's fake groups have none.
         self._limit: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+        self._splits = _can_split(backend)
 
     def know(self, group: dist.ProcessGroup) -> None:
         if self._limit is not None:
@@ -248,8 +254,12 @@ class _Groups:
 
     def make(self, groups: Sequence[Ranks]) -> dist.ProcessGroup:
         """Make the same, with a communicator of its own."""
-        made = {ranks: dist.new_group(list(ranks), timeout=self._limit) for ranks in groups}
-        own = next(group for ranks, group in made.items() if self._rank in ranks)
+        if self._splits:
+            own = dist.split_group(split_ranks=[list(ranks) for ranks in groups], timeout=self._limit)
+            assert own is not None, "every rank is in one of the groups of an axis"
+        else:
+            made = {ranks: dist.new_group(list(ranks), timeout=self._limit) for ranks in groups}
+            own = next(group for ranks, group in made.items() if self._rank in ranks)
         self._unused.append(own)
         return own
 

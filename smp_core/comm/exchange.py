@@ -111,7 +111,7 @@ def gather_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
 
 
 def reduce_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Reduce-scatter ``inputs[i]`` [P * N] of all ranks into ``outputs[i]`` [N], in one launch where the library can."""
+    """Reduce-scatter ``inputs[i]`` [P * N] of all ranks into ``outputs[i]`` [N], in one launch if the library can."""
     if _has_one_launch(group):
         group.reduce_scatter_tensor_coalesced(list(outputs), list(inputs)).wait()
         return

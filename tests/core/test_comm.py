@@ -159,7 +159,7 @@ def reduce_by_collectives() -> None:
                 whole, output = everyone[cluster.rank].clone(), torch.empty(n, dtype=dtype)
                 with (
                     mock.patch.object(hierarchical, "prefers_messages", lambda *_: False),
-                    mock.patch.object(exchanges, "_has_one_launch", lambda _: one_launch),
+                    mock.patch.object(exchanges, "_has_one_launch", lambda _, answer=one_launch: answer),
                 ):
                     two_stage(output, whole, cluster.group, dist.ReduceOp.SUM)
                 assert torch.equal(output, expected), f"{dtype}, {n} elements, {one_launch=}"

@@ -103,6 +103,33 @@ def test_partition_groups_are_neighbours_and_replication_groups_hold_equal_shard
     assert {seen.ranks["replicate_degree"] for seen in two} == {2}
 
 
+def split_the_world() -> list[list[list[int]]]:
+    """What a mesh of a world that can be split asks ``split_group`` for, which is played with ``new_group``."""
+    asked: list[list[list[int]]] = []
+
+    def split(split_ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+        asked.append(split_ranks)
+        made = [dist.new_group(ranks, timeout=timeout) for ranks in split_ranks]
+        return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
+
+    with (
+        mock.patch("smp_core.mesh._can_split", lambda _: True),
+        mock.patch("torch.distributed.split_group", split),
+    ):
+        seen = look({"shard_degree": 4})
+    assert (seen.intra, seen.inter) == ([dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1], ranks_across())
+    return asked
+
+
+def ranks_across() -> list[int]:
+    return [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+
+
+def test_all_groups_of_an_axis_are_one_split_of_the_world() -> None:
+    """The two stages; the others are the mesh's and the world."""
+    assert run_ranks(split_the_world, 4, ranks_per_node=2) == [[[[0, 1], [2, 3]], [[0, 2], [1, 3]]]] * 4
+
+
 def test_named_degrees_are_resolved_and_shown() -> None:
     node, world = meshes([{"shard_degree": "node"}, {"shard_degree": "world"}], 4, 2)
     assert {seen.effective["shard_degree"] for seen in node} == {2}
