@@ -22,6 +22,11 @@ def pins(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def pinned_bytes(n_bytes: int) -> int:
+    """What torch takes from the system for ``n_bytes`` of pinned memory, and keeps until the process ends."""
+    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
+
+
 def used_here(tensor: torch.Tensor) -> None:
     """Keep the memory of ``tensor``, which is another stream's, until the present stream has done what it was given."""
     if run_behind(tensor.device):

@@ -2,7 +2,8 @@
 overlap with compute.
 
 The pool holds as many buffers as were ever in use at one time, none larger than the largest tensor offloaded so far:
-when no free buffer is large enough, the smallest free one is replaced by a larger one.
+when no free buffer is large enough, the smallest free one is replaced by a larger one. Pinned ones are not replaced:
+torch never gives pinned memory back to the system, so that it may as well serve smaller tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from smp_core import streams
 from smp_core.planning.cluster import GIB
 
 
@@ -71,12 +73,12 @@ class HostPool:
         self._free.append(buffer)
 
     def _new(self, n_bytes: int) -> HostBuffer:
-        """Allocate a buffer, in the place of the smallest free one if there is any."""
-        if self._free:
+        """Allocate a buffer, in the place of the smallest free one if there is any and it is not pinned."""
+        if self._free and not self.pinned:
             smallest = min(self._free, key=lambda each: each.bytes.numel())
             self._free.remove(smallest)
             self.n_bytes -= smallest.bytes.numel()
-        capacity = 1 << (n_bytes - 1).bit_length() if self.pinned else n_bytes
+        capacity = streams.pinned_bytes(n_bytes) if self.pinned else n_bytes
         if self.n_bytes + capacity > self.limit_bytes:
             raise HostMemoryError(
                 f"host memory for offloading: {capacity / GIB:.3g} GiB more than the {self.n_bytes / GIB:.3g} GiB in "

@@ -51,7 +51,10 @@ class _HostParameter:
         self.low = torch.empty_like(parameter, device="cpu", pin_memory=pinned, requires_grad=False) if low else None
         self.fresh = True
         held = [self.stepped, self.gradient, *([] if self.low is None else [self.low])]
-        self.n_bytes = sum(local_of(each).numel() * each.element_size() for each in held)
+        sizes = [local_of(each).numel() * each.element_size() for each in held]
+        self.n_bytes = sum(sizes)
+        self.host_bytes = sum(map(streams.pinned_bytes, sizes)) if pinned else self.n_bytes
+        """What they take from the system."""
 
     def fetch(self) -> None:
         """Gradient and parameter from the device. The parameter comes each time: whoever loads or averages weights
@@ -113,11 +116,11 @@ class HostOptimizer:
 
     @property
     def n_bytes(self) -> int:
-        """Host memory of masters, gradients and states."""
+        """Host memory of masters, gradients and states, as taken from the system."""
         entries = self._stepper.state.values()
         states = ({key: value for key, value in entry.items() if key not in ("step", MASTER)} for entry in entries)
         held = sum(local_of(v).numel() * v.element_size() for state in states for _, v in iterate_tensors(state))
-        return held + sum(hosted.n_bytes for hosted in self._hosted.values())
+        return held + sum(hosted.host_bytes for hosted in self._hosted.values())
 
     @torch.no_grad()
     def step(self) -> None:

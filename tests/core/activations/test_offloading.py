@@ -299,6 +299,19 @@ def test_the_pool_reuses_and_replaces() -> None:
     assert pool.n_bytes == 700 and larger.bytes.numel() == 400 and pool.allocations == 3
 
 
+def test_a_pinned_pool_counts_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **given: empty(*size, **given))  # needs a driver
+    pool = HostPool(1000, pinned=True, lower="lower the batch size")
+    small = pool.take(100)
+    pool.give(small)
+    larger = pool.take(300)
+    assert pool.n_bytes == 128 + 512 and larger.bytes.numel() == 512, "powers of two; the small one stays pinned"
+    assert pool.take(90) is small
+    with pytest.raises(HostMemoryError, match="lower the batch size"):
+        pool.take(300)
+
+
 def test_the_pools_limit_says_what_to_lower() -> None:
     model, _ = parked(4, 1, limit=INPUT_BYTES * 2)
     with pytest.raises(HostMemoryError, match="lower the batch size"):
