@@ -15,6 +15,7 @@ are those of starting it and of waiting: what it took beyond the work done in be
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,13 +44,20 @@ _RING_FACTOR = {
 }
 
 
+Events = tuple[torch.Event, torch.Event]
+
+
 @dataclass
 class _Tally:
     calls: int = 0
     seconds: float = 0.0
     bytes_: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LINK_CLASSES, 0.0))
     # (start, end) events of an accelerator, not read yet
-    events: list[tuple[torch.Event, torch.Event]] = field(default_factory=list)
+    events: list[Events] = field(default_factory=list)
+
+
+# Pairs of events of a tally after which those that are over are read, without waiting.
+_MANY = 1024
 
 
 class CommMeter:
@@ -74,6 +82,7 @@ class CommMeter:
         self._current = self._step
         self._last: dict[tuple[str, str], _Tally] = {}
         self._total: dict[str, float] = defaultdict(float)
+        self._spare: list[Events] = []  # recorded again by later collectives
         self.steps = 0
 
     @contextlib.contextmanager
@@ -118,6 +127,8 @@ class CommMeter:
 
     def close_step(self) -> None:
         """End the present step: what was counted since the last call becomes :meth:`per_step`'s answer."""
+        for tally in self._last.values():  # nobody has asked for their seconds
+            self._spare += tally.events
         self._last = dict(self._step)
         self._step.clear()
         self.steps += 1
@@ -159,15 +170,23 @@ class CommMeter:
     def _figures(self, tallies: Mapping[tuple[str, str], _Tally]) -> dict[str, float]:
         figures: dict[str, float] = {"intra_bytes": 0.0, "inter_bytes": 0.0}
         for (kind, link), tally in tallies.items():
-            while tally.events:
-                start, end = tally.events.pop()
-                end.synchronize()
-                tally.seconds += start.elapsed_time(end) / 1e3
+            self._read(tally, wait=True)
             figures[f"{kind}/calls"] = figures.get(f"{kind}/calls", 0.0) + tally.calls
             figures[f"{kind}/{link}_seconds"] = tally.seconds
             figures[f"{kind}/{link}_bytes"] = tally.bytes_[link]
             figures[f"{link}_bytes"] += tally.bytes_[link]
         return figures
+
+    def _read(self, tally: _Tally, wait: bool) -> None:
+        """Add up the seconds of a tally's events, oldest first, as far as they are over."""
+        over = list(tally.events)
+        if not wait:
+            over = list(itertools.takewhile(lambda events: events[1].query(), over))
+        for start, end in over:
+            end.synchronize()
+            tally.seconds += start.elapsed_time(end) / 1e3
+        self._spare += over
+        del tally.events[: len(over)]
 
     def _link(self, other: int) -> LinkClass:
         return "intra" if self.topology.same_node(self.rank, other) else "inter"
@@ -177,12 +196,18 @@ class CommMeter:
         tally = self._current[kind, link]
         tally.calls += new_call
         if self._on_device:
-            start, end = torch.Event(enable_timing=True), torch.Event(enable_timing=True)
+            start, end = self._spare.pop() if self._spare else _new_events()
             start.record()
             yield
             end.record()
             tally.events.append((start, end))
+            if len(tally.events) % _MANY == 0:
+                self._read(tally, wait=False)
         else:
             began = time.perf_counter()
             yield
             tally.seconds += time.perf_counter() - began
+
+
+def _new_events() -> Events:
+    return torch.Event(enable_timing=True), torch.Event(enable_timing=True)

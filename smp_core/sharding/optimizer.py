@@ -102,13 +102,17 @@ class FlatShard:
     def follow_parameters(self) -> None:
         """Take up what was written into parameters from outside (a loaded checkpoint); elsewhere masters, which may be
         finer, are kept."""
-        for i, master in enumerate(self.masters):
-            own = self._own_values(i)
-            if self.on_host:
+        every_own = [self._own_values(i) for i in range(len(self.masters))]
+        if self.on_host:
+            for master, own in zip(self.masters, every_own, strict=True):
                 master.data = own  # where the parameter is now
-                continue
-            same = master.to(own.dtype) == own
-            master.copy_(torch.where(same, master, own.to(master.dtype)))
+            return
+        pairs = list(zip(self.masters, every_own, strict=True))
+        _copy_each([pair for pair in pairs if pair[0].dtype == pair[1].dtype])
+        for master, own in pairs:
+            if master.dtype != own.dtype:
+                same = master.to(own.dtype) == own
+                master.copy_(torch.where(same, master, own.to(master.dtype)))
 
     def follow_flags(self) -> None:
         """Let ``requires_grad`` be one flag of a parameter and its master, whichever it was set on since: who goes by
@@ -139,9 +143,10 @@ class FlatShard:
         self.wait()
         if self._sum is None:
             return
+        mean = self._sum / divisor
         for i, master in enumerate(self.masters):
             if seen is None or seen[i]:
-                gradient = (self._sum[self._own(i)[1]] / divisor).to(master_dtype(self.parameters[i]))
+                gradient = mean[self._own(i)[1]].to(master_dtype(self.parameters[i]))
                 master.grad = gradient if master.grad is None else master.grad + gradient
         self._sum = None
 
@@ -167,12 +172,12 @@ class FlatShard:
         """Every rank's part of the masters into everyone's parameters, in the parameters' dtype. Collective."""
         dtype = self.parameters[0].dtype
         part = torch.zeros(self.size, dtype=dtype, device=self.masters[0].device)
-        for i, master in enumerate(self.masters):
-            part[self._own(i)[1]] = master.to(dtype)
+        _copy_each([(part[self._own(i)[1]], master) for i, master in enumerate(self.masters)])
         whole = self._hop.gather(part, self.n)
-        for i, parameter in enumerate(self.parameters):
-            local = local_of(parameter)
-            local.copy_(whole[self._offsets[i] : self._offsets[i] + local.numel()].view(local.shape))
+        locals_ = [local_of(parameter) for parameter in self.parameters]
+        ends = [offset + local.numel() for offset, local in zip(self._offsets, locals_, strict=True)]
+        arrived = [whole[offset:end] for offset, end in zip(self._offsets, ends, strict=True)]
+        _copy_each([(local, new.view(local.shape)) for local, new in zip(locals_, arrived, strict=True)])
 
     @torch.no_grad()
     def put_together(self, parts: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -315,6 +320,13 @@ class WorldSharding:
             for number, parameter in enumerate(stepped)
             if id(model_parameter(parameter)) in self._place
         }
+
+
+def _copy_each(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy every (target, source). torch._foreach_copy_ is one kernel for all of them and has no public name."""
+    filled = [(target.detach(), source.detach()) for target, source in pairs if target.numel()]
+    if filled:
+        torch._foreach_copy_([target for target, _ in filled], [source for _, source in filled])
 
 
 def master_dtype(parameter: torch.Tensor) -> torch.dtype:

@@ -259,3 +259,40 @@ def test_seconds_of_collectives_that_are_started_and_waited_for_apart_are_those_
         assert whole == {"all_reduce/inter_seconds": 1.0 + LAYERS}
         gathers = 1.0 + 2 * LAYERS
         assert ring["all_gather/inter_seconds"] == coded["all_gather/inter_seconds"] == gathers
+
+
+class PlayedEvent:
+    """An accelerator's event, over as soon as it was recorded."""
+
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        PlayedEvent.made += 1
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, _: PlayedEvent) -> float:
+        return 1000.0
+
+
+def test_events_are_used_again_and_do_not_pile_up_in_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", PlayedEvent)
+    monkeypatch.setattr(PlayedEvent, "made", 0)
+    meter = CommMeter(Topology.uniform(2, 1), 0, "cuda")
+    with meter.outside_steps():
+        for _ in range(5000):
+            with meter.ring("all_gather", [0, 1], 8):
+                pass
+    assert PlayedEvent.made <= 2 * 1024
+    assert meter.outside()["all_gather/inter_seconds"] == 5000
+    made = PlayedEvent.made
+    for _ in range(3):  # nobody asks for the seconds of the first two
+        with meter.ring("all_gather", [0, 1], 8):
+            pass
+        meter.close_step()
+    assert meter.per_step()["all_gather/inter_seconds"] == 1 and PlayedEvent.made == made
