@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from smp_core.fp8.scaling import LARGEST, Fp8State, scale_for
+from smp_core.fp8.scaling import LARGEST, Fp8State, scale_for, state_numbered
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +123,8 @@ def quantize(
         from smp_core.fp8.triton_casts import cast_fused
 
         # The kernel's maximum goes where it is recorded.
-        slot = state.current[site, role] if recording and amax is None else None
+        into_slot = recording and amax is None and not torch.compiler.is_compiling()
+        slot = state.current[site, role] if into_slot else None
         data, data_t, found = cast_fused(x_RC, scale, dtype, rows=rows, columns=columns, amax=slot)
     else:
         x8_RC = cast_eager(x_RC, scale, dtype)
@@ -131,15 +133,52 @@ def quantize(
         slot = None
         found = amax_of(x_RC) if amax is None and recording else x_RC.new_zeros(())
     if recording:
-        if slot is None:
-            state.record(site, role, found if amax is None else amax)
-        if state.counts is not None:
-            _count(state.counts[site, role], x_RC, scale, dtype)
+        recorded = found if amax is None else amax
+        counted = state.counts is not None
+        if torch.compiler.is_compiling():
+            seen = (x_RC, scale) if counted else (None, None)
+            inverse = _recorded(recorded, inverse, *seen, state.number, site, role)
+        else:
+            if slot is None:
+                state.record(site, role, recorded)
+            if counted:
+                _count(state, site, role, x_RC, scale)
     return Quantized(data, data_t, inverse)
 
 
-def _count(counts: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
+@torch.library.custom_op("smp::fp8_recorded", mutates_args=())
+def _recorded(
+    amax: torch.Tensor,
+    inverse: torch.Tensor,
+    x: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    number: int,
+    site: int,
+    role: int,
+) -> torch.Tensor:
+    """Record an amax, and count ``x`` if it is given, in the state with this number.
+
+    In a compiled graph the state's tensors would be inputs that the graph writes into, and of which it saves some for
+    backward if it recomputes: autograd refuses them then, because other layers have written into them since. Recording
+    twice does no harm. The product needs ``inverse``, of which a copy is returned, so that this is not left out.
+    """
+    state = state_numbered(number)
+    state.record(site, role, amax)
+    if x is not None and scale is not None and state.counts is not None:
+        _count(state, site, role, x, scale)
+    return inverse.clone()
+
+
+@_recorded.register_fake
+def _(amax: torch.Tensor, inverse: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(inverse)
+
+
+@torch.no_grad()
+def _count(state: Fp8State, site: int, role: int, x: torch.Tensor, scale: torch.Tensor) -> None:
     """Add to the counts of saturated, flushed (not zero before, zero in FP8) and all elements."""
+    assert state.counts is not None
+    counts, dtype = state.counts[site, role], state.formats[role]
     scaled = (x.float() * scale).abs()
     counts[0] += (scaled > LARGEST[dtype]).sum()
     counts[1] += ((scaled > 0) & (scaled.clamp(max=LARGEST[dtype]).to(dtype).float() == 0)).sum()

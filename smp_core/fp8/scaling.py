@@ -19,7 +19,9 @@ Shape letters: H history length, N sites, 3 roles.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -59,6 +61,17 @@ def scale_for(amax: torch.Tensor, largest: torch.Tensor | float, margin: int = 0
     return torch.where(usable, scale, torch.ones_like(scale))
 
 
+def state_numbered(number: int) -> Fp8State:
+    """Return the state with this number."""
+    return _states[number]
+
+
+def _known(state: Fp8State) -> int:
+    number = next(_numbers)
+    _states[number] = state
+    return number
+
+
 class Fp8State:
     """The histories and scales of all sites of one model.
 
@@ -73,6 +86,7 @@ class Fp8State:
         scale: ``[N, 3]`` float32; replaced, not written into, by every :meth:`step`, so that scales that an earlier
             forward pass saved for its backward pass do not change.
         generation: counts changes of the scales.
+        number: this state's, for operators that torch compiles, which take tensors and numbers only.
     """
 
     def __init__(self, recipe: Fp8Recipe, names: Sequence[str], device: torch.device | str = "cpu") -> None:
@@ -86,10 +100,16 @@ class Fp8State:
         self.inverse = torch.ones(count, 3, device=device)
         self._largest = torch.tensor([LARGEST[dtype] for dtype in self.formats], device=device)
         self.steps = 0
+        self.number = _known(self)
         self.calibrated = [[False] * 3 for _ in self.names]
         self.generation = 0
         self.counts: torch.Tensor | None = None
         """``[N, 3, 3]`` while :class:`Fp8Monitor` probes: saturated, flushed to zero and all elements per role."""
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        """A copy is a state of its own."""
+        vars(self).update(attributes)
+        self.number = _known(self)
 
     @property
     def device(self) -> torch.device:
@@ -172,7 +192,7 @@ class Fp8State:
         basis = self.history.amax(0) if self.recipe.amax_compute_algo == "max" else self.history[0].clone()
         basis[:, WEIGHT] = self.history[0, :, WEIGHT]
         self._make_scales(basis)
-        self.current = torch.zeros_like(self.current)
+        self.current.zero_()  # a CUDA graph that records goes on with this memory
         self.steps += 1
         # One copy to the host per step; the veto of a non-finite step has waited for the device already.
         seen, bad = torch.stack([basis > 0, torch.isinf(amax)]).tolist()
@@ -227,3 +247,7 @@ class Fp8State:
         self.calibrated = (self.history.amax(0) > 0).tolist()
         self.generation += 1
         return missing
+
+
+_states: weakref.WeakValueDictionary[int, Fp8State] = weakref.WeakValueDictionary()
+_numbers = itertools.count()

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from smp_core.fp8 import Float8Linear, Fp8Recipe, convert_to_fp8
-from smp_core.fp8.scaling import GRADIENT, INPUT
+from smp_core.fp8.scaling import GRADIENT, INPUT, state_numbered
 from tests.core.fp8_runs import decibels
 
 transformers = pytest.importorskip("transformers")
@@ -216,3 +217,51 @@ def test_compiled_layers_compute_and_record_the_same_without_breaking_the_graph(
         ours.step()
         theirs.step()
     assert len(graphs) == 2
+
+
+class AttentionBlock(nn.Module):
+    """A recomputed block; attention is what makes the compiler save the state's tensors for backward, if it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.attend, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).view(1, 16, 2, 16).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o(mixed.transpose(1, 2).reshape(1, 16, 32))
+
+
+def test_compiled_blocks_that_recompute_record_the_same() -> None:
+    """The state is all layers', and other blocks and micro-batches record between a block's forward and its backward.
+    Probed too, in the last step."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(AttentionBlock(), AttentionBlock())
+    traced = copy.deepcopy(eager)
+    ours, theirs = convert_to_fp8(eager), convert_to_fp8(traced)
+    torch.compiler.reset()
+    for block in traced:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for step in range(3):
+        for fp8 in (ours, theirs) if step == 2 else ():
+            fp8.state.counts = torch.zeros(len(fp8.state.names), 3, 3, dtype=torch.float64)
+        batches = [torch.randn(1, 16, 32) for _ in range(2)]
+        for model in (eager, traced):
+            sum(model(x).square().sum() for x in batches).backward()
+        for mine, other in zip(eager.parameters(), traced.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, atol=1e-4, rtol=1e-5)  # attention's own order of sums
+        torch.testing.assert_close(ours.state.current, theirs.state.current)
+        assert (theirs.state.current[:, [0, 2]] > 0).all()
+        ours.step()
+        theirs.step()
+    assert theirs.state.counts is not None and (theirs.state.counts[:, [0, 2], 2] > 0).all()
+
+
+def test_a_copied_state_records_for_itself() -> None:
+    layer = nn.Sequential(nn.Linear(32, 32))
+    state = convert_to_fp8(layer).state
+    twin = copy.deepcopy(state)
+    assert state_numbered(state.number) is state and state_numbered(twin.number) is twin
