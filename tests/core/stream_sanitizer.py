@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch's only hook 
 WORLD, RANKS_PER_NODE = 4, 2
 WIDTH, BLOCKS, STEPS = 64, 3, 3
 # Files whose lines are worth naming.
-_OURS = ("/smp_core/", "/_fully_shard/")
+_OURS = ("/smp_core/", "/_fully_shard/", "/amp/grad_scaler.py")
 
 # Streams
 
@@ -298,7 +298,7 @@ def _group(argument: Any) -> str | None:
 
 
 def place() -> str:
-    """The nearest lines of ours and of FSDP2, innermost first."""
+    """The nearest lines of ours, of FSDP2 and of torch's loss scaling, innermost first."""
     frame, lines = sys._getframe(1), []
     while frame is not None and len(lines) < 3:
         file = frame.f_code.co_filename
@@ -405,6 +405,7 @@ class Case:
         skips: forward ends before the last block, which is gathered ahead all the same.
         evaluates: before each step a forward like that is evaluated, and what was gathered given up.
         twice: backward runs through the last micro-batch's graph once more.
+        scales: the loss is scaled, as for float16.
         saves: after each step model and optimizer are staged for a checkpoint, which the host reads.
         without: one of ``WITHOUT``.
     """
@@ -416,6 +417,7 @@ class Case:
     skips: bool = False
     evaluates: bool = False
     twice: bool = False
+    scales: bool = False
     saves: bool = False
     without: str | None = None
 
@@ -440,6 +442,7 @@ def run(case: Case) -> dict[str, Any]:
     from smp_core.checkpoint.staging import HostBuffers
     from smp_core.config import SmpConfig
     from smp_core.engine import build_mesh, parallelize
+    from smp_core.sharding.grad_scaler import ShardedGradScaler
     from smp_core.topology import Topology
 
     torch.manual_seed(0)
@@ -450,6 +453,7 @@ def run(case: Case) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     parallel.prepare_optimizer(optimizer)
     buffers = HostBuffers()
+    scaler = ShardedGradScaler("cpu", enabled=case.scales)
     sanitizer.found.clear()
     with sanitizer:
         for step in range(STEPS):
@@ -468,9 +472,11 @@ def run(case: Case) -> dict[str, Any]:
                     if last and case.twice:
                         with parallel.window.accumulate():
                             loss.backward(retain_graph=True)
-                    loss.backward()
+                    scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
             parallel.clip_grad_norm_(1.0)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             parallel.meter.close_step()
             if case.saves:

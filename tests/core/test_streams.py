@@ -26,6 +26,7 @@ CLEAN = {
         {"shard_degree": 2, "param_dtype": "bfloat16", "optimizer_shard": "world"}, micro_batches=3
     ),
     "nodes, non-finite steps skipped": Case({"shard_degree": 2, "on_nonfinite_grad_norm": "skip"}),
+    "float16 with loss scaling": Case({"shard_degree": 2, "param_dtype": "float16"}, scales=True),
     "8 bits both ways": Case(
         {"shard_degree": 4, "compression": {"gather": "int8", "gather_after_steps": 0, "reduce": "int8"}}
     ),
@@ -101,6 +102,7 @@ def pairs() -> dict[str, Case]:
 # Where a step makes the host wait, and how often.
 ASKS = {
     "nodes, non-finite steps skipped": {"settle_nonfinite": 1.0},
+    "float16 with loss scaling": {"<genexpr>": 1.0},  # torch's scaler: whether the optimizer steps
     "8 bits both ways": {"_look": 1.0},
     "FP8": {"close": 1.0, "step": 1.0},
     "states on the host": {"step": 1.0},
