@@ -41,6 +41,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from accelerate_smp.compiled import compiled_already
 from accelerate_smp.config import (
     accelerators_arguments,
     check_world,
@@ -206,8 +207,8 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, FullWei
             count_forwards(model, handle.mesh.shard_ranks)
             if handle.context is not None:
                 self.run_over_ranks(model)
-        # Accelerate still adds autocast and torch.compile.
-        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        with compiled_already(model, self):  # Accelerate still adds autocast
+            return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _parallelize(self, model: nn.Module) -> ParallelModel:
         """Shard a model; the first one settles the mesh and prints the table of knobs."""
