@@ -89,12 +89,15 @@ class Device:
         return statistics.median(times)
 
     @contextlib.contextmanager
-    def one_rank(self) -> Iterator[None]:
-        """A world of this process: NCCL for the device, gloo for the CPU it is compared with."""
-        backend = "gloo" if self.rehearsal else "cpu:gloo,cuda:nccl"
+    def one_rank(self, bound: bool = False) -> Iterator[None]:
+        """A world of this process: NCCL for the device, gloo for the CPU it is compared with; ``bound``: NCCL only, for
+        the device alone, as Lightning has it."""
+        backend, given = "gloo" if self.rehearsal else "cpu:gloo,cuda:nccl", {}
+        if bound and not self.rehearsal:
+            backend, given = "nccl", {"device_id": torch.device("cuda", 0)}
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         with tempfile.TemporaryDirectory() as folder:
-            dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+            dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1, **given)
             try:
                 yield
             finally:

@@ -15,8 +15,10 @@ from benchmarks.gpu.training import STEPS, batches, small_llama, train
 from smp_core.checkpoint import AsyncCheckpointer, load_checkpoint, read_per_rank
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
 from smp_core.checkpoint.random_state import random_state, set_random_state
+from smp_core.comm import exchange
 from smp_core.config import SmpConfig
-from smp_core.engine import parallelize
+from smp_core.engine import build_mesh, parallelize
+from smp_core.mesh import _Groups
 from smp_core.planning.cluster import Cluster
 from smp_core.planning.memory import estimate
 from smp_core.topology import Topology
@@ -59,6 +61,24 @@ def knobs(on: Device) -> Rows:
         for name in KNOBS:
             yield name, partial(_against_cpu, on, name)
         yield "compiled blocks", partial(_against_cpu, on, "units", compiled=True)
+    with on.one_rank(bound=True):
+        yield "groups by one split, stages in one launch", partial(_one_launch, on)
+
+
+def _one_launch(on: Device) -> dict[str, Any]:
+    """What NCCL is asked in no other item: groups that are split off, and several collectives in one launch."""
+    mesh, _ = build_mesh(SmpConfig(shard_degree=1), Topology.uniform(1, 1), on.device)
+    groups = _Groups(mesh.rank, on.device)
+    group = groups.make([(0,)])
+    groups.connect()
+    inputs = [torch.randn(1000 + size, device=on.device) for size in range(3)]
+    gathered, reduced = ([torch.zeros_like(each) for each in inputs] for _ in range(2))
+    exchange.gather_each(gathered, inputs, group)
+    exchange.reduce_each(reduced, inputs, group)
+    own = inputs[0].clone()
+    exchange.sum_rows(own, own[None], group)  # in place
+    pairs = [*zip(gathered, inputs, strict=True), *zip(reduced, inputs, strict=True), (own, inputs[0])]
+    return {"ok": all(torch.equal(seen, right) for seen, right in pairs), "split": groups._splits}
 
 
 def _against_cpu(on: Device, name: str, compiled: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Compiled models under SmpAccelerator: the same losses, as many gathers, and nothing compiled after the second step."""
+"""Compiled models under SmpAccelerator: equal losses, as many gathers, and nothing compiled after the second step."""
 
 from __future__ import annotations
 
