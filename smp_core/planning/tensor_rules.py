@@ -36,27 +36,32 @@ def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
     raise ValueError(message)
 
 
-def require_known_combination(knobs: SmpConfig, shapes: Shapes, given: bool) -> None:
+def require_known_combination(asked: SmpConfig, param_dtype: str | None, shapes: Shapes, given: bool) -> None:
     """Refuse what tensor parallelism has not been shown to be exact with.
+
+    Args:
+        asked: the knobs as they were asked for.
+        param_dtype: the dtype in effect, which may come from the trainer's precision.
 
     Raises:
         ValueError: names every such knob, its value, and what to write.
     """
-    if knobs.tensor_parallel_degree == 1:
+    if asked.tensor_parallel_degree == 1:
         return
-    found = [*_unknown_knobs(knobs), *_unknown_models(shapes, given)]
+    found = [*_unknown_knobs(asked, param_dtype), *_unknown_models(shapes, given)]
     if found:
         lines = "\n".join(f"- {what}; {instead}" for what, instead in found)
         raise ValueError(
-            f"tensor_parallel_degree={knobs.tensor_parallel_degree} is not built yet together with\n{lines}"
+            f"tensor_parallel_degree={asked.tensor_parallel_degree} is not built yet together with\n{lines}"
         )
 
 
-def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
+def _unknown_knobs(knobs: SmpConfig, param_dtype: str | None) -> Iterator[tuple[str, str]]:
     if knobs.context_parallel_degree > 1:
         yield f"context_parallel_degree={knobs.context_parallel_degree}", "write context_parallel_degree=1"
-    if knobs.param_dtype == "float16":
-        yield "param_dtype='float16'", "write param_dtype='bfloat16'"
+    if param_dtype == "float16":
+        where = "" if knobs.param_dtype == "float16" else " (of the trainer's precision)"
+        yield f"param_dtype='float16'{where}", "write param_dtype='bfloat16', or train with a bfloat16 precision"
     if knobs.fp8 is not None:
         yield "fp8", "leave fp8 out"
     if knobs.optimizer_shard == "world":
