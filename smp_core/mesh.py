@@ -182,6 +182,11 @@ class SmpMesh:
         return self.layout.size(*GRADIENTS)
 
     @property
+    def model_degree(self) -> int:
+        """Ranks of :attr:`model_group`."""
+        return self.layout.size(*SAME_MODEL)
+
+    @property
     def shard_rank(self) -> int:
         return self.layout.coordinate(self.rank, *PARTITION)
 

@@ -1,8 +1,8 @@
 """parallelize_model(): what was decided about a model is done to it. The one place that knows the order of all
 conversions.
 
-1.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
-2.  _to_fp8: linear layers to FP8, whose weights then travel in FP8
+1.  _to_fp8: linear layers to FP8, whose weights then travel in FP8
+2.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
 3.  share_sequences: attention over the ranks that share sequences
 4.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
 5.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
@@ -84,12 +84,12 @@ def parallelize_model(
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
     traffic = Traffic(mesh, meter, plan)
 
-    # What the model computes: layers in parts, in FP8, over shared sequences, losses in chunks, again in backward.
-    tensor = _split_layers(model, mesh, plan, meter)
+    # What the model computes: layers in FP8, in parts, over shared sequences, losses in chunks, again in backward.
     fp8, fp8_region = _to_fp8(model, mesh, knobs.fp8)
+    tensor = _split_layers(model, mesh, plan, meter)
     context = share_sequences(model, mesh, int(knobs.collectives.context_head_groups), meter)
     if knobs.chunked_cross_entropy is not None:
-        chunk_losses(model, knobs.chunked_cross_entropy)
+        chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
     saved = save_activations(model, plan, mesh.device)
 
     # Where its parameters live: rank 0's weights for what stays whole; a unit gets them just before it is sharded.
@@ -148,6 +148,7 @@ def _split_layers(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter)
         plan=recipe.plan,
         sequence_parallel=recipe.sequence_parallel,
         whole=plan.replicated,  # by all units that share it
+        chunked_loss=plan.knobs.chunked_cross_entropy is not None,
     )
     by_name = dict(model.named_parameters())
     shared = [name for name in plan.replicated if isinstance(by_name[name], DTensor)]
@@ -165,7 +166,7 @@ def _to_fp8(
     if recipe is None:
         return None, nullcontext
     if recipe.backend == "native":
-        return convert_to_fp8(model, recipe), nullcontext
+        return convert_to_fp8(model, recipe, parts=mesh.tensor_degree), nullcontext
     other = convert_with(model, recipe, mesh.device, mesh.gradient_group)
     for name, reason in other.left_out.items():
         logger.info("fp8: left out: %s (%s)", name, reason)
@@ -173,14 +174,15 @@ def _to_fp8(
 
 
 def _start_scales(fp8: Fp8Model, mesh: SmpMesh, meter: CommMeter) -> None:
-    """Find scales over all ranks, every one of which holds a part of the weights or sees a part of the tokens."""
+    """Find scales over all ranks, every one of which holds a part of the weights or sees a part of the tokens or
+    features."""
 
     def maximum_by(metered: CommMeter) -> Callable[[torch.Tensor], None]:
         reduce = FlatMaxReduce(metered)
 
         def all_reduce_max(amax: torch.Tensor) -> None:
-            if mesh.gradient_degree > 1:
-                reduce(amax, mesh.gradient_group)
+            if mesh.model_degree > 1:
+                reduce(amax, mesh.model_group)
 
         return all_reduce_max
 

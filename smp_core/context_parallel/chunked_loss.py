@@ -9,6 +9,7 @@ Shape letters: T tokens, C tokens of a chunk, H width, V words.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
+
+
+torchs_sum = functools.partial(F.cross_entropy, reduction="sum")
 
 
 def chunked_cross_entropy(
@@ -26,6 +30,7 @@ def chunked_cross_entropy(
     *,
     divisor: torch.Tensor | float | None = None,
     label_smoothing: float = 0.0,
+    cross_entropy_sum: Callable[..., torch.Tensor] = torchs_sum,
 ) -> torch.Tensor:
     """Compute the cross entropy of ``lm_head(hidden)`` against ``labels``.
 
@@ -38,6 +43,7 @@ def chunked_cross_entropy(
         divisor: the divisor of the sum of losses; default the number of targets, so that the result is their mean. Over
             ranks that share sequences ``split.tokens_per_rank``.
         label_smoothing: in [0, 1], as in torch's cross entropy.
+        cross_entropy_sum: called as torch's is, for logits of which this rank has some words only.
 
     Returns:
         0-d, float32, or float64 for float64 logits (as Transformers' loss: half precision logits are cast).
@@ -55,9 +61,7 @@ def chunked_cross_entropy(
         logits_CV = lm_head(hidden_CH)
         if logits_CV.dtype != torch.float64:
             logits_CV = logits_CV.float()
-        return F.cross_entropy(
-            logits_CV, labels_C, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
-        )
+        return cross_entropy_sum(logits_CV, labels_C, ignore_index=IGNORED, label_smoothing=label_smoothing)
 
     parts = [
         checkpoint(loss_of, hidden_CH, labels_C, use_reentrant=False, preserve_rng_state=False)

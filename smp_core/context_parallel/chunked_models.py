@@ -15,13 +15,13 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp_core.context_parallel.chunked_loss import IGNORED, chunked_cross_entropy
+from smp_core.context_parallel.chunked_loss import IGNORED, chunked_cross_entropy, torchs_sum
 from smp_core.context_parallel.transformers_models import transformers_models
 
 logger = logging.getLogger("smp")
@@ -64,6 +64,18 @@ def smoothed(label_smoothing: float) -> Iterator[None]:
         _STATE.label_smoothing = before
 
 
+class SplitVocabulary(Protocol):
+    """Logits of which each rank holds those of its own words (:class:`smp_core.tensor_parallel.loss.SplitLogits`)."""
+
+    def of(self, head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """Call the head for this rank's logits."""
+
+    def cross_entropy_sum(
+        self, logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, label_smoothing: float
+    ) -> torch.Tensor:
+        """Compute what torch's cross entropy with ``reduction="sum"`` does of whole logits."""
+
+
 class PendingLogits:
     """The logits that are not computed yet: the head's input, and the element-wise steps for its output."""
 
@@ -75,19 +87,29 @@ class PendingLogits:
         """Compute the logits [..., T, V]."""
         return self._finished(self._head(self._hidden))
 
-    def loss(self, targets: torch.Tensor, chunk: int, divisor: torch.Tensor | float | None) -> torch.Tensor:
+    def loss(
+        self,
+        targets: torch.Tensor,
+        chunk: int,
+        divisor: torch.Tensor | float | None,
+        split: SplitVocabulary | None = None,
+    ) -> torch.Tensor:
         """Compute the cross entropy of the logits against ``targets`` [..., T], in chunks; see
         :func:`chunked_cross_entropy`.
         """
 
         def in_chunks(project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+            def logits_of(part: torch.Tensor) -> torch.Tensor:
+                return self._finished(project(part) if split is None else split.of(project, part))
+
             return chunked_cross_entropy(
                 hidden,
-                lambda part: self._finished(project(part)),
+                logits_of,
                 targets,
                 chunk,
                 divisor=divisor,
                 label_smoothing=_STATE.label_smoothing,
+                cross_entropy_sum=torchs_sum if split is None else split.cross_entropy_sum,
             )
 
         return self._head(self._hidden, in_chunks=in_chunks)
@@ -173,8 +195,11 @@ class _StandIn(nn.Module):
         return getattr(self._held[0], name)
 
 
-def chunk_losses(model: nn.Module, chunk: int) -> None:
+def chunk_losses(model: nn.Module, chunk: int, split: SplitVocabulary | None = None) -> None:
     """Apply :func:`use_chunked_loss` to every Transformers causal model in ``model``.
+
+    Args:
+        split: of the head whose vocabulary is split over tensor ranks; None: heads compute whole logits.
 
     Raises:
         ValueError: there is none, or one whose loss cannot be computed in chunks.
@@ -192,10 +217,10 @@ def chunk_losses(model: nn.Module, chunk: int) -> None:
             "labels) where the model computes its loss"
         )
     for each in found:
-        use_chunked_loss(each, chunk)
+        use_chunked_loss(each, chunk, split)
 
 
-def use_chunked_loss(model: Any, chunk: int = 1024) -> None:
+def use_chunked_loss(model: Any, chunk: int = 1024, split: SplitVocabulary | None = None) -> None:
     """Let a Transformers causal model compute its loss in chunks, in place.
 
     In training ``loss`` has the value of the unchunked one, and ``logits`` is None. Without labels, and in evaluation
@@ -204,6 +229,7 @@ def use_chunked_loss(model: Any, chunk: int = 1024) -> None:
     Args:
         model: the model with the head.
         chunk: see :func:`chunked_cross_entropy`.
+        split: see :func:`chunk_losses`.
 
     Raises:
         ValueError: no Transformers causal model, or one with a loss or a head of its own kind; in its first forward:
@@ -233,8 +259,8 @@ def use_chunked_loss(model: Any, chunk: int = 1024) -> None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.masked_fill(shift_labels == ignore_index, IGNORED).to(logits.device)
         if isinstance(logits, torch.Tensor):
-            logits = PendingLogits(name, _Through(), logits)
-        return logits.loss(targets, chunk, num_items_in_batch)
+            return PendingLogits(name, _Through(), logits).loss(targets, chunk, num_items_in_batch)
+        return logits.loss(targets, chunk, num_items_in_batch, split)
 
     @functools.wraps(whole_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -141,6 +141,7 @@ def convert_to_fp8(
     recipe: Fp8Recipe | None = None,
     *,
     all_reduce_max: Callable[[torch.Tensor], None] = _alone,
+    parts: int = 1,
 ) -> Fp8Model:
     """Make the linear layers of ``model`` compute in FP8, in place; call it before the model is sharded.
 
@@ -150,6 +151,7 @@ def convert_to_fp8(
 
     Args:
         all_reduce_max: see :class:`Fp8Model`; default one process.
+        parts: tensor ranks that layers are split over afterwards; the kernels' sizes are those of a part.
 
     Returns:
         the handle with the state. ``refresh_weights`` has to be called once the weights have values; this is done
@@ -166,7 +168,7 @@ def convert_to_fp8(
         )
 
     # The modules, and a site for each of their weights.
-    chosen, left_out = choose(model, recipe)
+    chosen, left_out = choose(model, recipe, parts)
     names = [_site_name(name, parameter) for name, _, parameters in chosen for parameter in parameters]
     state = Fp8State(recipe, names, _device(model))
     sites: list[tuple[nn.Module, str, Fp8Site]] = []
@@ -184,7 +186,9 @@ def convert_to_fp8(
     return fp8
 
 
-def choose(model: nn.Module, recipe: Fp8Recipe) -> tuple[list[tuple[str, nn.Module, tuple[str, ...]]], dict[str, str]]:
+def choose(
+    model: nn.Module, recipe: Fp8Recipe, parts: int = 1
+) -> tuple[list[tuple[str, nn.Module, tuple[str, ...]]], dict[str, str]]:
     """Choose the modules to convert, as (name, module, parameters), and the reasons why others are left out."""
     holders: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -197,7 +201,7 @@ def choose(model: nn.Module, recipe: Fp8Recipe) -> tuple[list[tuple[str, nn.Modu
         if not _has_product(module):
             continue
         matched |= {glob for glob in recipe.include if fnmatch.fnmatchcase(name, glob)}
-        reason = _why_not(name, module, recipe, holders)
+        reason = _why_not(name, module, recipe, holders, parts)
         if reason is None:
             chosen.append((name, module, _weights(module)))
         else:
@@ -226,7 +230,9 @@ def _has_product(module: nn.Module) -> bool:
     return any(parameter.ndim in (2, 3) for parameter in module.parameters(recurse=False))
 
 
-def _why_not(name: str, module: nn.Module, recipe: Fp8Recipe, holders: Mapping[int, list[str]]) -> str | None:
+def _why_not(
+    name: str, module: nn.Module, recipe: Fp8Recipe, holders: Mapping[int, list[str]], parts: int
+) -> str | None:
     """Return the reason why a module is not converted; None: it is."""
     if not any(fnmatch.fnmatchcase(name, glob) for glob in recipe.include):
         return f"not in include={list(recipe.include)}"
@@ -242,8 +248,9 @@ def _why_not(name: str, module: nn.Module, recipe: Fp8Recipe, holders: Mapping[i
             return "its weight is sharded already"
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             return f"its weight is {parameter.dtype}"
-        if any(size % _ALIGNMENT for size in parameter.shape[-2:]):
-            return f"its size {' x '.join(map(str, parameter.shape[-2:]))} is not in multiples of {_ALIGNMENT}"
+        if any(size % (_ALIGNMENT * parts) for size in parameter.shape[-2:]):
+            each = "" if parts == 1 else f" for each of {parts} tensor ranks"
+            return f"its size {' x '.join(map(str, parameter.shape[-2:]))} is not in multiples of {_ALIGNMENT}{each}"
         shared = [other for other in holders[id(parameter)] if other != name]
         if shared:
             return f"its weight is shared with {shared[0]}"

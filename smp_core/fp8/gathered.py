@@ -66,6 +66,8 @@ class GatheredWeight(torch.Tensor):
                 size, stride = tuple(args[1]), tuple(args[2])
                 if size != tuple(weight.shape) or stride != weight.stride():
                     return func(dequantize(weight), *args[1:], **kwargs)
+            if func is torch.ops.aten.view.default and tuple(args[1]) != tuple(weight.shape):
+                return func(dequantize(weight), *args[1:], **kwargs)
             return GatheredWeight(weight.data8, weight.inverse_scale, weight.dtype)
         if func is torch.ops.aten.zeros_like.default:  # a gradient of nothing, perhaps of a weight that is freed
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=args[0].device)
@@ -73,8 +75,11 @@ class GatheredWeight(torch.Tensor):
         return func(*args, **kwargs)
 
 
-# The operations by which FSDP2 and nn.Parameter make a parameter of a tensor.
-_SAME_TENSOR = (torch.ops.aten.as_strided.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+# The operations by which FSDP2 and nn.Parameter make a parameter of a tensor, and DTensor shows its local one.
+_SAME_TENSOR = (
+    *(torch.ops.aten.as_strided.default, torch.ops.aten.detach.default),
+    *(torch.ops.aten.alias.default, torch.ops.aten.view.default),
+)
 
 
 def dequantize(weight: GatheredWeight) -> torch.Tensor:

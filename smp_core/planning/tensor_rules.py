@@ -57,19 +57,11 @@ def require_known_combination(asked: SmpConfig, param_dtype: str | None, shapes:
 
 
 def _unknown_knobs(knobs: SmpConfig, param_dtype: str | None) -> Iterator[tuple[str, str]]:
-    if knobs.context_parallel_degree > 1:
-        yield f"context_parallel_degree={knobs.context_parallel_degree}", "write context_parallel_degree=1"
     if param_dtype == "float16":
         where = "" if knobs.param_dtype == "float16" else " (of the trainer's precision)"
         yield f"param_dtype='float16'{where}", "write param_dtype='bfloat16', or train with a bfloat16 precision"
-    if knobs.fp8 is not None:
-        yield "fp8", "leave fp8 out"
-    if knobs.optimizer_shard == "world":
-        yield "optimizer_shard='world'", "write optimizer_shard='shard'"
-    if knobs.state_offload is not None:
-        yield f"state_offload={knobs.state_offload!r}", "leave state_offload out"
-    if knobs.chunked_cross_entropy is not None:
-        yield f"chunked_cross_entropy={knobs.chunked_cross_entropy}", "leave it out: logits are split by the vocabulary"
+    if knobs.fp8 is not None and knobs.fp8.backend != "native":
+        yield f"fp8.backend={knobs.fp8.backend!r}", "write fp8={'backend': 'native'}"
     if knobs.compression.gather is not None or knobs.compression.reduce is not None:
         yield f"compression={knobs.compression!r}", "leave compression out"
     if knobs.activations.offload:
@@ -89,5 +81,3 @@ def _unknown_models(shapes: Shapes, given: bool) -> Iterator[tuple[str, str]]:
             f"a model that came sharded ({shapes.kind})",
             "load it without distributed_config, and torch-smp splits and shards it",
         )
-    if shapes.on_meta:
-        yield "a model on the meta device (delayed_init)", "build it with values, and write delayed_init=False"

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+
+from smp_core.checkpoint.optimizers import own_part
 
 
 @dataclass(eq=False)
@@ -53,7 +55,7 @@ class Slot:
             self._give_storage(device)
         self.level = level
         if isinstance(self.tensor, DTensor):
-            self.tensor.to_local().copy_(_own_slice(full, self.tensor))
+            self.tensor.to_local().copy_(own_part(full, self.tensor))
         else:
             self.tensor.copy_(full)
 
@@ -110,20 +112,6 @@ def _marker(dtype: torch.dtype) -> float | int:
 
 def _copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     target.__dict__.update({name: value for name, value in source.__dict__.items() if name != "_is_param"})
-
-
-def _own_slice(full: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Return this rank's part of a full tensor: axis by axis ceil(rows / ranks) rows, as torch.chunk cuts them."""
-    for axis, placement in enumerate(like.placements):
-        if placement.is_replicate():
-            continue
-        if type(placement) is not Shard:
-            raise ValueError(f"delayed_init=True: placement {placement} is not supported; use delayed_init=False")
-        rows, ranks = full.size(placement.dim), like.device_mesh.size(axis)
-        chunk = -(-rows // ranks)
-        start = min(like.device_mesh.get_local_rank(axis) * chunk, rows)
-        full = full.narrow(placement.dim, start, min(chunk, rows - start))
-    return full
 
 
 @contextlib.contextmanager

@@ -71,14 +71,17 @@ def grad_norm(
 
 def _sharded_over(parameter: torch.Tensor, masters_over: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
     """Return the groups each of whose ranks holds a part of the parameter."""
-    if model_parameter(parameter) is not parameter:
-        return (masters_over,)
-    if not isinstance(parameter, DTensor):
-        return ()
-    placements = enumerate(parameter.placements)
+    own = model_parameter(parameter)
+    is_master = own is not parameter
+    if not isinstance(own, DTensor):
+        return (masters_over,) if is_master else ()
+    placements = enumerate(own.placements)
     # FSDP2's _StridedShard, of what is split over tensor ranks too, says False to is_shard().
-    sharded = (axis for axis, placement in placements if not placement.is_replicate())
-    return tuple(parameter.device_mesh.get_group(axis) for axis in sharded)
+    sharded = [axis for axis, placement in placements if not placement.is_replicate()]
+    if is_master:
+        # The outermost axis is the partition group, which is inside the masters' group.
+        return (masters_over, *(own.device_mesh.get_group(axis) for axis in sharded if axis > 0))
+    return tuple(own.device_mesh.get_group(axis) for axis in sharded)
 
 
 def _device_of_sums(parameter: torch.Tensor) -> torch.device:

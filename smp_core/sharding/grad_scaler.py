@@ -1,8 +1,8 @@
 """Dynamic loss scaling for optimizers that step sharded and plain parameters together.
 
-torch's GradScaler unscales all gradients of one dtype in one call, which takes DTensors or plain tensors but not both.
+torch's GradScaler unscales all gradients of one dtype in one call, which takes plain tensors or DTensors of one mesh.
 ``_unscale_grads_`` is the method torch's own ShardedGradScaler overrides for the same reason; no public one is nearer.
-A non-finite gradient is seen by all: DTensor reduces the finding over the partition group, replicas hold equal
+A non-finite gradient is seen by all: DTensor reduces the finding over the ranks that hold parts, replicas hold equal
 gradients, and plain gradients are equal on every rank.
 """
 
@@ -13,22 +13,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp_core.stepped import model_parameter
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler, unscaling DTensors and plain tensors one kind after the other."""
+    """torch.amp.GradScaler, unscaling plain tensors and the DTensors of each mesh one kind after the other."""
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         found: dict[torch.device, torch.Tensor] = {}
-        for sharded in (True, False):
+        meshes = dict.fromkeys(_mesh_of(p) for group in optimizer.param_groups for p in group["params"])
+        for mesh in meshes:
             groups = [
-                {"params": [p for p in group["params"] if isinstance(p, DTensor) is sharded]}
-                for group in optimizer.param_groups
+                {"params": [p for p in group["params"] if _mesh_of(p) == mesh]} for group in optimizer.param_groups
             ]
             part: Any = SimpleNamespace(param_groups=groups)
             seen = super()._unscale_grads_(part, inv_scale, torch.zeros_like(found_inf), allow_fp16)
@@ -38,3 +39,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
             for flag in found.values():  # parts that no other rank has
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return found
+
+
+def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
+    """The mesh that a parameter is sharded over; None: a plain tensor."""
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None

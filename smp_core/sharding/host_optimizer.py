@@ -24,6 +24,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp_core import streams
@@ -186,12 +187,12 @@ class HostOptimizer:
     def _groups(
         self, group: Mapping[str, Any], chosen: Mapping[torch.Tensor, _HostParameter]
     ) -> Iterator[dict[str, Any]]:
-        """The group with the host copies of its chosen parameters, sharded and plain ones apart: a fused kernel takes
-        one kind. SGD's takes momentum from all or from none, so those that it steps for the first time are apart too.
-        """
+        """The group with the host copies of its chosen parameters, plain ones and those of each mesh apart: a fused
+        kernel takes one kind. SGD's takes momentum from all or from none, so those that it steps for the first time are
+        apart too."""
         hosted = [chosen[parameter].stepped for parameter in group["params"] if parameter in chosen]
-        for sharded in (True, False):
-            members = [each for each in hosted if isinstance(each, DTensor) == sharded]
+        for mesh in dict.fromkeys(map(_mesh_of, hosted)):
+            members = [each for each in hosted if _mesh_of(each) == mesh]
             kernels = host_kernels(group, members, type(self._stepper))
             begun = [bool(self._stepper.state.get(each)) or not kernels.get("fused") for each in members]
             for apart in (True, False):
@@ -219,6 +220,11 @@ class HostOptimizer:
         with self._on(self._in):
             for hosted in chunk:
                 hosted.put_back()
+
+
+def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
+    """The mesh that a parameter is sharded over; None: a plain tensor."""
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

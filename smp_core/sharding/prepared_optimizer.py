@@ -187,7 +187,10 @@ class Homes:
             if _are_mixed(group["params"]):
                 asked = [flag for flag in ("fused", "foreach") if group.get(flag)]
                 if asked:
-                    logger.info("%s=True has no effect where 0-d or shared parameters are in the group", asked[0])
+                    logger.info(
+                        "%s=True has no effect where 0-d, shared or tensor parallel parameters are in the group",
+                        asked[0],
+                    )
                 group.update({flag: False for flag in ("fused", "foreach") if flag in group})
             elif on_host:
                 group.update(host_kernels(group, group["params"], type(optimizer)))
@@ -317,4 +320,6 @@ def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _are_mixed(parameters: Iterable[torch.Tensor]) -> bool:
-    return len({isinstance(parameter, DTensor) for parameter in parameters}) > 1
+    """Tell whether one kernel cannot take all: plain tensors, and DTensors of each mesh, go by themselves."""
+    meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
+    return len(meshes) > 1

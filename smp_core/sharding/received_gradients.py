@@ -25,7 +25,8 @@ def tell_what_was_received(
     mesh: SmpMesh,
     veto: Callable[[], torch.Tensor] | None,
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """Start one small MAX all-reduce over all ranks whose gradients are added up.
+    """Start one small MAX all-reduce over all ranks that compute the same layers, tensor ranks included: they hold parts
+    of one gradient, and drop it together.
 
     Returns:
         (flags int32, what to wait for before they are read): per parameter whether it received a gradient, units first,
@@ -36,10 +37,10 @@ def tell_what_was_received(
         flags += [int(index in each.received) for index in range(len(each.unit.parameters()))]
     flags += [int(name in replicated.reached) for name in replicated.parameters]
     flags += [int(each.flat is not None) for each in units]
-    alone = mesh.gradient_degree == 1
+    alone = mesh.model_degree == 1
     received = streams.on_device([*flags, 0], torch.int32, torch.device("cpu") if alone else mesh.device)
     if veto is not None:
         received[-1] = veto()
     if alone:  # what is known stays where it is known
         return received, None
-    return received, dist.all_reduce(received, op=dist.ReduceOp.MAX, group=mesh.gradient_group, async_op=True)
+    return received, dist.all_reduce(received, op=dist.ReduceOp.MAX, group=mesh.model_group, async_op=True)

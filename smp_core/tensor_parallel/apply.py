@@ -34,7 +34,7 @@ from smp_core.tensor_parallel.layers import (
     SummingForward,
     WholeForward,
 )
-from smp_core.tensor_parallel.loss import split_vocabulary_loss
+from smp_core.tensor_parallel.loss import SplitLogits, split_vocabulary_loss
 from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis, gather_tokens, sum_gradient
 from smp_core.tensor_parallel.roles import (
     Split,
@@ -60,12 +60,15 @@ class SplitModel:
         splits: every module that has a role.
         sequence_parallel: whether blocks hold 1/T of the tokens.
         split_loss: whether the training loss is computed from split logits.
+        split_vocabulary: the logits of a head whose vocabulary is split; None: no head is.
+        whole_elements: elements of parameters that every tensor rank holds whole.
     """
 
     axis: TensorAxis
     splits: tuple[Split, ...]
     sequence_parallel: bool
     split_loss: bool
+    split_vocabulary: SplitLogits | None
     whole_elements: int
 
     def describe(self) -> str:
@@ -90,6 +93,7 @@ def apply_tensor_parallel(
     plan: str | Mapping[str, str],
     sequence_parallel: bool,
     whole: Container[str] = (),
+    chunked_loss: bool = False,
 ) -> SplitModel:
     """Split a model's layers over the tensor axis. In place.
 
@@ -99,6 +103,7 @@ def apply_tensor_parallel(
         plan: "auto", or globs over module names -> roles (:mod:`smp_core.tensor_parallel.roles`).
         sequence_parallel: hold 1/T of the tokens in blocks.
         whole: names of parameters that "auto" leaves whole.
+        chunked_loss: the loss is left to who computes it in chunks, from :attr:`SplitModel.split_vocabulary`.
 
     Raises:
         ValueError: a model that cannot be split so; says what to write.
@@ -113,9 +118,10 @@ def apply_tensor_parallel(
     split_head = known is not None and any(
         split.module is known.get_output_embeddings() and split.is_column for split in splits
     )
-    split_loss = split_head and split_vocabulary_loss(known, axis)
+    split_loss = split_head and (chunked_loss or split_vocabulary_loss(known, axis))
     repeated = sum(p.numel() for p in model.parameters() if not isinstance(p, DTensor))
-    return SplitModel(axis, tuple(splits), bool(splitting.blocks), split_loss, repeated)
+    logits = SplitLogits(axis) if split_head else None
+    return SplitModel(axis, tuple(splits), bool(splitting.blocks), split_loss, logits, repeated)
 
 
 class _Splitting:

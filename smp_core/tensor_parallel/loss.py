@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,6 +72,25 @@ def cross_entropy_sum(
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     result: torch.Tensor = _CrossEntropy.apply(wide, targets, axis, ignore_index, label_smoothing)
     return result
+
+
+@dataclass(frozen=True, eq=False)
+class SplitLogits:
+    """A head that leaves its logits split by the vocabulary, and their loss: for losses in chunks of tokens."""
+
+    axis: TensorAxis
+
+    def of(self, head: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [N, V/T] of this rank's words."""
+        before, self.axis.whole_logits = self.axis.whole_logits, False
+        try:
+            return head(hidden)
+        finally:
+            self.axis.whole_logits = before
+
+    def cross_entropy_sum(self, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+        """See :func:`cross_entropy_sum`."""
+        return cross_entropy_sum(logits, targets, self.axis, **options)
 
 
 def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:

@@ -217,7 +217,7 @@ def _require_fitting(split: Split) -> None:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Tell whether a module is Transformers' linear layer with a transposed weight."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
 
 
 def divided_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

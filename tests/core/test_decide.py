@@ -184,7 +184,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"tensor_parallel_degree": 3},
         r"tensor_parallel_degree=3 does not divide the 4 ranks of a node.*allowed: 1, 2, 4",
     ),
-    ({"tensor_parallel_degree": 2, "fp8": True}, r"tensor_parallel_degree=2 is not built yet together with\n- fp8;"),
+    (
+        {"tensor_parallel_degree": 2, "compression": "int8"},
+        r"tensor_parallel_degree=2 is not built yet together with\n-",
+    ),
     ({"tensor_parallel_degree": 2, "shard_degree": 8}, r"shard_degree=8 does not divide.*count as one"),
     ({"pipeline_parallel_degree": 2}, r"pipeline_parallel_degree=2.*not built yet"),
     (

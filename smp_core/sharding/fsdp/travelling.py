@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 
 from smp_core.fp8.gathered import WeightGather
 
@@ -60,5 +61,19 @@ class _Travelling:
     def fsdp_post_all_gather(
         self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        weight = self._gather.unpack(gathered[0], metadata[0], self._parameter.sharded_param.shape, dtype, out)
+        if isinstance(out, DTensor):
+            out = out.to_local()  # of a layer that is split over tensor ranks
+        weight = self._gather.unpack(
+            gathered[0], metadata[0], _gathered_size(self._parameter.sharded_param), dtype, out
+        )
         return None if weight is None else (weight, ())
+
+
+def _gathered_size(parameter: Any) -> torch.Size:
+    """The size of what a partition group holds of a sharded parameter: all of it, or one tensor rank's part, where the
+    axes inside the first are those of a layer that is split in equal parts."""
+    size = list(parameter.shape)
+    for axis, placement in enumerate(parameter.placements):
+        if axis > 0 and not placement.is_replicate():
+            size[placement.dim] //= parameter.device_mesh.size(axis)
+    return torch.Size(size)

@@ -126,6 +126,7 @@ class Run:
     length: int = 22
     compiled: str | None = None
     """The backend that compiles every layer as one graph."""
+    tensor: int = 1
 
 
 def build(name: str) -> Any:
@@ -218,7 +219,7 @@ def on_ranks(run: Run) -> tuple[ParallelModel, Any]:
         layers = model.model.layers
         for place, layer in enumerate(layers):
             layers[place] = torch.compile(layer, backend=run.compiled, fullgraph=True)
-    config = SmpConfig(shard_degree=run.shard, context_parallel_degree=run.context)
+    config = SmpConfig(shard_degree=run.shard, context_parallel_degree=run.context, tensor_parallel_degree=run.tensor)
     parallel = parallelize(model, config)
     mesh = parallel.mesh
     mine = {key: value.chunk(mesh.data_size)[mesh.data_rank] for key, value in whole_batch(run).items()}

@@ -110,6 +110,7 @@ def with_convolution() -> nn.Module:
     return model
 
 
+TORCHAO = {"backend": "torchao", "scaling": "dynamic", "fp8_all_gather": False}
 REFUSED = {
     "heads": (heads_that_do_not_fit, {}, "does not divide the 6 heads of model.layers.0.self_attn.q_proj; allowed: 1"),
     "dropout": (with_dropout, {}, "dropout is not built yet"),
@@ -123,12 +124,9 @@ REFUSED = {
     ),
     "adapters": (with_adapters, {"tensor_parallel": {"plan": GLOBS}}, "adapters of PEFT are not built yet"),
     "float16": (PlainModel, {"param_dtype": "float16"}, "write param_dtype='bfloat16'"),
-    "fp8": (PlainModel, {"fp8": True}, "not built yet together with\n- fp8; leave fp8 out"),
-    "offload": (PlainModel, {"state_offload": "all"}, "state_offload='all'; leave state_offload out"),
-    "world": (PlainModel, {"optimizer_shard": "world"}, "write optimizer_shard='shard'"),
+    "fp8": (PlainModel, {"fp8": TORCHAO}, "write fp8={'backend': 'native'}"),
     "codes": (PlainModel, {"compression": "int8"}, "leave compression out"),
     "ranks": (PlainModel, {"reshard_after_forward": 2, "shard_degree": 2}, "write true or false"),
-    "context": (PlainModel, {"context_parallel_degree": 2, "shard_degree": 2}, "write context_parallel_degree=1"),
 }
 
 
