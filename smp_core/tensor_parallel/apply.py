@@ -374,10 +374,30 @@ def _refuse_dropout(model: nn.Module) -> None:
         )
 
 
+_WHOLE_STATES = ("output_hidden_states", "output_attentions")
+
+
 def _refuse_whole_states(model: nn.Module) -> None:
+    """Refuse what shows the inside of blocks, where tokens and heads are split; in calls too."""
     known = transformers_model(model)
-    for option in ("output_hidden_states", "output_attentions"):
-        if known is not None and getattr(known.config, option, False):
+    if known is None:
+        return
+    for option in _WHOLE_STATES:
+        if getattr(known.config, option, False):
             raise ValueError(
                 f"tensor_parallel_degree: config.{option}=True: no rank has these unsplit; set config.{option} = False"
             )
+
+    def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for option in _WHOLE_STATES:
+            if kwargs.get(option):
+                raise ValueError(
+                    f"tensor_parallel_degree: {type(module).__name__} was called with {option}=True: no rank has these "
+                    "unsplit; leave it out, or write tensor_parallel_degree=1"
+                )
+
+    from transformers import PreTrainedModel
+
+    for module in known.modules():
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_pre_hook(refuse, with_kwargs=True)

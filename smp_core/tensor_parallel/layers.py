@@ -178,7 +178,7 @@ class EmbeddingForward:
     checked: bool = False
 
     def __call__(self, words: torch.Tensor) -> torch.Tensor:
-        if not self.checked:
+        if not self.checked or not torch.is_grad_enabled():  # words that were sampled may differ at any time
             self._require_one_batch(words)
             self.checked = True
         weight = local(self.module.weight)
@@ -201,7 +201,8 @@ class EmbeddingForward:
             raise ValueError(
                 "tensor ranks read different batches: those of tensor_parallel_degree="
                 f"{self.axis.degree} neighbours have to be the same; leave the sampler to the trainer, or give it "
-                "num_replicas=mesh.data_size and rank=mesh.data_rank"
+                "num_replicas=mesh.data_size and rank=mesh.data_rank; before generate(do_sample=True), "
+                "torch.manual_seed(mesh.data_rank)"
             )
 
 

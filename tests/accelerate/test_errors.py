@@ -87,6 +87,8 @@ def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) 
     """Plugins and the variables of `accelerate launch`."""
     config = resolve_config(None, {}, ParallelismConfig(dp_replicate_size=2, dp_shard_size=4), None)
     assert config.shard_degree == 4
+    config = resolve_config(None, {}, ParallelismConfig(dp_shard_size=2, tp_size=4), None)
+    assert (config.shard_degree, config.tensor_parallel_degree) == (2, 4)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=False,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.parallelism_config import ParallelismConfig
 from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
@@ -49,8 +50,9 @@ def test_trainer_evaluates_trains_saves_and_predicts_as_in_one_process(tmp_path:
 
 def bare_loop(micro_batches: int) -> Training:
     seen = Training()
+    parallelism = ParallelismConfig(dp_shard_size=2, tp_size=2)
     accelerator = fresh_accelerator(
-        shard_degree=2, tensor_parallel_degree=2, gradient_accumulation_steps=micro_batches, cpu=True
+        parallelism_config=parallelism, gradient_accumulation_steps=micro_batches, cpu=True
     )
     rows = batches(micro_batches).flatten(0, 2)
     with Wide():
@@ -74,5 +76,6 @@ def bare_loop(micro_batches: int) -> Training:
 
 
 def test_a_bare_loop_equals_one_process() -> None:
+    """Under Accelerate's own name for the degree."""
     for seen in run_ranks(bare_loop, 4, 3):
         assert differences(seen, alone("llama", 3)) == []
