@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from smp_core.module_names import is_compiled
 from smp_core.tensor_parallel.layers import (
     AttentionForward,
     BlockForward,
@@ -36,6 +35,8 @@ from smp_core.tensor_parallel.layers import (
 )
 from smp_core.tensor_parallel.loss import SplitLogits, split_vocabulary_loss
 from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis, gather_tokens, sum_gradient
+from smp_core.tensor_parallel.randomness import RandomForward, settle_random
+from smp_core.tensor_parallel.refused import refuse_whole_states, refuse_wrapped
 from smp_core.tensor_parallel.roles import (
     Split,
     divided_attributes,
@@ -109,10 +110,10 @@ def apply_tensor_parallel(
         ValueError: a model that cannot be split so; says what to write.
     """
     splits = splits_of(model, plan, axis.degree, whole)
-    _refuse_wrapped(model)
-    _refuse_dropout(model)
-    _refuse_whole_states(model)
+    refuse_wrapped(model)
+    refuse_whole_states(model)
     splitting = _Splitting(model, mesh, axis, splits, sequence_parallel)
+    settle_random(model, axis, bool(splitting.blocks))
     splitting.split_all()
     known = transformers_model(model)
     split_head = known is not None and any(
@@ -174,6 +175,9 @@ class _Splitting:
             for name in dict.fromkeys((stack[0], stack[-1])):
                 block = self.model.get_submodule(name)
                 block.forward = BlockForward(block.forward, self.axis, name == stack[0], name == stack[-1])
+            for name in stack if self.axis.draws else ():
+                block = self.model.get_submodule(name)
+                block.forward = RandomForward(block, block.forward, self.axis)
 
     def _splits_tokens(self, name: str, itself_whole: bool = False) -> bool:
         """Tell whether a module's inputs hold 1/T of the tokens."""
@@ -339,65 +343,3 @@ def _outputs(split: Split) -> int:
 
 def _gathers(axis: TensorAxis, role: str, is_head: bool) -> bool:
     return role == "column_gather" and (axis.whole_logits or not is_head)
-
-
-def _refuse_wrapped(model: nn.Module) -> None:
-    """Compiled forwards and adapters have not been shown to be exact."""
-    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
-    if compiled:
-        raise ValueError(
-            f"tensor_parallel_degree: compiled modules are not built yet ({', '.join(map(repr, compiled[:5]))}); leave "
-            "torch.compile out"
-        )
-    adapters = [name for name, _ in model.named_modules() if name.rpartition(".")[2].startswith("lora_")]
-    if adapters or hasattr(model, "peft_config"):
-        raise ValueError(
-            f"tensor_parallel_degree: adapters of PEFT are not built yet ({', '.join(adapters[:5])}); train the "
-            "whole model, or write tensor_parallel_degree=1"
-        )
-
-
-def _refuse_dropout(model: nn.Module) -> None:
-    """Masks would have to differ where activations are split, and be equal where they are not."""
-    found = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
-    known = transformers_model(model)
-    options = {} if known is None else known.config.to_dict()
-    found += [
-        f"config.{name}"
-        for name, value in options.items()
-        if "drop" in name and isinstance(value, float) and value > 0 and not name.startswith(("classifier", "summary"))
-    ]
-    if found:
-        raise ValueError(
-            f"tensor_parallel_degree: dropout is not built yet ({', '.join(found[:5])}); set the probability to 0.0 "
-            "before the model is built"
-        )
-
-
-_WHOLE_STATES = ("output_hidden_states", "output_attentions")
-
-
-def _refuse_whole_states(model: nn.Module) -> None:
-    """Refuse what shows the inside of blocks, where tokens and heads are split; in calls too."""
-    known = transformers_model(model)
-    if known is None:
-        return
-    for option in _WHOLE_STATES:
-        if getattr(known.config, option, False):
-            raise ValueError(
-                f"tensor_parallel_degree: config.{option}=True: no rank has these unsplit; set config.{option} = False"
-            )
-
-    def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for option in _WHOLE_STATES:
-            if kwargs.get(option):
-                raise ValueError(
-                    f"tensor_parallel_degree: {type(module).__name__} was called with {option}=True: no rank has these "
-                    "unsplit; leave it out, or write tensor_parallel_degree=1"
-                )
-
-    from transformers import PreTrainedModel
-
-    for module in known.modules():
-        if isinstance(module, PreTrainedModel):
-            module.register_forward_pre_hook(refuse, with_kwargs=True)

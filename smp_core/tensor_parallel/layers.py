@@ -34,6 +34,7 @@ from smp_core.tensor_parallel.operators import (
     sum_gradient,
     sum_outputs,
 )
+from smp_core.tensor_parallel.randomness import same_random
 
 Forward = Callable[..., Any]
 
@@ -194,10 +195,7 @@ class EmbeddingForward:
 
     def _require_one_batch(self, words: torch.Tensor) -> None:
         """Compare the first batch with the other ranks': what they compute parts of has to be the same."""
-        place = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.float64)
-        mark = torch.stack([words.reshape(-1).double() @ place, place.sum()])
-        largest, smallest = self.axis.maximum(mark), -self.axis.maximum(-mark)
-        if not torch.equal(largest, smallest):
+        if not self.axis.holds_alike(words.reshape(-1).double()):
             raise ValueError(
                 "tensor ranks read different batches: those of tensor_parallel_degree="
                 f"{self.axis.degree} neighbours have to be the same; leave the sampler to the trainer, or give it "
@@ -272,7 +270,9 @@ class WholeForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_hidden(args, kwargs, lambda hidden: join_tokens(hidden, self.axis))
-        return with_output(self.original(*args, **kwargs), lambda output: split_tokens(output, self.axis))
+        with same_random(self.axis, args, kwargs):
+            output = self.original(*args, **kwargs)
+        return with_output(output, lambda output: split_tokens(output, self.axis))
 
 
 @dataclass(eq=False)

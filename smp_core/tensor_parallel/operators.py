@@ -44,6 +44,8 @@ class TensorAxis:
         degree: T, the number of ranks.
         length: tokens of the sequences of the present call, where they are split; padding to a multiple of T excluded.
         whole_logits: whether the head gathers its logits; False while a loss over the split vocabulary follows.
+        draws: whether forward passes draw random numbers (:mod:`smp_core.tensor_parallel.randomness`).
+        drawn: the seed of the present call of a block that does; None outside.
     """
 
     group: dist.ProcessGroup
@@ -52,6 +54,8 @@ class TensorAxis:
     degree: int = field(init=False)
     length: int = 0
     whole_logits: bool = True
+    draws: bool = False
+    drawn: int | None = None
 
     def __post_init__(self) -> None:
         self.rank, self.degree = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -72,6 +76,12 @@ class TensorAxis:
         with self.meter.ring(f"{_KIND}all_reduce", self._all_reduce.ranks_of(self.group), n_bytes):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest
+
+    def holds_alike(self, values: torch.Tensor) -> bool:
+        """Tell whether all ranks have the same float64 values [N], by a checksum and their number."""
+        place = torch.arange(1, values.numel() + 1, device=values.device, dtype=torch.float64)
+        mark = torch.stack([values @ place, place.sum()])
+        return torch.equal(self.maximum(mark), -self.maximum(-mark))
 
     def gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the ranks' parts side by side along a dimension."""

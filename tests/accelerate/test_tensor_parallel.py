@@ -51,9 +51,7 @@ def test_trainer_evaluates_trains_saves_and_predicts_as_in_one_process(tmp_path:
 def bare_loop(micro_batches: int) -> Training:
     seen = Training()
     parallelism = ParallelismConfig(dp_shard_size=2, tp_size=2)
-    accelerator = fresh_accelerator(
-        parallelism_config=parallelism, gradient_accumulation_steps=micro_batches, cpu=True
-    )
+    accelerator = fresh_accelerator(parallelism_config=parallelism, gradient_accumulation_steps=micro_batches, cpu=True)
     rows = batches(micro_batches).flatten(0, 2)
     with Wide():
         model: Any = build("llama", seed=dist.get_rank())

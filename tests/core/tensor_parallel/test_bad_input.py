@@ -113,7 +113,7 @@ def with_convolution() -> nn.Module:
 TORCHAO = {"backend": "torchao", "scaling": "dynamic", "fp8_all_gather": False}
 REFUSED = {
     "heads": (heads_that_do_not_fit, {}, "does not divide the 6 heads of model.layers.0.self_attn.q_proj; allowed: 1"),
-    "dropout": (with_dropout, {}, "dropout is not built yet"),
+    "dropout": (with_dropout, {"tensor_parallel": {"sequence_parallel": False}}, "write tensor_parallel={'sequence_p"),
     "states": (with_states, {}, "set config.output_hidden_states = False"),
     "sinks": (with_sinks, {}, "sinks of model.layers.0.self_attn belongs to heads"),
     "mixing": (with_convolution, {"tensor_parallel": {"plan": GLOBS}}, "blocks.0.mix (Conv1d) stands among split tok"),

@@ -1,0 +1,118 @@
+"""Random numbers of ranks that compute one layer: dropout of whole activations is the same on all, of split ones not.
+
+Ranks begin with generators in one state, and each draws the same numbers from it. In blocks whose tokens are split each
+rank draws from a generator of its own: masks of equal parts would be equal. Its seed is drawn from the common one, so
+that this goes on alike, and a recomputed forward, whose generator is put back, draws the same again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.tensor_parallel.roles import transformers_model
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def settle_random(model: nn.Module, axis: TensorAxis, splits_tokens: bool) -> None:
+    """Blocks whose tokens are split draw other numbers on each rank. Where tokens are whole, some of a block's dropout
+    is of split activations and some is not, and nothing says which."""
+    found = _random_parts(model)
+    if found and not splits_tokens:
+        raise ValueError(
+            f"tensor_parallel_degree: dropout without sequence parallelism is not built yet ({', '.join(found[:5])}); "
+            "write tensor_parallel={'sequence_parallel': true}, or set the probability to 0.0 before the model is built"
+        )
+    axis.draws = bool(found)
+
+
+def _random_parts(model: nn.Module) -> list[str]:
+    """Name what draws random numbers in training: dropout, and noise of routers."""
+    modules = dict(model.named_modules())
+    found = [name for name, module in modules.items() if isinstance(module, _DROPOUT) and module.p > 0]
+    found += [name for name, module in modules.items() if isinstance(module, nn.MultiheadAttention) and module.dropout]
+    known = transformers_model(model)
+    options = {} if known is None else known.config.to_dict()
+    return found + [
+        f"config.{name}"
+        for name, value in options.items()
+        if ("drop" in name or "jitter" in name)
+        and isinstance(value, float)
+        and value > 0
+        and not name.startswith(("classifier", "summary"))
+    ]
+
+
+@dataclass(eq=False)
+class RandomForward:
+    """The forward of a block that draws random numbers: where activations are split, each rank draws others."""
+
+    module: nn.Module
+    original: Callable[..., Any]
+    axis: TensorAxis
+    checked: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.module.training:
+            return self.original(*args, **kwargs)
+        device = _device_of(args, kwargs)
+        if not self.checked:
+            self._require_one_state(device)
+            self.checked = True
+        with own_random(self.axis, device):
+            return self.original(*args, **kwargs)
+
+    def _require_one_state(self, device: torch.device) -> None:
+        """Compare generators once: what ranks compute alike, they have to drop alike."""
+        state = torch.random.get_rng_state().double()
+        if device.type != "cpu":
+            state = torch.cat([state, torch.get_device_module(device).get_rng_state(device).double()])
+        if not self.axis.holds_alike(state.to(device)):
+            raise ValueError(
+                f"the random states of tensor ranks differ: those of tensor_parallel_degree={self.axis.degree} "
+                "neighbours have to be the same for dropout; write torch.manual_seed(seed + mesh.data_rank) after "
+                "the model is parallelized, or one seed for all ranks"
+            )
+
+
+@contextlib.contextmanager
+def own_random(axis: TensorAxis, device: torch.device) -> Iterator[None]:
+    """Let each rank draw other random numbers inside, and all the same ones behind it."""
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    before, axis.drawn = axis.drawn, seed
+    try:
+        with _seeded(seed + 1 + axis.rank, device):
+            yield
+    finally:
+        axis.drawn = before
+
+
+@contextlib.contextmanager
+def same_random(axis: TensorAxis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Let all ranks draw the same inside a block of :func:`own_random`, for a call that every rank computes alike."""
+    if axis.drawn is None:
+        yield
+        return
+    axis.drawn += axis.degree + 1
+    with _seeded(axis.drawn, _device_of(args, kwargs)):
+        yield
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Generators with this seed inside, and as they were behind it."""
+    on_device = device.type != "cpu"
+    with torch.random.fork_rng([device] if on_device else [], device_type=device.type if on_device else "cuda"):
+        torch.manual_seed(seed)
+        yield
+
+
+def _device_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+    return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))

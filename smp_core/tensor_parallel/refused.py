@@ -1,0 +1,55 @@
+"""Models that cannot be split: wrapped by what has not been shown to be exact, or showing the inside of blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from smp_core.module_names import is_compiled
+from smp_core.tensor_parallel.roles import transformers_model
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Compiled forwards and adapters have not been shown to be exact."""
+    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+    if compiled:
+        raise ValueError(
+            f"tensor_parallel_degree: compiled modules are not built yet ({', '.join(map(repr, compiled[:5]))}); leave "
+            "torch.compile out"
+        )
+    adapters = [name for name, _ in model.named_modules() if name.rpartition(".")[2].startswith("lora_")]
+    if adapters or hasattr(model, "peft_config"):
+        raise ValueError(
+            f"tensor_parallel_degree: adapters of PEFT are not built yet ({', '.join(adapters[:5])}); train the "
+            "whole model, or write tensor_parallel_degree=1"
+        )
+
+
+_WHOLE_STATES = ("output_hidden_states", "output_attentions")
+
+
+def refuse_whole_states(model: nn.Module) -> None:
+    """Refuse what shows the inside of blocks, where tokens and heads are split; in calls too."""
+    known = transformers_model(model)
+    if known is None:
+        return
+    for option in _WHOLE_STATES:
+        if getattr(known.config, option, False):
+            raise ValueError(
+                f"tensor_parallel_degree: config.{option}=True: no rank has these unsplit; set config.{option} = False"
+            )
+
+    def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for option in _WHOLE_STATES:
+            if kwargs.get(option):
+                raise ValueError(
+                    f"tensor_parallel_degree: {type(module).__name__} was called with {option}=True: no rank has these "
+                    "unsplit; leave it out, or write tensor_parallel_degree=1"
+                )
+
+    from transformers import PreTrainedModel
+
+    for module in known.modules():
+        if isinstance(module, PreTrainedModel):
+            module.register_forward_pre_hook(refuse, with_kwargs=True)
