@@ -170,7 +170,7 @@ def decide(
         settle_given(draft, given, shapes)
     settle_precision(draft, precision)
     layout = settle_layout(draft, cluster.topology)
-    require_known_combination(asked, draft.knobs.param_dtype, shapes, given is not None)
+    require_known_combination(asked, shapes, given is not None)
     # A tensor group counts as one rank: what follows is about ranks that hold the same part of a layer.
     groups, of_groups = cluster.of_tensor_groups(layout.tensor), replace(layout, tensor=1)
     # FSDP2 shows split parameters to their layers, also where it has nothing to gather.

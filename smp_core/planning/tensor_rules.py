@@ -36,19 +36,15 @@ def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
     raise ValueError(message)
 
 
-def require_known_combination(asked: SmpConfig, param_dtype: str | None, shapes: Shapes, given: bool) -> None:
+def require_known_combination(asked: SmpConfig, shapes: Shapes, given: bool) -> None:
     """Refuse what tensor parallelism has not been shown to be exact with.
-
-    Args:
-        asked: the knobs as they were asked for.
-        param_dtype: the dtype in effect, which may come from the trainer's precision.
 
     Raises:
         ValueError: names every such knob, its value, and what to write.
     """
     if asked.tensor_parallel_degree == 1:
         return
-    found = [*_unknown_knobs(asked, param_dtype), *_unknown_models(shapes, given)]
+    found = [*_unknown_knobs(asked), *_unknown_models(shapes, given)]
     if found:
         lines = "\n".join(f"- {what}; {instead}" for what, instead in found)
         raise ValueError(
@@ -56,10 +52,7 @@ def require_known_combination(asked: SmpConfig, param_dtype: str | None, shapes:
         )
 
 
-def _unknown_knobs(knobs: SmpConfig, param_dtype: str | None) -> Iterator[tuple[str, str]]:
-    if param_dtype == "float16":
-        where = "" if knobs.param_dtype == "float16" else " (of the trainer's precision)"
-        yield f"param_dtype='float16'{where}", "write param_dtype='bfloat16', or train with a bfloat16 precision"
+def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
     if knobs.fp8 is not None and knobs.fp8.backend != "native":
         yield f"fp8.backend={knobs.fp8.backend!r}", "write fp8={'backend': 'native'}"
     if knobs.compression.gather is not None or knobs.compression.reduce is not None:

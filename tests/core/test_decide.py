@@ -256,14 +256,6 @@ def test_what_a_model_came_with_is_pinned() -> None:
     assert plan.gathers and plan.knobs.delayed_init is None
 
 
-def test_what_tensor_ranks_do_not_know_is_refused_also_where_the_trainers_precision_brings_it() -> None:
-    asked = SmpConfig(shard_degree=2, tensor_parallel_degree=2)
-    machines, shapes = Cluster(Topology.uniform(8, 4)), Shapes.of(Tower(), asked)
-    with pytest.raises(ValueError, match=r"param_dtype='float16' \(of the trainer's precision\); write"):
-        decide(shapes, asked, machines, precision=Precision(torch.float16, "precision='16-true'"))
-    decide(shapes, asked, machines, precision=Precision(torch.bfloat16, "precision='bf16-true'"))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 def test_the_trainers_precision_is_what_auto_means(dtype: torch.dtype | None) -> None:
     asked = SmpConfig(shard_degree=4, on_nonfinite_grad_norm="raise")

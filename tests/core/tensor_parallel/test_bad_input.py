@@ -123,7 +123,6 @@ REFUSED = {
         "compiled modules are not built yet ('blocks.0')",
     ),
     "adapters": (with_adapters, {"tensor_parallel": {"plan": GLOBS}}, "adapters of PEFT are not built yet"),
-    "float16": (PlainModel, {"param_dtype": "float16"}, "write param_dtype='bfloat16'"),
     "fp8": (PlainModel, {"fp8": TORCHAO}, "write fp8={'backend': 'native'}"),
     "codes": (PlainModel, {"compression": "int8"}, "leave compression out"),
     "ranks": (PlainModel, {"reshard_after_forward": 2, "shard_degree": 2}, "write true or false"),

@@ -18,8 +18,9 @@ from smp_core.engine import parallelize
 from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.fp8.scaling import INPUT
 from smp_core.parallel_model import ParallelModel
+from smp_core.sharding.grad_scaler import ShardedGradScaler
 from tests.core.context_parallel import model_cases as sequences
-from tests.core.tensor_parallel.model_cases import Case, Wide, full
+from tests.core.tensor_parallel.model_cases import Case, Wide, batches, build, full, loss_of
 from tests.core.tensor_parallel.test_equivalence import assert_like_one_process
 from tests.harness import run_ranks
 
@@ -218,3 +219,47 @@ def poisoned() -> bool:
 
 def test_an_infinity_that_one_rank_sees_drops_the_step_on_all() -> None:
     assert run_ranks(poisoned, 2) == [True, True]
+
+
+def scaled(spoilt: str) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    parallel = Case("llama").parallel()
+    model, mesh = parallel.module, parallel.mesh
+    whole_first = sorted(model.parameters(), key=lambda p: p.device_mesh.ndim)  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(whole_first, lr=0.1)
+    parallel.prepare_optimizer(optimizer)
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+    before, words = whole(model), batches(1)[0, 0]
+    with Wide():
+        scaler.scale(loss_of(model, words)).backward()
+    if spoilt and mesh.rank == 1:
+        model.get_parameter(spoilt).grad.to_local()[0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), before, whole(model)
+
+
+def test_a_non_finite_gradient_of_one_tensor_rank_skips_the_step_on_all() -> None:
+    for scale, before, after in run_ranks(scaled, 2, "model.layers.0.self_attn.q_proj.weight"):
+        assert scale == 512 and all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_scaled_gradients_are_unscaled_once() -> None:
+    """Split weights and whole ones lie on other meshes. float64, 1e-12."""
+    model = build("llama")
+    with Wide():
+        loss_of(model, batches(1)[0, 0]).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for scale, _, after in run_ranks(scaled, 2, ""):
+        assert scale == 1024
+        assert all((after[name] - value).abs().max() < 1e-12 for name, value in model.state_dict().items())
+
+
+def half_precision(layout: dict[str, Any]) -> Trained:
+    return steps_of(parallelize(llama(), SmpConfig(param_dtype="float16", **layout)), 3)
+
+
+def test_float16_parameters_compute_like_those_of_one_process() -> None:
+    """Losses of about 4 within 2e-3, a rounding of float16; one partition group of two ranks is the reference."""
+    (expected, *_) = run_ranks(half_precision, 2, {"shard_degree": 2})
+    for seen in run_ranks(half_precision, 2, {"shard_degree": 1, "tensor_parallel_degree": 2}):
+        torch.testing.assert_close(seen.losses, expected.losses, atol=2e-3, rtol=0)
