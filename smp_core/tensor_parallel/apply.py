@@ -27,6 +27,7 @@ from smp_core.tensor_parallel.layers import (
     ColumnForward,
     EmbeddingForward,
     ExpertsForward,
+    OwnHeadsForward,
     RowForward,
     SharedInputs,
     SharingForward,
@@ -39,6 +40,7 @@ from smp_core.tensor_parallel.randomness import RandomForward, settle_random
 from smp_core.tensor_parallel.refused import refuse_whole_states, refuse_wrapped
 from smp_core.tensor_parallel.roles import (
     Split,
+    arguments_of_heads,
     divided_attributes,
     has_heads,
     holds,
@@ -148,6 +150,9 @@ class _Splitting:
         attention = self._attention = self._attention_modules()
         for module, attribute in divided_attributes(self.model):
             setattr(module, attribute, getattr(module, attribute) // self.axis.degree)
+        for module, argument in arguments_of_heads(self.model):
+            heads: Any = module.num_heads
+            module.forward = OwnHeadsForward(module.forward, self.axis, argument, heads)
         for split in self.splits:
             if split.is_column:
                 self._column(split)

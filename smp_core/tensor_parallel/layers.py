@@ -262,6 +262,26 @@ class AttentionForward:
 
 
 @dataclass(eq=False)
+class OwnHeadsForward:
+    """The forward of attention that is given something for each head: [B x heads, ...], of which a rank takes its own.
+
+    Attributes:
+        argument: its name; it comes by keyword.
+        heads: of this rank.
+    """
+
+    original: Forward
+    axis: TensorAxis
+    argument: str
+    heads: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given: torch.Tensor = kwargs[self.argument]
+        by_rank = given.unflatten(0, (-1, self.axis.degree, self.heads))
+        return self.original(*args, **{**kwargs, self.argument: by_rank[:, self.axis.rank].flatten(0, 1)})
+
+
+@dataclass(eq=False)
 class WholeForward:
     """A module among split tokens that needs all of them, and computes the same on every rank."""
 

@@ -55,16 +55,37 @@ _OPT = {
     **dict.fromkeys(("*.self_attn.[qkv]_proj", "*.fc1"), "column"),
     **dict.fromkeys(("*.self_attn.out_proj", "*.fc2"), "row"),
 }
+_FALCON = {
+    **dict.fromkeys(("*.self_attention.query_key_value", "*.mlp.dense_h_to_4h"), "column"),
+    **dict.fromkeys(("*.self_attention.dense", "*.mlp.dense_4h_to_h"), "row"),
+}
+_VIT = {
+    **dict.fromkeys(("*.attention.[qkv]_proj", "*.mlp.fc1"), "column"),
+    **dict.fromkeys(("*.attention.o_proj", "*.mlp.fc2"), "row"),
+}
 # Model types of Transformers that carry no plan, or one that computes attention on every rank.
-_OWN: dict[str, dict[str, str]] = {"gpt2": _GPT2, "opt": _OPT, "bert": _BERT, "roberta": _BERT}
+_OWN: dict[str, dict[str, str]] = {
+    "gpt2": _GPT2,
+    "opt": _OPT,
+    "bert": _BERT,
+    "roberta": _BERT,
+    "falcon": _FALCON,
+    "bloom": _FALCON,
+    "vit": _VIT,
+}
 # Numbers that their forwards read and that count features or heads: glob over modules -> attributes.
 _DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt2": {"*.attn": ("split_size", "num_heads", "embed_dim")},
     "opt": {"*.self_attn": ("num_heads", "embed_dim")},
+    "falcon": {"*.self_attention": ("num_heads", "num_kv_heads")},
+    "bloom": {"*.self_attention": ("num_heads",)},
     "bert": {"*.self": ("num_attention_heads", "all_head_size")},
     "roberta": {"*.self": ("num_attention_heads", "all_head_size")},
 }
 
+
+# Arguments of modules that hold something for each head in their first dimension, [B x heads, ...].
+_OF_HEADS: dict[str, dict[str, str]] = {"bloom": {"*.self_attention": "alibi"}}
 
 _HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
 _NUMBERS_OF_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
@@ -158,6 +179,9 @@ def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Ite
             f"tensor_parallel.plan='auto': {kind} is an encoder-decoder, which is not built yet; write "
             "tensor_parallel_degree=1"
         )
+    beyond = _beyond_plan(known.config, degree)
+    if beyond is not None:
+        raise ValueError(f"tensor_parallel.plan='auto': {kind} with {beyond} is not built yet; {instead}")
     prefix = next(name for name, module in model.named_modules() if module is known)
     prefix = f"{prefix}." if prefix else ""
     globs = _OWN.get(known.config.model_type) or _plan_of_transformers(known, kind, instead)
@@ -169,6 +193,22 @@ def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Ite
         if role is not None:
             yield Split(name, module, *_read(name, role))
     yield from _vocabulary(model, words, head, degree, whole)
+
+
+def _beyond_plan(config: Any, degree: int) -> str | None:
+    """Return what our plan of Falcon or Bloom does not split; None: it does, or it is another model. Their queries,
+    keys and values lie side by side for each group of heads, so that groups can be split."""
+    if config.model_type == "bloom":
+        groups = config.n_head
+        unknown = ("apply_residual_connection_post_layernorm", "slow_but_exact")
+    elif config.model_type == "falcon":
+        groups = config.num_kv_heads if config.new_decoder_architecture else config.num_attention_heads
+        unknown = ("alibi",) if config.new_decoder_architecture else ("alibi", "multi_query")
+    else:
+        return None
+    found = [f"config.{name}=True" for name in unknown if getattr(config, name)]
+    found += [f"{groups} groups of heads on {degree} ranks"] if groups % degree else []
+    return ", ".join(found) or None
 
 
 def _vocabulary(model: nn.Module, words: Any, head: Any, degree: int, whole: Container[str]) -> Iterator[Split]:
@@ -230,6 +270,14 @@ def divided_attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 for attribute in attributes:
                     if isinstance(getattr(module, attribute, None), int):
                         yield module, attribute
+
+
+def arguments_of_heads(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """List the arguments of a known model's modules of which each rank uses the part of its own heads."""
+    known = transformers_model(model)
+    table = {} if known is None else _OF_HEADS.get(known.config.model_type, {})
+    for name, module in model.named_modules():
+        yield from ((module, argument) for glob, argument in table.items() if fnmatch.fnmatchcase(name, glob))
 
 
 def has_heads(module: nn.Module) -> bool:

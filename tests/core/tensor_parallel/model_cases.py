@@ -66,6 +66,35 @@ def _bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**{**_COMMON, **changes}))
 
 
+def _falcon(**changes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        known = {**_COMMON, **_NO_DROPOUT, "ffn_hidden_size": 48, "alibi": False, "bias": True, **changes}
+        return transformers.FalconForCausalLM(transformers.FalconConfig(**known))
+
+    return make
+
+
+def _bloom() -> nn.Module:
+    known = {**_COMMON, **_NO_DROPOUT, "n_layer": 2, "n_head": 4}
+    return transformers.BloomForCausalLM(transformers.BloomConfig(**known))
+
+
+class Pixels(nn.Module):
+    """A vision transformer with nine patches and one token more, over pictures that tokens make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.ViTConfig(
+            **{**_COMMON, **_NO_DROPOUT}, image_size=TOKENS, patch_size=4, num_channels=1, num_labels=VOCABULARY
+        )
+        config.attention_probs_dropout_prob = 0.0
+        self.vit = transformers.ViTForImageClassification(config)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        wave = (tokens.double() / VOCABULARY - 0.5).to(self.vit.classifier.bias.dtype)
+        return self.vit(pixel_values=(wave[:, None, :, None] + wave.square()[:, None, None, :])).logits
+
+
 class PlainBlock(nn.Module):
     """A block whose author has never heard of any of this; attention without masks."""
 
@@ -160,6 +189,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "olmo2": _causal("Olmo2"),
     "gpt_neox": _causal("GPTNeoX", **_NO_DROPOUT),
     "starcoder2": _causal("Starcoder2", attention_dropout=0.0, residual_dropout=0.0, embedding_dropout=0.0),
+    "falcon": _falcon(new_decoder_architecture=True, num_attention_heads=8, num_kv_heads=4),
+    "falcon_heads": _falcon(multi_query=False, parallel_attn=False),
+    "bloom": _bloom,
+    "vit": Pixels,
     "glm": _causal("Glm", head_dim=8, attention_dropout=0.0),
 }
 PLANS: dict[str, Any] = {"plain": GLOBS, "encoder": ENCODER_GLOBS}
@@ -204,6 +237,8 @@ def own_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int = VOCAB
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     if isinstance(model, transformers.PreTrainedModel):
         return model(input_ids=tokens, labels=tokens).loss
+    if isinstance(model, Pixels):
+        return F.cross_entropy(model(tokens), tokens[:, 0])
     return own_loss(model(tokens), tokens)
 
 

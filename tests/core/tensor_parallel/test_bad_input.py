@@ -24,6 +24,13 @@ class Unplanned(nn.Module):
         self.words = nn.Embedding(6, 4, max_norm=1.0)
 
 
+def falcon(**changes: Any) -> nn.Module:
+    config = {"alibi": False, "multi_query": False, "num_attention_heads": 2, **changes}
+    return transformers.FalconForCausalLM(
+        transformers.FalconConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, **config)
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "plan", "said"),
     [
@@ -42,10 +49,13 @@ class Unplanned(nn.Module):
             "encoder-decoder",
         ),
         (
-            lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1)),
+            lambda: transformers.MptForCausalLM(transformers.MptConfig(vocab_size=8, d_model=8, n_heads=2, n_layers=1)),
             "auto",
-            "BloomForCausalLM carries no plan.*write globs",
+            "MptForCausalLM carries no plan.*write globs",
         ),
+        (lambda: falcon(alibi=True), "auto", "FalconForCausalLM with config.alibi=True is not built yet; write globs"),
+        (lambda: falcon(multi_query=True), "auto", "config.multi_query=True is not built"),
+        (lambda: falcon(new_decoder_architecture=True, num_kv_heads=1), "auto", "1 groups of heads on 2 ranks"),
     ],
 )
 def test_plans_that_do_not_fit_a_model(model: Any, plan: Any, said: str) -> None:
