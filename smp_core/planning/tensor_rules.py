@@ -57,8 +57,6 @@ def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
         yield f"fp8.backend={knobs.fp8.backend!r}", "write fp8={'backend': 'native'}"
     if knobs.compression.gather is not None or knobs.compression.reduce is not None:
         yield f"compression={knobs.compression!r}", "leave compression out"
-    if knobs.activations.offload:
-        yield "activations.offload=True", "write activations={'offload': false}"
     if not isinstance(knobs.reshard_after_forward, bool) and knobs.reshard_after_forward != "auto":
         yield (
             f"reshard_after_forward={knobs.reshard_after_forward!r}",

@@ -28,9 +28,13 @@ WORLD, ON_HOST, ALL_ON_HOST = ("optimizer_shard", "world"), ("state_offload", "o
 
 CHUNKED = ("chunked_cross_entropy", 7)
 
-# Optimizer states over the world or on the host, parameters on the host, losses in chunks of tokens.
+# Optimizer states over the world or on the host, parameters or inputs of blocks on the host, losses in chunks.
 OVER_REPLICAS = [Case("llama", micro_batches=3, knobs=(WORLD, CHUNKED)), Case("gpt2", knobs=(WORLD, ON_HOST))]
-IN_ONE_GROUP = [Case("llama", knobs=(ALL_ON_HOST,)), Case("gpt2", micro_batches=3, knobs=(ON_HOST, CHUNKED))]
+INPUTS_ON_HOST = ("activations", {"checkpoint": "full", "offload": True, "loading_horizon": 1})
+IN_ONE_GROUP = [
+    Case("llama", knobs=(ALL_ON_HOST, INPUTS_ON_HOST)),
+    Case("gpt2", micro_batches=3, knobs=(ON_HOST, CHUNKED)),
+]
 
 
 def test_states_elsewhere_and_losses_in_chunks_train_like_one_process() -> None:
