@@ -25,8 +25,8 @@ def tell_what_was_received(
     mesh: SmpMesh,
     veto: Callable[[], torch.Tensor] | None,
 ) -> tuple[torch.Tensor, dist.Work | None]:
-    """Start one small MAX all-reduce over all ranks that compute the same layers, tensor ranks included: they hold parts
-    of one gradient, and drop it together.
+    """Start one small MAX all-reduce over all ranks that compute the same layers, tensor ranks included: they hold
+    parts of one gradient, and drop it together.
 
     Returns:
         (flags int32, what to wait for before they are read): per parameter whether it received a gradient, units first,

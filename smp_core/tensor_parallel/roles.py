@@ -198,6 +198,7 @@ def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Ite
 def _beyond_plan(config: Any, degree: int) -> str | None:
     """Return what our plan of Falcon or Bloom does not split; None: it does, or it is another model. Their queries,
     keys and values lie side by side for each group of heads, so that groups can be split."""
+    unknown: tuple[str, ...]
     if config.model_type == "bloom":
         groups = config.n_head
         unknown = ("apply_residual_connection_post_layernorm", "slow_but_exact")

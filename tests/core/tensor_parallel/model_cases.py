@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
+from tests.harness import run_ranks
 
 VOCABULARY, SAMPLES, TOKENS, STEPS = 48, 8, 12, 5
 _COMMON = {
@@ -355,3 +356,9 @@ def differences(seen: Training, expected: Training, tolerance: float = 1e-12) ->
 
 def several(cases: list[Case]) -> list[Training]:
     return [together(case) for case in cases]
+
+
+def assert_like_one_process(cases: list[Case], world: int, ranks_per_node: int | None = None) -> None:
+    for rank, trained in enumerate(run_ranks(several, world, cases, ranks_per_node=ranks_per_node, timeout=1200)):
+        for case, seen in zip(cases, trained, strict=True):
+            assert differences(seen, alone(case.kind, case.micro_batches)) == [], f"{case} on rank {rank}"

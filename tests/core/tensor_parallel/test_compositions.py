@@ -20,8 +20,7 @@ from smp_core.fp8.scaling import INPUT
 from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.grad_scaler import ShardedGradScaler
 from tests.core.context_parallel import model_cases as sequences
-from tests.core.tensor_parallel.model_cases import Case, Wide, batches, build, full, loss_of
-from tests.core.tensor_parallel.test_equivalence import assert_like_one_process
+from tests.core.tensor_parallel.model_cases import Case, Wide, assert_like_one_process, batches, build, full, loss_of
 from tests.harness import run_ranks
 
 WORLD, ON_HOST, ALL_ON_HOST = ("optimizer_shard", "world"), ("state_offload", "optimizer"), ("state_offload", "all")

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 
 from smp_core.tensor_parallel import apply, layers
-from tests.core.tensor_parallel.model_cases import MODELS, Case, Training, alone, differences, several, together
+from tests.core.tensor_parallel.model_cases import (
+    MODELS,
+    Case,
+    Training,
+    alone,
+    assert_like_one_process,
+    differences,
+    together,
+)
 from tests.harness import run_ranks
-
-
-def assert_like_one_process(cases: list[Case], world: int, ranks_per_node: int | None = None) -> None:
-    for rank, trained in enumerate(run_ranks(several, world, cases, ranks_per_node=ranks_per_node, timeout=1200)):
-        for case, seen in zip(cases, trained, strict=True):
-            assert differences(seen, alone(case.kind, case.micro_batches)) == [], f"{case} on rank {rank}"
-
 
 # Tensor 2 x shard 2; tensor 2 x 2 replicas; keys and values of two heads on four ranks.
 SAMPLE = [
