@@ -1,12 +1,13 @@
 """Which rank was lost: signs of life beside the collectives.
 
-A collective that fails says that a connection closed, not whose. So every rank sets a counter in a small store of its
-own (kept by rank 0, apart from the process groups' store) every ``interval`` seconds from a daemon thread. When a rank
-meets an exception it looks who stopped counting, who reported an error of its own, and who is behind, and one of the
-survivors says so on stderr.
+A collective that fails says that a connection closed, not whose. So every rank writes a counter on two boards
+(:mod:`smp_core.signs`: rank 0's and the last rank's, apart from the process groups' store) every ``interval`` seconds
+from a daemon thread. When a rank meets an exception it looks who stopped counting, who reported an error of its own,
+and who is behind, and one of the survivors says so on stderr. No look waits for a rank that is stopped or cut off.
 
-NCCL raises nothing where a peer is gone: the host waits for a device that waits for the peer. There rank 0 looks by
-itself, and the survivors end when the time is over that collectives have.
+Collectives with a lost rank may take their whole timeout, and NCCL's raise nothing: the host waits for a device that
+waits for the peer. So the keepers of the boards look by themselves too, and the survivors end when the time that
+collectives have is over; so does a rank that has met the loss and does not come out of what it is in.
 """
 
 from __future__ import annotations
@@ -19,28 +20,30 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from datetime import timedelta
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from smp_core.meeting import Meetings
+from smp_core.signs import GONE, Board, BoardSilent, open_boards
 
 logger = logging.getLogger("smp")
+T = TypeVar("T")
 
-# Intervals that rank 0 keeps the store for ranks that do not notice that it ends.
+# Intervals that a keeper's board stays for ranks that do not notice that the keeper ends.
 _GOODBYES = 20
 _UNEVEN = (
     "a rank that runs out of batches goes on to something else, and the others wait for it. Give every rank the same "
     "number of batches (DistributedSampler, drop_last=True, limit_train_batches), and let all ranks make the same calls"
 )
-# Intervals between two looks that rank 0 takes by itself: a rank that gives no sign in between is lost.
+# Intervals between two looks that keepers take by themselves: a rank that gives no sign in between is lost.
 _LOOK_EVERY = 40
-# What the store raises when it is out of reach.
-_GONE = (dist.DistError, RuntimeError, ConnectionError)
-_last_store: dist.Store | None = None
-"""The store of the last watch that ended, so that rank 0's is there while others look why that rank has ended."""
+# Seconds that a rank has to end, handlers and a save in flight included, once it has met the loss of another.
+ENDING = 30.0
+_last_boards: list[Board] = []
+"""Those of the last watch that ended, so that a keeper's is there while others look why that rank has ended."""
 
 
 class RankWatch:
@@ -49,23 +52,23 @@ class RankWatch:
     Attributes:
         step: set by the trainer to the optimizer step it is in; travels with the signs of life.
         meetings: where all ranks have to be before a collective that scripts make on one rank by mistake. Its ``limit``
-            is also how long a rank goes on once another is known to be lost, where it looks by itself.
-        looks: whether ranks look for lost ones by themselves, and not only when they meet an exception.
+            is also how long a rank goes on once another is known to be lost.
         between_runs: whether a Trainer's run has ended here and no other has begun; travels too.
+        boards: those that this rank still reaches, rank 0's first.
     """
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store, interval: float) -> None:
+    def __init__(self, rank: int, world_size: int, boards: list[Board], interval: float) -> None:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self.step = 0
         self.between_runs = False
-        self.looks = "nccl" in str(dist.get_backend())
-        self.meetings = Meetings(rank, world_size, store, interval)
-        self._store = store
+        self.meetings = Meetings(rank, world_size, boards[0], interval)
+        self.boards = boards
         self._beats = 0
         self._runs = 0
+        self._failure: str | None = None
+        self._left = False  # in good order
         self._reported = False
-        self._left = False
-        self._seen: dict[int, dict[str, Any]] | None = None  # at rank 0's last look by itself
+        self._seen: _Signs | None = None  # at the last look by itself
         self._ends_at: float | None = None
         self._stopped = threading.Event()
         self._beat()
@@ -77,29 +80,19 @@ class RankWatch:
         """Begin to watch. None for a single process.
 
         Args:
-            interval: seconds between signs of life; default 0.5, longer for more than 250 ranks so that rank 0 serves
+            interval: seconds between signs of life; default 0.5, longer for more than 250 ranks so that a board serves
                 at most 500 of them per second.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         rank, world = dist.get_rank(), dist.get_world_size()
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        limit = timedelta(seconds=60)
-        store = dist.TCPStore(host, 0, world, True, timeout=limit, wait_for_workers=False) if rank == 0 else None
-        where: list[Any] = [store.port if store is not None else None]
-        dist.broadcast_object_list(where, src=0)
-        if store is None:
-            with contextlib.suppress(*_GONE):
-                store = dist.TCPStore(host, where[0], world, False, timeout=limit, wait_for_workers=False)
-        reached: list[Any] = [None] * world
-        dist.all_gather_object(reached, store is not None)
-        if store is None or not all(reached):
+        boards = open_boards(host)
+        if not boards or boards[0].keeper != 0:
             if rank == 0:
-                logger.warning(
-                    "no watch over the ranks: port %s of %s cannot be reached from all of them", where[0], host
-                )
+                logger.warning("no watch over the ranks: ports of %s cannot be reached from all of them", host)
             return None
-        watch = cls(rank, world, store, interval or max(0.5, world / 500))
+        watch = cls(rank, world, boards, interval or max(0.5, world / 500))
         dist.barrier()
         return watch
 
@@ -111,9 +104,10 @@ class RankWatch:
         """
         if self.between_runs:
             self.meetings.meet_in_all_groups(call)
-        self._try(lambda: self._store.delete_key(f"failed/{self.rank}"))
         self._runs += 1
-        self.step, self.between_runs, self._reported = 0, False, False
+        self._failure, self._reported, self._ends_at = None, False, None
+        self.step, self.between_runs = 0, False
+        self._beat()
 
     def end_run(self) -> None:
         """The run has ended on this rank, well or not."""
@@ -121,70 +115,76 @@ class RankWatch:
 
     def stop(self) -> None:
         """No more signs of life: this rank ends in good order."""
-        if not self._stopped.is_set():
-            self.meetings.leave()
-            self._stopped.set()
-            self._thread.join(timeout=2 * self.interval)
-            self._beat()
-            self._try(lambda: self._store.set(f"bye/{self.rank}", "1"))
-            if self.rank == 0 and not self._reported:
-                self._try(self._await_goodbyes)
-            global _last_store
-            _last_store = self._store
+        if self._stopped.is_set():
+            return
+        self.meetings.leave()
+        self._stopped.set()
+        self._thread.join(timeout=2 * self.interval)
+        self._left = True
+        self._beat()
+        kept = [board for board in self.boards if board.keeper == self.rank]
+        for board in kept if not self._reported else ():
+            _attempt(self._await_goodbyes, board)
+        global _last_boards
+        for board in _last_boards + [board for board in self.boards if board not in kept]:
+            board.close()
+        _last_boards = kept
 
-    def _await_goodbyes(self) -> None:
-        """Keep the store, which is in this process, until the others are done with it: torch writes a page to stderr
+    def _await_goodbyes(self, board: Board) -> None:
+        """Keep the board, which is in this process, until the others are done with it: torch writes a page to stderr
         when it goes away under them. They have ended too, or have noticed that this rank has. One that says nothing is
         not waited for long."""
-        others = set(range(1, self.world_size))
+        others = set(range(self.world_size)) - {self.rank}
         deadline = time.monotonic() + _GOODBYES * self.interval
         while others and time.monotonic() < deadline:
-            signs = ("bye", "failed", "left")
-            others -= {n for n in others if any(self._store.check([f"{sign}/{n}"]) for sign in signs)}
+            signs = self._read(board)
+            others -= {n for n in others if "left" in signs[n] or "failed" in signs[n] or board.check([f"done/{n}"])}
             time.sleep(0.01 if others else 0.0)
 
     def report(self, error: BaseException) -> str | None:
         """Find out what happened to the other ranks and write it to stderr (one of the ranks does).
 
         Takes about four intervals, or eight when nobody seems to be lost; longer on a machine too busy for signs of
-        life. A rank whose ``error`` did not come from losing others reports itself, so that the others can name it.
+        life, and where the keeper of a board does not answer. A rank whose ``error`` did not come from losing others
+        reports itself, so that the others can name it. One that has lost others has half a minute to end.
 
         Returns:
             what was found; None if this rank is the first to fail or nothing is wrong elsewhere.
         """
         self._reported = True
-        if not _looks_like_a_lost_peer(error):
-            self._try(lambda: self._store.set(f"failed/{self.rank}", f"{type(error).__name__}: {error}"))
+        if not looks_like_a_lost_peer(error):
+            self._failure = f"{type(error).__name__}: {error}{_place(error)}"
+            self._beat()
             return None
+        self._ends_at = time.monotonic() + ENDING + 8 * self.interval
         with _without_sigterm():
             return self._find_out()
 
     def _find_out(self) -> str | None:
         found = self._compare()
         if found is None and self.meetings.rank_0_ended:
-            found, first = (
-                f"rank 0 ended the run, and rank {self.rank} is in optimizer step {self.step}: {_UNEVEN}",
-                True,
-            )
+            found = f"rank 0 ended the run, and rank {self.rank} is in optimizer step {self.step}: {_UNEVEN}"
         elif found is None:
             found = (
-                "rank 0 was lost, or ended before this rank looked (it kept the signs of life of the others; if "
-                "another rank wrote such a line before, that one has the cause)"
+                f"rank 0 and rank {self.world_size - 1}, which keep the signs of life, were lost, or this rank is cut "
+                "off from them (if another rank wrote such a line before, that one has the cause)"
             )
-            first = True
-        else:
-            # Only a rank that found something may speak for all.
-            first = bool(found) and bool(self._try(lambda: self._store.add(f"claimed/{self._runs}", 1) == 1))
-        if first:
-            self._say(found)
-        return found or None
+        elif not found or not self._may_speak():
+            return found or None
+        self._say(found)
+        return found
+
+    def _may_speak(self) -> bool:
+        """Whether this rank is the first that found something."""
+        claims = (_attempt(board.add, f"claimed/{self._runs}", 1) for board in self.boards)
+        return next((claim == 1 for claim in claims if claim is not None), True)
 
     def _say(self, what: str) -> None:
         sys.stderr.write(f"torch-smp, rank {self.rank}: {what}\n")
         sys.stderr.flush()
 
     def _compare(self) -> str | None:
-        """Return what two looks, some signs apart, say about the others; None when the store is gone.
+        """What two looks, some signs apart, say about the others; None when no board answers.
 
         When nobody seems to be lost there is a third: the last sign of life of a lost rank may come in after the first
         look.
@@ -199,9 +199,9 @@ class RankWatch:
                 return found
             before = after
         assert before is not None
-        steps = {rank: state.get("step", 0) for rank, state in before.items()}
+        steps = {rank: state["step"] for rank, state in before.items()}
         last = max(steps.values())
-        elsewhere = [rank for rank, state in before.items() if "bye" in state or state["between"] > self.between_runs]
+        elsewhere = [rank for rank, state in before.items() if "left" in state or state["between"] > self.between_runs]
         ended = [f"rank {rank} (after optimizer step {steps[rank]})" for rank in elsewhere]
         if ended:
             return f"the run ended on {', '.join(ended)}, and goes on elsewhere (step {last}): {_UNEVEN}"
@@ -215,55 +215,66 @@ class RankWatch:
         while time.monotonic() < end or (self._beats < enough and self._thread.is_alive()):
             time.sleep(self.interval / 4)
 
-    def _describe(self, before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> str:
-        failed = {r: state["failed"] for r, state in after.items() if "failed" in state}
-        ended = {r for r, state in after.items() if "bye" in state}
-        silent = [
-            r
-            for r in range(self.world_size)
-            if r not in failed and r not in ended and after.get(r, {}).get("beats") == before.get(r, {}).get("beats")
-        ]
-        parts = [f"rank {r} failed: {text}" for r, text in failed.items()]
-        for r in silent:
-            step = after.get(r, {}).get("step", 0)
-            parts.append(f"rank {r} was lost: no sign of life any more; it was in optimizer step {step}")
+    def _describe(self, before: _Signs, after: _Signs) -> str:
+        parts = [f"rank {r} failed: {state['failed']}" for r, state in after.items() if "failed" in state]
+        silent = _silent(before, after)
+        for r in silent[:_NAMED]:
+            parts.append(f"rank {r} was lost: no sign of life any more; it was in optimizer step {after[r]['step']}")
+        if len(silent) > _NAMED:
+            parts.append(f"and {len(silent) - _NAMED} more ranks")
+        if len(silent) == self.world_size - 1 > 1:
+            parts.append("or this rank is cut off from all others")
         return "; ".join(parts)
 
     def _run(self) -> None:
-        while not self._stopped.wait(self.interval):
+        while self.boards and not self._stopped.wait(self.interval):
             self._beats += 1
-            if not self._beat():
-                if self.looks and not (self._reported or self.between_runs):
-                    self._say("rank 0 was lost, or ended: the store with the signs of life is gone")
-                    self._rank_is_lost()
-                    if not self._stopped.wait(self.meetings.limit):
-                        self._end_in_time()
-                return
-            if self.looks:
-                if self._beats % _LOOK_EVERY == 0:
-                    self._try(self._look_by_itself)
+            self._beat()
+            self._leave_boards_of_ended_keepers()
+            if self._beats % _LOOK_EVERY == 0:
+                self._look_by_itself()
+            self._end_in_time()
+        # All keepers have ended, or are out of reach.
+        if not self.meetings.rank_0_ended and not self._stopped.is_set():
+            self._rank_is_lost()
+            while not self._stopped.wait(self.interval):
                 self._end_in_time()
-            if self._try(lambda: self._store.check(["bye/0"])):
+
+    def _leave_boards_of_ended_keepers(self) -> None:
+        """A keeper that ends need not wait for this rank."""
+        for board in [board for board in self.boards if board.keeper != self.rank]:
+            state = _attempt(board.get, f"beat/{board.keeper}")
+            if state is None or "left" not in json.loads(state):
+                continue
+            if board.keeper == 0:
                 self.meetings.rank_0_ended = True
-                if not self._reported:  # else this rank still looks what the store has
-                    self._leave_store()
-                    return
+            if not self._reported:  # else this rank still looks what the board has
+                _attempt(board.set, f"done/{self.rank}", "1")
+                self._give_up(board)
 
     def _look_by_itself(self) -> None:
-        """Rank 0 compares what all say with what they said the last time, and writes down who is lost; the others read
-        that, and not everybody's signs: there may be many ranks."""
-        if self.rank == 0:
-            before, self._seen = self._seen, self._look()
-            found = self._describe(before, self._seen) if before is not None and self._seen is not None else ""
-            if found and self._ends_at is None and not self._store.check(["lost"]):
-                self._say(found)
-                self._store.set("lost", found)
-            elif not found:
-                self._store.delete_key("lost")
-        if not self._store.check(["lost"]):
-            self._ends_at = None  # whoever was silent is back
+        """Keepers compare what all say with what they said the last time, and write down who is lost; the others read
+        that, and not everybody's signs: there may be many ranks. Rank 0 speaks, or the other keeper in its place."""
+        for board in self.boards:
+            if board.keeper == self.rank:
+                _attempt(self._look_for_all, board)
+        if not any(_attempt(board.check, ["lost"]) for board in self.boards):
+            if not self._reported:
+                self._ends_at = None  # whoever was silent is back
         else:
             self._rank_is_lost()
+
+    def _look_for_all(self, board: Board) -> None:
+        before, self._seen = self._seen, self._read(board)
+        if before is None:
+            return
+        found = self._describe(before, self._seen)
+        speaks = self.rank == 0 or 0 in _silent(before, self._seen) or "left" in self._seen[0]
+        if not found:
+            board.delete_key("lost")
+        elif speaks and self._ends_at is None and not board.check(["lost"]):
+            self._say(found)
+            board.set("lost", found)
 
     def _rank_is_lost(self) -> None:
         if self._ends_at is None and self.meetings.limit is not None:
@@ -274,54 +285,72 @@ class RankWatch:
         off. (One that has come out of its run waits for nobody.)"""
         over = self._ends_at is not None and time.monotonic() >= self._ends_at
         if over and not (self.between_runs or self._stopped.is_set()):
-            self._say(f"ends: another rank was lost, and timeout={self.meetings.limit:g} seconds are over")
-            os._exit(1)  # os._exit: the main thread waits for a device, where no exception reaches it
+            waited = f"{ENDING:g} s to end" if self._reported else f"timeout={self.meetings.limit:g} seconds"
+            self._say(f"ends: another rank was lost, and {waited} are over")
+            os._exit(1)  # os._exit: the main thread waits for a device or a peer, where no exception reaches it
 
-    def _leave_store(self) -> None:
-        """Rank 0, which ends, need not wait for this rank."""
-        self._try(lambda: self._store.set(f"left/{self.rank}", "1"))
-        self._left = True
-
-    def _beat(self) -> bool:
-        state = json.dumps(
-            {
-                "beats": self._beats,
-                "step": self.step,
-                "forwards": self.meetings.forwards,
-                "between": self.between_runs,
-            }
-        )
-
-        def tell() -> bool:
-            self._store.set(f"beat/{self.rank}", state)
-            return True
-
-        return self._try(tell) is True
-
-    def _look(self) -> dict[int, dict[str, Any]] | None:
-        """State of every rank; None when the store is gone."""
-
-        def read() -> dict[int, dict[str, Any]]:
-            seen = {}
-            for rank in range(self.world_size):
-                state = json.loads(self._store.get(f"beat/{rank}"))
-                if self._store.check([f"failed/{rank}"]):
-                    state["failed"] = self._store.get(f"failed/{rank}").decode()
-                if self._store.check([f"bye/{rank}"]):
-                    state["bye"] = True
-                seen[rank] = state
-            return seen
-
-        return self._try(read)
-
-    def _try(self, action: Any) -> Any:
-        """Ask the store, which goes away with rank 0; that is an answer, not an error."""
+    def _beat(self) -> None:
+        state: dict[str, Any] = {
+            "beats": self._beats,
+            "step": self.step,
+            "forwards": self.meetings.forwards,
+            "between": self.between_runs,
+        }
+        if self._failure is not None:
+            state["failed"] = self._failure
         if self._left:
-            return None
-        try:
-            return action()
-        except _GONE:
-            return None
+            state["left"] = True
+        for board in list(self.boards):
+            try:
+                board.set(f"beat/{self.rank}", json.dumps(state))
+            except BoardSilent:
+                pass  # its keeper may answer later
+            except GONE:
+                self._give_up(board)
+
+    def _give_up(self, board: Board) -> None:
+        board.close()
+        self.boards = [other for other in self.boards if other is not board]
+
+    def _look(self) -> _Signs | None:
+        """State of every rank; None when no board answers."""
+        return next((signs for board in self.boards if (signs := _attempt(self._read, board)) is not None), None)
+
+    def _read(self, board: Board) -> _Signs:
+        states = board.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
+        return {rank: json.loads(state) for rank, state in enumerate(states)}
+
+
+# Parts of file names of code that is not the user's.
+_LIBRARIES = (
+    *("site-packages", "dist-packages", os.path.dirname(os.__file__), "<frozen"),
+    *(os.path.join(os.sep, name, "") for name in ("smp_core", "lightning_smp", "accelerate_smp")),
+)
+_Signs = dict[int, dict[str, Any]]
+# Lost ranks that are named one by one.
+_NAMED = 8
+
+
+def _silent(before: _Signs, after: _Signs) -> list[int]:
+    """List the ranks that have given no sign of life between two looks, and have neither failed nor ended."""
+    going_on = [rank for rank, state in after.items() if "failed" not in state and "left" not in state]
+    return [rank for rank in going_on if after[rank]["beats"] == before[rank]["beats"]]
+
+
+def _attempt(action: Callable[..., T], *arguments: Any) -> T | None:
+    """A board may be out of reach; that is an answer, not an error."""
+    try:
+        return action(*arguments)
+    except GONE:
+        return None
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the user's own code that an error came through, as `` (train.py:12 in training_step)``."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not any(part in frame.filename for part in _LIBRARIES):
+            return f" ({os.path.basename(frame.filename)}:{frame.lineno} in {frame.name})"
+    return ""
 
 
 @contextlib.contextmanager
@@ -338,7 +367,20 @@ def _without_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
-def _looks_like_a_lost_peer(error: BaseException) -> bool:
+def end_within(seconds: float) -> None:
+    """End this process, which nobody can call off any more, if it is still there after so many seconds."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        sys.stderr.write(f"torch-smp: this process has not ended within {seconds:g} s of its error, and is ended\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    threading.Thread(target=end, name="smp-end", daemon=True).start()
+
+
+def looks_like_a_lost_peer(error: BaseException) -> bool:
+    """Whether an error came from a collective that lost its peer, and not from this rank itself."""
     text = str(error).lower()
     signs = ("connection", "timed out", "timeout", "broken pipe", "remote", "nccl", "gloo", "peer")
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

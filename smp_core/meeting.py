@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from smp_core.signs import GONE, Board
+
 _END = "the end of its process"
 # Signs of life of a rank's own without one of the next rank's: far more than a busy machine makes of it.
 _SILENCE = 40
@@ -30,7 +32,7 @@ class Meetings:
         rank_0_ended: whether the process that has the store has ended, or is about to.
     """
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store, interval: float) -> None:
+    def __init__(self, rank: int, world_size: int, store: Board, interval: float) -> None:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self.forwards = 0
         self.peers: Sequence[int] = ()
@@ -84,7 +86,7 @@ class Meetings:
             for group in self._held if not self.rank_0_ended else ():
                 self._held[group] += 1
                 self._arrive(group, _END)
-        except (dist.DistError, RuntimeError, ConnectionError):
+        except GONE:
             return  # nobody is left to tell
 
     def _key(self, group: tuple[int, ...], number: int) -> str:

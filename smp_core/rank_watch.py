@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 
-from smp_core.liveness import RankWatch
+from smp_core.liveness import ENDING, RankWatch, end_within, looks_like_a_lost_peer
 
 _watch: RankWatch | None = None
 _watched: weakref.ref[dist.ProcessGroup] | None = None
@@ -53,8 +53,11 @@ def stop_watching() -> None:
 
 
 def report(error: BaseException) -> None:
-    """Find out, once for an error, what happened to the other ranks, and write it to stderr."""
-    if _watch is not None and isinstance(error, Exception) and not hasattr(error, _REPORTED):
+    """Find out, once for an error, what happened to the other ranks, and write it to stderr.
+
+    A rank that leaves by ``SystemExit`` or Ctrl-C says so to the others, which wait for it.
+    """
+    if _watch is not None and not hasattr(error, _REPORTED):
         setattr(error, _REPORTED, True)
         _watch.report(error)
 
@@ -107,4 +110,6 @@ class _Reporting:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._before(kind, error, trace)  # type: ignore[operator]
+        if _watch is not None and looks_like_a_lost_peer(error):
+            end_within(2 * ENDING)  # what runs at the end of a process may wait for the lost rank too
         report(error)

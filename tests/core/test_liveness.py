@@ -9,7 +9,6 @@ in the tests of the faces.
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import os
 import signal
@@ -24,6 +23,7 @@ import pytest
 import torch.distributed as dist
 
 import smp_core.liveness as liveness
+import smp_core.signs as signs
 from smp_core.liveness import RankWatch
 from tests.harness import run_ranks
 
@@ -66,6 +66,12 @@ def fall_silent(watching: RankWatch) -> None:
     watching._thread.join()
 
 
+def leave(watching: RankWatch) -> None:
+    fall_silent(watching)
+    for board in watching.boards:
+        board.close()
+
+
 def after(prepare: Callable[[RankWatch, int], None], reporting: list[int], alive: list[int]) -> Report:
     """Every rank prepares, then the reporting ones report; the others wait until those are done."""
     watching, rank = watch(), dist.get_rank()
@@ -73,7 +79,7 @@ def after(prepare: Callable[[RankWatch, int], None], reporting: list[int], alive
     dist.monitored_barrier(timeout=LONG)
     result = report(watching, alive) if rank in reporting else (None, "")
     dist.monitored_barrier(timeout=LONG)
-    fall_silent(watching)
+    leave(watching)
     return result
 
 
@@ -93,6 +99,14 @@ def silence_rank_2(watching: RankWatch, rank: int) -> None:
         watching._beat()  # the last sign of life
     else:
         dist.barrier()
+
+
+def take_board_away(watching: RankWatch) -> None:
+    """As if this rank's process, which keeps one, had gone."""
+    for board in watching.boards:
+        if board.keeper == watching.rank:
+            board.close()
+            board._thread.join()
 
 
 def rank_2_is_silent() -> Report:
@@ -192,11 +206,9 @@ def rank_0_ends_early(gone: bool) -> Report:
             time.sleep(INTERVAL / 4)
         dist.barrier()
         if rank == 0:
-            liveness._last_store = None
-            del watching._store, watching.meetings._store
-            gc.collect()
+            take_board_away(watching)
 
-    return after(prepare, reporting=[1, 2], alive=[] if gone else [1, 2, 3])
+    return after(prepare, reporting=[1, 2], alive=[1, 2, 3])
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -214,23 +226,55 @@ def test_nothing_is_said_when_nothing_is_wrong_elsewhere() -> None:
     assert run_ranks(all_are_well, 4) == [(None, "")] * 4
 
 
-def close_store_of_rank_0(watching: RankWatch, rank: int) -> None:
-    if rank == 0:
+def lose_keepers(watching: RankWatch, lost: list[int]) -> None:
+    dist.barrier()
+    if watching.rank in lost:
         fall_silent(watching)
-        del watching._store, watching.meetings._store
-        gc.collect()
+        take_board_away(watching)
 
 
-def rank_0_is_gone() -> Report:
-    return after(close_store_of_rank_0, reporting=[1, 2], alive=[])
+def keepers_are_gone(lost: list[int]) -> Report:
+    alive = [rank for rank in (1, 2, 3) if rank not in lost] if lost != [0, 3] else []
+    return after(lambda watching, rank: lose_keepers(watching, lost), reporting=[1, 2], alive=alive)
 
 
-def test_the_loss_of_rank_0_takes_the_store_away_and_is_told() -> None:
-    reports = run_ranks(rank_0_is_gone, 4)
-    for found, text in reports[1:3]:
-        assert found is not None
-        assert found.startswith("rank 0 was lost")
-        assert "rank 0 was lost" in text
+@pytest.mark.parametrize("lost", [[0], [3], [0, 3]])
+def test_the_loss_of_who_keeps_the_signs_of_life_is_told_by_what_the_other_keeps(lost: list[int]) -> None:
+    for found, text in run_ranks(keepers_are_gone, 4, lost)[1:3]:
+        assert found is not None and (not text or found in text)
+        if lost == [0, 3]:
+            assert found.startswith("rank 0 and rank 3, which keep the signs of life, were lost")
+        else:
+            assert found == f"rank {lost[0]} was lost: no sign of life any more; it was in optimizer step 0"
+
+
+def rank_0_is_stopped() -> Report:
+    """By SIGSTOP: its connections are open, and never answer."""
+    watching, rank = watch(), dist.get_rank()
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    survivors = dist.new_group([1, 2])
+    result: Report = None, ""
+    if rank > 0:
+        if rank == 1:
+            os.kill(pids[0], signal.SIGSTOP)
+        dist.barrier(survivors)
+        with mock.patch.object(signs, "PATIENCE", 4.0):
+            watching.meetings.meet("a call of all ranks")
+            result = report(watching, [1, 2])
+        dist.barrier(survivors)
+        if rank == 1:
+            os.kill(pids[0], signal.SIGCONT)
+    dist.monitored_barrier(timeout=LONG)
+    leave(watching)
+    return result
+
+
+def test_a_stopped_rank_0_is_named_by_another_rank() -> None:
+    reports = run_ranks(rank_0_is_stopped, 3)
+    for found, _ in reports[1:]:
+        assert found is not None and found.startswith("rank 0 was lost: no sign of life any more")
+    written(reports)
 
 
 class Clock:
@@ -309,10 +353,11 @@ def test_stopping_is_final_and_may_be_repeated() -> None:
 def rank_0_ends_first() -> bool:
     watching = RankWatch.start()
     assert watching is not None
-    if watching.rank > 0:
-        watching._store.wait(["bye/0"], LONG)
+    board, rank = watching.boards[0], watching.rank
+    while rank > 0 and "left" not in watching._read(board)[0] and not board.closed:
+        time.sleep(INTERVAL / 4)
     watching.stop()
-    return watching.rank > 0 or any(watching._store.check([f"{sign}/1"]) for sign in ("bye", "left"))
+    return rank > 0 or "left" in watching._read(board)[1] or board.check(["done/1"])
 
 
 def test_the_store_stays_until_the_others_are_done_with_it() -> None:
@@ -330,8 +375,7 @@ def nobody_meets_an_exception(lost: int) -> tuple[str, list[int]]:
         fall_silent(watching)
         watching._beat()
         if rank == 0:
-            del watching._store, watching.meetings._store
-            gc.collect()
+            take_board_away(watching)
         dist.monitored_barrier(timeout=LONG)
         return "", ended
     dist.barrier()
@@ -341,7 +385,6 @@ def nobody_meets_an_exception(lost: int) -> tuple[str, list[int]]:
         watching._stopped.set()
 
     with contextlib.redirect_stderr(io.StringIO()) as stderr, mock.patch.object(liveness.os, "_exit", end):
-        watching.looks = True
         watching._thread.join(LONG.total_seconds())
     dist.monitored_barrier(timeout=LONG)
     return stderr.getvalue(), ended
