@@ -7,7 +7,7 @@ payload sends other bytes, and then all wait for one another in different collec
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,13 +33,19 @@ def of_all_ranks(own: T) -> list[T]:
     return everyone
 
 
-def agreed(asked: SmpConfig, decide: Callable[[], T], model: Callable[[T], str] = lambda _: "") -> T:
+def agreed(
+    asked: SmpConfig,
+    decide: Callable[[], T],
+    model: Callable[[T], str] = lambda _: "",
+    parts: Callable[[T], Sequence[str]] = lambda _: (),
+) -> T:
     """Decide on every rank, and require that all were given the same and came to the same. Collective over the world.
 
     Args:
         asked: the knobs that it decides by; the file that ``SMP_LINKS`` names is compared too.
         decide: no collective in it. What it refuses on one rank is an error on all of them.
         model: a word for the model that was decided about, equal for equal models.
+        parts: its parameters in words, in its order; the first that differs is named where models do.
 
     Raises:
         ValueError: something differs, which is named with its values and who has them; or what ``decide`` raised.
@@ -60,6 +66,8 @@ def agreed(asked: SmpConfig, decide: Callable[[], T], model: Callable[[T], str] 
     differences = _differences([said for said, _ in everyone], knobs)
     if not differences and refusal is None and all(theirs is None for _, theirs in everyone):
         differences = _differences([said for said, _ in everyone], ["the model"])
+        if differences and decided is not None:  # on all ranks: none refuses
+            differences += _first_difference(of_all_ranks(list(parts(decided))))
     if differences:
         raise ValueError(f"{'; '.join(differences)}; start every rank with the same configuration")
     if refusal is not None:
@@ -78,6 +86,15 @@ def _differences(everyone: list[dict[str, object]], names: list[str]) -> list[st
         if any(value != values[0] for value in values):
             found.append(f"{name} differs between ranks ({by_rank(values)})")
     return found
+
+
+def _first_difference(everyone: list[list[str]]) -> list[str]:
+    """Name the first parameter that is not the same on all ranks, [] where all are."""
+    for number in range(max(map(len, everyone))):
+        here = [own[number] if number < len(own) else "none" for own in everyone]
+        if any(part != here[0] for part in here):
+            return [f"the first parameter that differs is number {number} ({by_rank(here)})"]
+    return []
 
 
 def _links_file() -> str | None:

@@ -1,6 +1,11 @@
-"""Differences between torch versions (>= 2.11), in one place."""
+"""Differences between torch versions (>= 2.11), in one place; and what torch has no public way to ask.
+
+Private names: a group's timeout can be set but not read (``_device_types``, ``_get_backend``, ``_timeout`` of its options).
+"""
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -20,3 +25,14 @@ FSDP_METHODS = {
 def fsdp_has(method: str) -> bool:
     """Tell whether this torch's FSDP2 has a method of its modules."""
     return hasattr(FSDPModule, method)
+
+
+def collective_timeout() -> timedelta | None:
+    """Return the limit of the default group's collectives; None where its backend has none to tell."""
+    group = dist.group.WORLD
+    assert group is not None
+    for device in group._device_types:
+        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None

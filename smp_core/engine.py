@@ -85,7 +85,7 @@ def parallelize(
             return decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
         return decide(shapes, asked, observe(), precision=precision)
 
-    plan = agreed(asked, settle, lambda plan: plan.word)
+    plan = agreed(asked, settle, lambda plan: plan.word, lambda plan: plan.parameters_in_words)
     if mesh is None:
         mesh = _mesh_of(plan.knobs, plan.layout, topology, device)
     elif given is None:

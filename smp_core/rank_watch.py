@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 
+from smp_core.compat import collective_timeout
 from smp_core.liveness import ENDING, RankWatch, end_within, looks_like_a_lost_peer
 
 _watch: RankWatch | None = None
@@ -30,7 +31,7 @@ def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
     """Return the watch over the ranks of the default process group, started if there is none yet. Collective then.
 
     Args:
-        limit: how long a rank waits for others that live and do not come to a call; by default forever.
+        limit: how long a rank waits for others that live and do not come to a call; by default as long as collectives.
     """
     global _watch, _watched
     if not _is_current():
@@ -38,6 +39,7 @@ def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
             sys.excepthook = _Reporting(sys.excepthook)
             atexit.register(stop_watching)
         stop_watching()
+        limit = limit or collective_timeout()
         _watch, _watched = RankWatch.start(), weakref.ref(cast(dist.ProcessGroup, dist.group.WORLD))
     if _watch is not None and limit is not None:
         _watch.meetings.limit = limit.total_seconds()

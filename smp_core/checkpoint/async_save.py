@@ -26,6 +26,7 @@ from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.staging import HostBuffers, Staged, stage
 from smp_core.checkpoint.writer import SaveOptions, write_staged
+from smp_core.compat import collective_timeout
 
 logger = logging.getLogger("smp")
 
@@ -36,7 +37,8 @@ class AsyncCheckpointer:
     Args:
         process_group: the ranks that save together; None: all. The thread does not use this group but a gloo group of
             the same ranks, made here.
-        timeout: of that group: the longest that one rank may wait for the slowest rank's writing.
+        timeout: of that group: the longest that one rank may wait for the slowest rank's writing; default: that of the
+            default group's collectives, so that a lost rank is noticed as soon as anywhere.
 
     Attributes:
         stall_seconds: the time for which the last :meth:`save` kept training waiting, for the save before it too.
@@ -45,12 +47,13 @@ class AsyncCheckpointer:
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
-        timeout: datetime.timedelta = datetime.timedelta(hours=1),
+        timeout: datetime.timedelta | None = None,
     ) -> None:
         self._group: dist.ProcessGroup | None = None
         self._status_group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
             members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+            timeout = timeout or collective_timeout()
             self._group = dist.new_group(members, timeout=timeout, backend="gloo", group_desc="smp checkpoints")
             # The calling threads' own: collectives of two threads must not mix in one group.
             self._status_group = dist.new_group(members, timeout=timeout, backend="gloo", group_desc="smp save status")
@@ -94,8 +97,8 @@ class AsyncCheckpointer:
             problem = error
         self._pending = True
         self._thread = threading.Thread(
-            target=self._write, args=(os.fspath(path), staged, problem, options), name="smp-checkpoint", daemon=False
-        )
+            target=self._write, args=(os.fspath(path), staged, problem, options), name="smp-checkpoint", daemon=True
+        )  # a daemon: one that waits for a lost rank must not keep its process; the end of a process waits below
         self._thread.start()
         self.stall_seconds = time.perf_counter() - begin
 
@@ -214,6 +217,7 @@ def _attempt(what: str, action: Callable[[], object]) -> None:
 
 
 def _finish_at_exit(reference: weakref.ref[AsyncCheckpointer]) -> None:
+    """Let the save in flight finish before the process ends; its collectives end within the group's timeout."""
     checkpointer = reference()
     if checkpointer is not None:
         try:

@@ -98,6 +98,12 @@ class Plan:
         return f"{self.shapes.kind} with {len(self.shapes.parameters)} parameters{where}, digest {digest}"
 
     @property
+    def parameters_in_words(self) -> list[str]:
+        """Name, shape and dtype of each parameter, in the model's order."""
+        frozen = {True: "", False: ", frozen"}
+        return [f"{p.name} {list(p.shape)} {p.dtype}{frozen[p.trainable]}" for p in self.shapes.parameters]
+
+    @property
     def shard_degree(self) -> int:
         """Ranks of a partition group, context ranks included."""
         return self.layout.size(*PARTITION)

@@ -299,6 +299,12 @@ def parallelize_ones_own(case: str) -> str:
 def test_a_model_that_differs_between_ranks_is_an_error_on_all_of_them(case: str) -> None:
     found = run_ranks(parallelize_ones_own, 2, case)
     assert found[0] == found[1] and "the model differs between ranks ('Linear with" in found[0]
+    first = {
+        "parameters": "number 1 ('bias [4] torch.float32' on rank 0; 'none' on rank 1)",
+        "flags": "number 0 ('weight [4, 4] torch.float32' on rank 0; 'weight [4, 4] torch.float32, frozen' on rank 1)",
+        "meta": None,
+    }[case]
+    assert first is None or f"the first parameter that differs is {first}" in found[0], found[0]
     assert ("on the meta device" in found[0]) == (case == "meta")
 
 

@@ -1,9 +1,11 @@
 """A training script, as a user would write one, in which something happens in the middle of a step.
 
-    python -m tests.lightning.ending_script RANKS EVENT RANK FOLDER
+    python -m tests.lightning.ending_script RANKS EVENT RANK FOLDER [TIMEOUT]
 
-In the third step RANK raises an exception ("raise"), is killed ("kill"), or presses Ctrl-C for the main process
-("interrupt") or for all at once, as a terminal does ("interrupt-all"). Every rank writes its process id into FOLDER.
+In the third step RANK raises an exception ("raise"), is killed ("kill") or stopped ("stop"), leaves by sys.exit
+("exit") or because it has no more batches ("short"), or presses Ctrl-C for the main process ("interrupt") or for all at
+once, as a terminal does ("interrupt-all"). "stop-in-save" stops it while an asynchronous save is in flight. Every rank
+writes its process id into FOLDER. TIMEOUT: of collectives, in seconds.
 
 The ranks ignore SIGTERM: torchrun sends it within 0.1 s of a loss, and on a busy machine it would end the survivors
 before they have met the loss themselves, or in the middle of answering it (Lightning's handler starts a collective).
@@ -12,10 +14,12 @@ What they say by themselves is what is looked at here; torchrun's own report nam
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,12 +27,12 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_smp import SmpShardedStrategy
 
 # Of collectives: a rank may start this much later than the others on a busy machine. A lost one is noticed at once.
-TIMEOUT = timedelta(seconds=200)
+TIMEOUT = 200.0
 
 
 class Model(LightningModule):
@@ -51,6 +55,10 @@ class Model(LightningModule):
     def strike(self) -> None:
         if self.event == "raise":
             raise ArithmeticError("the user's own mistake")
+        if self.event == "exit":
+            sys.exit("enough")
+        if self.event.startswith("stop"):
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.event == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.event == "interrupt":
@@ -58,23 +66,39 @@ class Model(LightningModule):
         if self.event == "interrupt-all":
             os.killpg(0, signal.SIGINT)
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.event == "stop-in-save" and batch_idx == 1:
+            self.trainer.save_checkpoint(self.folder.parent / "saved")
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Stream(IterableDataset[torch.Tensor]):
+    """Samples without an end, or without more than two batches."""
+
+    def __init__(self, event: str, rank: int) -> None:
+        self.ends = event == "short" and rank == int(os.environ.get("LOCAL_RANK", 0))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from (torch.randn(4) for _ in (range(4) if self.ends else itertools.count()))
+
+
 def main() -> None:
     ranks, event, rank, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
+    timeout = timedelta(seconds=float(sys.argv[5]) if len(sys.argv) > 5 else TIMEOUT)
+    checkpoint = "async" if event == "stop-in-save" else "sharded"
     trainer = Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=SmpShardedStrategy(shard_degree=ranks, timeout=TIMEOUT),
-        max_epochs=-1,
+        strategy=SmpShardedStrategy(shard_degree=ranks, timeout=timeout, checkpoint=checkpoint),
+        max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(event, rank, folder), DataLoader(torch.randn(64, 4), batch_size=2))  # type: ignore[arg-type]
+    trainer.fit(Model(event, rank, folder), DataLoader(Stream(event, rank), batch_size=2))  # type: ignore[arg-type]
     print("the run came to its end")
 
 
