@@ -55,7 +55,7 @@ from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.full_weights import FullWeightsAccelerator, save_full
 from accelerate_smp.handle import attach, parallel_of
 from accelerate_smp.parallelism import SmpParallelism
-from accelerate_smp.saved_states import SavedStatesAccelerator
+from accelerate_smp.preemption import PreemptibleAccelerator
 from accelerate_smp.schedules import SmpScheduler
 from accelerate_smp.sequences import SharedSequencesAccelerator
 from accelerate_smp.sharding import shard
@@ -76,7 +76,7 @@ from smp_core.topology import Topology
 logger = logging.getLogger("smp")
 
 
-class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, FullWeightsAccelerator):
+class SmpAccelerator(SharedSequencesAccelerator, PreemptibleAccelerator, FullWeightsAccelerator):
     """Drop-in for :class:`accelerate.Accelerator` with MiCS sharding.
 
     Args:
@@ -176,7 +176,7 @@ class SmpAccelerator(SharedSequencesAccelerator, SavedStatesAccelerator, FullWei
 
         Groups, threads and prepared objects are left out.
         """
-        own = ("smp_mesh", "background_saves", "_topology", "_parallelism", "_watch")
+        own = ("smp_mesh", "background_saves", "_topology", "_parallelism", "_watch", "_preemption")
         prepared = ("_models", "_optimizers", "_schedulers", "_dataloaders")
         left_out: dict[str, Any] = {**dict.fromkeys(own), **{name: [] for name in prepared}}
         return {**self.__dict__, **{name: value for name, value in left_out.items() if name in self.__dict__}}

@@ -120,6 +120,11 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
                 "load_best_model_at_end=True needs the sharded state that save_only_model=True leaves out; write "
                 "save_only_model=False"
             )
+        if self.args.enable_jit_checkpoint:
+            raise ValueError(
+                "enable_jit_checkpoint=True saves on a rank when that rank is told to end, where a save needs all of "
+                "them; leave it out: SmpTrainer saves on SIGTERM and SIGUSR1 by itself, on all ranks after one step"
+            )
         if self.args.save_on_each_node:
             raise ValueError(
                 "save_on_each_node=True: a checkpoint is one folder that every rank sees; write False and use a "
@@ -156,8 +161,20 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
         if handle is None:
             return super().evaluation_loop(*args, **kwargs)
         handle.broadcast_buffers()
-        with handle.meter.outside_steps():
+        with handle.meter.outside_steps(), self._evaluation_that_may_end(*args, **kwargs):
             return super().evaluation_loop(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _evaluation_that_may_end(self, dataloader: Any, *_: Any, **__: Any) -> Iterator[None]:
+        """Let an evaluation in the middle of training be left when the job is about to be ended."""
+        if self.leaves is None:
+            yield
+            return
+        self.leaves.begin_evaluation(dataloader)
+        try:
+            yield
+        finally:
+            self.leaves.end_evaluation()
 
     # Saving
 

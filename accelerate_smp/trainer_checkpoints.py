@@ -10,10 +10,11 @@ Trainer hands saving and loading to methods of its own, one for each part (``_sa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, sort_c
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.handle import parallel_of
+from accelerate_smp.trainer_preemption import LeavesWhenTold
 from smp_core.checkpoint import CheckpointError, first_undamaged, is_checkpoint, read_manifest
 from smp_core.checkpoint.opening import OpenCheckpoint
 from smp_core.checkpoint.optimizers import load_full_optimizer_state
@@ -113,7 +115,8 @@ class CheckpointingTrainerMixin(_Base):
         if isinstance(resume_from_checkpoint, str) and _has_state(resume_from_checkpoint):
             self._keep_global_batch(resume_from_checkpoint)
         try:
-            return super().train(resume_from_checkpoint, *arguments, **keywords)
+            with self._leaving_when_told():
+                return super().train(resume_from_checkpoint, *arguments, **keywords)
         except BaseException:
             if self.accelerator.background_saves is not None:
                 try:
@@ -121,6 +124,27 @@ class CheckpointingTrainerMixin(_Base):
                 except CheckpointError as error:  # what went wrong first is raised
                     logger.error("%s", error)
             raise
+
+    leaves: LeavesWhenTold | None = None
+
+    @contextlib.contextmanager
+    def _leaving_when_told(self) -> Iterator[None]:
+        """Take notices of the job's end while training goes on, unless ``preemption_grace_s`` is 0."""
+        if not self.accelerator.sharding or not self.accelerator.preemption.grace:
+            yield
+            return
+        self.leaves = LeavesWhenTold(self)
+        self.add_callback(self.leaves)
+        try:
+            yield
+        finally:
+            self.accelerator.preemption.restore()
+            self.remove_callback(self.leaves)
+            self.leaves = None
+
+    def save_training(self) -> None:
+        """Save a checkpoint of the present step, in the middle of training. Collective."""
+        self._save_checkpoint(self.model, None)
 
     _opened: Mapping[str, OpenCheckpoint] = {}
 

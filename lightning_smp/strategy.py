@@ -36,6 +36,7 @@ from lightning_smp.background import BackgroundSaves
 from lightning_smp.batches import require_equal_training
 from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading
+from lightning_smp.preemption import LeavesWhenTold
 from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, place_sampler
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is_sharded, reattach, shard, with_recipe
@@ -113,6 +114,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self._is_set_up = False
         self._run = contextlib.ExitStack()
         self.background_saves: BackgroundSaves | None = None
+        self._leaves: LeavesWhenTold | None = None
 
     @property
     @override
@@ -193,6 +195,12 @@ class SmpShardedStrategy(SteppingStrategy):
         self.model_to_device()
         if self.config.checkpoint.async_save and self.background_saves is None:
             self.background_saves = BackgroundSaves(self.is_global_zero)
+
+        grace = self.config.checkpoint.preemption_grace_s
+        if trainer.state.fn == TrainerFn.FITTING and grace:
+            self._leaves = self._leaves or LeavesWhenTold(grace)
+            if self._leaves not in trainer.callbacks:  # type: ignore[attr-defined]
+                trainer.callbacks.append(self._leaves)  # type: ignore[attr-defined]
 
         # Weights, optimizers, averages.
         self.resume = None
@@ -328,6 +336,8 @@ class SmpShardedStrategy(SteppingStrategy):
     @override
     def teardown(self) -> None:
         """Tear the run down after the save in flight. The module stays sharded."""
+        if self._leaves is not None:
+            self._leaves.restore()
         try:
             if self.background_saves is not None:
                 self.background_saves.wait()

@@ -1,6 +1,7 @@
 """Differences between torch versions (>= 2.11), in one place; and what torch has no public way to ask.
 
-Private names: a group's timeout can be set but not read (``_device_types``, ``_get_backend``, ``_timeout`` of its options).
+Private names: a group's timeout can be set but not read (``_device_types``, ``_get_backend``, and ``_timeout`` of its
+options).
 """
 
 from __future__ import annotations

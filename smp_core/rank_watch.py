@@ -21,6 +21,7 @@ from torch import nn
 
 from smp_core.compat import collective_timeout
 from smp_core.liveness import ENDING, RankWatch, end_within, looks_like_a_lost_peer
+from smp_core.preemption import Preempted
 
 _watch: RankWatch | None = None
 _watched: weakref.ref[dist.ProcessGroup] | None = None
@@ -59,7 +60,7 @@ def report(error: BaseException) -> None:
 
     A rank that leaves by ``SystemExit`` or Ctrl-C says so to the others, which wait for it.
     """
-    if _watch is not None and not hasattr(error, _REPORTED):
+    if _watch is not None and not isinstance(error, Preempted) and not hasattr(error, _REPORTED):
         setattr(error, _REPORTED, True)
         _watch.report(error)
 

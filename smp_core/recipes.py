@@ -286,6 +286,9 @@ class Checkpoint(Recipe):
             interrupted save lies beside it) or "sizes" (no bytes of tensors).
         allow_batch_change: Whether a run may resume with another number of samples per optimizer step than it was saved
             with, where accumulation cannot be adapted to keep it. True or False (default; refused).
+        preemption_grace_s: Seconds between a notice of the job's end (SIGTERM, SIGUSR1) and that end, in which all
+            ranks save a checkpoint at the same step and leave. A number >= 0; default 30, as torchrun, Kubernetes and
+            SLURM give. 0 leaves signals alone.
     """
 
     KNOB: ClassVar[str] = "checkpoint"
@@ -301,6 +304,7 @@ class Checkpoint(Recipe):
     async_save: bool = setting(False, _BOOLEAN)
     verify: Literal["auto", "sizes", "digests"] = setting("auto", read.word("auto", "sizes", "digests"))
     allow_batch_change: bool = setting(False, _BOOLEAN)
+    preemption_grace_s: float = setting(30.0, read.number(0.0, include_lowest=True))
 
 
 RECIPES: dict[str, type[Recipe]] = {

@@ -122,6 +122,7 @@ FIELDS: dict[type[Recipe], dict[str, Any]] = {
         "async_save": st.booleans(),
         "verify": st.sampled_from(["auto", "sizes", "digests"]),
         "allow_batch_change": st.booleans(),
+        "preemption_grace_s": st.floats(0, 1e4),
     },
 }
 

@@ -81,6 +81,7 @@ NOT_DRAWN: dict[str, str] = {
     "checkpoint.full_state_dict": _FACES,
     "checkpoint.async_save": _FACES,
     "checkpoint.allow_batch_change": _FACES,
+    "checkpoint.preemption_grace_s": _FACES,
 }
 
 

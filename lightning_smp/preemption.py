@@ -1,0 +1,121 @@
+"""What a Trainer does when its job is about to be ended: it saves on all ranks at the same place, and leaves.
+
+A callback, the last one, because a checkpoint that resumes exactly is taken where ModelCheckpoint takes its own: in
+``on_train_batch_end``. In a validation it is taken after a batch, if all ranks have as many of them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from typing import Any, cast
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+
+from smp_core.checkpoint.addresses import is_address
+from smp_core.preemption import SIGNALS, Preemption
+
+NAME = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}-preempted.ckpt"
+"""One of the names that ``ckpt_path="last"`` looks at."""
+
+
+class LeavesWhenTold(Callback):
+    """Saves and leaves when a launcher gives notice. The strategy adds it. Its construction is collective.
+
+    Args:
+        grace: ``checkpoint.preemption_grace_s``.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self.preemption = Preemption(grace)
+        self._users: dict[int, Any] = {}
+        self._in_validation = False
+
+    # Between these two, Lightning installs handlers of its own, which start collectives at any instant.
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._users = {number: signal.getsignal(number) for number in _signals(trainer)}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.preemption.install(_signals(trainer), self._users)
+        self.preemption.begin_phase()
+
+    def restore(self) -> None:
+        """Put Lightning's handlers back, at the end of a run."""
+        self.preemption.restore()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        strategy: Any = trainer.strategy
+        if self.preemption.agreed(whole_step=not strategy.window.is_open):
+            self._save_and_leave(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        in_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        averages = any(isinstance(each, WeightAveraging) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        self._in_validation = in_fit and not averages  # with one, the module has the average's weights meanwhile
+        if self._in_validation:
+            counts: list[Any] = [None] * trainer.world_size
+            dist.all_gather_object(counts, trainer.num_val_batches)
+            self._in_validation = all(count == counts[0] for count in counts) and math.inf not in counts[0]
+            self.preemption.begin_phase()
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
+        if self._in_validation and self.preemption.agreed():
+            self._save_and_leave(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._in_validation:
+            self.preemption.begin_phase()
+        self._in_validation = False
+
+    def _save_and_leave(self, trainer: Trainer) -> None:
+        begin, path, strategy = time.monotonic(), _path(trainer), cast(Any, trainer.strategy)
+        trainer.save_checkpoint(path)
+        if strategy.background_saves is not None:
+            strategy.background_saves.wait()
+        environment = strategy.cluster_environment
+        if _requeued_by_lightning(trainer) and trainer.is_global_zero and not is_address(path):
+            _link(os.path.abspath(path), os.path.join(trainer.default_root_dir, "hpc_ckpt_1.ckpt"))
+        # Lightning's launcher kills rank 0 when another of its processes ends with a status of its own.
+        its_child = isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
+        self.preemption.leave(
+            f"step {trainer.global_step} is saved in {path} ({time.monotonic() - begin:.1f} s)",
+            status=0 if its_child else None,
+            requeue=getattr(environment, "auto_requeue", True),
+        )
+
+
+def _signals(trainer: Trainer) -> list[int]:
+    environment: Any = cast(Any, trainer.strategy).cluster_environment
+    requeue = getattr(environment, "requeue_signal", None) if _requeued_by_lightning(trainer) else None
+    return [*SIGNALS, *([] if requeue in (None, *SIGNALS) else [requeue])]
+
+
+def _requeued_by_lightning(trainer: Trainer) -> bool:
+    environment = cast(Any, trainer.strategy).cluster_environment
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+
+
+def _path(trainer: Trainer) -> str:
+    """Return the checkpoint's place: beside those of ModelCheckpoint, where ``ckpt_path="last"`` finds it; without one
+    where ``ckpt_path="hpc"`` does. In a SLURM job that Lightning requeues, None means "hpc", and a link is there.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            return os.path.join(callback.dirpath, NAME)
+    return os.path.join(trainer.default_root_dir, "hpc_ckpt_1.ckpt")
+
+
+def _link(path: str, name: str) -> None:
+    """Make ``name`` a link to ``path``, unless the checkpoint itself is there."""
+    if path != os.path.abspath(name) and (os.path.islink(name) or not os.path.exists(name)):
+        os.symlink(path, f"{name}.new")
+        os.replace(f"{name}.new", name)
