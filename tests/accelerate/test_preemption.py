@@ -1,0 +1,169 @@
+"""A run whose job is about to be ended saves on all ranks at one step, leaves, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from smp_core.preemption import Preempted
+from tests.accelerate.running import full_weights, prepared
+from tests.accelerate.trainers import Run, make_trainer, whole_weights
+from tests.core.models import loss_of
+from tests.harness import run_ranks
+
+TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
+
+
+class Tells(TrainerCallback):
+    """Tells ranks that the job is about to be ended, at step 3 or in the evaluation after step 6."""
+
+    def __init__(self, place: str, ranks: tuple[int, ...], number: int) -> None:
+        self.place, self.number, self.mine = place, number, dist.get_rank() in ranks
+        self.predicted = 0
+
+    def tell(self, place: str) -> None:
+        if place == self.place and self.mine:
+            self.mine = False
+            os.kill(os.getpid(), self.number)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            self.tell("step")
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            self.tell("window")
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.predicted += 1
+        self.tell("evaluation")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.tell("save")
+
+
+def train(folder: Path, case: dict[str, Any] | None = None, resume: bool = False) -> Run:
+    case = dict(case or {})
+    tells = Tells(case.pop("place", ""), case.pop("ranks", ()), case.pop("number", TERM))
+    micro_batches = case.pop("micro_batches", 1)
+    flags = {"eval_strategy": "steps", "eval_steps": 6, "per_device_eval_batch_size": 1, "save_steps": 5}
+    trainer, recorder = make_trainer(
+        folder, 4, micro_batches, {"shard_degree": 2, **case}, save_strategy="steps", num_train_epochs=2, **flags
+    )
+    trainer.add_callback(tells)
+    run, code = recorder.run, None
+    try:
+        trainer.train(resume_from_checkpoint=resume or None)
+    except Preempted as end:
+        code = end.code
+    run.weights = whole_weights(trainer.model)
+    found = sorted(int(path.name.partition("-")[2]) for path in folder.glob("checkpoint-*"))
+    run.extra = {
+        "code": code,
+        "step": trainer.state.global_step,
+        "saved": found[-1],
+        "predicted": tells.predicted,
+        "handler": signal.getsignal(TERM) is signal.SIG_DFL,
+    }
+    return run
+
+
+def interrupted(folder: str, cases: list[dict[str, Any]]) -> list[tuple[Run, Run, Run]]:
+    """For each case an uninterrupted run, one that is told, and the one that goes on from it."""
+    seen = []
+    for number, case in enumerate(cases):
+        rest = {key: value for key, value in case.items() if key not in ("place", "ranks", "number")}
+        place = Path(folder, str(number))
+        plain = train(Path(folder, f"plain{number}"), rest)
+        seen.append((plain, train(place, case), train(place, rest, resume=True)))
+    return seen
+
+
+def check(case: dict[str, Any], runs: list[tuple[Run, Run, Run]]) -> None:
+    assert len({left.extra["step"] for _, left, _ in runs}) == 1
+    for plain, left, resumed in runs:
+        assert left.extra["code"] == 128 + case.get("number", TERM)
+        assert plain.extra["code"] is None and resumed.extra["code"] is None
+        assert left.extra["handler"] and resumed.extra["handler"]
+        step = left.extra["step"]
+        assert 3 <= step == left.extra["saved"] < plain.extra["step"] == resumed.extra["step"]
+        if case["place"] == "evaluation":
+            assert step == 6 and 0 < left.extra["predicted"] < 16
+        assert left.losses + resumed.losses == plain.losses
+        for name, value in plain.weights.items():
+            assert torch.equal(value, resumed.weights[name]), name
+
+
+FIRST: list[dict[str, Any]] = [{"place": "evaluation", "ranks": (1,), "checkpoint": "async"}]
+MORE: list[dict[str, Any]] = [
+    {"place": place, "ranks": ranks, "number": number, "micro_batches": micro_batches, "checkpoint": checkpoint}
+    for place in ("step", "window", "evaluation", "save")
+    for ranks, number in (((0,), USR1), ((1,), TERM), ((0, 1), TERM))
+    for micro_batches, checkpoint in ((1, "sharded"), (2, "async"))
+    if micro_batches == 2 or place != "window"
+]
+
+
+def test_a_trainer_that_is_told_to_end_saves_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """To the last bit, evaluations included; rank 1 alone is told."""
+    by_rank = run_ranks(interrupted, 2, str(tmp_path), FIRST)
+    for number, case in enumerate(FIRST):
+        check(case, [seen[number] for seen in by_rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["step", "window", "evaluation", "save"])
+def test_a_trainer_that_is_told_at_any_instant(place: str, tmp_path: Path) -> None:
+    cases = [case for case in MORE if case["place"] == place]
+    by_rank = run_ranks(interrupted, 2, str(tmp_path), cases, timeout=900.0)
+    for number, case in enumerate(cases):
+        check(case, [seen[number] for seen in by_rank])
+
+
+def loop(folder: str | None, told: int, resume: bool = False) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+    """A bare loop that asks after each step."""
+    accelerator, optimizer, model, loader, scheduler = prepared(torch.float64, 1, steps=24, shard_degree=2)
+    losses: list[float] = []
+    done = 0
+    if resume:
+        accelerator.load_state(folder)
+        done = scheduler.scheduler.last_epoch
+    try:
+        for step, batch in enumerate(accelerator.skip_first_batches(loader, done), done):
+            if step == told and dist.get_rank() == 1:
+                os.kill(os.getpid(), TERM)
+            loss = loss_of(model, batch["tokens"])
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            if accelerator.is_preempted():
+                accelerator.save_state(folder)
+                accelerator.leave()
+    except Preempted as end:
+        return losses, full_weights(model), end.code
+    finally:
+        accelerator.preemption.restore()
+    return losses, full_weights(model), None
+
+
+def loops(folder: str) -> tuple[Any, Any, Any]:
+    return loop(None, -1), loop(folder, 3), loop(folder, -1, resume=True)
+
+
+def test_a_loop_that_asks_after_each_step_hears_it_on_all_ranks_at_once(tmp_path: Path) -> None:
+    by_rank = run_ranks(loops, 2, str(tmp_path / "state"))
+    assert len({len(left[0]) for _, left, _ in by_rank}) == 1
+    for plain, left, resumed in by_rank:
+        assert plain[2] is None and resumed[2] is None and left[2] == 143
+        assert 4 <= len(left[0]) < 24
+        assert left[0] + resumed[0] == plain[0]
+        assert all(torch.equal(value, resumed[1][name]) for name, value in plain[1].items())
