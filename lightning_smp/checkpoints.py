@@ -121,7 +121,7 @@ def _can_resume(checkpoint: dict[str, Any]) -> bool:
 
 def _own_part(strategy: SteppingStrategy) -> dict[str, Any]:
     assert strategy.lightning_module is not None
-    return random_of_rank(strategy.lightning_module.trainer)
+    return random_of_rank(strategy.lightning_module.trainer, strategy.open_window)
 
 
 def _save_full(strategy: SteppingStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:

@@ -179,7 +179,8 @@ class Loading:
             random = resumed_random_state(saved, rank, world, seed, step, os.fspath(self.path))
         epoch_random = parts[rank].get("epoch_random") if len(parts) == world else None
         allow, data_size = strategy.config.checkpoint.allow_batch_change, strategy.mesh.data_size
-        return Resume(checkpoint.get("smp_data"), random, epoch_random, data_size, allow)
+        in_window = "smp_window" in checkpoint
+        return Resume(checkpoint.get("smp_data"), random, epoch_random, data_size, allow, in_window)
 
 
 def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: torch.device) -> dict[str, Any]:

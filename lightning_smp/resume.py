@@ -41,17 +41,20 @@ class WindowStart:
         batches: batches of this epoch before it.
         total: batches of the whole run before it.
         loaders: Lightning's state of data loaders that can be resumed, taken when the window before was closed.
+        random: this rank's random states here; None where a window is one batch.
     """
 
     batches: int
     total: int
     loaders: dict[str, Any]
+    random: dict[str, Any] | None
 
     @classmethod
     def here(cls, trainer: Trainer, loaders: dict[str, Any]) -> WindowStart:
         """Return the present place. Call it when the window's first batch has been fetched and counted as ready."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        return cls(progress.current.ready - 1, progress.total.ready - 1, loaders)
+        random = None if accumulation(trainer) == 1 else random_state()
+        return cls(progress.current.ready - 1, progress.total.ready - 1, loaders, random)
 
     def rewind(self, checkpoint: dict[str, Any]) -> None:
         """Make ``checkpoint``, taken inside the window, resume with the window's first batch.
@@ -172,13 +175,14 @@ def accumulation(trainer: Trainer) -> int | None:
     return trainer.accumulate_grad_batches
 
 
-def random_of_rank(trainer: Trainer) -> dict[str, Any]:
-    """Return a rank's random states for a checkpoint: the present ones, and those at the start of its samplers'
-    epoch.
+def random_of_rank(trainer: Trainer, start: WindowStart | None) -> dict[str, Any]:
+    """Return a rank's random states for a checkpoint: the present ones or, in an open window, those at its start, whose
+    batches are seen again; and those at the start of its samplers' epoch.
     """
     starts = [getattr(sampler_of(loader), "random_at_start", None) for loader in training_loaders(trainer)]
     kept = {} if all(start is None for start in starts) else {"epoch_random": starts}
-    return {"random": random_state(), **kept}
+    now = random_state() if start is None or start.random is None else start.random
+    return {"random": now, **kept}
 
 
 class Resume:
@@ -190,6 +194,7 @@ class Resume:
         epoch_random: their states at the start of the samplers' epoch; None where samplers do not draw from them.
         data_size: ranks of this run that read different samples.
         allow_batch_change: ``checkpoint.allow_batch_change``.
+        in_window: the states to restore are those after the first batch of an open window had been fetched.
     """
 
     def __init__(
@@ -199,12 +204,14 @@ class Resume:
         epoch_random: list[dict[str, Any] | None] | None,
         data_size: int,
         allow_batch_change: bool,
+        in_window: bool = False,
     ) -> None:
         self.place = place
         self.random = random
         self.epoch_random = epoch_random
         self.data_size = data_size
         self.allow_batch_change = allow_batch_change
+        self.in_window = in_window
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Keep or change the global batch, and move the data to their place.
@@ -295,7 +302,7 @@ class Resume:
 
     def _go_to(self, trainer: Trainer, loaders: list[Any], batches: int) -> None:
         """Move samplers or fetchers to the place, and restore the generators where no sampler does."""
-        if not batches and self.random is not None:
+        if not batches and self.random is not None and not self.in_window:
             # An epoch's start: no sample is left out, and making the iterators draws the numbers of the run that saved.
             set_random_state(self.random)
             self.random = None
@@ -318,7 +325,7 @@ class Resume:
     def _skip(self, loaders: list[Any], samplers: list[PlacedSampler], batches: int) -> None:
         starts = self.epoch_random or [None] * len(loaders)
         # Without workers an epoch's first sample is read when it is needed, and reading may draw: restored just before.
-        lazy = all(loader.num_workers == 0 for loader in loaders)
+        lazy = not self.in_window and all(loader.num_workers == 0 for loader in loaders)
         for loader, sampler, start in zip(loaders, samplers, starts, strict=True):
             then = self.random if lazy else None
             sampler.begin_after(batches % len(loader) * loader.batch_sampler.batch_size, start, then)

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_smp.batches import require_equal_evaluation
 from lightning_smp.precision import adapt_precision
 from lightning_smp.processes import ProcessGroupStrategy
+from lightning_smp.resume import WindowStart
 from lightning_smp.sequences import SharedSequences
 from smp_core.config import SmpConfig
 from smp_core.mesh import SmpMesh
@@ -30,6 +31,7 @@ class SteppingStrategy(ProcessGroupStrategy):
     config: SmpConfig
     _sequences: SharedSequences
     _parallel: ParallelModel | None = None
+    _window_start: WindowStart | None = None
 
     # The attributes for callbacks and LightningModules
 
@@ -48,6 +50,11 @@ class SteppingStrategy(ProcessGroupStrategy):
     def window(self) -> Any:
         """The :class:`smp_core.sharding.accumulation.AccumulationWindow`."""
         return self.parallel.window
+
+    @property
+    def open_window(self) -> WindowStart | None:
+        """Where the window that is open has begun; None between windows."""
+        return self._window_start if self.window.is_open else None
 
     @property
     def _trainer(self) -> Trainer:

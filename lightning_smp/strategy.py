@@ -107,7 +107,6 @@ class SmpShardedStrategy(SteppingStrategy):
         self.config.require_built()
         self._init_fn = init_fn
         self._sequences = SharedSequences(batch_layout, full_outputs)
-        self._window_start: WindowStart | None = None
         self._loaders: dict[str, Any] = {}
         self.resume: Resume | None = None
         self.loading: Loading | None = None
@@ -291,8 +290,8 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.window.is_open and self._window_start is not None:
-            self._window_start.rewind(checkpoint)
+        if self.open_window is not None:
+            self.open_window.rewind(checkpoint)
         assert self.lightning_module is not None
         place = describe_place(self.lightning_module.trainer, checkpoint, self.mesh.data_size)
         if place is not None:
