@@ -28,9 +28,9 @@ def fsdp_has(method: str) -> bool:
     return hasattr(FSDPModule, method)
 
 
-def collective_timeout() -> timedelta | None:
-    """Return the limit of the default group's collectives; None where its backend has none to tell."""
-    group = dist.group.WORLD
+def collective_timeout(group: dist.ProcessGroup | None = None) -> timedelta | None:
+    """Return the limit of a group's collectives, by default the default group's; None where its backend has none."""
+    group = group or dist.group.WORLD
     assert group is not None
     for device in group._device_types:
         timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)

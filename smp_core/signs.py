@@ -132,8 +132,9 @@ def open_boards(host: str) -> list[Board]:
                 where = [(address, store.port)]
         dist.broadcast_object_list(where, src=keeper)
         if store is None and where[0] is not None:
+            address, port = where[0]
             with contextlib.suppress(*GONE):
-                store = dist.TCPStore(*where[0], world, False, **options)
+                store = dist.TCPStore(address, port, world, False, **options)
         reached: list[Any] = [None] * world
         dist.all_gather_object(reached, store is not None)
         if store is not None and all(reached):

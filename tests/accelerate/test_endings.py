@@ -44,3 +44,16 @@ RAISING = [pytest.param("trainer", 2, 1), *(pytest.param(*case, marks=pytest.mar
 @pytest.mark.parametrize(("kind", "ranks", "rank"), RAISING)
 def test_an_exception_in_user_code_ends_all_ranks(kind: str, ranks: int, rank: int, tmp_path: Path) -> None:
     assert "ArithmeticError: the user's own mistake" in end(kind, ranks, "raise", rank, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rank"), [("loop", 0), ("trainer", 1)])
+def test_a_rank_that_is_stopped_ends_the_run_when_the_timeout_is_over(kind: str, rank: int, tmp_path: Path) -> None:
+    stderr = end(kind, 2, "stop", rank, tmp_path)
+    assert re.search(rf"torch-smp, rank {1 - rank}: .*rank {rank} was lost", stderr), stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["loop", "trainer"])
+def test_a_rank_that_leaves_the_others_is_named(kind: str, tmp_path: Path) -> None:
+    assert re.search(r"the run ended on rank 1 \(after optimizer step 2\)", end(kind, 2, "exit", 1, tmp_path))

@@ -4,8 +4,8 @@
 
 In the third step RANK raises an exception ("raise"), is killed ("kill") or stopped ("stop"), leaves by sys.exit
 ("exit") or because it has no more batches ("short"), or presses Ctrl-C for the main process ("interrupt") or for all at
-once, as a terminal does ("interrupt-all"). "stop-in-save" stops it while an asynchronous save is in flight. Every rank
-writes its process id into FOLDER. TIMEOUT: of collectives, in seconds.
+once, as a terminal does ("interrupt-all"). "stop-in-save" stops it while an asynchronous save is in flight, and "launcher"
+tells its parent process to end. Every rank writes its process id into FOLDER. TIMEOUT: of collectives, in seconds.
 
 The ranks ignore SIGTERM: torchrun sends it within 0.1 s of a loss, and on a busy machine it would end the survivors
 before they have met the loss themselves, or in the middle of answering it (Lightning's handler starts a collective).
@@ -42,7 +42,8 @@ class Model(LightningModule):
         self.layer = nn.Linear(4, 4)
 
     def on_train_start(self) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # here, because Lightning sets its own when fit begins
+        if self.event != "launcher":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # here, because Lightning sets its own when fit begins
         (self.folder / str(self.global_rank)).write_text(str(os.getpid()))
         self.trainer.strategy.barrier()
 
@@ -55,6 +56,8 @@ class Model(LightningModule):
     def strike(self) -> None:
         if self.event == "raise":
             raise ArithmeticError("the user's own mistake")
+        if self.event == "launcher":
+            os.kill(os.getppid(), signal.SIGTERM)
         if self.event == "exit":
             sys.exit("enough")
         if self.event.startswith("stop"):
@@ -93,6 +96,7 @@ def main() -> None:
         devices=ranks,
         strategy=SmpShardedStrategy(shard_degree=ranks, timeout=timeout, checkpoint=checkpoint),
         max_epochs=1,
+        default_root_dir=folder.parent,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

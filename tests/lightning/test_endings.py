@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from smp_core.checkpoint import is_checkpoint
 from tests.harness import free_port, going_on, run_script
 
 # Lightning's launcher looks every 5 s for dead ranks and kills the others then, perhaps before they have had the 2 s
@@ -15,15 +16,18 @@ from tests.harness import free_port, going_on, run_script
 BY_LIGHTNING = r"|\[rank: {rank}\] Child process with PID \d+ terminated with code -9"
 
 
-def end(launcher: str, ranks: int, event: str, rank: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the script; it must not come to its own end, nor leave a rank behind."""
+def end(
+    launcher: str, ranks: int, event: str, rank: int, folder: Path, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the script; it must not come to its own end on all ranks, nor leave one behind."""
+    arguments = [str(ranks), event, str(rank), str(folder), *([] if timeout is None else [str(timeout)])]
     done = run_script(
-        ["-m", "tests.lightning.ending_script", str(ranks), event, str(rank), str(folder)],
+        ["-m", "tests.lightning.ending_script", *arguments],
         nproc=ranks if launcher == "torchrun" else None,
         env={"MASTER_PORT": str(free_port())} if launcher == "lightning" else None,
     )
     assert done.returncode != 0, done.stderr
-    assert "the run came to its end" not in done.stdout
+    assert done.stdout.count("the run came to its end") == (event == "short")
     assert sorted(path.name for path in folder.iterdir()) == [str(number) for number in range(ranks)], done.stderr
     pids = [int(path.read_text()) for path in folder.iterdir()]
     alive = going_on(pids, str(folder))
@@ -73,3 +77,34 @@ def test_an_exception_ends_all_ranks_under_every_launcher(launcher: str, rank: i
 def test_ctrl_c_ends_all_ranks(event: str, tmp_path: Path) -> None:
     done = end("lightning", 2, event, 1, tmp_path)
     assert "Detected KeyboardInterrupt" in done.stderr + done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("event", "rank", "ranks"), [("stop", 0, 2), ("stop", 1, 3), ("stop-in-save", 1, 2)])
+def test_a_rank_that_is_stopped_ends_the_run_when_the_timeout_is_over(
+    event: str, rank: int, ranks: int, tmp_path: Path
+) -> None:
+    """Its connections stay open; also rank 0, which keeps signs of life, and while a save is in flight."""
+    (tmp_path / "pids").mkdir()
+    assert_lost("torchrun", rank, end("torchrun", ranks, event, rank, tmp_path / "pids", 20.0).stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ("exit", r"rank 1 failed: SystemExit: enough \(ending_script.py:\d+ in strike\)"),
+        ("short", r"the run ended on rank 1 \(after optimizer step 2\)"),
+    ],
+)
+def test_a_rank_that_leaves_the_others_is_named_with_the_place(event: str, said: str, tmp_path: Path) -> None:
+    assert re.search(said, end("torchrun", 2, event, 1, tmp_path).stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "lightning"])
+def test_a_launcher_that_is_told_to_end_leaves_a_checkpoint(launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "pids").mkdir()
+    done = end(launcher, 2, "launcher", 1, tmp_path / "pids")
+    assert is_checkpoint(tmp_path / "hpc_ckpt_1.ckpt"), done.stderr
+    assert launcher == "torchrun" or done.returncode == 143

@@ -2,8 +2,8 @@
 
     ending.py KIND EVENT RANK FOLDER
 
-KIND is "loop" or "trainer". RANK raises an exception ("raise") or is killed ("kill"). Every rank writes its process id
-into FOLDER.
+KIND is "loop" or "trainer". RANK raises an exception ("raise"), is killed ("kill") or stopped ("stop"), or leaves by
+sys.exit ("exit"). Every rank writes its process id into FOLDER.
 
 The ranks ignore SIGTERM: torchrun sends it within 0.1 s of a loss, and on a busy machine it would end the survivors
 before their collective has failed. What they say by themselves is what is looked at here; torchrun's own report names
@@ -30,7 +30,7 @@ kind, event, rank, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys
 
 # Seconds, of collectives: a rank may start this much later than the others on a busy machine. A lost one is noticed at
 # once.
-TIMEOUT = 200
+TIMEOUT = 20 if event == "stop" else 200
 
 
 class Model(nn.Module):
@@ -44,7 +44,9 @@ class Model(nn.Module):
         if self.forwards == 3 and int(os.environ["RANK"]) == rank:
             if event == "raise":
                 raise ArithmeticError("the user's own mistake")
-            os.kill(os.getpid(), signal.SIGKILL)
+            if event == "exit":
+                sys.exit("enough")
+            os.kill(os.getpid(), signal.SIGSTOP if event == "stop" else signal.SIGKILL)
         time.sleep(0.02)
         return {"loss": self.layer(x).square().mean()}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 import smp_core.checkpoint.storage as storage
 from smp_core.checkpoint import AsyncCheckpointer, CheckpointError, is_checkpoint, read_rest, read_tensors
+from smp_core.compat import collective_timeout
 from tests.core.checkpoint.states import differences, gathered, sharded_state
 from tests.harness import ROOT, run_ranks, run_script
 
@@ -135,3 +138,26 @@ def test_the_end_of_the_program_waits_for_the_save(tmp_path: Path) -> None:
     done = run_script([script], env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert torch.equal(read_tensors(tmp_path / "a")["w"], torch.ones(1 << 22))
+
+
+def limits_and_threads(folder: str) -> tuple[list[Any], list[bool]]:
+    """The limits of the default group and of the saver's own, and whether its threads are daemons."""
+    threads = []
+
+    class Seen(threading.Thread):
+        def start(self) -> None:
+            threads.append(self.daemon)
+            super().start()
+
+    saver = AsyncCheckpointer()
+    with mock.patch("smp_core.checkpoint.async_save.threading.Thread", Seen):
+        saver.save(os.path.join(folder, "saved"), {"weight": torch.ones(3)})
+        saver.close()
+    groups = [None, saver._group, saver._status_group]
+    return [collective_timeout(group) for group in groups], threads
+
+
+def test_a_lost_rank_is_noticed_as_soon_as_in_training_and_keeps_no_process_alive(tmp_path: Path) -> None:
+    for limits, threads in run_ranks(limits_and_threads, 2, str(tmp_path)):
+        assert limits[0] is not None and limits == [limits[0]] * 3
+        assert threads == [True]
