@@ -1,5 +1,6 @@
 """What transformers' Trainer does when its job is about to be ended: it saves on all ranks after the same step, and
-leaves. In an evaluation it does so after a batch, if all ranks have as many of them.
+leaves. In an evaluation that takes too long it does so after a batch, if all ranks have as many of them; the rest of the
+evaluation is lost then.
 """
 
 from __future__ import annotations
@@ -57,6 +58,6 @@ class LeavesWhenTold(TrainerCallback):
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self._in_evaluation and self._preemption.agreed():
+        if self._in_evaluation and self._preemption.agreed(whole_step=False):
             self._trainer.save_training()
             self._trainer.accelerator.leave()

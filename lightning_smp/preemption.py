@@ -1,7 +1,8 @@
 """What a Trainer does when its job is about to be ended: it saves on all ranks at the same place, and leaves.
 
 A callback, the last one, because a checkpoint that resumes exactly is taken where ModelCheckpoint takes its own: in
-``on_train_batch_end``. In a validation it is taken after a batch, if all ranks have as many of them.
+``on_train_batch_end``. In a validation that takes too long it is taken after a batch, if all ranks have as many of
+them; the rest of the validation is lost then, because Lightning does not go back to it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class LeavesWhenTold(Callback):
             self.preemption.begin_phase()
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
-        if self._in_validation and self.preemption.agreed():
+        if self._in_validation and self.preemption.agreed(whole_step=False):
             self._save_and_leave(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

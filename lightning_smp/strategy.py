@@ -45,6 +45,7 @@ from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.planning.auto_degree import missed
+from smp_core.preemption import Preemption
 from smp_core.rank_watch import meet_between_runs
 
 logger = logging.getLogger("smp")
@@ -331,6 +332,11 @@ class SmpShardedStrategy(SteppingStrategy):
             checkpoints.remove(self, filepath, self.background_saves)
 
     # The end
+
+    @property
+    def preemption(self) -> Preemption | None:
+        """The notices to all ranks that the job is about to be ended; None outside of fit, and with no grace."""
+        return None if self._leaves is None else self._leaves.preemption
 
     @override
     def teardown(self) -> None:

@@ -33,7 +33,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _EVERY_SECONDS = 0.25
 _EVERY_CALLS = 8
 # The part of the grace for which an accumulation window may go on; the rest is for the save.
-_FOR_THE_WINDOW = 0.25
+_TO_FINISH = 0.25
 
 
 class Preempted(SystemExit):
@@ -111,8 +111,8 @@ class Preemption:
         """Whether all ranks stop here. Collective over the world: every rank calls it at the same places.
 
         Args:
-            whole_step: whether no accumulation window is open. An open one is waited for as long as a quarter of the
-                grace is not over.
+            whole_step: whether nothing is open here that would be lost (an accumulation window, an evaluation). What is
+                open is waited for as long as a quarter of the grace is not over.
         """
         self._calls += 1
         if self._calls < self._next:
@@ -130,7 +130,7 @@ class Preemption:
         every = min(_EVERY_CALLS, max(1, int(_EVERY_SECONDS / max(pace, 1e-9))))
         self._next = self._calls + (1 if self.signal else every)
         self._last, self._checked_at = self._calls, time.monotonic()
-        return bool(self.signal) and (whole_step or waited > _FOR_THE_WINDOW * self.grace)
+        return bool(self.signal) and (whole_step or waited > _TO_FINISH * self.grace)
 
     def leave(self, saved: str, status: int | None = None, requeue: bool = True) -> NoReturn:
         """End this process, with all others; the last thing of a run that has agreed and saved. Collective.

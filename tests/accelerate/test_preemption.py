@@ -95,18 +95,20 @@ def check(case: dict[str, Any], runs: list[tuple[Run, Run, Run]]) -> None:
         step = left.extra["step"]
         assert 3 <= step == left.extra["saved"] < plain.extra["step"] == resumed.extra["step"]
         if case["place"] == "evaluation":
-            assert step == 6 and 0 < left.extra["predicted"] < 16
+            in_time = case["checkpoint"] == "sharded"
+            assert (step > 6) if in_time else (step == 6 and 0 < left.extra["predicted"] < 16)
         assert left.losses + resumed.losses == plain.losses
         for name, value in plain.weights.items():
             assert torch.equal(value, resumed.weights[name]), name
 
 
-FIRST: list[dict[str, Any]] = [{"place": "evaluation", "ranks": (1,), "checkpoint": "async"}]
+HASTE = {"async_save": True, "preemption_grace_s": 0.01}
+FIRST: list[dict[str, Any]] = [{"place": "evaluation", "ranks": (1,), "checkpoint": HASTE}]
 MORE: list[dict[str, Any]] = [
     {"place": place, "ranks": ranks, "number": number, "micro_batches": micro_batches, "checkpoint": checkpoint}
     for place in ("step", "window", "evaluation", "save")
     for ranks, number in (((0,), USR1), ((1,), TERM), ((0, 1), TERM))
-    for micro_batches, checkpoint in ((1, "sharded"), (2, "async"))
+    for micro_batches, checkpoint in ((1, "sharded"), (2, HASTE))
     if micro_batches == 2 or place != "window"
 ]
 

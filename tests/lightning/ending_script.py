@@ -4,7 +4,7 @@
 
 In the third step RANK raises an exception ("raise"), is killed ("kill") or stopped ("stop"), leaves by sys.exit
 ("exit") or because it has no more batches ("short"), or presses Ctrl-C for the main process ("interrupt") or for all at
-once, as a terminal does ("interrupt-all"). "stop-in-save" stops it while an asynchronous save is in flight, and "launcher"
+once, as a terminal does ("interrupt-all"). "stop-in-save" stops it while an asynchronous save is in flight, "launcher"
 tells its parent process to end. Every rank writes its process id into FOLDER. TIMEOUT: of collectives, in seconds.
 
 The ranks ignore SIGTERM: torchrun sends it within 0.1 s of a loss, and on a busy machine it would end the survivors
