@@ -1,6 +1,6 @@
 """What transformers' Trainer does when its job is about to be ended: it saves on all ranks after the same step, and
-leaves. In an evaluation that takes too long it does so after a batch, if all ranks have as many of them; the rest of the
-evaluation is lost then.
+leaves. In an evaluation that takes too long it does so after a batch, if all ranks have as many of them; the rest of
+the evaluation is lost then.
 """
 
 from __future__ import annotations
