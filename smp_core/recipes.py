@@ -287,7 +287,7 @@ class Checkpoint(Recipe):
         allow_batch_change: Whether a run may resume with another number of samples per optimizer step than it was saved
             with, where accumulation cannot be adapted to keep it. True or False (default; refused).
         preemption_grace_s: Seconds between a notice of the job's end (SIGTERM, SIGUSR1) and that end, in which all
-            ranks save a checkpoint at the same step and leave. A number >= 0; default 30, as torchrun, Kubernetes and
+            ranks save a checkpoint at the same step and leave. A number >= 0; default 30.0, as torchrun, Kubernetes and
             SLURM give. 0 leaves signals alone.
     """
 
