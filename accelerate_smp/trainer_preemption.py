@@ -44,14 +44,14 @@ class LeavesWhenTold(TrainerCallback):
     # Evaluations in the middle of training.
 
     def begin_evaluation(self, loader: Any) -> None:
-        """An evaluation over a loader begins. Collective."""
+        """Note that an evaluation over a loader begins. Collective."""
         counts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(counts, len(loader) if has_length(loader) else None)
         self._in_evaluation = None not in counts and len(set(counts)) == 1
         self._preemption.begin_phase()
 
     def end_evaluation(self) -> None:
-        """It has ended, well or not."""
+        """Note that it has ended, well or not."""
         self._in_evaluation = False
         self._preemption.begin_phase()
 

@@ -97,7 +97,7 @@ class RankWatch:
         return watch
 
     def begin_run(self, call: str) -> None:
-        """A Trainer begins a run with ``call``, where all ranks meet unless this is the first run. Collective.
+        """Note that a Trainer begins a run with ``call``, where all ranks meet unless this is the first run. Collective.
 
         Raises:
             RuntimeError: a rank is elsewhere.
@@ -110,11 +110,11 @@ class RankWatch:
         self._beat()
 
     def end_run(self) -> None:
-        """The run has ended on this rank, well or not."""
+        """Note that the run has ended on this rank, well or not."""
         self.between_runs = True
 
     def stop(self) -> None:
-        """No more signs of life: this rank ends in good order."""
+        """Give no more signs of life: this rank ends in good order."""
         if self._stopped.is_set():
             return
         self.meetings.leave()
@@ -175,7 +175,7 @@ class RankWatch:
         return found
 
     def _may_speak(self) -> bool:
-        """Whether this rank is the first that found something."""
+        """Tell whether this rank is the first that found something."""
         claims = (_attempt(board.add, f"claimed/{self._runs}", 1) for board in self.boards)
         return next((claim == 1 for claim in claims if claim is not None), True)
 
@@ -184,7 +184,7 @@ class RankWatch:
         sys.stderr.flush()
 
     def _compare(self) -> str | None:
-        """What two looks, some signs apart, say about the others; None when no board answers.
+        """Return what two looks, some signs apart, say about the others; None when no board answers.
 
         When nobody seems to be lost there is a third: the last sign of life of a lost rank may come in after the first
         look.
@@ -241,7 +241,7 @@ class RankWatch:
                 self._end_in_time()
 
     def _leave_boards_of_ended_keepers(self) -> None:
-        """A keeper that ends need not wait for this rank."""
+        """Tell keepers that end not to wait for this rank."""
         for board in [board for board in self.boards if board.keeper != self.rank]:
             state = _attempt(board.get, f"beat/{board.keeper}")
             if state is None or "left" not in json.loads(state):
@@ -253,7 +253,7 @@ class RankWatch:
                 self._give_up(board)
 
     def _look_by_itself(self) -> None:
-        """Keepers compare what all say with what they said the last time, and write down who is lost; the others read
+        """Compare what all say with what they said the last time, and write down who is lost, on a keeper; elsewhere read
         that, and not everybody's signs: there may be many ranks. Rank 0 speaks, or the other keeper in its place."""
         for board in self.boards:
             if board.keeper == self.rank:
@@ -313,7 +313,7 @@ class RankWatch:
         self.boards = [other for other in self.boards if other is not board]
 
     def _look(self) -> _Signs | None:
-        """State of every rank; None when no board answers."""
+        """Return the state of every rank; None when no board answers."""
         return next((signs for board in self.boards if (signs := _attempt(self._read, board)) is not None), None)
 
     def _read(self, board: Board) -> _Signs:
@@ -338,7 +338,7 @@ def _silent(before: _Signs, after: _Signs) -> list[int]:
 
 
 def _attempt(action: Callable[..., T], *arguments: Any) -> T | None:
-    """A board may be out of reach; that is an answer, not an error."""
+    """Ask a board, which may be out of reach; that is an answer, not an error."""
     try:
         return action(*arguments)
     except GONE:
@@ -346,7 +346,7 @@ def _attempt(action: Callable[..., T], *arguments: Any) -> T | None:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the user's own code that an error came through, as `` (train.py:12 in training_step)``."""
+    """Return the innermost line of the user's own code that an error came through, as `` (train.py:12 in training_step)``."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(part in frame.filename for part in _LIBRARIES):
             return f" ({os.path.basename(frame.filename)}:{frame.lineno} in {frame.name})"
@@ -380,7 +380,7 @@ def end_within(seconds: float) -> None:
 
 
 def looks_like_a_lost_peer(error: BaseException) -> bool:
-    """Whether an error came from a collective that lost its peer, and not from this rank itself."""
+    """Tell whether an error came from a collective that lost its peer, and not from this rank itself."""
     text = str(error).lower()
     signs = ("connection", "timed out", "timeout", "broken pipe", "remote", "nccl", "gloo", "peer")
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

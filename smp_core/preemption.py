@@ -64,7 +64,7 @@ class Preemption:
         self.begin_phase()
 
     def begin_phase(self) -> None:
-        """Something else begins, whose steps take another time: training, a validation. On all ranks."""
+        """Note that something else begins, whose steps take another time: training, a validation. On all ranks."""
         self._calls = self._last = 0
         self._next = 1
         self._checked_at = time.monotonic()
@@ -108,7 +108,7 @@ class Preemption:
             self._told, self._told_at = int(number), time.monotonic()
 
     def agreed(self, whole_step: bool = True) -> bool:
-        """Whether all ranks stop here. Collective over the world: every rank calls it at the same places.
+        """Tell whether all ranks stop here. Collective over the world: every rank calls it at the same places.
 
         Args:
             whole_step: whether nothing is open here that would be lost (an accumulation window, an evaluation). What is
