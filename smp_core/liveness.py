@@ -97,7 +97,7 @@ class RankWatch:
         return watch
 
     def begin_run(self, call: str) -> None:
-        """Note that a Trainer begins a run with ``call``, where all ranks meet unless this is the first run. Collective.
+        """Begin a Trainer's run with ``call``, where all ranks meet unless this is the first run. Collective.
 
         Raises:
             RuntimeError: a rank is elsewhere.
@@ -253,8 +253,8 @@ class RankWatch:
                 self._give_up(board)
 
     def _look_by_itself(self) -> None:
-        """Compare what all say with what they said the last time, and write down who is lost, on a keeper; elsewhere read
-        that, and not everybody's signs: there may be many ranks. Rank 0 speaks, or the other keeper in its place."""
+        """Compare, on a keeper, what all say with what they said the last time, and write down who is lost; elsewhere
+        read that, and not everybody's signs: there may be many ranks. Rank 0 speaks, or the other keeper for it."""
         for board in self.boards:
             if board.keeper == self.rank:
                 _attempt(self._look_for_all, board)
@@ -346,7 +346,7 @@ def _attempt(action: Callable[..., T], *arguments: Any) -> T | None:
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line of the user's own code that an error came through, as `` (train.py:12 in training_step)``."""
+    """Return the innermost line of user code that an error came through, as `` (train.py:12 in training_step)``."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not any(part in frame.filename for part in _LIBRARIES):
             return f" ({os.path.basename(frame.filename)}:{frame.lineno} in {frame.name})"
