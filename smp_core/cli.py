@@ -9,6 +9,7 @@ from smp_core.comm.commands import topology
 from smp_core.command_line import OneLineErrors, begin
 from smp_core.fp8.commands import fp8_report
 from smp_core.memory_log import memory_report
+from smp_core.planning.commands import plan
 
 app = typer.Typer(
     name="smp",
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.callback()(begin)
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command("plan")(plan)
 app.command("topology")(topology)
 app.command("fp8-report")(fp8_report)
 app.command("memory-report")(memory_report)

@@ -12,7 +12,6 @@ once, not once per rank.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections import deque
@@ -26,52 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
 from smp_core.checkpoint.tree import map_tensors
+from smp_core.planning.devices import peak_flops
 
 GIB = 2**30
-
-# Dense bfloat16 tensor-core peaks in TFLOPS, by the words of `torch.cuda.get_device_name()`; the first row whose words
-# are all there counts.
-_PEAK_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
-    ("GB300", 2500.0),
-    ("GB200", 2500.0),
-    ("B300", 2250.0),
-    ("B200", 2250.0),
-    ("GH200", 989.4),
-    ("H200 NVL", 835.5),
-    ("H200", 989.4),
-    ("H100 NVL", 835.5),
-    ("H100 PCIE", 756.5),
-    ("H100", 989.4),
-    ("H800", 989.4),
-    ("H20", 148.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("A30", 165.0),
-    ("A40", 149.7),
-    ("A10", 125.0),
-    ("A6000", 154.8),
-    ("L40S", 362.1),
-    ("L40", 181.1),
-    ("L4", 121.0),
-    ("RTX 6000 ADA", 364.3),
-    ("MI355X", 2516.6),
-    ("MI325X", 1307.4),
-    ("MI300X", 1307.4),
-    ("MI250X", 191.5),  # one of the two dies of a card, which is what torch calls a device
-)
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the dense bfloat16 peak of a device in FLOP/s, None if it is not known (or has none: CPU, V100, T4).
-
-    Sources: the vendors' data sheets (NVIDIA A100, A10, A30, A40, L4, L40S, H100, H200, HGX B200 and B300, GB200, RTX
-    A6000; AMD Instinct MI250X, MI300X, MI325X, MI355X). NVIDIA prints Hopper's, Ada's and Blackwell's figures with 2:4
-    sparsity; half of that is the dense peak. MIG slices and laptop parts are not known.
-    """
-    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
-    if words & {"MIG", "LAPTOP"}:
-        return None
-    return next((tflops * 1e12 for key, tflops in _PEAK_BF16_TFLOPS if words.issuperset(key.split())), None)
 
 
 def device_peak_flops(device: torch.device) -> float | None:

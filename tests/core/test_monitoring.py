@@ -19,9 +19,9 @@ from smp_core.monitoring import (
     StepMeter,
     count_model_flops,
     device_peak_flops,
-    peak_flops,
     peak_memory_gib,
 )
+from smp_core.planning.devices import peak_flops
 from tests.harness import run_ranks
 
 BATCH, TOKENS, WIDTH, HEADS, LAYERS, VOCABULARY = 2, 12, 32, 4, 3, 50

@@ -1,0 +1,158 @@
+"""Models that are only planned for: built without values from a short name, a configuration file or a function.
+
+    llama-3.1-8b           a name of :mod:`smp_core.planning.known_models`
+    config.json, folder    a Transformers configuration
+    package.module:name    a function that returns a model, or (model, batch), where batch(samples, tokens)
+                           is what a step gets
+
+A Transformers model is called with token ids and labels. Another model, a LightningModule too, needs the batch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.planning.known_models import KNOWN_MODELS
+from smp_core.planning.units import Entry
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A model and its step.
+
+    Attributes:
+        loss: (samples, tokens of each) -> the loss of such a batch.
+        entry: what a step calls (:func:`smp_core.planning.units.plan_units`).
+        splits: layers and sequences can be split without being told how: the model is Transformers'.
+    """
+
+    model: nn.Module
+    loss: Callable[[int, int], torch.Tensor]
+    entry: Entry = "forward"
+    splits: bool = False
+
+
+def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) -> Source:
+    """Build the model that ``words`` mean, on the current default device and in the current default dtype.
+
+    Args:
+        sequence: tokens of a sample; a configuration by name gets as many positions.
+        fields: a Transformers configuration instead of words for it.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be built; says what to write instead.
+    """
+    if fields is not None:
+        return _of_fields(dict(fields), sequence)
+    if words in KNOWN_MODELS:
+        return _of_fields(dict(KNOWN_MODELS[words]), sequence)
+    path = Path(words)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        try:
+            read = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no configuration of a Transformers model: {error}") from None
+        if not isinstance(read, dict) or "model_type" not in read:
+            raise ValueError(f"{path} is no configuration of a Transformers model: it has no `model_type`")
+        return _of_fields(read, sequence)
+    module, colon, name = words.partition(":")
+    if colon:
+        return _of_function(module, name, words)
+    near = difflib.get_close_matches(words, list(KNOWN_MODELS), n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"model {words!r} is no file and no known name{meant}. Known: {', '.join(KNOWN_MODELS)}. Or write the "
+        "config.json of a Transformers model, or package.module:function"
+    )
+
+
+def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("the model is a Transformers configuration: pip install 'torch-smp[transformers]'") from None
+    kind = fields.pop("model_type")
+    try:
+        config = AutoConfig.for_model(kind, **fields)
+        config.use_cache = False
+        for name in ("n_positions", "max_position_embeddings"):
+            if getattr(config, name, sequence) < sequence:
+                setattr(config, name, sequence)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=_attention())
+    except Exception as error:
+        raise ValueError(
+            f"the configuration ({kind}) makes no causal language model: {error}. Write package.module:function, a "
+            "function that returns the model and its batch"
+        ) from error
+    return _of_model(model)
+
+
+def _attention() -> str:
+    """Register scaled_dot_product_attention without masks, and return its name: whether a batch is padded or packed is
+    a question of values, which are not there."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("smp_planned", sdpa_attention_forward)
+    AttentionMaskInterface.register("smp_planned", lambda *args, **kwargs: None)
+    return "smp_planned"
+
+
+def _of_model(model: nn.Module) -> Source:
+    def loss(samples: int, tokens: int) -> torch.Tensor:
+        ids = torch.zeros(samples, tokens, dtype=torch.long)
+        found: torch.Tensor = model(input_ids=ids, labels=ids).loss
+        return found
+
+    config: Any = model.config
+    has_plan = bool(getattr(config, "base_model_tp_plan", None)) or config.model_type in ("gpt2", "opt", "bert")
+    return Source(model, loss, splits=has_plan)
+
+
+def _of_function(module: str, name: str, words: str) -> Source:
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model {words!r}: {error}; write package.module:function as Python imports it") from None
+    made = function()
+    model, batch = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model {words!r} returned {type(model).__name__}; it has to return an nn.Module")
+    if batch is None:
+        if hasattr(model, "config") and hasattr(model, "get_input_embeddings"):
+            return _of_model(model)
+        raise ValueError(
+            f"model {words!r}: {type(model).__name__} is no Transformers model, so that its batch is not known; return "
+            "(model, batch), where batch(samples, tokens) is what a step gets"
+        )
+    if hasattr(model, "training_step"):
+        step: Any = model.training_step
+        return Source(model, lambda samples, tokens: _loss_of(step(batch(samples, tokens), 0)), "steps")
+    return Source(model, lambda samples, tokens: _loss_of(_called(model, batch(samples, tokens))))
+
+
+def _called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """Return the loss of an output: its ``loss``, or the mean of a tensor."""
+    if isinstance(output, Mapping) and "loss" in output:
+        output = output["loss"]
+    output = getattr(output, "loss", output)
+    if not isinstance(output, torch.Tensor):
+        raise ValueError(f"a step returned {type(output).__name__}; it has to return a tensor, or what has a loss")
+    return output if output.ndim == 0 else output.float().mean()
