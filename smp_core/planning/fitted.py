@@ -1,9 +1,10 @@
-"""Constants of the time and memory models. Written by `benchmarks/planner.py`, which fits them; what they were fitted
-on and how far they are off rows that they were not fitted on stands in `benchmarks/results/planner.json`."""
+"""Constants of the time and memory models. `benchmarks/planner.py` fits those of time; what they were fitted on, and
+how far they are off rows that they were not fitted on, stands in `benchmarks/results/planner.json`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -11,26 +12,36 @@ class Fitted:
     """The constants, as shares and seconds.
 
     Attributes:
-        product_efficiency: share of the peak that matrix products reach.
-        attention_efficiency: the same of attention.
-        memory_efficiency: share of the memory's bandwidth that other operators reach.
-        link_efficiency, network_efficiency: share of the data sheet's rate inside nodes and between them.
+        products: share of the peak that matrix products reach, by the device's name; "" of all others.
+        attention: the same of attention.
+        moving: share of the memory's bandwidth that other operators reach.
+        link, network: share of the data sheet's rate inside nodes and between them.
         latency_inside, latency_between: seconds of a message.
         exposed: share of the shorter of computing and communicating that does not run behind the other.
-        context_gib: of the CUDA context and the communicators, on each device.
-        fragmentation: share of what is used that the allocator loses between its blocks.
+        launching: the least seconds that a block's forward or backward takes, however little it computes.
+        context_gib: of the CUDA context and the communicators, on each device; a margin, not fitted.
+        fragmentation: share of what is used that the allocator loses between its blocks; a margin, not fitted.
     """
 
-    product_efficiency: float = 0.7
-    attention_efficiency: float = 0.5
-    memory_efficiency: float = 0.8
-    link_efficiency: float = 0.75
-    network_efficiency: float = 0.85
+    products: Mapping[str, float] = field(default_factory=lambda: {"": 0.7})
+    attention: Mapping[str, float] = field(default_factory=lambda: {"": 0.5})
+    moving: float = 0.8
+    link: float = 0.75
+    network: float = 0.85
     latency_inside: float = 6e-6
     latency_between: float = 15e-6
     exposed: float = 0.1
+    launching: float = 0.0
     context_gib: float = 1.5
     fragmentation: float = 0.05
+
+    def products_of(self, device: str) -> float:
+        """Return the share of a device's peak that matrix products reach."""
+        return self.products.get(device, self.products[""])
+
+    def attention_of(self, device: str) -> float:
+        """Return the share of a device's peak that attention reaches."""
+        return self.attention.get(device, self.attention[""])
 
 
 FITTED = Fitted()

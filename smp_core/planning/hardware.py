@@ -111,11 +111,11 @@ class Hardware:
         if self.measured is not None:
             return self.measured
         k, m = self.ranks_per_node, self.nodes
-        inside = _alike(k, fitted.latency_inside, self.device.link * fitted.link_efficiency)
-        of_rank = max(self.gbit, 1e-3) * 1e9 / 8 / k * fitted.network_efficiency
+        inside = _alike(k, fitted.latency_inside, self.device.link * fitted.link)
+        of_rank = max(self.gbit, 1e-3) * 1e9 / 8 / k * fitted.network
         between = _alike(m, fitted.latency_between, of_rank)
         # One ring over all ranks of a node crosses its border once: the whole adapter is that rank's.
-        flat = _alike(k * m, fitted.latency_between, min(of_rank * k, self.device.link * fitted.link_efficiency))
+        flat = _alike(k * m, fitted.latency_between, min(of_rank * k, self.device.link * fitted.link))
         both = k > 1 and m > 1
         return Links(m, k, inside if k > 1 else None, between if m > 1 else None, flat if both else None, "data sheets")
 

@@ -21,6 +21,7 @@ from smp_core.planning.workload import Workload
 
 ALTERNATIVES = 5
 _MOST_NODES = 4096
+_RATE_BETWEEN_NODES = 400.0  # of a cluster of one node, whose string needs none
 
 
 class NothingFits(ValueError):
@@ -221,13 +222,15 @@ def _changes(hardware: Hardware, workload: Workload, fixed: dict[str, Any]) -> I
         words = "parameters and states in bfloat16 (precision bfloat16; rounds every step)"
         yield words, hardware, replace(workload, precision="bfloat16"), fixed
     nodes = hardware.nodes
-    while hardware.measured is None and nodes * 2 <= _MOST_NODES and hardware.gbit > 0:
+    rate = hardware.gbit or _RATE_BETWEEN_NODES
+    at = "" if hardware.gbit else f" at {rate:g} Gbit/s"
+    while hardware.measured is None and nodes * 2 <= _MOST_NODES:
         nodes *= 2
-        more = replace(hardware, nodes=nodes)
+        more = replace(hardware, nodes=nodes, gbit=rate)
         whole = math.lcm(workload.global_batch, more.devices)
         work = workload if workload.global_batch % more.devices == 0 else replace(workload, global_batch=whole)
         same = "" if work is workload else f" and global_batch={whole}"
-        yield f"{nodes} nodes{same}", more, work, fixed
+        yield f"{nodes} nodes{at}{same}", more, work, fixed
     sequence = workload.sequence
     while sequence >= 256:
         sequence //= 2

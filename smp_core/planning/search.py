@@ -157,7 +157,7 @@ def search(
     run.look()
     found = run.found
     if not found.ranked and found.closest is None:
-        raise ValueError(_nothing_allowed(found, workload, hardware))
+        raise ValueError(_nothing_allowed(found, workload, hardware, run.micro_batch))
     key = {"time": _by_time, "cost": _by_time, "memory": _by_memory}[objective]
     found.ranked.sort(key=key)
     if found.ranked:
@@ -193,7 +193,11 @@ class _Search:
     def look(self) -> None:
         """Walk over layouts; over the other knobs only where the sparest of them fits."""
         for layout in self._layouts():
-            data = self.hardware.devices // layout["tensor_parallel_degree"] // layout["context_parallel_degree"]
+            split = layout["tensor_parallel_degree"] * layout["context_parallel_degree"]
+            data = self.hardware.devices // split
+            if data * split != self.hardware.devices:
+                list(self._candidates(dict(layout), [1], 1))  # decide() says why not
+                continue
             if self.workload.global_batch % data:
                 self.found.indivisible.add(data)
                 continue
@@ -327,12 +331,17 @@ class _Search:
         return self._states[key]
 
 
-def _nothing_allowed(found: Found, workload: Workload, hardware: Hardware) -> str:
+def _nothing_allowed(found: Found, workload: Workload, hardware: Hardware, micro_batch: int | None) -> str:
     if found.refused:
         return f"no configuration is allowed with these knobs: {found.refused[-1]}"
     ranks = min(found.indivisible)
+    if micro_batch is not None:
+        return (
+            f"micro_batch={micro_batch}: with global_batch={workload.global_batch} no layout of "
+            f"{hardware.devices} devices gives each rank a multiple of it; leave it open, or change one of both"
+        )
     near = max(round(workload.global_batch / ranks), 1) * ranks
     return (
         f"global_batch={workload.global_batch} is divided by no layout of {hardware.devices} devices: the fewest ranks "
-        f"that read different samples are {ranks}; write a multiple of it, as {near}, or another micro_batch"
+        f"that read different samples are {ranks}; write a multiple of it, as {near}"
     )

@@ -1,11 +1,11 @@
 """The time of a step, for a plan and a traced model: computing from the trace, collectives by latency and bandwidth.
 
-A block computes products / (peak x efficiency) + attention / (peak x efficiency) + moved / (bandwidth x efficiency)
-seconds, forward and backward each, with what is computed again. While it does so the next block's parameters are
+A block computes products / (peak x share) + attention / (peak x share) + moved / (bandwidth x share) seconds,
+forward and backward each, with what is computed again. While it does so the next block's parameters are
 gathered and the last one's gradients reduced, over links of :mod:`smp_core.links`; the longer of both counts, and a
 share of the shorter (`exposed`), because collectives take part of the device. The root's gather and reduction, and the
-collectives of tensor and context ranks, are waited for. Sums across replicas run behind the last micro-batch's backward. Then the
-optimizer reads and writes its states.
+collectives of tensor and context ranks, are waited for. Sums across replicas run behind
+the last micro-batch's backward. Then the optimizer reads and writes its states.
 
 The constants are in :mod:`smp_core.planning.fitted`.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from smp_core.links import Collectives, Kind, Links
 from smp_core.planning.decide import Plan
+from smp_core.planning.devices import Device
 from smp_core.planning.fitted import FITTED, Fitted
 from smp_core.planning.hardware import Hardware
 from smp_core.planning.link_rules import compression
@@ -49,12 +50,12 @@ class StepTime:
 
 
 def computing_seconds(
-    products: float, attention: float, moved: float, peak: float, bandwidth: float, fitted: Fitted = FITTED
+    products: float, attention: float, moved: float, device: Device, fitted: Fitted = FITTED
 ) -> float:
-    """Return the seconds of FLOPs of products and attention and of bytes moved by other operators."""
-    by_products = products / (peak * fitted.product_efficiency)
-    by_attention = attention / (peak * fitted.attention_efficiency)
-    return by_products + by_attention + moved / (bandwidth * fitted.memory_efficiency)
+    """Return the seconds of FLOPs of products and attention, and of bytes moved by other operators."""
+    by_products = products / (device.flops * fitted.products_of(device.name))
+    by_attention = attention / (device.flops * fitted.attention_of(device.name))
+    return by_products + by_attention + moved / (device.hbm * fitted.moving)
 
 
 def exposed_seconds(computing: float, communicating: float, exposed: float) -> float:
@@ -121,8 +122,8 @@ class StepModel:
                 getattr(figures, f"{phase}_{what}") / tensor for what in ("products", "attention", "moved")
             )
             # The queries of one context rank meet the keys of all.
-            seconds = computing_seconds(products, attention * context, moved, device.flops, device.hbm, self.fitted)
-            found.append(seconds)
+            seconds = computing_seconds(products, attention * context, moved, device, self.fitted)
+            found.append(max(seconds, self.fitted.launching))
         return found[0], found[1]
 
     def _waiting(self, forward: float, backward: float, count: int) -> tuple[float, float]:
@@ -178,7 +179,7 @@ class StepModel:
             elements /= plan.layout.replicate
             after = self.collectives.replicas_gather(self.trace.parameters * 4 / plan.layout.tensor)
         if plan.knobs.state_offload is None:
-            return after + elements * _STEP_BYTES / (device.hbm * self.fitted.memory_efficiency)
+            return after + elements * _STEP_BYTES / (device.hbm * self.fitted.moving)
         stepped = elements * _STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH
         return after + stepped + 2 * elements * 4 / device.host_link
 

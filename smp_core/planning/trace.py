@@ -175,9 +175,9 @@ def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None)
 
 def _traced(source: Source, tokens: int, words: str) -> ModelTrace:
     model = source.model
+    lists, count = _lists_of_blocks(model, Shapes.of(model, SmpConfig(), source.entry))
     found = {mode: Shapes.of(model, SmpConfig(activations=mode), source.entry) for mode in MODES}
     shapes: dict[str, Shapes] = {mode: in_dtype(each, torch.float32) for mode, each in found.items()}
-    lists, count = _lists_of_blocks(model, shapes["none"])
     inside = {p for name in lists for p in model.get_submodule(name).parameters()}
     outside = [p for p in model.parameters() if p not in inside and p.ndim > 1]
     vocabulary = max((p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,))[0]

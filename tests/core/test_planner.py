@@ -1,0 +1,322 @@
+"""`smp plan`: what a trace counts, what a step takes, which configuration is chosen, and what is said if none fits."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from smp_core.cli import app
+from smp_core.config import SmpConfig
+from smp_core.planning import NothingFits, Workload, plan, planner
+from smp_core.planning.decide import decide
+from smp_core.planning.fitted import FITTED
+from smp_core.planning.hardware import Hardware
+from smp_core.planning.memory import estimate
+from smp_core.planning.model_trace import ModelTrace
+from smp_core.planning.search import TIE
+from smp_core.planning.step_memory import peak_memory
+from smp_core.planning.time import StepModel, exposed_seconds
+from smp_core.planning.trace import trace, trace_model
+
+WIDTH, HEADS, TOKENS, WORDS = 64, 4, 32, 96
+TINY = {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": 4, "n_head": HEADS, "vocab_size": WORDS}
+SETTING = ("32x8:a100-40g@400gbps", Workload(2048, 1536))
+MIB = 2**20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def plain() -> Any:
+    return Plain(), lambda samples, tokens: torch.zeros(samples, tokens, WIDTH, dtype=torch.bfloat16)
+
+
+def without_batch() -> nn.Module:
+    return Plain()
+
+
+def without_blocks() -> Any:
+    return nn.Linear(2, 2), lambda samples, tokens: torch.zeros(samples, tokens, 2)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> ModelTrace:
+    return trace_model("tiny", TOKENS, TINY)
+
+
+@pytest.fixture(scope="module")
+def large() -> ModelTrace:
+    return trace_model("gpt2-30b", 2048)
+
+
+def test_products_and_attention_of_a_block_are_those_of_its_arithmetic(tiny: ModelTrace) -> None:
+    """At a batch that was not traced. Per token 12 matrices of width^2; scores and values, half of them causal."""
+    samples, tokens = 3, TOKENS // 4
+    block = tiny.block["none"].at(samples, tokens)
+    products, full = 2 * samples * tokens * 12 * WIDTH**2, 4 * samples * tokens**2 * WIDTH
+    assert block.forward_products == pytest.approx(products) and block.backward_products == pytest.approx(2 * products)
+    assert block.full_attention == pytest.approx(full) and block.forward_attention == pytest.approx(full / 2)
+    again = tiny.block["full"].at(samples, tokens)
+    assert again.backward_attention == pytest.approx(full / 2 * 3.5)
+    assert tiny.rest["none"].at(samples, tokens).forward_products == pytest.approx(2 * samples * tokens * WIDTH * WORDS)
+    assert (tiny.blocks, tiny.heads) == (4, HEADS)
+
+
+def saved_bytes(layers: int, samples: int, tokens: int) -> int:
+    """What autograd saves of a real bfloat16 model beside its parameters, each storage once."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": WIDTH, "n_layer": layers, "n_head": HEADS, "vocab_size": WORDS, "n_positions": TOKENS}
+    config = GPT2Config(**sizes, attn_pdrop=0.0, use_cache=False, attn_implementation="sdpa")
+    model = GPT2LMHeadModel(config).to(torch.bfloat16)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    ids = torch.zeros(samples, tokens, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids).loss
+    del loss
+    return sum(found.values())
+
+
+def test_kept_bytes_of_a_block_are_those_of_a_real_model(tiny: ModelTrace) -> None:
+    """Of a batch that was not traced. 2 %: a block's last tensors may be kept by its successor."""
+    real = saved_bytes(3, 3, 16) - saved_bytes(2, 3, 16)
+    assert tiny.block["none"].at(3, 16).kept == pytest.approx(real, rel=0.02)
+    assert tiny.block["full"].at(3, 16).kept == 3 * 16 * WIDTH * 2  # a block's input
+    assert tiny.block["full"].at(3, 16).kept < tiny.block["selective"].at(3, 16).kept < 0.6 * real
+
+
+def test_activations_of_30_billion_are_those_that_fsdp_s_tracker_counts(large: ModelTrace) -> None:
+    """torch's FSDPMemTracker on the sharded model (128 ranks, 6 x 2,048 tokens, full recomputation): 7,920 MiB of
+    activations and 7,178 of temporaries at its peak, 1,892 + 1,176 gathered, 2,352 to be reduced."""
+    asked = SmpConfig(shard_degree=128, activations="full", reduce_dtype="float32")
+    made = decide(large.of_precision("full", "bfloat16"), asked, Hardware.parse(SETTING[0]).cluster())
+    block = large.block["full"].at(6, 2048)
+    working = large.blocks * block.kept + large.rest["full"].at(6, 2048).working
+    assert (working + 1892 * MIB - 1176 * MIB) / MIB == pytest.approx(7920 + 7178, rel=0.01)
+    assert estimate(made).gathered / MIB == pytest.approx(1892 + 1176, rel=0.005)
+    assert large.block_parameters / large.blocks * 4 / MIB == pytest.approx(2352, rel=0.005)
+    assert peak_memory(made, estimate(made), large, 6, 2048).fits
+
+
+def test_a_model_of_one_s_own_is_traced_in_a_child_process() -> None:
+    found = trace("tests.core.test_planner:plain", 16)
+    assert (found.blocks, found.heads) == (3, 0)
+    assert found.block["none"].at(2, 8).forward_products == 2 * 2 * 8 * 8 * WIDTH**2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("llama-3.1-8c", "did you mean 'llama-3.1-8b'"),
+        ("tests.core.test_planner:nothing", "write package.module:function"),
+        ("tests.core.test_planner:without_batch", r"return \(model, batch\)"),
+        ("tests.core.test_planner:without_blocks", "nn.ModuleList"),
+    ],
+)
+def test_a_model_that_cannot_be_traced_says_what_to_write(words: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        trace_model(words, 16)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        ("4x8:a100-40q@400gbps", "did you mean 'a100-40g'"),
+        ("4x8:h200", "how fast are the nodes connected"),
+        ("4x8:h200@fast", "Gbit/s of a node"),
+        ("4xp7", "unknown kind of node"),
+        ("32 nodes", "NODESxDEVICES:DEVICE@RATE"),
+        ("0x8:h200", "at least 1"),
+        ("nowhere.yaml", "cannot read"),
+    ],
+)
+def test_a_cluster_that_is_not_understood_says_how_one_is_written(cluster: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Hardware.parse(cluster)
+
+
+def test_a_cluster_file_has_what_the_tables_lack(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("cluster: 4xp5\nprice_per_node_hour: 98\n", encoding="utf-8")
+    assert Hardware.parse(path) == replace(Hardware.parse("4xp5"), price=98.0)
+    device = "{name: New, memory_gib: 64, bf16_tflops: 500, hbm_gb_per_s: 2000, link_gb_per_s: 100}"
+    path.write_text(f"nodes: 2\ndevices_per_node: 4\ngbit_per_s: 800\ndevice: {device}\n", encoding="utf-8")
+    assert (Hardware.parse(path).devices, Hardware.parse(path).device.flops) == (8, 500e12)
+    path.write_text("cluster: 4xp5\nprice: 98\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="price_per_node_hour"):
+        Hardware.parse(path)
+
+
+def model_of(large: ModelTrace, cluster: str, **knobs: Any) -> StepModel:
+    hardware = Hardware.parse(cluster)
+    asked = SmpConfig(param_dtype="bfloat16", activations="full", **knobs)
+    made = decide(large.of_precision("full", "mixed"), asked, hardware.cluster())
+    return StepModel(made, large, hardware, hardware.links(), 2048)
+
+
+def test_a_gather_in_two_stages_takes_latency_and_bytes_of_both(large: ModelTrace) -> None:
+    model = model_of(large, "4x8:a100-40g@400gbps", shard_degree=32)
+    block = large.block_parameters / large.blocks * 2
+    inside = 7 * FITTED.latency_inside + 7 / 8 * block / (300e9 * FITTED.link)
+    of_rank = 400e9 / 8 / 8 * FITTED.network
+    between = 3 * FITTED.latency_between + 3 / 4 * block / 8 / of_rank
+    assert model.gather[0] == pytest.approx(inside + between)
+    # Four nodes with one replica each: every rank sums its eighth of a block in float32 with three others.
+    hop = model_of(large, "4x8:a100-40g@400gbps", shard_degree=8).hop[0]
+    assert hop == pytest.approx(2 * (3 * FITTED.latency_between + 3 / 4 * block * 2 / 8 / of_rank))
+
+
+def test_a_step_alone_computes_and_steps_and_waits_for_nobody(large: ModelTrace) -> None:
+    time = model_of(large, "1x1:a100-80g", shard_degree=1).step(1, 2)
+    assert time.gathers == time.replicas == time.tensor == time.context == time.copies == 0
+    assert time.total == time.compute + time.optimizer
+    assert model_of(large, "1x1:a100-80g", shard_degree=1).step(1, 4).compute == pytest.approx(2 * time.compute)
+    assert exposed_seconds(3.0, 2.0, 0.1) == pytest.approx(0.2) and exposed_seconds(2.0, 3.0, 0.0) == 1.0
+
+
+def test_keeping_spares_what_it_says_it_spares(large: ModelTrace) -> None:
+    """With slow nodes everything is waited for: eight micro-batches gather and reduce eight times, or once."""
+    slow = "4x8:a100-40g@1gbps"
+    waited = {
+        kept: model_of(large, slow, shard_degree=32, keep_between_micro_batches=kept).step(1, 8).gathers
+        for kept in ("shards", "parameters", "gradients")
+    }
+    gather, again, reduced = 8, 8, 8 * 2  # in times of a bfloat16 gather; sums are float32
+    assert waited["parameters"] / waited["shards"] == pytest.approx((1 + reduced) / (gather + again + reduced), rel=0.1)
+    assert waited["gradients"] / waited["shards"] == pytest.approx(3 / (gather + again + reduced), rel=0.15)
+
+
+def test_the_pick_fits_is_the_fastest_or_simpler_and_is_always_the_same(large: ModelTrace) -> None:
+    """Over clusters and batches drawn from a seed: 30 billion parameters fit all, barely, or only some of them."""
+    drawn = random.Random(19)
+    for _ in range(4):
+        device = drawn.choice(["a100-40g", "a100-80g", "h200"])
+        cluster = f"{drawn.choice([2, 4, 16])}x{drawn.choice([4, 8])}:{device}@{drawn.choice([100, 800])}gbps"
+        work = Workload(drawn.choice([512, 2048]), drawn.choice([256, 384]))
+        try:
+            found = plan(large, cluster, work)
+        except NothingFits as error:
+            assert all(candidate.memory.fits for _, candidate in error.changes)
+            continue
+        ranked = found.found.ranked
+        assert all(each.memory.total <= each.memory.capacity for each in ranked)
+        fastest = min(each.time.total for each in ranked)
+        assert found.chosen.time.total <= fastest * (1 + TIE)
+        tied = [each for each in ranked if each.time.total <= fastest * (1 + TIE)]
+        assert found.chosen.complexity == min(each.complexity for each in tied)
+        for each in [found.chosen, *found.alternatives]:
+            ranks = each.plan.layout.replicate * each.plan.layout.shard
+            assert each.micro_batch * each.count * ranks == work.global_batch
+    again = [plan(large, *SETTING).chosen for _ in range(2)]
+    assert again[0].knobs == again[1].knobs and again[0].time == again[1].time
+
+
+def test_the_file_that_is_written_decides_the_plan_that_was_shown(large: ModelTrace, tmp_path: Path) -> None:
+    from smp_core.planning.explain import as_yaml
+
+    found = plan(large, *SETTING, fixed={"shard": "64", "recomputation": "full"})
+    path = tmp_path / "plan.yaml"
+    path.write_text(as_yaml(found), encoding="utf-8")
+    read = SmpConfig.from_yaml(path)
+    assert read == found.config and read.shard_degree == 64
+    hardware = Hardware.parse(SETTING[0])
+    made = decide(large.of_precision("full", "mixed"), read, hardware.cluster())
+    assert (made.layout, made.activations) == (found.chosen.plan.layout, found.chosen.plan.activations)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ({"shard": 7}, "does not divide"),
+        ({"shard": 16, "shard_degree": 8}, "fixed twice"),
+        ({"shard": 4, "context": 8}, "context_parallel_degree=8"),
+        ({"shard_degre": 7}, "shard_degree"),
+        ({"units": "Block"}, "not planned with"),
+        ({"recomputation": "every:2"}, "none, selective or full"),
+        ({"micro_batch": 7}, "leave it open"),
+        ({"micro_batch": 0}, "at least 1"),
+    ],
+)
+def test_contradictions_are_refused(large: ModelTrace, fixed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan(large, *SETTING, fixed=fixed)
+
+
+def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> None:
+    with pytest.raises(ValueError, match=r"global_batch=7 is divided by no layout.*multiple of it, as 256"):
+        plan(large, SETTING[0], Workload(512, 7))
+
+
+def test_why_not_says_what_it_costs_what_does_not_fit_and_what_is_refused(large: ModelTrace) -> None:
+    found = plan(large, *SETTING)
+    assert "step time (tensor +" in found.why_not(tensor=8)
+    assert "GiB over at the least" in found.why_not(shard=1)
+    assert "does not divide" in found.why_not(shard=7)
+    same = {"shard": found.chosen.plan.shard_degree, "recomputation": "full"}
+    assert "this is what was chosen" in found.why_not(**same)
+
+
+def test_nothing_fits_is_status_2_with_three_changes_that_fit(
+    large: ModelTrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "trace", lambda words, tokens: large)
+    typed = ["plan", "gpt2-30b", "--cluster", "2x8:a100-40g@400gbps", "--seq", "2048", "--global-batch", "1536"]
+    done = CliRunner().invoke(app, [*typed, "--fix", "shard=8"], env={"COLUMNS": "300"})
+    assert done.exit_code == 2 and "nothing fits" in done.stderr and "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("- ")]) == 3
+    with pytest.raises(NothingFits) as error:
+        plan(large, "2x8:a100-40g@400gbps", SETTING[1], fixed={"shard": 8})
+    assert len(error.value.changes) == 3
+    assert all(each.memory.fits for _, each in error.value.changes)
+
+
+def test_the_command_prints_a_table_json_and_a_file(
+    large: ModelTrace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(planner, "trace", lambda words, tokens: large)
+    typed = ["plan", "gpt2-30b", "--cluster", SETTING[0], "--seq", "2048", "--global-batch", "1536"]
+    out = tmp_path / "plan.yaml"
+    shown = CliRunner().invoke(app, [*typed, "--out", str(out), "--why-not", "tensor=8"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    for words in ("replicas x shard", "memory, GiB", "MFU", "why not tensor=8", "node for each 3 billion"):
+        assert words in shown.output
+    assert SmpConfig.from_yaml(out).shard_degree > 1
+    told = json.loads(CliRunner().invoke(app, [*typed, "--json", "--fix", "shard=64"]).output)
+    assert told["chosen"]["smp_config"]["shard_degree"] == 64 and 1 <= len(told["alternatives"]) <= 5
+    memory = told["chosen"]["memory_bytes"]
+    assert sum(value for kind, value in memory.items() if kind not in ("total", "capacity")) == memory["total"]
+    wrong = CliRunner().invoke(app, [*typed, "--fix", "shard"])
+    assert wrong.exit_code == 1 and "write it as shard=16" in wrong.stderr
