@@ -12,26 +12,27 @@ class Fitted:
     """The constants, as shares and seconds.
 
     Attributes:
-        products: share of the peak that matrix products reach, by the device's name; "" of all others.
+        products: share of the peak that matrix products reach, by device; "" of all others: that of the H100.
         attention: the same of attention.
-        moving: share of the memory's bandwidth that other operators reach.
+        moving: share of the memory's bandwidth that other operators reach; assumed, since all that was published has
+            fused kernels.
         link, network: share of the data sheet's rate inside nodes and between them.
-        latency_inside, latency_between: seconds of a message.
+        latency_inside, latency_between: seconds of a message; assumed.
         exposed: share of the shorter of computing and communicating that does not run behind the other.
-        launching: the least seconds that a block's forward or backward takes, however little it computes.
+        launching: the least seconds that a block's forward or backward takes, however little it computes; assumed.
         context_gib: of the CUDA context and the communicators, on each device; a margin, not fitted.
         fragmentation: share of what is used that the allocator loses between its blocks; a margin, not fitted.
     """
 
-    products: Mapping[str, float] = field(default_factory=lambda: {"": 0.7})
-    attention: Mapping[str, float] = field(default_factory=lambda: {"": 0.5})
+    products: Mapping[str, float] = field(default_factory=lambda: {"A100": 0.773, "": 0.631})
+    attention: Mapping[str, float] = field(default_factory=lambda: {"A100": 0.31, "": 0.178})
     moving: float = 0.8
-    link: float = 0.75
-    network: float = 0.85
+    link: float = 0.4
+    network: float = 0.664
     latency_inside: float = 6e-6
     latency_between: float = 15e-6
-    exposed: float = 0.1
-    launching: float = 0.0
+    exposed: float = 0.355
+    launching: float = 1e-3
     context_gib: float = 1.5
     fragmentation: float = 0.05
 

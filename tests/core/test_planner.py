@@ -25,6 +25,7 @@ from smp_core.planning.search import TIE
 from smp_core.planning.step_memory import peak_memory
 from smp_core.planning.time import StepModel, exposed_seconds
 from smp_core.planning.trace import trace, trace_model
+from tests.harness import ROOT
 
 WIDTH, HEADS, TOKENS, WORDS = 64, 4, 32, 96
 TINY = {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": 4, "n_head": HEADS, "vocab_size": WORDS}
@@ -320,3 +321,22 @@ def test_the_command_prints_a_table_json_and_a_file(
     assert sum(value for kind, value in memory.items() if kind not in ("total", "capacity")) == memory["total"]
     wrong = CliRunner().invoke(app, [*typed, "--fix", "shard"])
     assert wrong.exit_code == 1 and "write it as shard=16" in wrong.stderr
+
+
+def test_constants_and_the_page_are_those_of_the_result() -> None:
+    """The fits are `benchmarks/planner.py`'s; what is judged is one size that the others were fitted without."""
+    result = json.loads(Path(ROOT, "benchmarks", "results", "planner.json").read_text(encoding="utf-8"))
+    foundry, kempner = (result[name]["fitted_on_all"] for name in ("llm_foundry", "kempner"))
+    for kind, own in (("products", FITTED.products), ("attention", FITTED.attention)):
+        assert own == {"A100": round(foundry[f"{kind}_A100"], 3), "": round(foundry[f"{kind}_H100"], 3)}
+    assert (FITTED.link, FITTED.exposed) == (round(foundry["link"], 3), round(foundry["exposed"], 3))
+    assert FITTED.network == round(kempner["network"], 3)
+    text = Path(ROOT, "docs", "planning.md").read_text(encoding="utf-8")
+    for name in ("llm_foundry", "kempner", "vtrain"):
+        judged, rows = result[name]["held_out_by_size"], result[name]["rows"]
+        errors = [abs(row["held_out_error"]) for row in rows]
+        assert sum(errors) / len(errors) == pytest.approx(result[name]["held_out_mape"])
+        worst = max(judged, key=lambda size: judged[size]["mape"])
+        assert f"| {len(rows)} | {result[name]['held_out_mape']:.1%} | {judged[worst]['mape']:.1%} ({worst}) |" in text
+    assert f"| {result['lab_by_scaling_model']['mape']:.1%} |" in text
+    assert f"{result['kempner_memory']['mape']:.0%} off on average" in text
