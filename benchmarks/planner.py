@@ -136,13 +136,21 @@ def foundry(path: Path) -> list[Case]:
 
 
 def kempner(path: Path) -> list[Case]:
-    """FSDP2 with tensor parallelism, recomputing all, everything in bfloat16."""
+    """FSDP2 with tensor parallelism, recomputing all; parameters and states in bfloat16, float32 gradients that are
+    unsharded between micro-batches."""
     cases = []
     for row in read(path):
         gpus, tensor, shard = (int(row[name]) for name in ("gpus", "tensor", "shard"))
         hardware = Hardware(max(gpus // 4, 1), min(gpus, 4), DEVICES["h200"], 1600)
         trace = llama(row)
-        asked = SmpConfig(shard_degree=shard, tensor_parallel_degree=tensor, activations="full")
+        kept: dict[str, Any] = {"keep_between_micro_batches": "gradients", "reshard_after_forward": True}
+        asked = SmpConfig(
+            shard_degree=shard,
+            tensor_parallel_degree=tensor,
+            activations="full",
+            reduce_dtype="float32",
+            **(kept if shard > 1 else {}),
+        )
         plan = decide(trace.of_precision("full", "bfloat16"), asked, hardware.cluster())
         counts = int(row["micro_batch"]), int(row["grad_accum"])
         peak = peak_memory(plan, estimate(plan), trace, counts[0], int(row["sequence"]))

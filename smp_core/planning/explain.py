@@ -28,7 +28,7 @@ def table(found: Recommendation) -> Table:
     made = Table(title=title(found), title_justify="left", caption=_caption(found), caption_justify="left")
     made.add_column("", no_wrap=True)
     for place in range(len(shown)):
-        made.add_column("chosen" if place == 0 else str(place + 1), justify="right")
+        made.add_column("chosen" if place == 0 else str(place + 1), justify="right", overflow="fold")
     for name, values in _rows(found, shown):
         if not values:
             made.add_section()

@@ -100,7 +100,7 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
         if knobs.state_offload is None:
             states += optimizer.tensors * elements * parameter.dtype.itemsize
         if plan.keeps_gradients and is_sharded:
-            partial_sums += parameter.elements * reduced.itemsize
+            partial_sums += _row_elements(parameter, plan) * parameter.shape[0] * reduced.itemsize
         elif offloaded or reduced != stored:
             partial_sums += elements * reduced.itemsize
     return MemoryEstimate(
@@ -209,13 +209,14 @@ def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, st
 
 
 def _shard_elements(parameter: ParameterShape, plan: Plan) -> int:
-    """Return the elements of one rank's shard, padded as FSDP2 pads. Matrices are taken to be split over tensor
-    ranks."""
-    rows = parameter.shape[0]
-    row_elements = parameter.elements // rows
-    if len(parameter.shape) > 1:
-        row_elements = -(-row_elements // plan.layout.tensor)
-    return -(-rows // plan.shard_degree) * row_elements
+    """Return the elements of one rank's shard, padded as FSDP2 pads."""
+    return -(-parameter.shape[0] // plan.shard_degree) * _row_elements(parameter, plan)
+
+
+def _row_elements(parameter: ParameterShape, plan: Plan) -> int:
+    """Return the elements of a row that a tensor rank holds. Matrices are taken to be split over tensor ranks."""
+    elements = parameter.elements // parameter.shape[0]
+    return -(-elements // plan.layout.tensor) if len(parameter.shape) > 1 else elements
 
 
 def _gathered_bytes(plan: Plan) -> int:

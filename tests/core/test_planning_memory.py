@@ -401,3 +401,14 @@ def test_plan_table_shows_every_allowed_degree_and_marks_the_choice(
     assert [row[0] for row in rows if "(auto)" in row] == ["32"]
     assert rows[5][:8] == ["32", "4", "8", "3.5", "3.5", "7.0", "6.0", "19.9"]
     assert "29.97 billion parameters on 32 x 8 ranks" in text
+
+
+def test_whole_gradients_of_tensor_ranks_are_of_their_part_of_each_matrix() -> None:
+    shapes = Shapes.of(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)), SmpConfig())
+    cluster = Cluster(Topology.uniform(8, 8), "cuda", GIB)
+    kept = {"shard_degree": 2, "keep_between_micro_batches": "gradients"}
+    one, two = (
+        estimate_of(decide(shapes, SmpConfig(**kept, tensor_parallel_degree=degree), cluster)).partial_sums
+        for degree in (1, 2)
+    )
+    assert (one, two) == (2 * 64 * 64 * 4, 64 * 64 * 4)
