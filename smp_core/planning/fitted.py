@@ -28,7 +28,7 @@ class Fitted:
     attention: Mapping[str, float] = field(default_factory=lambda: {"A100": 0.31, "": 0.178})
     moving: float = 0.8
     link: float = 0.4
-    network: float = 0.664
+    network: float = 0.443
     latency_inside: float = 6e-6
     latency_between: float = 15e-6
     exposed: float = 0.355

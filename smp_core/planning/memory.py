@@ -95,6 +95,8 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
             tensors = 1 if knobs.state_offload else 2 + optimizer.tensors
             states += part * max(parameter.dtype.itemsize, 4) * tensors
             partial_sums += elements * reduced.itemsize
+            if plan.keeps_gradients and is_sharded:
+                partial_sums += _row_elements(parameter, plan) * parameter.shape[0] * reduced.itemsize
             continue
         gradients += 0 if offloaded else elements * stored.itemsize
         if knobs.state_offload is None:

@@ -245,6 +245,13 @@ def test_the_pick_fits_is_the_fastest_or_simpler_and_is_always_the_same(large: M
     assert again[0].knobs == again[1].knobs and again[0].time == again[1].time
 
 
+def test_the_page_of_the_example_is_what_the_command_writes(large: ModelTrace) -> None:
+    from smp_core.planning.explain import as_yaml
+
+    found = replace(plan(large, *SETTING), model="gpt2-30b")
+    assert as_yaml(found) in Path(ROOT, "examples", "plan_gpt2_30b.md").read_text(encoding="utf-8")
+
+
 def test_the_file_that_is_written_decides_the_plan_that_was_shown(large: ModelTrace, tmp_path: Path) -> None:
     from smp_core.planning.explain import as_yaml
 

@@ -412,3 +412,11 @@ def test_whole_gradients_of_tensor_ranks_are_of_their_part_of_each_matrix() -> N
         for degree in (1, 2)
     )
     assert (one, two) == (2 * 64 * 64 * 4, 64 * 64 * 4)
+
+
+def test_masters_over_the_world_do_not_hide_whole_gradients() -> None:
+    shapes = Shapes.of(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)), SmpConfig())
+    cluster = Cluster(Topology.uniform(8, 8), "cuda", GIB)
+    asked = SmpConfig(shard_degree=2, optimizer_shard="world", keep_between_micro_batches="gradients")
+    sums = estimate_of(decide(shapes, asked, cluster)).partial_sums
+    assert sums == 2 * 64 * 64 * 4 + 2 * 32 * 64 * 4  # of both layers, and this rank's part of their sum
