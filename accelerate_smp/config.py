@@ -82,7 +82,7 @@ def resolve_config(
             )
     if any(knob not in asked for knob in translated):
         base = SmpConfig.from_dict(nested({**translated, **asked}))
-    base.require_built()
+    require_usable(base)
     for knob in ("context_parallel_degree", "tensor_parallel_degree"):
         if getattr(base, knob) > 1 and base.shard_degree == "auto":
             raise ValueError(
@@ -90,6 +90,20 @@ def resolve_config(
                 "before the model is there; write shard_degree: 8 (or 'node', 'world')"
             )
     return base
+
+
+def require_usable(config: SmpConfig) -> None:
+    """Refuse what is not built, or not under this face.
+
+    Raises:
+        ValueError: a knob that is not built yet, pipeline stages.
+    """
+    config.require_built()
+    if config.pipeline_parallel_degree > 1:
+        raise ValueError(
+            f"pipeline_parallel_degree={config.pipeline_parallel_degree} is not built yet under Accelerate and "
+            "Transformers' Trainer; write pipeline_parallel_degree=1, or train with lightning_smp"
+        )
 
 
 def accelerators_arguments(

@@ -32,6 +32,7 @@ import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from accelerate_smp.config import require_usable
 from accelerate_smp.fp8 import recipe_of
 from accelerate_smp.launch_keys import read_keys, refuse_flags
 from smp_core.config import SmpConfig
@@ -106,7 +107,7 @@ class LaunchFile:
             ValueError: a knob that is not built yet, degrees that do not multiply to ``processes``, fp8 precision.
         """
         try:
-            self.smp.require_built()
+            require_usable(self.smp)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
         degree = self.smp.shard_degree

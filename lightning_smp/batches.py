@@ -37,7 +37,9 @@ def require_equal_evaluation(limit: str, batches: Any, mesh: SmpMesh) -> None:
     Raises:
         ValueError: they differ.
     """
-    together = mesh.shard_degree * mesh.tensor_degree
+    # Pipeline stages take every batch together, and any two partition groups share one with some stage.
+    stage = mesh.shard_degree * mesh.tensor_degree
+    together = mesh.topology.world_size if mesh.pipeline_degree > 1 else stage
     if together == 1:
         return
     counts: list[Any] = [None] * mesh.topology.world_size

@@ -31,9 +31,6 @@ from smp_core.checkpoint import (
     save_full_state,
 )
 from smp_core.checkpoint.addresses import is_address
-from smp_core.checkpoint.optimizers import (
-    named_optimizer_state,
-)
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.comm.remainder_state import remainder_state
 from smp_core.config import SmpConfig
@@ -70,7 +67,7 @@ def optimizer_state(strategy: SteppingStrategy, optimizer: torch.optim.Optimizer
     optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer holds the real one
     if strategy.config.checkpoint.full_state_dict:
         return optimizer.state_dict()
-    return named_optimizer_state(strategy.parallel.module, optimizer)
+    return strategy.parallel.optimizer_state(optimizer)
 
 
 def save(

@@ -5,6 +5,7 @@ evaluation.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_smp.batches import require_equal_evaluation
+from lightning_smp.pipeline import PipelinedSteps
 from lightning_smp.precision import adapt_precision
 from lightning_smp.processes import ProcessGroupStrategy
 from lightning_smp.resume import WindowStart
@@ -32,6 +34,8 @@ class SteppingStrategy(ProcessGroupStrategy):
     _sequences: SharedSequences
     _parallel: ParallelModel | None = None
     _window_start: WindowStart | None = None
+    _pipelined: PipelinedSteps | None = None
+    _in_window = False
 
     # The attributes for callbacks and LightningModules
 
@@ -78,6 +82,10 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     def _evaluate(self, method: Callable[..., Any], context: Any, *args: Any, **kwargs: Any) -> Any:
         with self.parallel.meter.outside_steps():
+            if self._pipelined is not None:
+                with context:
+                    run = functools.partial(self.parallel.run_as_forward, method)
+                    return self._pipelined.evaluate(run, args, kwargs)
             return self._sequences.outputs(self._run_step(method, context, *args, **kwargs))
 
     @override
@@ -89,6 +97,8 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._pipelined is not None:
+            self._pipelined.before_backward(last=not self._in_window)
         with self._sequences.active():
             return super().backward(self._sequences.weighted(closure_loss), *args, **kwargs)
 
@@ -101,8 +111,16 @@ class SteppingStrategy(ProcessGroupStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
+        if self._pipelined is not None:
+            windows = self._trainer.accumulate_grad_batches
+            return self._pipelined.train(self._micro_batch, self.optimizers, windows, (*args, *kwargs.values()))
         context = self.precision_plugin.train_step_context()
         return self._run_step(self.lightning_module.training_step, context, *args, **kwargs)
+
+    def _micro_batch(self, *args: Any) -> Any:
+        assert self.lightning_module is not None
+        context = self.precision_plugin.train_step_context()
+        return self._run_step(self.lightning_module.training_step, context, *args)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,8 +143,12 @@ class SteppingStrategy(ProcessGroupStrategy):
     @contextlib.contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        with self.window.accumulate():
-            yield
+        before, self._in_window = self._in_window, True
+        try:
+            with self.window.accumulate():
+                yield
+        finally:
+            self._in_window = before
 
     @override
     def optimizer_step(

@@ -36,6 +36,7 @@ from lightning_smp.background import BackgroundSaves
 from lightning_smp.batches import require_equal_training
 from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading
+from lightning_smp.pipeline import PipelinedSteps, check_module
 from lightning_smp.preemption import LeavesWhenTold
 from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, place_sampler
 from lightning_smp.sequences import SharedSequences
@@ -119,9 +120,10 @@ class SmpShardedStrategy(SteppingStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Context and tensor ranks read the same batch, and are neighbours.
+        # Context and tensor ranks read the same batch, and are neighbours; so do stages, which are far apart.
+        of_stage = self.world_size // self.config.pipeline_parallel_degree
         sharing = self.config.context_parallel_degree * self.config.tensor_parallel_degree
-        return {"num_replicas": self.world_size // sharing, "rank": self.global_rank // sharing}
+        return {"num_replicas": of_stage // sharing, "rank": self.global_rank % of_stage // sharing}
 
     # Model and optimizers
 
@@ -168,6 +170,8 @@ class SmpShardedStrategy(SteppingStrategy):
         module = self.lightning_module
         precision = self.precision_plugin
         self.config = with_recipe(self.config, precision, self.root_device)
+        if self.config.pipeline_parallel_degree > 1:
+            check_module(module, trainer.callbacks)  # type: ignore[attr-defined]
         if not is_sharded(module):
             assert self._topology is not None
             self._parallel = shard(
@@ -191,6 +195,7 @@ class SmpShardedStrategy(SteppingStrategy):
         if self._watch is not None:
             self._watch.meetings.add_group(self.mesh.shard_ranks)
         self._sequences.attach(self._parallel.context, module)
+        self._pipelined = None if self._parallel.pipeline is None else PipelinedSteps(self._parallel, module)
         self.model = module
         self.model_to_device()
         if self.config.checkpoint.async_save and self.background_saves is None:

@@ -27,6 +27,7 @@ from smp_core.recipes import (
     Collectives,
     Compression,
     DelayedInit,
+    Pipeline,
     Planner,
     TensorParallel,
     Units,
@@ -84,8 +85,10 @@ class SmpConfig:
         tensor_parallel: How layers are split over tensor ranks. "auto", or fields of TensorParallel
             ({"plan": {"*.q_proj": "column", "*.o_proj": "row"}}). Default TensorParallel(): by the model's plan, with
             tokens split between the layers.
-        pipeline_parallel_degree: Stages the layers are dealt out to. Integer >= 1; default 1 (off). Others than 1 are
-            not built yet.
+        pipeline_parallel_degree: Stages the layers are dealt out to, of consecutive ranks: whole nodes, or equal parts
+            of one. The other degrees are those inside a stage. Integer >= 1; default 1 (off).
+        pipeline: How a batch goes through the stages. "1f1b" or "gpipe", or fields of Pipeline ({"microbatches": 8}).
+            Default Pipeline(): one forward, one backward, as many micro-batches as stages.
         reshard_after_forward: Whether a unit frees its gathered parameters after forward and gathers them again in
             backward. True (least memory), False (kept until backward: one gather less), "node" (each node keeps a copy
             sharded over its ranks, so that backward gathers stay inside), an integer >= 2 that divides shard_degree (a
@@ -150,6 +153,7 @@ class SmpConfig:
     tensor_parallel_degree: int = 1
     tensor_parallel: Knob[TensorParallel, str | Fields] = _default(TensorParallel())
     pipeline_parallel_degree: int = 1
+    pipeline: Knob[Pipeline, str | Fields] = _default(Pipeline())
     reshard_after_forward: bool | int | Literal["node", "auto"] = "auto"
     keep_between_micro_batches: Literal["shards", "parameters", "gradients"] = "shards"
     units: Knob[Units, str | Sequence[str] | WrapRule | Fields] = _default(Units())

@@ -23,6 +23,7 @@ from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
 from smp_core.parallelize import parallelize_model
 from smp_core.planning.auto_degree import decide_with_smallest_degree
+from smp_core.planning.chain_recording import with_chain
 from smp_core.planning.cluster import Cluster
 from smp_core.planning.decide import TRAINERS_OWN, Plan, decide
 from smp_core.planning.draft import Draft
@@ -80,7 +81,7 @@ def parallelize(
             return decide(
                 Shapes.with_units(model, given_units(model)), asked, observe(), given=given, precision=precision
             )
-        shapes = Shapes.of(model, asked, entry)
+        shapes = with_chain(Shapes.of(model, asked, entry), model, asked)
         if asked.shard_degree == "auto":
             return decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
         return decide(shapes, asked, observe(), precision=precision)
@@ -133,7 +134,8 @@ def _mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch
 def _require_layout(mesh: SmpMesh, plan: Plan) -> None:
     if mesh.layout != plan.layout:
         raise ValueError(
-            f"shard_degree={plan.shard_degree}, context_parallel_degree={plan.layout.context} and "
-            f"tensor_parallel_degree={plan.layout.tensor}, but the mesh of the model before has {mesh.shard_degree}, "
-            f"{mesh.context_degree} and {mesh.tensor_degree}; write the same, or shard_degree='auto'"
+            f"shard_degree={plan.shard_degree}, context_parallel_degree={plan.layout.context}, tensor_parallel_degree="
+            f"{plan.layout.tensor} and pipeline_parallel_degree={plan.layout.pipeline}, but the mesh of the model "
+            f"before has {mesh.shard_degree}, {mesh.context_degree}, {mesh.tensor_degree} and {mesh.pipeline_degree}; "
+            "write the same, or shard_degree='auto'"
         )

@@ -23,6 +23,7 @@ from smp_core.recipes import (
     Collectives,
     Compression,
     DelayedInit,
+    Pipeline,
     Planner,
     TensorParallel,
     Units,
@@ -48,6 +49,7 @@ READERS: dict[str, read.Reader] = {
     "tensor_parallel_degree": _DEGREE,
     "tensor_parallel": _of(TensorParallel),
     "pipeline_parallel_degree": _DEGREE,
+    "pipeline": _of(Pipeline),
     "reshard_after_forward": read.either(
         # The integer first where text could be either: "1" is refused as a degree and then read as true.
         read.integer(minimum=2),
@@ -114,11 +116,7 @@ def _only(*built: Any) -> Callable[[Any], bool]:
     return lambda value: any(value is ok or (type(value) is type(ok) and value == ok) for ok in built)
 
 
-NOT_BUILT: dict[str, NotBuilt] = {
-    "pipeline_parallel_degree": NotBuilt(
-        "pipeline parallelism is", "leave it at 1 and raise shard_degree until the model fits", _only(1)
-    ),
-}
+NOT_BUILT: dict[str, NotBuilt] = {}
 
 
 def contradictions(asked: Any) -> Iterator[str]:

@@ -155,6 +155,24 @@ def names() -> Reader:
     return read
 
 
+def integers(minimum: int) -> Reader:
+    """Return a list of integers of at least `minimum`, not empty, as a tuple; in text a JSON list."""
+    one = integer(minimum)
+
+    def read(knob: str, value: Any) -> tuple[int, ...]:
+        listed: Any = value
+        if isinstance(value, str) and value.strip().startswith("["):
+            try:
+                listed = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise refusal(knob, value, f"a JSON list of integers ({error})") from None
+        if not isinstance(listed, (list, tuple)) or not listed:
+            raise refusal(knob, value, f"a list of integers of at least {minimum}")
+        return tuple(one(f"{knob}[{place}]", item) for place, item in enumerate(listed))
+
+    return read
+
+
 def mapping(of: Reader) -> Reader:
     """Return a mapping from non-empty names to values that `of` reads, not empty; in text a JSON object."""
 

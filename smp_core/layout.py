@@ -41,13 +41,26 @@ class Layout:
     tensor: int = 1
 
     @classmethod
-    def of_world(cls, world_size: int, shard_degree: int, context_degree: int = 1, tensor_degree: int = 1) -> Layout:
+    def of_world(
+        cls,
+        world_size: int,
+        shard_degree: int,
+        context_degree: int = 1,
+        tensor_degree: int = 1,
+        pipeline_degree: int = 1,
+    ) -> Layout:
         """Return the layout of a world whose partition groups have ``shard_degree`` ranks, context ranks included and
-        tensor ranks not.
+        tensor ranks not. Degrees below the pipeline's are those of one stage's ranks.
 
         Raises:
             ValueError: a degree that does not divide what it has to, with those that do.
         """
+        if world_size % pipeline_degree:
+            raise ValueError(
+                f"pipeline_parallel_degree={pipeline_degree} does not divide the world of {world_size} ranks; "
+                f"allowed: {_divisors(world_size)}"
+            )
+        world_size //= pipeline_degree
         if world_size % tensor_degree:
             raise ValueError(
                 f"tensor_parallel_degree={tensor_degree} does not divide the world of {world_size} ranks; "
@@ -65,6 +78,7 @@ class Layout:
                 f"are part of the partition group; allowed: {_divisors(shard_degree)}"
             )
         return cls(
+            pipeline=pipeline_degree,
             replicate=world_size // tensor_degree // shard_degree,
             shard=shard_degree // context_degree,
             context=context_degree,

@@ -27,7 +27,7 @@ Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 # The groups that are made: of which axes collectives run.
-_AXES = (PARTITION, ("replicate",), GRADIENTS, ("context",), ("tensor",), SAME_MODEL)
+_AXES = (PARTITION, ("replicate",), GRADIENTS, ("context",), ("tensor",), SAME_MODEL, ("pipeline",))
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class SmpMesh:
 
     Attributes:
         layout: the axes and their sizes.
-        device_mesh: 2-D, axes ("replicate", "shard"); with tensor ranks 3-D, with "tensor" inside.
+        device_mesh: 2-D, axes ("replicate", "shard"); with tensor ranks "tensor" inside, with stages "pipeline"
+        outside.
     """
 
     topology: Topology
@@ -73,9 +74,15 @@ class SmpMesh:
             raise ValueError(
                 f"the topology has {topology.world_size} ranks but the process group has {dist.get_world_size()}"
             )
-        sizes = {"replicate": layout.replicate, "shard": layout.size(*PARTITION), "tensor": layout.tensor}
-        if layout.tensor == 1:
-            del sizes["tensor"]
+        sizes = {
+            "pipeline": layout.pipeline,
+            "replicate": layout.replicate,
+            "shard": layout.size(*PARTITION),
+            "tensor": layout.tensor,
+        }
+        for axis in ("pipeline", "tensor"):
+            if sizes[axis] == 1:
+                del sizes[axis]
         device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         groups = _Groups(rank, device)
         for known in (*map(device_mesh.get_group, sizes), _world_group()):
@@ -83,7 +90,7 @@ class SmpMesh:
         by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}
         in_two: dict[tuple[str, ...], Stages | None] = {}
         for axes in _AXES:
-            if axes in (("context",), ("tensor",)) and layout.size(*axes) == 1:
+            if axes in (("context",), ("tensor",), ("pipeline",)) and layout.size(*axes) == 1:
                 continue  # nobody asks for it
             members = layout.groups(*axes)
             # A communicator of its own: replicas send a unit's sum before or after what all ranks send in one order.
@@ -106,6 +113,16 @@ class SmpMesh:
         return DeviceMesh.from_group(
             [across, held], self.device.type, mesh=grid, mesh_dim_names=("across", "secondary")
         )
+
+    def between_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return the ranks of some pipeline stages that differ from this one in their stage only; None if this rank's
+        stage is none of them. Collective over the world at its first use."""
+        columns = self.layout.groups("pipeline")
+        inside = [tuple(column[stage] for stage in stages) for column in columns]
+        others = [(rank,) for column in columns for stage, rank in enumerate(column) if stage not in stages]
+        group = self._groups.own([*inside, *others])
+        self._groups.connect()
+        return group if self.stage in stages else None
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """Return this rank's group along these axes of the layout: all ranks that differ from it on these axes only."""
@@ -132,6 +149,15 @@ class SmpMesh:
     @property
     def tensor_degree(self) -> int:
         return self.layout.tensor
+
+    @property
+    def pipeline_degree(self) -> int:
+        return self.layout.pipeline
+
+    @property
+    def stage(self) -> int:
+        """This rank's pipeline stage."""
+        return self.layout.coordinate(self.rank, "pipeline")
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -200,7 +226,7 @@ class SmpMesh:
 
     @property
     def batch_degree(self) -> int:
-        """Ranks that read the same batch: neighbours."""
+        """Ranks that read the same batch: neighbours, and the same ranks of other pipeline stages."""
         return self.layout.world_size // self.data_size
 
     @property

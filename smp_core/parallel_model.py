@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
+from smp_core.checkpoint.optimizers import named_optimizer_state
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
 from smp_core.config import SmpConfig
@@ -21,9 +22,12 @@ from smp_core.fp8.convert import Fp8Model
 from smp_core.knob_table import lines_about_asked, table_as_text
 from smp_core.mesh import SmpMesh
 from smp_core.module_names import clean_name
+from smp_core.pipeline.states import states_of_all_stages
+from smp_core.pipeline.step import Pipeline
 from smp_core.planning.decide import Plan
 from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
+from smp_core.sharding.optimizer_trial import KNOWN
 from smp_core.sharding.prepared_optimizer import prepare_optimizer
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
@@ -64,6 +68,7 @@ class ParallelModel:
         fp8: scales of FP8 layers of ours; None without.
         context: splits its batches where ranks share sequences; None elsewhere.
         tensor: what is split over tensor ranks; None without.
+        pipeline: the pipeline that this rank has a stage of; None without.
         fp8_region: makes the context that another library's FP8 layers want around forward.
     """
 
@@ -77,6 +82,7 @@ class ParallelModel:
     context: ContextParallel | None = None
     fp8_region: Callable[[], AbstractContextManager[Any]] = nullcontext
     tensor: SplitModel | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def _only_part(self) -> ModelPart:
@@ -151,6 +157,7 @@ class ParallelModel:
             norm_type=norm_type,
             masters_over=self.mesh.gradient_group,
             on_nonfinite=self.config.on_nonfinite_grad_norm,
+            **self._over_stages(),
         )
 
     def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
@@ -159,7 +166,12 @@ class ParallelModel:
             self.stepped(parameters),
             masters_over=self.mesh.gradient_group,
             norm_type=norm_type,
+            **self._over_stages(),
         )
+
+    def _over_stages(self) -> dict[str, Any]:
+        """Return the arguments of norms over pipeline stages."""
+        return {} if self.pipeline is None else {"stages": self.pipeline.group, "counts": self.pipeline.counts}
 
     def stepped(self, parameters: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Return what holds the gradients of these parameters (default all; also those of before sharding): with
@@ -172,6 +184,14 @@ class ParallelModel:
         own = set(map(id, self.module.parameters()))
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return any(id(model_parameter(self.replaced.current(parameter))) in own for parameter in stepped)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state by parameter name, for checkpoints: that of all pipeline stages. Collective over
+        these (:func:`smp_core.checkpoint.optimizers.named_optimizer_state`)."""
+        named = named_optimizer_state(self.module, optimizer)
+        if self.pipeline is None:
+            return named
+        return states_of_all_stages(named, self.module, self.pipeline.stages, self.mesh.stage, self.pipeline.group)
 
     def model_state(self) -> dict[str, Any]:
         """Return the module's state dict: sharded parameters as DTensors, the live ones; only where
@@ -216,6 +236,12 @@ class ParallelModel:
                 one that looks across a tensor or across tensors, states that cannot be saved.
         """
         models = (self, *others)
+        if self.pipeline is not None and type(optimizer) not in KNOWN:
+            raise ValueError(
+                f"pipeline_parallel_degree={self.pipeline.stages.count} is not built yet together with "
+                f"{type(optimizer).__name__}, which may look across tensors of several stages; use one of torch's "
+                f"elementwise optimizers ({', '.join(sorted(kind.__name__ for kind in KNOWN))})"
+            )
         prepared = prepare_optimizer(optimizer, models)
         for model in models:
             if prepared and model.fp8 is not None:

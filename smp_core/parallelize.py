@@ -1,18 +1,20 @@
 """parallelize_model(): what was decided about a model is done to it. The one place that knows the order of all
 conversions.
 
-1.  _to_fp8: linear layers to FP8, whose weights then travel in FP8
-2.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
-3.  share_sequences: attention over the ranks that share sequences
-4.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
-5.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
-6.  broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
-7.  shard_units: fully_shard of blocks, then roots, with our communication objects
-8.  apply_fsdp_options: how far ahead units are gathered
-9.  materialize: what is on the meta device, shard by shard
-10. move_plain_tensors: what FSDP2 does not manage, to the device
-11. register_forward_methods: methods besides forward that gather
-12. AccumulationWindow: gradients from here on, with the hop across replicas
+1.  _leave_out: what other pipeline stages hold, before anything is made of it
+2.  _to_fp8: linear layers to FP8, whose weights then travel in FP8
+3.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
+4.  share_sequences: attention over the ranks that share sequences
+5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
+6.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
+7.  broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
+8.  shard_units: fully_shard of blocks, then roots, with our communication objects
+9.  apply_fsdp_options: how far ahead units are gathered
+10. materialize: what is on the meta device, shard by shard
+11. move_plain_tensors: what FSDP2 does not manage, to the device
+12. register_forward_methods: methods besides forward that gather
+13. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
+14. AccumulationWindow: gradients from here on, with the hop across replicas
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ModelPart, ParallelModel
+from smp_core.pipeline.stage import leave_out_other_stages
+from smp_core.pipeline.step import Pipeline
+from smp_core.pipeline.tied import TiedGradients
 from smp_core.planning.decide import Plan
 from smp_core.planning.units import units_with
 from smp_core.recipes import DelayedInit
@@ -82,9 +87,10 @@ def parallelize_model(
     for method in knobs.forward_methods:
         units_with(model, plan.units, method)  # also where nothing is gathered and none has to be registered
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
-    traffic = Traffic(mesh, meter, plan)
+    traffic = Traffic(mesh, meter, plan.of_stage(mesh.stage))
 
     # What the model computes: layers in FP8, in parts, over shared sequences, losses in chunks, again in backward.
+    whole_plan, plan = plan, _leave_out(model, mesh, plan)
     fp8, fp8_region = _to_fp8(model, mesh, knobs.fp8)
     tensor = _split_layers(model, mesh, plan, meter)
     context = share_sequences(model, mesh, int(knobs.collectives.context_head_groups), meter)
@@ -111,13 +117,37 @@ def parallelize_model(
     calls = Calls(model, mesh.shard_ranks)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    veto = None if fp8 is None else fp8.state.nonfinite
-    window = AccumulationWindow(model, units, traffic, plan, calls, veto)
+    pipeline, finishing = _join_stages(model, mesh, plan, meter)
+    window = AccumulationWindow(model, units, traffic, plan, calls, _veto_of(fp8), finishing)
     follow_window(model, window)
     if fp8 is not None:
         _start_scales(fp8, mesh, meter)
     part = ModelPart(model, tuple(units), window, calls, replaced)
-    return ParallelModel((part,), mesh, plan, meter, traffic, saved, fp8, context, fp8_region, tensor)
+    return ParallelModel((part,), mesh, whole_plan, meter, traffic, saved, fp8, context, fp8_region, tensor, pipeline)
+
+
+def _leave_out(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Plan:
+    """Keep this rank's pipeline stage of the model, with rank 0's weights, and of the plan."""
+    if plan.stages is not None:
+        broadcast_from_rank_0(model.parameters(), mesh.device)
+        leave_out_other_stages(model, mesh, plan.stages)
+    return plan.of_stage(mesh.stage)
+
+
+def _join_stages(
+    model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter
+) -> tuple[Pipeline | None, Callable[[], AbstractContextManager[None]]]:
+    """Make this rank's stage a part of a pipeline; return what adds up gradients of parameters on two stages."""
+    if plan.stages is None:
+        return None, nullcontext
+    pipeline = Pipeline(model, mesh, plan.stages, plan.knobs.pipeline, meter, plan.dtypes.gathered)
+    if not plan.stages.tied:
+        return pipeline, nullcontext
+    ends = mesh.between_stages((0, plan.stages.count - 1))
+    if ends is None:
+        return pipeline, nullcontext
+    by_name = dict(model.named_parameters())
+    return pipeline, TiedGradients([by_name[name] for name in plan.stages.tied], ends).added_up
 
 
 def change_this_process() -> None:
@@ -171,6 +201,10 @@ def _to_fp8(
     for name, reason in other.left_out.items():
         logger.info("fp8: left out: %s (%s)", name, reason)
     return None, other.region
+
+
+def _veto_of(fp8: Fp8Model | None) -> Callable[[], torch.Tensor] | None:
+    return None if fp8 is None else fp8.state.nonfinite
 
 
 def _start_scales(fp8: Fp8Model, mesh: SmpMesh, meter: CommMeter) -> None:

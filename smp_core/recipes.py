@@ -68,6 +68,33 @@ class TensorParallel(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
+class Pipeline(Recipe):
+    """How a batch goes through pipeline stages.
+
+    Args:
+        microbatches: Equal parts into which each batch is cut along its first dim. Integer >= 1, or "auto" (default; as
+            many as there are stages).
+        schedule: In which order stages work. "1f1b" (default; one forward, one backward: a stage keeps activations of
+            as many micro-batches as there are stages behind it, and its own) or "gpipe" (all forwards, then all
+            backwards).
+        split: How many blocks each stage has. "auto" (default; the largest stage has as few parameters as possible) or
+            a list with an integer >= 1 for each stage.
+    """
+
+    KNOB: ClassVar[str] = "pipeline"
+    MAIN: ClassVar[str | None] = "schedule"
+    ALLOWED: ClassVar[str] = "'1f1b', 'gpipe'"
+    EXAMPLE: ClassVar[str] = '{"microbatches": 8, "schedule": "1f1b"}'
+
+    microbatches: int | Literal["auto"] = setting("auto", _AT_LEAST_ONE_OR_AUTO)
+    schedule: Literal["1f1b", "gpipe"] = setting("1f1b", read.word("1f1b", "gpipe"))
+    split: Literal["auto"] | tuple[int, ...] = setting(
+        "auto",
+        read.either(read.word("auto"), read.integers(minimum=1), allowed="'auto', a list of integers of at least 1"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Units(Recipe):
     """Which modules become FSDP units, each gathered and freed as a whole.
 
@@ -309,7 +336,7 @@ class Checkpoint(Recipe):
 
 RECIPES: dict[str, type[Recipe]] = {
     recipe.KNOB: recipe
-    for recipe in (TensorParallel, Units, Activations, Compression, Collectives, Planner, Checkpoint)
+    for recipe in (TensorParallel, Pipeline, Units, Activations, Compression, Collectives, Planner, Checkpoint)
 }
 """Knob -> its recipe, of the knobs that always have one. Their fields have names of their own ("units.modules"); one
 that may be off (`fp8`, `delayed_init`) is settled and shown as a whole."""

@@ -210,7 +210,8 @@ def _microbatches(option: str, value: Any, options: Mapping[str, Any], to: Trans
     count = read.integer(1)(option, value)
     if count > 1:
         raise ValueError(
-            f"{option}={count} splits a batch inside @smp.step, which does not exist here; remove it, write "
+            f"{option}={count} splits a batch inside @smp.step, which does not exist here; remove it, write with "
+            f"pipeline stages the knob pipeline={{'microbatches': {count}}}, without them "
             f"Trainer(accumulate_grad_batches={count}) (HF: gradient_accumulation_steps={count}) and divide the data "
             f"loader's batch size by {count}"
         )
@@ -243,7 +244,7 @@ def _warn_of_silent_clipping(parameters: Mapping[str, Any], to: Translation) -> 
 
 _DEGREE = read.integer(1)
 _BOOLEAN = read.boolean()
-_STAGES = "it arranges pipeline stages, which this version does not have"
+_STAGES = "pipeline stages are arranged by the knob `pipeline`"
 _UNIT = "parameters are gathered and gradients reduced unit by unit; the knob `units` sizes them"
 
 # Option of SMP -> what becomes of it. v1 first, then v2; options that both have stand once.

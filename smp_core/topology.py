@@ -115,6 +115,26 @@ class Topology:
         """
         return self if size == 1 else Topology.uniform(self.world_size // size, max(1, self.ranks_per_node // size))
 
+    def of_stage(self, stages: int) -> Topology:
+        """Return the topology of one of `stages` equal stretches of ranks.
+
+        Raises:
+            ValueError: stages that are neither whole nodes nor equal parts of one; says which are.
+        """
+        if stages == 1:
+            return self
+        fitting = [n for n in _divisors(self.world_size) if self._fills_nodes(self.world_size // n)]
+        if stages not in fitting:
+            raise ValueError(
+                f"pipeline_parallel_degree={stages} does not cut {self.num_nodes} x {_ranks(self.ranks_per_node)} into "
+                f"stages of whole nodes or of equal parts of a node; allowed: {_listed(fitting)}"
+            )
+        size = self.world_size // stages
+        return Topology.uniform(size, min(size, self.ranks_per_node))
+
+    def _fills_nodes(self, size: int) -> bool:
+        return size % self.ranks_per_node == 0 or self.ranks_per_node % size == 0
+
     def node_of(self, rank: int) -> int:
         """Return the index of the node of `rank`."""
         return self._position(rank)[0]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from smp_core.absent import ABSENT, is_absent
 from smp_core.checkpoint.addresses import local_path
 from smp_core.checkpoint.full_state import discard, put_in_place
 from smp_core.checkpoint.layout import CheckpointError
@@ -157,6 +158,8 @@ def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Gather all shards of a DTensor on the device of its mesh; offloaded shards move there from the host first."""
     if not isinstance(tensor, DTensor):
         return tensor
+    if is_absent(tensor):
+        raise CheckpointError(ABSENT % list(tensor.shape))
     mesh, local = tensor.device_mesh, tensor.to_local()
     if local.device.type != mesh.device_type:
         tensor = DTensor.from_local(  # brings the shard to the mesh's device

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp_core.absent import is_absent
 from smp_core.checkpoint.layout import CheckpointError, TensorRecord
 from smp_core.checkpoint.lazy_state import Unread, as_it_lies
 from smp_core.checkpoint.opening import open_checkpoint
@@ -207,7 +208,10 @@ def shard_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Fill ``target`` (a DTensor, or a plain tensor) from the unsharded tensor; local, no collective."""
+    """Fill ``target`` (a DTensor, or a plain tensor) from the unsharded tensor; local, no collective. Nothing is done
+    to one that lies on other pipeline stages."""
+    if is_absent(target):
+        return
     if isinstance(target, DTensor):
         target.to_local().copy_(own_part(whole, target))
     else:

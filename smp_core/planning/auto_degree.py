@@ -33,7 +33,7 @@ def plans_of_all_degrees(
         ValueError: none is allowed with these knobs.
     """
     require_tensor_degree(asked, cluster.topology)
-    topology = cluster.topology.of_groups(asked.tensor_parallel_degree)
+    topology = cluster.topology.of_stage(asked.pipeline_parallel_degree).of_groups(asked.tensor_parallel_degree)
     context = asked.context_parallel_degree
     degrees = [degree for degree in topology.allowed_shard_degrees() if degree % context == 0]
     if not degrees:

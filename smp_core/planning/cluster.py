@@ -36,6 +36,13 @@ class Cluster:
     links: Links | None = None
     fsdp_methods: frozenset[str] = frozenset(FSDP_METHODS.values())
 
+    def of_stage(self, stages: int) -> Cluster:
+        """Return the machines of one pipeline stage, as decisions about its ranks see them. Links were measured with
+        all nodes at work, and are left out where a stage has some of them."""
+        if stages == 1:
+            return self
+        return replace(self, topology=self.topology.of_stage(stages), links=None)
+
     def of_tensor_groups(self, degree: int) -> Cluster:
         """Return the machines with each tensor group for one rank, as decisions about partition groups see them. Links
         were measured between ranks, and are left out where a group has several."""

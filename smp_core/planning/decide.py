@@ -37,6 +37,7 @@ from smp_core.planning.given_rules import GivenSharding, settle_given
 from smp_core.planning.layout_rules import settle_layout, two_stages
 from smp_core.planning.link_rules import settle_prefetch, settle_stages
 from smp_core.planning.optimizers import OptimizerStates
+from smp_core.planning.pipeline_rules import Stages, settle_pipeline_stages
 from smp_core.planning.shapes import Shapes
 from smp_core.planning.tensor_rules import require_known_combination
 from smp_core.planning.units import PlannedUnit
@@ -58,6 +59,7 @@ class Plan:
         activations: what is recomputed and offloaded.
         warnings: about knobs that were asked for and have no effect.
         given: how the model came, if it came sharded.
+        stages: the pipeline stages, and what each has of the model; None without.
         optimizer: assumed when ``shard_degree="auto"`` was chosen; None otherwise.
     """
 
@@ -73,6 +75,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     given: GivenSharding | None = None
     optimizer: OptimizerStates | None = None
+    stages: Stages | None = None
 
     @property
     def units(self) -> tuple[PlannedUnit, ...]:
@@ -130,6 +133,13 @@ class Plan:
         of_units = [] if self.gathers else [unit.parameters for unit in self.units]
         return [self.replicated, *of_units]
 
+    def of_stage(self, stage: int) -> Plan:
+        """Return the plan of one pipeline stage: its parameters' units, and roots."""
+        if self.stages is None:
+            return self
+        units = self.stages.units(stage, self.shapes.units, self.shapes.aliases)
+        return replace(self, shapes=replace(self.shapes, units=units))
+
     def describe(self) -> list[str]:
         """Return lines for people: the nodes, the layout, the units, what is replicated."""
         layout = self.layout
@@ -137,10 +147,13 @@ class Plan:
         replicas = "1 replica" if layout.replicate == 1 else f"{layout.replicate} replicas"
         lines = [
             self.cluster.topology.describe(),
-            f"{layout.replicate} x {self.shard_degree}: {replicas} of the model states, "
+            ("in each stage " if layout.pipeline > 1 else "")
+            + f"{layout.replicate} x {self.shard_degree}: {replicas} of the model states, "
             f"each over {self.shard_degree * layout.tensor} ranks"
             + (", collectives in two stages" if self.hierarchical else ""),
         ]
+        if self.stages is not None:
+            lines.append(self.stages.describe())
         if layout.context > 1:
             lines.append(f"sequences over {layout.context} ranks")
         lines.append(f"{total:,} parameters, units: {len(self.units)} ({self.shapes.units.why})")
@@ -177,24 +190,23 @@ def decide(
     settle_precision(draft, precision)
     layout = settle_layout(draft, cluster.topology)
     require_known_combination(asked, shapes, given is not None)
-    # A tensor group counts as one rank: what follows is about ranks that hold the same part of a layer.
-    groups, of_groups = cluster.of_tensor_groups(layout.tensor), replace(layout, tensor=1)
+    # What follows is about ranks of one pipeline stage; and a tensor group, which holds a layer's parts, counts as one.
+    stage, of_stage = cluster.of_stage(layout.pipeline), replace(layout, pipeline=1)
+    groups, of_groups = stage.of_tensor_groups(layout.tensor), replace(of_stage, tensor=1)
     # FSDP2 shows split parameters to their layers, also where it has nothing to gather.
-    by_fsdp = given is not None or layout.tensor > 1
-    gathers = by_fsdp or settle_gathering(draft, layout, precision.cast_forward_inputs)
+    gathers = given is not None or _is_cut(layout) or settle_gathering(draft, of_stage, precision.cast_forward_inputs)
     settle_reduce_dtype(draft, shapes)
     # What is sent, in which form and over which stages.
     payload = settle_compression(draft, of_groups, groups.topology)
     settle_stages(draft, shapes, of_groups, groups, payload)
-    settle_optimizer_shard(draft, layout)
+    settle_optimizer_shard(draft, of_stage)
     settle_head_groups(draft, cluster.device)
     # Memory, and what is in flight.
-    activations = settle_activations(draft, shapes, cluster)
+    activations = settle_activations(draft, shapes, stage)
     settle_prefetch(draft, shapes, of_groups, groups)
-    if draft.knobs.delayed_init and not shapes.on_meta:
-        why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
-        draft.drop("delayed_init", None, why)
+    _settle_delayed_init(draft, shapes)
     stored = settle_stored_dtype(draft, shapes, gathers) if given is None else None
+    stages = settle_pipeline_stages(draft, shapes, precision, given is not None)
     knobs = draft.knobs
     return Plan(
         knobs=knobs,
@@ -208,4 +220,16 @@ def decide(
         activations=activations,
         warnings=tuple(draft.warnings),
         given=given,
+        stages=stages,
     )
+
+
+def _settle_delayed_init(draft: Draft, shapes: Shapes) -> None:
+    if draft.knobs.delayed_init and not shapes.on_meta:
+        why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
+        draft.drop("delayed_init", None, why)
+
+
+def _is_cut(layout: Layout) -> bool:
+    """Tell whether ranks hold parts of layers, or some of them."""
+    return layout.tensor > 1 or layout.pipeline > 1

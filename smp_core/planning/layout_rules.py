@@ -17,18 +17,20 @@ def settle_layout(draft: Draft, topology: Topology) -> Layout:
             the shard degree, ``collectives.hierarchical=True`` for a group that has only one stage.
     """
     asked, tensor = draft.knobs.shard_degree, draft.knobs.tensor_parallel_degree
+    stages = draft.knobs.pipeline_parallel_degree
+    world, topology = topology.world_size, topology.of_stage(stages)
     require_tensor_degree(draft.knobs, topology)
     groups = topology.of_groups(tensor)
     try:
         degree = groups.resolve_shard_degree(asked)
     except ValueError as error:
-        if tensor == 1:
-            raise
-        raise ValueError(f"{error} (each {tensor} ranks of tensor_parallel_degree count as one)") from None
+        counted = f" (each {tensor} ranks of tensor_parallel_degree count as one)" if tensor > 1 else ""
+        counted += f" (the ranks of one of {stages} pipeline stages)" if stages > 1 else ""
+        raise ValueError(f"{error}{counted}") from None
     if degree != asked:
         counted = "ranks" if tensor == 1 else f"groups of {tensor} tensor ranks"
         draft.settle("shard_degree", degree, f"{asked!r} of {groups.num_nodes} x {groups.ranks_per_node} {counted}")
-    layout = Layout.of_world(topology.world_size, degree, draft.knobs.context_parallel_degree, tensor)
+    layout = Layout.of_world(world, degree, draft.knobs.context_parallel_degree, tensor, stages)
     _settle_hierarchical(draft, degree, groups)
     _settle_secondary_degree(draft, degree, groups)
     return layout

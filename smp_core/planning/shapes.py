@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from smp_core.config import SmpConfig
+from smp_core.planning.chain import Chain
 from smp_core.planning.checkpointed import CheckpointedModule, checkpoints_itself, plan_checkpointing
 from smp_core.planning.units import Entry, WrapPlan, plan_units
 
@@ -49,6 +50,7 @@ class Shapes:
         on_meta: something of it is on the meta device.
         buffer_bytes: of all buffers.
         aliases: further names of parameters -> their first name.
+        chain: the blocks in the order they run in; recorded where there are pipeline stages.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class Shapes:
     on_meta: bool = False
     buffer_bytes: int = 0
     aliases: dict[str, str] = field(default_factory=dict)
+    chain: Chain | None = None
 
     def __post_init__(self) -> None:
         for unit in self.units.units:

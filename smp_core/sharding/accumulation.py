@@ -31,6 +31,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,7 @@ class AccumulationWindow:
         calls: told about passes that leave units gathered for the window's next one.
         veto: asked when the window closes: a 0-d bool tensor, whether this rank wants the window's gradients dropped.
             If any rank does, ``.grad`` is None everywhere after it, so that the optimizer step changes nothing.
+        finishing: entered around setting ``.grad``; adds what other stages have of tied parameters.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class AccumulationWindow:
         plan: Plan,
         calls: Calls,
         veto: Callable[[], torch.Tensor] | None = None,
+        finishing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         mesh, knobs = traffic.mesh, plan.knobs
         by_name = dict(model.named_parameters())
@@ -92,7 +95,7 @@ class AccumulationWindow:
         self._first_window = True
         self._stored_in = plan.dtypes.stored
         self._over_world = knobs.optimizer_shard == "world"
-        self._veto = veto
+        self._veto, self._finishing = veto, finishing
         self._mesh = mesh
         self._units = [UnitWindow(unit, traffic.of_units) for unit in units]
         self._next = 0  # the unit whose sum is sent next
@@ -182,7 +185,8 @@ class AccumulationWindow:
             self._drop_gradients()
             return
         seen = None if received_all(self._units, self._replicated) else received.cpu().bool().tolist()
-        self._set_gradients(seen)
+        with self._finishing():
+            self._set_gradients(seen)
         self._forget()
         self._on_close()
 

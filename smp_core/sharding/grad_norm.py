@@ -13,7 +13,7 @@ bfloat16; its ``clip_grads_with_norm_`` scales DTensors as such, which takes fif
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
@@ -31,7 +31,12 @@ class NonfiniteGradNormError(RuntimeError):
 
 @torch.no_grad()
 def grad_norm(
-    parameters: Iterable[torch.Tensor], *, masters_over: dist.ProcessGroup, norm_type: float = 2.0
+    parameters: Iterable[torch.Tensor],
+    *,
+    masters_over: dist.ProcessGroup,
+    norm_type: float = 2.0,
+    stages: dist.ProcessGroup | None = None,
+    counts: Callable[[torch.Tensor], bool] = lambda _: True,
 ) -> torch.Tensor:
     """Return the norm of all gradients, as one process would find it. Collective over the axes that parameters are
     sharded on.
@@ -40,6 +45,8 @@ def grad_norm(
         parameters: the same on all ranks, in one order; those whose ``.grad`` is None count nothing.
         masters_over: the ranks that hold the parts of masters.
         norm_type: p of the p-norm, > 0, or ``inf``.
+        stages: the ranks that hold other layers of the model; None: there are none.
+        counts: whether a parameter counts here; one that several stages hold counts on one of them.
 
     Returns:
         a plain 0-d tensor, float32 (float64 if a gradient is), equal on all ranks that share the model.
@@ -50,7 +57,7 @@ def grad_norm(
     # ranks have to take part in the same sums.
     held: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     device = None
-    for parameter in parameters:
+    for parameter in filter(counts, parameters):
         groups = _sharded_over(parameter, masters_over)
         device = _device_of_sums(parameter) if device is None or groups else device
         gradients = held.setdefault(groups, [])
@@ -64,6 +71,8 @@ def grad_norm(
         for group in groups:
             part = _over(group, part, biggest)
         total = torch.maximum(total, part) if biggest else total + part
+    if stages is not None:
+        total = _over(stages, total, biggest)
     total = total if biggest else total ** (1.0 / norm_type)
     double = any(gradient.dtype == torch.float64 for gradients in held.values() for gradient in gradients)
     return total if double else total.float()
@@ -129,12 +138,15 @@ def clip_grad_norm_(
     masters_over: dist.ProcessGroup,
     norm_type: float = 2.0,
     on_nonfinite: OnNonfinite = "ignore",
+    stages: dist.ProcessGroup | None = None,
+    counts: Callable[[torch.Tensor], bool] = lambda _: True,
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     Args:
         on_nonfinite: what to do when the norm is inf or nan: ``"ignore"`` (clip as torch does), ``"skip"`` (set every
             gradient to None, so that the optimizer step changes nothing) or ``"raise"``.
+        stages, counts: as of :func:`grad_norm`.
 
     Returns:
         the norm before clipping (see :func:`grad_norm`).
@@ -143,7 +155,7 @@ def clip_grad_norm_(
         NonfiniteGradNormError: with ``on_nonfinite="raise"``, on all ranks.
     """
     parameters = list(parameters)
-    total = grad_norm(parameters, masters_over=masters_over, norm_type=norm_type)
+    total = grad_norm(parameters, masters_over=masters_over, norm_type=norm_type, stages=stages, counts=counts)
     if on_nonfinite != "ignore" and settle_nonfinite(parameters, total, on_nonfinite):
         return total
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from smp_core.absent import is_absent
+
 
 def refuse_to_pickle_shards() -> None:
     """From here on pickling a DTensor of which this process holds a part is an error. One that is whole here
@@ -21,7 +23,9 @@ def refuse_to_pickle_shards() -> None:
 
 
 def is_a_part(tensor: object) -> bool:
-    """Tell whether it is a tensor of which this process holds a part."""
+    """Tell whether it is a tensor of which this process holds a part, or (other pipeline stages') nothing."""
+    if is_absent(tensor):
+        return True
     if not isinstance(tensor, DTensor) or tensor.device_mesh.size() == 1:
         return False
     return not all(placement.is_replicate() for placement in tensor.placements)

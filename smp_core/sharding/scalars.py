@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from smp_core.absent import ABSENT, is_absent
+
 
 @functools.cache
 def reduce_scalars() -> None:
@@ -21,4 +23,6 @@ def reduce_scalars() -> None:
 
 
 def _item(kind: type, function: Any, types: Any, args: tuple[DTensor, ...], kwargs: Any = None) -> Any:
+    if is_absent(args[0]):
+        raise RuntimeError(ABSENT % list(args[0].shape))
     return function(args[0].full_tensor())

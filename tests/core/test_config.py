@@ -35,6 +35,7 @@ from smp_core.recipes import (
     Collectives,
     Compression,
     DelayedInit,
+    Pipeline,
     Planner,
     TensorParallel,
     Units,
@@ -62,7 +63,7 @@ def documentation(of: type) -> dict[str, str]:
 
 def test_every_knob_is_documented_with_its_default() -> None:
     assert list(documentation(SmpConfig)) == [field.name for field in KNOB_FIELDS] == list(SmpConfig.knobs())
-    assert list(READERS) == list(SmpConfig.knobs()) and len(READERS) == 22
+    assert list(READERS) == list(SmpConfig.knobs()) and len(READERS) == 23
     for documented, fields in [
         (documentation(SmpConfig), KNOB_FIELDS),
         *((documentation(recipe), dataclasses.fields(recipe)) for recipe in FIELDS),
@@ -83,6 +84,11 @@ FIELDS: dict[type[Recipe], dict[str, Any]] = {
         "plan": st.sampled_from(["auto", {"*.q_proj": "column", "*.o_proj": "row"}, {"*.qkv": "column:3"}]),
         "sequence_parallel": st.booleans(),
         "across_nodes": st.booleans(),
+    },
+    Pipeline: {
+        "microbatches": _ONE_OR_AUTO,
+        "schedule": st.sampled_from(["1f1b", "gpipe"]),
+        "split": st.just("auto") | st.lists(st.integers(1, 9), min_size=1).map(tuple),
     },
     Units: {"modules": st.just("auto") | _NAMES, "min_parameters": st.integers(0, 10**12)},
     DelayedInit: {"seed": st.integers(0, 2**40)},
@@ -138,6 +144,7 @@ VALUES: dict[str, Any] = {
     "tensor_parallel_degree": st.integers(1, 9),
     "tensor_parallel": some(TensorParallel),
     "pipeline_parallel_degree": st.integers(1, 9),
+    "pipeline": some(Pipeline),
     "reshard_after_forward": st.booleans() | st.sampled_from(["auto", 2, 3, 6, "node"]),
     "keep_between_micro_batches": st.sampled_from(["shards", "parameters", "gradients"]),
     "units": some(Units),

@@ -35,7 +35,7 @@ from tests.lightning.running import make_trainer
         ({"config": SmpConfig(), "shard_degree": 2}, r"config=.*shard_degree.*dataclasses.replace"),
         ({"shard_degree": 4, "context_parallel_degree": 8}, r"context_parallel_degree=8 is larger than shard_degree=4"),
         ({"shard_degree": 4, "context_parallel_degree": 3}, r"context_parallel_degree=3 does not divide.*1, 2, 4"),
-        ({"shard_degree": 4, "pipeline_parallel_degree": 2}, r"pipeline_parallel_degree.*not built"),
+        ({"pipeline": "zero-bubble"}, r"pipeline='zero-bubble'.*1f1b.*gpipe"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )

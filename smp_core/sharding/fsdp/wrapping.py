@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.utils._python_dispatch import _disable_current_modes
 
+from smp_core.absent import is_absent
 from smp_core.comm.traffic import Traffic
 from smp_core.fp8.gathered import WeightGather
 from smp_core.mesh import SmpMesh
@@ -56,7 +57,7 @@ def shard_units(
     on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")  # elsewhere no driver could use pinned pages
     modules: dict[str, nn.Module] = dict(model.named_modules())
     by_name = dict(model.named_parameters())
-    replicated = {by_name[name] for name in plan.replicated}
+    ignored = {p for name, p in by_name.items() if name in plan.replicated or is_absent(p)}
     units = []
     for planned in plan.sharded_units:
         unit_module = modules[planned.name]
@@ -67,7 +68,7 @@ def shard_units(
             reshard_after_forward=None if planned.is_root and keep else bool(keep),
             mp_policy=policy,
             offload_policy=on_host if knobs.state_offload == "all" else OffloadPolicy(),
-            ignored_params=replicated,
+            ignored_params=ignored,
         )
         assert isinstance(unit_module, FSDPModule)
         if secondary_mesh is not None and not planned.is_root:

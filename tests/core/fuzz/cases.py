@@ -62,6 +62,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
 _FACES = "is read by the faces: tests/lightning, tests/accelerate"
 _INEXACT = "rounds: no comparison in float64"
 _SEQUENCES = "needs a model with attention of its own: tests/core/context_parallel"
+_STAGES = "needs steps in micro-batches of all stages: tests/core/pipeline, tests/lightning/test_pipeline.py"
 _LAYERS = "needs models with layers to split: tests/core/tensor_parallel"
 
 NOT_DRAWN: dict[str, str] = {
@@ -71,7 +72,10 @@ NOT_DRAWN: dict[str, str] = {
     "tensor_parallel.plan": _LAYERS,
     "tensor_parallel.sequence_parallel": _LAYERS,
     "tensor_parallel.across_nodes": _LAYERS,
-    "pipeline_parallel_degree": "is not built yet",
+    "pipeline_parallel_degree": _STAGES,
+    "pipeline.microbatches": _STAGES,
+    "pipeline.schedule": _STAGES,
+    "pipeline.split": _STAGES,
     "compression.reduce": _INEXACT,
     "fp8": _INEXACT,
     "chunked_cross_entropy": "needs a Transformers model: tests/core/context_parallel",

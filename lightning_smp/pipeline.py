@@ -1,0 +1,261 @@
+"""Steps of a LightningModule that goes through pipeline stages.
+
+``training_step`` runs once for each micro-batch on every stage, and leaves at the call of the model on all but the
+last. What the last stage returned and logged is then what all ranks return and log: the mean over micro-batches, as of
+one batch. Lightning calls training_step, zero_grad and backward in this order, and backward passes are over when the
+first of them returns: so gradients are zeroed before, and the later zero_grad is passed over.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+from smp_core.checkpoint.tree import map_tensors
+from smp_core.parallel_model import ParallelModel
+from smp_core.pipeline.batches import split_batch
+
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+
+
+def check_module(module: LightningModule, callbacks: Iterable[object]) -> None:
+    """Refuse what a pipelined module cannot have.
+
+    Raises:
+        ValueError: manual optimization, a hook of its own in the place of ``zero_grad``, a callback that averages
+        weights.
+    """
+    averaging = [
+        callback for callback in callbacks if isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
+    ]
+    if averaging:
+        raise ValueError(
+            f"pipeline_parallel_degree is not built yet together with {type(averaging[0]).__name__}; leave it out"
+        )
+    if not module.automatic_optimization:
+        raise ValueError(
+            "pipeline_parallel_degree is not built yet together with manual optimization, in which backward is called "
+            "in the middle of training_step; write automatic_optimization=True"
+        )
+    if type(module).optimizer_zero_grad is not LightningModule.optimizer_zero_grad:
+        raise ValueError(
+            "pipeline_parallel_degree: optimizer_zero_grad of the LightningModule would be called behind the backward "
+            "passes, which are over when training_step returns; leave it out"
+        )
+
+
+class PipelinedSteps:
+    """The steps of one run.
+
+    Args:
+        parallel: the model, with a pipeline.
+        module: that logs.
+    """
+
+    def __init__(self, parallel: ParallelModel, module: LightningModule) -> None:
+        assert parallel.pipeline is not None
+        self._parallel, self._module, self._pipeline = parallel, module, parallel.pipeline
+        self._zero_grads: list[torch.optim.Optimizer] = []
+
+    def train(
+        self, run: Callable[..., Any], optimizers: Sequence[torch.optim.Optimizer], windows: int, args: tuple[Any, ...]
+    ) -> Any:
+        """Take a batch through all stages, forward and backward.
+
+        Args:
+            run: runs the module's training_step.
+            optimizers: zeroed before the first batch of a window.
+            windows: batches of an optimizer step.
+            args: of training_step; the batch first.
+
+        Returns:
+            what training_step returns of a whole batch: the loss, wanting a gradient that nothing comes of, or the
+            mapping that it was in.
+
+        Raises:
+            ValueError: a batch that cannot be cut, a step that returns no loss.
+        """
+        batch, *rest = args
+        count = self._pipeline.micro_batches
+        parts = split_batch(batch, count)
+        self._let_zero()
+        if not self._parallel.window.is_open:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        logged = _Logged(self._module)
+        calls = [functools.partial(logged.during, functools.partial(run, part, *rest)) for part in parts]
+        with self._parallel.window.accumulate():
+            results = self._pipeline.train(calls, _loss_of, 1.0 / (count * windows), batch)
+        outcome = _mean_of([_detached(result) for result in results]) if results else None
+        returned, log = self._pipeline.share((outcome, logged.combined() if results else None))
+        logged.replay(log, self._device)
+        for optimizer in optimizers:
+            # Of the instance, for one call: the gradients of this step are there.
+            optimizer.zero_grad = _passed_over  # type: ignore[method-assign]
+            self._zero_grads.append(optimizer)
+        if isinstance(returned, dict):
+            loss = returned["loss"].to(self._device).requires_grad_()
+            return {**map_tensors(returned, lambda tensor: tensor.to(self._device)), "loss": loss}
+        return returned.to(self._device).requires_grad_()
+
+    def before_backward(self, last: bool) -> None:
+        """Show gradients, where Lightning believes them to come: the window closes with its last batch."""
+        self._let_zero()
+        if last:
+            self._parallel.window.close()
+
+    def evaluate(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take a batch forward through all stages; return what the last one's step returned, on all ranks."""
+        logged = _Logged(self._module)
+        call = functools.partial(logged.during, functools.partial(run, *args, **kwargs))
+        result = self._pipeline.evaluate(call, [*args, *kwargs.values()])
+        last = self._pipeline.stages.count - 1 == self._parallel.mesh.stage
+        returned, log = self._pipeline.share((result, logged.combined()) if last else None)
+        logged.replay(log, self._device)
+        return map_tensors(returned, lambda tensor: tensor.to(self._device))
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parallel.mesh.device
+
+    def _let_zero(self) -> None:
+        for optimizer in self._zero_grads:
+            vars(optimizer).pop("zero_grad", None)
+        self._zero_grads.clear()
+
+
+def _passed_over(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _loss_of(result: Any) -> torch.Tensor:
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise ValueError(
+            f"training_step returned {type(result).__name__}; with pipeline_parallel_degree it returns a loss, or a "
+            "dict with one under 'loss', for each micro-batch"
+        )
+    return loss
+
+
+def _detached(result: Any) -> Any:
+    return map_tensors(result, torch.Tensor.detach)
+
+
+def _mean_of(results: list[Any]) -> Any:
+    """Return what a whole batch would have given: means of numbers."""
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        return torch.stack(results).mean(0)
+    unlike = [key for key, value in first.items() if not isinstance(value, (int, float)) and not _is_number(value)]
+    if unlike:
+        raise ValueError(
+            f"training_step returned {unlike[0]!r} beside the loss, which is no number; with pipeline_parallel_degree "
+            "only numbers can be averaged over micro-batches"
+        )
+    return {
+        key: torch.stack([torch.as_tensor(result[key]).double() for result in results])
+        .mean(0)
+        .to(torch.as_tensor(first[key]).dtype)
+        for key in first
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of ``self.log``: its arguments by name, ``value`` among them."""
+
+    arguments: dict[str, Any]
+
+
+class _Logged:
+    """What a module logs in the micro-batches of one step."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._log = type(module).log
+        self._signature = inspect.signature(self._log)
+        self._micro_batches: list[list[_Call]] = []
+
+    def during(self, run: Callable[[], Any]) -> Any:
+        """Run a micro-batch's step; what it logs is kept."""
+        calls: list[_Call] = []
+
+        def note(*args: Any, **kwargs: Any) -> None:
+            arguments = dict(self._signature.bind(self._module, *args, **kwargs).arguments)
+            arguments.pop("self")
+            value = arguments["value"]
+            if not isinstance(value, (int, float)) and not _is_number(value):
+                raise ValueError(
+                    f"self.log({arguments['name']!r}, ...) was given a {type(value).__name__}; with "
+                    "pipeline_parallel_degree numbers can be logged, which the last stage sends to the others"
+                )
+            if isinstance(value, torch.Tensor):
+                arguments["value"] = value.detach().cpu()
+            calls.append(_Call(arguments))
+
+        vars(self._module)["log"] = note
+        try:
+            result = run()
+        finally:
+            del vars(self._module)["log"]
+        self._micro_batches.append(calls)
+        return result
+
+    def combined(self) -> list[_Call]:
+        """Return one call for the calls of all micro-batches, each name's by the reduction that it was logged with."""
+        names = [[call.arguments["name"] for call in calls] for calls in self._micro_batches]
+        if any(each != names[0] for each in names):
+            raise ValueError(
+                f"self.log was called for {names[0]} in one micro-batch of a batch and for "
+                f"{next(each for each in names if each != names[0])} in another; log the same in each"
+            )
+        return [_combine([calls[place] for calls in self._micro_batches]) for place in range(len(names[0]))]
+
+    def replay(self, calls: list[_Call], device: torch.device) -> None:
+        """Log on this rank what the last stage logged."""
+        for call in calls:
+            arguments = dict(call.arguments)
+            if isinstance(arguments["value"], torch.Tensor):
+                arguments["value"] = arguments["value"].to(device)
+            self._module.log(**arguments)
+
+
+def _combine(calls: list[_Call]) -> _Call:
+    first = calls[0].arguments
+    reduction = first.get("reduce_fx", "mean")
+    name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
+    if len(calls) > 1 and name not in _REDUCTIONS:
+        raise ValueError(
+            f"self.log({first['name']!r}, reduce_fx={reduction!r}): allowed with pipeline_parallel_degree are "
+            f"{', '.join(map(repr, _REDUCTIONS))}"
+        )
+    if len(calls) == 1:
+        return calls[0]
+    values = torch.stack([torch.as_tensor(call.arguments["value"]).reshape(()) for call in calls])
+    if name == "mean" and not values.is_floating_point():
+        values = values.float()
+    sizes = [call.arguments.get("batch_size") for call in calls]
+    combined = {**first, "value": _REDUCTIONS[name](values)}
+    if all(size is not None for size in sizes):
+        combined["batch_size"] = sum(sizes)
+        if name == "mean":
+            weights = torch.tensor(sizes, dtype=values.dtype)
+            combined["value"] = (values * weights).sum() / weights.sum()
+    return _Call(combined)

@@ -1,0 +1,1 @@
+"""Pipeline stages: a model's blocks dealt out to stretches of ranks."""

@@ -1,0 +1,170 @@
+"""One rank's stage of a model: what it holds of the parameters, and what its forward leaves out.
+
+The model keeps all its modules and names. A parameter of another stage is a DTensor on that stage's mesh, of which this
+rank has nothing: optimizers, state dicts and checkpoints list it like any other, and step, save and load nothing here.
+
+A forward of the model runs the user's code as ever. Modules before the blocks give zeros or their input where another
+stage holds them, blocks before this stage's give what they take, and the stage's first block takes what was received.
+Behind the last one of a stage that is not the last :class:`_Cut` leaves the model's own code; the root's forward
+returns its tensor, so that FSDP2's hooks see an ordinary call; and :class:`StageDone` leaves the code that called the
+root. Both are no ``Exception``, so that nothing in between catches them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from smp_core.mesh import SmpMesh
+from smp_core.planning.chain import StandIn, given_by, with_argument
+from smp_core.planning.pipeline_rules import Stages
+
+
+class StageDone(BaseException):
+    """Leaves the user's code behind the call of the model, on every stage but the last.
+
+    Attributes:
+        given: what is sent to the next stage.
+    """
+
+    def __init__(self, given: torch.Tensor) -> None:
+        super().__init__("the rest of this step runs on the last pipeline stage")
+        self.given = given
+
+
+class _Cut(BaseException):
+    def __init__(self, given: torch.Tensor) -> None:
+        self.given = given
+
+
+@torch.no_grad()
+def leave_out_other_stages(model: nn.Module, mesh: SmpMesh, stages: Stages) -> None:
+    """Put a DTensor of which this rank has nothing in the place of every parameter of another stage. Collective over
+    the world; before anything is sharded.
+    """
+    meshes = _meshes(mesh)
+    own = stages.owned(mesh.stage)
+    names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+    absent: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if names[parameter] in own:
+                continue
+            if parameter not in absent:
+                owner = stages.owners[names[parameter]][0]
+                absent[parameter] = _absent(parameter, meshes[owner])
+            setattr(module, name, absent[parameter])
+
+
+def _meshes(mesh: SmpMesh) -> list[DeviceMesh]:
+    """Return each stage's first partition group as a mesh. Its ranks say to whom a parameter belongs; no collective is
+    called on it."""
+    firsts = [column for column in mesh.layout.ranks(0, "pipeline")]
+    partitions = [mesh.layout.ranks(first, "shard", "context") for first in firsts]
+    return [DeviceMesh(mesh.device.type, torch.tensor(ranks), mesh_dim_names=("shard",)) for ranks in partitions]
+
+
+def _absent(parameter: nn.Parameter, owners: DeviceMesh) -> nn.Parameter:
+    nothing = torch.empty(0, dtype=parameter.dtype, device=owners.device_type)
+    whole = torch.empty(parameter.shape, device="meta")
+    made = DTensor.from_local(nothing, owners, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+class Stage:
+    """Forwards of one stage. Made when the model is sharded: its hooks come outside of FSDP2's.
+
+    Attributes:
+        incoming: what the stage's first block takes, on every stage but the first.
+        is_running: whether calls of the model are part of a step that all stages take.
+        calls: of the model in the present micro-batch.
+    """
+
+    def __init__(self, model: nn.Module, stages: Stages, stage: int, dtype: torch.dtype | None) -> None:
+        """``dtype``: what activations are computed in; None: the parameters' own."""
+        self.incoming: torch.Tensor | None = None
+        self.is_running = False
+        self.calls = 0
+        self._is_before_own = True
+        chain = stages.chain
+        self._chain, self._dtype = chain, dtype
+        self.is_first, self.is_last = stage == 0, stage == stages.count - 1
+        root = model.get_submodule(chain.module)
+        self._name = type(root).__name__.removeprefix("FSDP")
+        root.register_forward_pre_hook(self._begin, prepend=True)
+        root.forward = self._caught(root.forward)
+        own = stages.blocks(stage)
+        blocks = [model.get_submodule(name) for name in chain.blocks]
+        if not self.is_first:
+            for stand_in in chain.stand_ins:
+                module = model.get_submodule(stand_in.name)
+                module.forward = self._standing_in(stand_in, module)
+            for block in blocks[: own.start]:
+                block.forward = self._passing_on
+            blocks[own.start].register_forward_pre_hook(self._receive, prepend=True, with_kwargs=True)
+        if not self.is_last:
+            blocks[own.stop - 1].register_forward_hook(self._cut)
+            root.register_forward_hook(self._leave)
+
+    def _begin(self, root: nn.Module, _: Any) -> None:
+        if not self.is_running:
+            raise ValueError(
+                f"{self._name} was called outside of a step, and this rank has one stage of it; with "
+                "pipeline_parallel_degree it runs inside training_step, validation_step, test_step and predict_step"
+            )
+        self.calls += 1
+        if self.calls > 1:
+            raise ValueError(
+                f"{self._name} was called twice in one step; with pipeline_parallel_degree a step may call it once: "
+                "the other stages have left the step after the first call"
+            )
+        self._is_before_own = True
+
+    def _caught(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def caught(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except _Cut as cut:
+                return cut.given
+
+        return caught
+
+    def _standing_in(self, stand_in: StandIn, module: nn.Module) -> Callable[..., Any]:
+        forward, weight = module.forward, next(module.parameters())
+
+        @functools.wraps(forward)
+        def standing_in(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_before_own:  # the module works behind the blocks too
+                return forward(*args, **kwargs)
+            taken = next(value for value in [*args, *kwargs.values()] if isinstance(value, torch.Tensor))
+            if stand_in.features is None:
+                return taken
+            shape = taken.shape[:-1] if stand_in.rows else taken.shape
+            zero = torch.zeros((), dtype=self._dtype or weight.dtype, device=taken.device)
+            return zero.expand(*shape, stand_in.features)
+
+        return standing_in
+
+    def _passing_on(self, *args: Any, **kwargs: Any) -> Any:
+        place, gives = self._chain.takes, self._chain.gives
+        taken = args[place] if isinstance(place, int) else kwargs[place]
+        if gives is None:
+            return taken
+        return tuple(taken if number == gives[0] else None for number in range(gives[1]))
+
+    def _receive(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._is_before_own = False
+        return with_argument(args, kwargs, self._chain.takes, self.incoming)
+
+    def _cut(self, block: nn.Module, _: Any, output: Any) -> None:
+        raise _Cut(given_by(output, self._chain.gives))
+
+    def _leave(self, root: nn.Module, _: Any, output: torch.Tensor) -> None:
+        raise StageDone(output)

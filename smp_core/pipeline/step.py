@@ -1,0 +1,137 @@
+"""Pipeline: a step of all stages, made of calls of the user's own code, one for each micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp_core.absent import is_absent
+from smp_core.comm.meter import CommMeter
+from smp_core.mesh import SmpMesh
+from smp_core.pipeline.batches import digest
+from smp_core.pipeline.messages import Messages
+from smp_core.pipeline.schedule import run, run_forward
+from smp_core.pipeline.stage import Stage, StageDone
+from smp_core.planning.pipeline_rules import Stages
+from smp_core.recipes import Pipeline as Recipe
+
+
+class Pipeline:
+    """The pipeline that this rank has one stage of.
+
+    Attributes:
+        stages: what each has of the model.
+        micro_batches: parts of each batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: SmpMesh,
+        stages: Stages,
+        recipe: Recipe,
+        meter: CommMeter,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.stages, self._mesh = stages, mesh
+        assert isinstance(recipe.microbatches, int)
+        self.micro_batches, self._schedule = recipe.microbatches, recipe.schedule
+        self._stage = Stage(model, stages, mesh.stage, dtype)
+        self._messages = Messages(mesh, meter)
+        self._known: set[Hashable] = set()
+        self.group = mesh.group("pipeline")
+        names = {name: parameter for name, parameter in model.named_parameters()}
+        self._counted_elsewhere = {names[name] for name in stages.tied if mesh.stage > 0}
+
+    def train(
+        self, calls: Sequence[Callable[[], Any]], loss_of: Callable[[Any], torch.Tensor], scale: float, batch: Any
+    ) -> list[Any]:
+        """Take all micro-batches forward and backward. Collective over the stages.
+
+        Args:
+            calls: for each micro-batch the user's code, which calls the model once.
+            loss_of: of what a call returned; it may raise `ValueError` for what is none.
+            scale: what each micro-batch's loss is multiplied by before backward.
+            batch: the same on all stages.
+
+        Returns:
+            what the calls returned; on the last stage, elsewhere an empty list.
+
+        Raises:
+            ValueError: stages were given different batches, code that does not call the model once.
+        """
+        key = self._require_equal(batch)
+        results: list[Any] = []
+
+        def forward(number: int, taken: torch.Tensor | None) -> torch.Tensor:
+            given = self._call(calls[number], taken, results)
+            return given if given is not None else loss_of(results[-1]) * scale
+
+        self._messages.begin((True, key))
+        run(self._schedule, self.stages.count, self._mesh.stage, len(calls), forward, self._messages)
+        return results
+
+    def evaluate(self, call: Callable[[], Any], batch: Any) -> Any:
+        """Take one batch forward. Collective over the stages.
+
+        Returns:
+            what the call returned; on the last stage, elsewhere None.
+        """
+        key = self._require_equal(batch)
+        results: list[Any] = []
+
+        def forward(_: int, taken: torch.Tensor | None) -> torch.Tensor:
+            given = self._call(call, taken, results)
+            return torch.empty(0) if given is None else given
+
+        self._messages.begin((torch.is_grad_enabled(), "evaluation", key))
+        run_forward(forward, self._messages)
+        return results[0] if results else None
+
+    def share(self, value: Any) -> Any:
+        """Return the last stage's value on all stages. Collective over them."""
+        carried = [value]
+        dist.broadcast_object_list(carried, group=self.group, group_src=self.stages.count - 1)
+        return carried[0]
+
+    def counts(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter counts on this rank where numbers of all stages are added up: it is here, and no
+        stage before this one has it too."""
+        return not is_absent(parameter) and parameter not in self._counted_elsewhere
+
+    def _call(self, call: Callable[[], Any], taken: torch.Tensor | None, results: list[Any]) -> torch.Tensor | None:
+        """Run the user's code; return what is sent on, or None on the last stage, where the code came to its end."""
+        stage = self._stage
+        stage.incoming, stage.calls, stage.is_running = taken, 0, True
+        try:
+            result = call()
+        except StageDone as done:
+            return done.given
+        finally:
+            stage.incoming, stage.is_running = None, False
+        if stage.calls != 1:
+            raise ValueError(
+                f"a step has to call the model once with pipeline_parallel_degree={self.stages.count}; it returned "
+                f"{type(result).__name__} without a call"
+            )
+        results.append(result)
+        return None
+
+    def _require_equal(self, batch: Any) -> Hashable:
+        """Compare batches of new shapes over the stages; return their key."""
+        key, value = digest(batch)
+        if key not in self._known:
+            others: list[Any] = [None] * self.stages.count
+            dist.all_gather_object(others, (key, value()), group=self.group)
+            if any(other != others[0] for other in others):
+                raise ValueError(
+                    "pipeline stages read different batches; all ranks of a column "
+                    f"({', '.join(map(str, self._mesh.layout.ranks(self._mesh.rank, 'pipeline')))}) have to read the "
+                    "same samples: leave use_distributed_sampler at True, and seed data that are made at random"
+                )
+            self._known.add(key)
+        return key

@@ -1,0 +1,72 @@
+"""Chain: the blocks of a model in the order they run in, and which parameters work before, in and after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Place = int | str
+"""Of an argument: its position, or its keyword."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A module that works before the first block, and what stands for it on stages that do not hold it.
+
+    Attributes:
+        name: of the module.
+        features: of the zeros that it gives for each of its input's elements ("embedding") or rows ("linear"); None: it
+            gives its input as it is.
+        rows: whether the input's last dim is replaced.
+    """
+
+    name: str
+    features: int | None = None
+    rows: bool = False
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Parameters are named by their first names in the model.
+
+    Attributes:
+        module: name of the module whose forward runs the blocks.
+        blocks: their names, in the order they run in.
+        takes: where a block takes the tensor that goes through all of them.
+        gives: its place in what a block gives, and how many things that gives; None: it gives nothing else.
+        before, of_blocks, after: names of the parameters that work before, in and behind the blocks.
+        stand_ins: modules with parameters that are called before the first block.
+    """
+
+    module: str
+    blocks: tuple[str, ...]
+    takes: Place
+    gives: tuple[int, int] | None
+    before: tuple[str, ...]
+    of_blocks: tuple[tuple[str, ...], ...]
+    after: tuple[str, ...]
+    stand_ins: tuple[StandIn, ...]
+
+
+def with_argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: Place, value: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return a call's arguments with another value in one place."""
+    if isinstance(place, int):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, place: value}
+
+
+def given_by(output: Any, gives: tuple[int, int] | None) -> torch.Tensor:
+    """Return the chain's tensor of what a block gave."""
+    found: torch.Tensor = output if gives is None else output[gives[0]]
+    return found
+
+
+def with_output(output: Any, gives: tuple[int, int] | None, value: torch.Tensor) -> Any:
+    """Return what a block gave with another tensor for the chain's."""
+    if gives is None:
+        return value
+    return type(output)((*output[: gives[0]], value, *output[gives[0] + 1 :]))

@@ -1,0 +1,369 @@
+"""The chain of a model's blocks (:class:`smp_core.planning.chain.Chain`), recorded by running the model
+once on a few tokens, so that nothing has to be known of its names.
+
+Two forwards. The first records what each block takes and gives: a chain is one where every block takes, in one place,
+the very tensor that the block before it gave. The second cuts the graph of autograd at each of these tensors; what can
+still be reached behind a block's output are the parameters that work in this block and nowhere else. A later stage that
+needs anything else of an earlier one shows like this, also where no module is called.
+
+Private name: torch has no public way to ask which buffers are not saved (``_non_persistent_buffers_set``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from smp_core.checkpoint.tree import iterate_tensors
+from smp_core.config import SmpConfig
+from smp_core.module_names import compiled_of
+from smp_core.planning.chain import Chain, Place, given_by, with_argument, with_output
+from smp_core.planning.checkpointed import checkpoints_itself
+from smp_core.planning.shapes import Shapes
+from smp_core.planning.stand_ins import Early, find_stand_ins
+from smp_core.planning.units import WrapPlan
+
+_EXAMPLE = (
+    "set example_input_array on the LightningModule, or dummy_inputs on the model, to what its forward takes: a "
+    "tensor, a tuple or a mapping"
+)
+
+
+def with_chain(shapes: Shapes, model: nn.Module, asked: SmpConfig) -> Shapes:
+    """Return the shapes of a model with its chain, where there are pipeline stages.
+
+    Raises:
+        ValueError: as :func:`record_chain`.
+    """
+    if asked.pipeline_parallel_degree == 1:
+        return shapes
+    return replace(shapes, chain=record_chain(model, shapes.units))
+
+
+def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
+    """Run the model's blocks once and record their chain. Random numbers, gradients and flags stay as they were.
+
+    Args:
+        model: with values.
+        units: names its blocks and its root.
+
+    Raises:
+        ValueError: nothing to call it with, blocks that are no chain (says where it breaks), parameters that several
+            blocks share, something before the blocks that cannot be left out on other stages.
+    """
+    refusal = f"pipeline_parallel_degree: {type(model).__name__} cannot be cut into stages: "
+    names_of_blocks = _alike(model, units)
+    root = _root(model, units, names_of_blocks, refusal)
+    module = model.get_submodule(root)
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        raise ValueError(refusal + "it is on the meta device; build it with values, and write delayed_init=False")
+    _refuse_kinds(model, refusal)
+    args, kwargs = _example(model, module, refusal)
+    blocks = {model.get_submodule(name): name for name in names_of_blocks}
+    with _as_in_training(module):
+        first = _Calls(module, blocks)
+        with first.recorded():
+            module(*args, **kwargs)
+        link = _link(first, refusal)
+        cuts = _Cuts(first, *link)
+        with cuts.made(), _Noting(cuts):
+            outputs = module(*args, **kwargs)
+        segments = cuts.segments(outputs)
+        if cuts.early & cuts.visited:
+            raise ValueError(
+                refusal + "what comes behind the blocks uses activations from before them, which other stages have; "
+                "only what the blocks hand on is sent"
+            )
+    names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+    before, *of_blocks, after = ([names[p] for p in names if p in segment] for segment in segments)
+    _require_own(first.order, before, of_blocks, after, refusal)
+    chain_names = tuple(blocks[block] for block in first.order)
+    stand_ins = find_stand_ins(model, first.early, set(before) - set(after), names, refusal)
+    takes, gives = link
+    return Chain(
+        root,
+        chain_names,
+        takes,
+        gives,
+        tuple(before),
+        tuple(map(tuple, of_blocks)),
+        tuple(after),
+        tuple(stand_ins),
+    )
+
+
+def _alike(model: nn.Module, units: WrapPlan) -> list[str]:
+    """Return the blocks of the kind that there are most of: a Transformers model names its embeddings beside them."""
+    kinds = {name: type(model.get_submodule(name)) for name in units.blocks}
+    most = max(kinds.values(), key=list(kinds.values()).count, default=None)
+    return [name for name, kind in kinds.items() if kind is most]
+
+
+def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) -> str:
+    """Return the name of the one root that holds all blocks and all parameters."""
+    if len(blocks) < 2:
+        raise ValueError(refusal + f"it has no chain of blocks ({units.why}); name them with units=...")
+    roots = [unit.name for unit in units.units if unit.is_root]
+    holding = [name for name in roots if all(f"{block}.".startswith(f"{name}." if name else "") for block in blocks)]
+    if len(holding) != 1:
+        raise ValueError(refusal + f"its blocks lie in several modules that are called one by one ({', '.join(roots)})")
+    (root,) = holding
+    around = [unit.name for unit in units.units if not unit.is_root and blocks[0].startswith(f"{unit.name}.")]
+    if around:
+        raise ValueError(refusal + f"the unit {around[0]} holds blocks; write units={{'min_parameters': 0}}")
+    inside = set(model.get_submodule(root).parameters())
+    outside = [name for name, parameter in model.named_parameters() if parameter not in inside]
+    if outside:
+        raise ValueError(
+            refusal
+            + f"{', '.join(outside[:5])} would be needed on several stages, outside of the module that runs the "
+            f"blocks ({root or 'the model'}); put it into that module"
+        )
+    return root
+
+
+def _refuse_kinds(model: nn.Module, refusal: str) -> None:
+    """Refuse modules that leave the forward of every stage in another way, and values that stages would not share."""
+    if any(compiled_of(module) is not None for module in model.modules()):
+        raise ValueError(refusal + "it is compiled; leave torch.compile out")
+    if checkpoints_itself(model):
+        raise ValueError(refusal + "it checkpoints activations itself; call model.gradient_checkpointing_disable()")
+    for name, module in model.named_modules():
+        saved = [key for key, _ in module.named_buffers(recurse=False) if key not in module._non_persistent_buffers_set]
+        if saved:
+            raise ValueError(
+                f"{refusal}{name}.{saved[0]} is a buffer that is saved with the model, and may change on its own stage "
+                "only; register it with persistent=False if it is constant"
+            )
+
+
+def _example(model: nn.Module, module: nn.Module, refusal: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    example = getattr(model, "example_input_array", None)
+    if example is None:
+        example = getattr(module, "dummy_inputs", None)
+    if example is None:
+        raise ValueError(f"{refusal}its blocks are found by running it once; {_EXAMPLE}")
+    device = next(module.parameters()).device
+    if isinstance(example, Mapping):
+        return (), {key: _on(value, device) for key, value in example.items()}
+    several = example if isinstance(example, (tuple, list)) else (example,)
+    return tuple(_on(value, device) for value in several), {}
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+@contextlib.contextmanager
+def _as_in_training(module: nn.Module) -> Iterator[None]:
+    """Every parameter wants a gradient, so that all of them can be reached; random numbers are those of before."""
+    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
+    device = next(module.parameters()).device
+    with torch.inference_mode(False), torch.enable_grad():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            try:
+                for parameter in frozen:
+                    parameter.requires_grad_(True)
+                yield
+            finally:
+                for parameter in frozen:
+                    parameter.requires_grad_(False)
+
+
+@dataclass(eq=False)
+class _Calls:
+    """What is called in one forward.
+
+    Attributes:
+        order: the blocks as they were called.
+        takes, gives: of each block, tensors by their place.
+        sizes: how many things each block gave; 0: one tensor.
+        early: modules that were called and had returned before the first block.
+    """
+
+    module: nn.Module
+    blocks: dict[nn.Module, str]
+    order: list[nn.Module] = field(default_factory=list)
+    takes: list[dict[Place, torch.Tensor]] = field(default_factory=list)
+    gives: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    early: list[Early] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        handles = [block.register_forward_pre_hook(self._enter, with_kwargs=True) for block in self.blocks]
+        handles += [block.register_forward_hook(self._leave) for block in self.blocks]
+        inside = {inner for block in self.blocks for inner in block.modules()}
+        others = [module for module in self.module.modules() if module not in inside]
+        handles += [module.register_forward_hook(self._note_early, with_kwargs=True) for module in others]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.order.append(block)
+        self.takes.append({place: value for place, value in _places(args, kwargs) if isinstance(value, torch.Tensor)})
+
+    def _leave(self, block: nn.Module, _: Any, output: Any) -> None:
+        several = isinstance(output, (tuple, list))
+        self.sizes.append(len(output) if several else 0)
+        given = enumerate(output if several else [output])
+        self.gives.append({place: value for place, value in given if isinstance(value, torch.Tensor)})
+
+    def _note_early(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not self.order:
+            taken = next((value for _, value in _places(args, kwargs) if isinstance(value, torch.Tensor)), None)
+            self.early.append((module, taken, output))
+
+
+def _places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[Place, Any]]:
+    return [*enumerate(args), *kwargs.items()]
+
+
+def _link(calls: _Calls, refusal: str) -> tuple[Place, tuple[int, int] | None]:
+    """Find where each block takes what the one before it gave."""
+    named = [calls.blocks[block] for block in calls.order]
+    twice = sorted({name for name in named if named.count(name) > 1})
+    if twice or len(named) < len(calls.blocks):
+        never = sorted(set(calls.blocks.values()) - set(named))
+        what = f"{twice[0]} is called several times" if twice else f"{', '.join(never[:3])} is not called"
+        raise ValueError(f"{refusal}{what} in one forward; {_EXAMPLE}")
+    links: set[tuple[Place, int]] | None = None
+    for number in range(1, len(named)):
+        here = {
+            (place, there)
+            for place, taken in calls.takes[number].items()
+            for there, given in calls.gives[number - 1].items()
+            if taken is given
+        }
+        links = here if links is None else links & here
+        if not links:
+            raise ValueError(
+                f"{refusal}{named[number]} does not take what {named[number - 1]} gives, in the place where the blocks "
+                "before it do"
+            )
+    assert links is not None
+    if len(links) > 1:
+        raise ValueError(f"{refusal}its blocks hand on {len(links)} tensors; one can be sent between stages")
+    ((takes, gives),) = links
+    if takes not in calls.takes[0]:
+        raise ValueError(f"{refusal}{named[0]} is called in another way than {named[1]}")
+    if len(set(calls.sizes)) > 1:
+        raise ValueError(f"{refusal}its blocks do not all give the same number of things")
+    return takes, (gives, calls.sizes[0]) if calls.sizes[0] else None
+
+
+class _Cuts:
+    """A forward whose graph is cut where the chain's tensor enters a block and leaves the last one.
+
+    Attributes:
+        early: nodes of the graph that were made before the first block.
+        visited: nodes that can be reached behind the last one.
+    """
+
+    def __init__(self, calls: _Calls, takes: Place, gives: tuple[int, int] | None) -> None:
+        self._blocks, self._takes, self._gives = calls.order, takes, gives
+        self._entering: torch.Tensor | None = None
+        self._given: list[torch.Tensor] = []
+        self.early: set[Any] = set()
+        self.visited: set[Any] = set()
+
+    def note(self, made: Any) -> None:
+        """Note what was computed, until the first block is entered."""
+        if self._entering is None:
+            self.early |= {tensor.grad_fn for _, tensor in iterate_tensors(made) if tensor.grad_fn is not None}
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        handles = [block.register_forward_pre_hook(self._enter, with_kwargs=True) for block in self._blocks]
+        handles += [block.register_forward_hook(self._leave) for block in self._blocks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def segments(self, outputs: Any) -> list[set[nn.Parameter]]:
+        """Return the parameters before, in each of and behind the blocks."""
+        assert self._entering is not None
+        behind = [tensor for _, tensor in iterate_tensors(outputs)]
+        return [
+            _reached([self._entering]),
+            *(_reached([given]) for given in self._given),
+            _reached(behind, self.visited),
+        ]
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        taken = args[self._takes] if isinstance(self._takes, int) else kwargs[self._takes]
+        if self._entering is None:
+            self._entering = taken
+        return with_argument(args, kwargs, self._takes, taken.detach().requires_grad_())
+
+    def _leave(self, block: nn.Module, _: Any, output: Any) -> Any:
+        given = given_by(output, self._gives)
+        self._given.append(given)
+        return with_output(output, self._gives, given.detach().requires_grad_())
+
+
+class _Noting(TorchFunctionMode):
+    """Shows a recording every result of torch."""
+
+    def __init__(self, cuts: _Cuts) -> None:
+        super().__init__()
+        self._cuts = cuts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, (torch.Tensor, tuple, list)):
+            self._cuts.note(made)
+        return made
+
+
+def _reached(tensors: Iterable[torch.Tensor], visited: set[Any] | None = None) -> set[nn.Parameter]:
+    """Return the parameters that gradients of these tensors come to.
+
+    Args:
+        visited: is given the nodes of the graph on the way.
+    """
+    found: set[nn.Parameter] = {tensor for tensor in tensors if isinstance(tensor, nn.Parameter)}
+    left = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set() if visited is None else visited
+    seen.update(left)
+    while left:
+        node: Any = left.pop()
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            found.add(node.variable)
+        for further, _ in node.next_functions:
+            if further is not None and further not in seen:
+                seen.add(further)
+                left.append(further)
+    return found
+
+
+def _require_own(
+    order: list[nn.Module], before: list[str], of_blocks: list[list[str]], after: list[str], refusal: str
+) -> None:
+    """Each parameter works in one block, or around the blocks; before and behind them it may be the same one."""
+    places: dict[str, list[str]] = {}
+    for number, members in enumerate(of_blocks):
+        for name in members:
+            places.setdefault(name, []).append(f"block {number}")
+    for where, members in (("what comes before the blocks", before), ("what comes behind them", after)):
+        for name in members:
+            if name in places:
+                places[name].append(where)
+    shared = {name: where for name, where in places.items() if len(where) > 1}
+    if shared:
+        name, two = next(iter(shared.items()))
+        raise ValueError(
+            f"{refusal}{name} works in {' and in '.join(two[:2])}, which may be on different stages; only what comes "
+            "before and behind the blocks can share parameters (tied embeddings)"
+        )

@@ -1,0 +1,210 @@
+"""Rules for pipeline stages: which blocks are on which, and what pipelines do not go together with yet.
+
+A stage is a stretch of consecutive ranks, and a world of its own for everything that is decided about partition and
+replication groups (:meth:`smp_core.topology.Topology.of_stage`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from smp_core.config import SmpConfig
+from smp_core.planning.chain import Chain
+from smp_core.planning.draft import Draft
+from smp_core.planning.dtype_rules import Precision
+from smp_core.planning.shapes import Shapes
+from smp_core.planning.units import WrapPlan
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline stages of one model.
+
+    Attributes:
+        chain: its blocks.
+        sizes: how many of them each stage has.
+        elements: of the parameters of each stage.
+        names: of all parameters.
+    """
+
+    chain: Chain
+    sizes: tuple[int, ...]
+    elements: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.sizes)
+
+    def blocks(self, stage: int) -> range:
+        """Return the numbers of a stage's blocks."""
+        first = sum(self.sizes[:stage])
+        return range(first, first + self.sizes[stage])
+
+    def owned(self, stage: int) -> frozenset[str]:
+        """Return the names of a stage's parameters."""
+        return frozenset(name for name, owners in self.owners.items() if stage in owners)
+
+    @cached_property
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """Each parameter's stages: one, or where it works before and behind the blocks the first and the last."""
+        found = {name: (0,) for name in self.names}  # also what no forward uses
+        for stage in range(self.count):
+            for number in self.blocks(stage):
+                found |= dict.fromkeys(self.chain.of_blocks[number], (stage,))
+        last = self.count - 1
+        found |= dict.fromkeys(self.chain.after, (last,))
+        return found | dict.fromkeys(set(self.chain.before) & set(self.chain.after), (0, last))
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Parameters of the first and of the last stage, whose gradients are added up between these."""
+        return tuple(name for name, owners in self.owners.items() if len(owners) > 1)
+
+    def units(self, stage: int, units: WrapPlan, first_name: dict[str, str]) -> WrapPlan:
+        """Return what a stage shards: its parameters' units, and roots."""
+        own = self.owned(stage)
+        held = (
+            replace(unit, parameters=tuple(name for name in unit.parameters if first_name.get(name, name) in own))
+            for unit in units.units
+        )
+        return replace(units, units=tuple(unit for unit in held if unit.parameters or unit.is_root))
+
+    def describe(self) -> str:
+        """Return a line for people."""
+        both = zip(self.sizes, self.elements, strict=True)
+        parts = ", ".join(f"{size} ({count:,} parameters)" for size, count in both)
+        return f"{self.count} pipeline stages, blocks: {parts}"
+
+
+def settle_pipeline_stages(draft: Draft, shapes: Shapes, precision: Precision, given: bool) -> Stages | None:
+    """Deal the blocks out to stages; settle ``pipeline.microbatches`` and ``pipeline.split``.
+
+    Raises:
+        ValueError: a split of another number of stages or blocks, and what :func:`require_known_pipeline` refuses.
+    """
+    count, asked = draft.knobs.pipeline_parallel_degree, draft.knobs.pipeline
+    if count == 1:
+        if asked != type(asked)():
+            draft.warnings.append(f"pipeline={asked!r} has no effect: pipeline_parallel_degree=1")
+        return None
+    require_known_pipeline(draft.knobs, shapes, precision, given)
+    chain = shapes.chain
+    assert chain is not None
+    blocks = len(chain.blocks)
+    if count > blocks:
+        raise ValueError(
+            f"pipeline_parallel_degree={count}: {shapes.kind} has {blocks} blocks, and every stage needs one; write "
+            f"{blocks} or less"
+        )
+    if asked.microbatches == "auto":
+        draft.settle("pipeline.microbatches", count, "as many as there are stages")
+    if asked.split == "auto":
+        sizes = _balanced(chain, shapes, count)
+        draft.settle("pipeline.split", sizes, "the largest stage has as few parameters as possible")
+    else:
+        sizes = asked.split
+        if len(sizes) != count or sum(sizes) != blocks:
+            raise ValueError(
+                f"pipeline.split={list(sizes)} is not {count} numbers that add up to the {blocks} blocks of "
+                f"{shapes.kind}; write a number of blocks for each of the {count} stages, or 'auto'"
+            )
+    stages = Stages(chain, tuple(sizes), (0,) * count, tuple(parameter.name for parameter in shapes.parameters))
+    elements = tuple(sum(shapes.of_name(name).elements for name in stages.owned(stage)) for stage in range(count))
+    return replace(stages, elements=elements)
+
+
+def _balanced(chain: Chain, shapes: Shapes, count: int) -> tuple[int, ...]:
+    """Cut so that the largest stage is as small as can be: of all limits that are sums of neighbours, the least that
+    ``count`` stages keep to."""
+
+    def elements(names: tuple[str, ...]) -> int:
+        return sum(shapes.of_name(name).elements for name in names)
+
+    weights = [elements(names) for names in chain.of_blocks]
+    weights[0] += elements(chain.before)
+    weights[-1] += elements(chain.after)
+    sums = {sum(weights[first:end]) for first in range(len(weights)) for end in range(first + 1, len(weights) + 1)}
+    return next(sizes for limit in sorted(sums) if (sizes := _within(weights, count, limit)) is not None)
+
+
+def _within(weights: list[int], count: int, limit: int) -> tuple[int, ...] | None:
+    """Fill stage by stage up to the limit, leaving a block for each further one; None: something is left over."""
+    sizes, place = [], 0
+    for stage in range(count):
+        latest = len(weights) - (count - stage - 1)
+        end = place + 1
+        while end < latest and sum(weights[place : end + 1]) <= limit:
+            end += 1
+        if sum(weights[place:end]) > limit:
+            return None
+        sizes.append(end - place)
+        place = end
+    return tuple(sizes) if place == len(weights) else None
+
+
+def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precision, given: bool) -> None:
+    """Refuse what pipelines have not been shown to be exact with.
+
+    Raises:
+        ValueError: names every such knob, its value, and what to write.
+    """
+    if knobs.pipeline_parallel_degree == 1:
+        return
+    found = [*_unknown_axes(knobs), *_unknown_knobs(knobs), *_unknown_models(shapes, precision, given)]
+    if found:
+        lines = "\n".join(f"- {what}; {instead}" for what, instead in found)
+        raise ValueError(
+            f"pipeline_parallel_degree={knobs.pipeline_parallel_degree} is not built yet together with\n{lines}"
+        )
+
+
+def _unknown_axes(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
+    for axis in ("tensor_parallel_degree", "context_parallel_degree"):
+        if getattr(knobs, axis) > 1:
+            yield f"{axis}={getattr(knobs, axis)}", f"write {axis}=1"
+
+
+def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
+    if knobs.fp8 is not None:
+        yield "fp8", "leave fp8 out"
+    if knobs.param_dtype == "float16":
+        yield "param_dtype='float16'", "write param_dtype='bfloat16'"
+    if knobs.optimizer_shard == "world":
+        yield "optimizer_shard='world'", "write optimizer_shard='shard'"
+    if knobs.state_offload is not None:
+        yield f"state_offload={knobs.state_offload!r}", "leave state_offload out"
+    if knobs.chunked_cross_entropy is not None:
+        yield f"chunked_cross_entropy={knobs.chunked_cross_entropy}", "leave it out"
+    if knobs.compression.gather is not None or knobs.compression.reduce is not None:
+        yield f"compression={knobs.compression!r}", "leave compression out"
+    if knobs.activations.checkpoint != "none":
+        yield f"activations={knobs.activations!r}", "leave activations out"
+    if knobs.keep_between_micro_batches != "shards":
+        yield f"keep_between_micro_batches={knobs.keep_between_micro_batches!r}", "write 'shards'"
+    if not isinstance(knobs.reshard_after_forward, bool) and knobs.reshard_after_forward != "auto":
+        yield f"reshard_after_forward={knobs.reshard_after_forward!r}", "write true or false"
+    if knobs.collectives.symmetric_memory:
+        yield "collectives.symmetric_memory=True", "leave it out"
+    if knobs.delayed_init is not None:
+        yield "delayed_init", "leave it out, and build the model with values"
+    if knobs.forward_methods:
+        yield f"forward_methods={knobs.forward_methods!r}", "leave it out: only forward goes through the stages"
+    if knobs.checkpoint.full_state_dict:
+        yield "checkpoint='full'", "write checkpoint='sharded', and bring a file back with `smp checkpoint consolidate`"
+
+
+def _unknown_models(shapes: Shapes, precision: Precision, given: bool) -> Iterator[tuple[str, str]]:
+    if given:
+        yield f"a model that came sharded ({shapes.kind})", "give the model as it is built"
+    if precision.skips_steps:
+        yield "a gradient scaler (precision='16-mixed')", "write precision='bf16-mixed'"
+    if shapes.checkpoints_itself:
+        yield "the model's own activation checkpointing", "call model.gradient_checkpointing_disable()"
+    if shapes.units.replicated:
+        yield (
+            f"parameters that are whole on every rank ({', '.join(shapes.units.replicated[:3])})",
+            "they are 0-d or shared by several units; write units={'min_parameters': 0}, or give them a dim",
+        )

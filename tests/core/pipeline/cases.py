@@ -1,0 +1,106 @@
+"""Tiny models through pipeline stages: the training of tests/core/tensor_parallel/model_cases.py, cut another way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
+from smp_core.parallel_model import ParallelModel
+from smp_core.pipeline.batches import split_batch
+from tests.core.tensor_parallel.model_cases import (
+    STEPS,
+    Training,
+    Wide,
+    batches,
+    build,
+    full,
+    loss_of,
+    optimizer_of,
+    own_loss,
+)
+
+
+def example_of(model: nn.Module) -> nn.Module:
+    """The model with what one process computes its loss by, and an example of its input where it brings none."""
+    if isinstance(model, transformers.PreTrainedModel):
+        model.loss_function = own_loss
+    else:
+        model.dummy_inputs = {"tokens": torch.zeros(2, 5, dtype=torch.long)}  # type: ignore[assignment]
+    return model
+
+
+def of_all_stages(parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What each stage has of the model's tensors, put together. Collective over the world."""
+    assert parallel.pipeline is not None
+    own = parallel.pipeline.stages.owned(parallel.mesh.stage)
+    held = {name: full(tensor) for name, tensor in tensors.items() if name in own}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, held)
+    found: dict[str, torch.Tensor] = {}
+    for theirs in everyone:
+        for name, tensor in theirs.items():
+            assert name not in found or torch.equal(found[name], tensor), f"{name} differs between its stages"
+            found[name] = tensor
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one training is like; the world is stages x shard x replicas."""
+
+    kind: str
+    stages: int = 2
+    shard: int = 1
+    micro_batches: int = 2
+    windows: int = 1
+    schedule: str = "1f1b"
+    knobs: tuple[tuple[str, Any], ...] = ()
+
+    def parallel(self) -> ParallelModel:
+        model = example_of(build(self.kind, seed=dist.get_rank()))
+        recipe = {"microbatches": self.micro_batches, "schedule": self.schedule}
+        knobs = {"shard_degree": self.shard, "pipeline_parallel_degree": self.stages, "pipeline": recipe}
+        return parallelize(model, SmpConfig(**{**knobs, **dict(self.knobs)}))
+
+    def backward(self, parallel: ParallelModel, tokens: torch.Tensor) -> torch.Tensor:
+        """One batch through all stages; its mean loss, on all ranks."""
+        assert parallel.pipeline is not None
+        parts = split_batch(tokens, self.micro_batches)
+        calls = [lambda part=part: parallel.run_as_forward(loss_of, parallel.module, part) for part in parts]
+        with parallel.window.accumulate():
+            losses = parallel.pipeline.train(calls, lambda loss: loss, 1 / self.micro_batches / self.windows, tokens)
+        mean = parallel.pipeline.share(torch.stack(losses).detach().mean() if losses else None)
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size() / self.windows
+
+
+def together(case: Case, max_norm: float = 0.5) -> Training:
+    """The training over the ranks of the default group."""
+    seen = Training()
+    with Wide():
+        parallel = case.parallel()
+        model, mesh = parallel.module, parallel.mesh
+        optimizer = optimizer_of(model)
+        parallel.prepare_optimizer(optimizer)
+        for step, micro in enumerate(batches(case.windows)):
+            losses = [case.backward(parallel, tokens.chunk(mesh.data_size)[mesh.data_rank]) for tokens in micro]
+            seen.losses.append(float(sum(losses)))
+            seen.norms.append(float(parallel.clip_grad_norm_(max_norm)))
+            if step in (0, STEPS - 1):
+                gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+                seen.gradients |= {f"{step} {name}": g for name, g in of_all_stages(parallel, gradients).items()}
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.weights = of_all_stages(parallel, dict(model.named_parameters()))
+    return seen
+
+
+def several(cases: list[Case]) -> list[Training]:
+    return [together(case) for case in cases]

@@ -1,0 +1,84 @@
+"""What a step of several stages cannot do is an error on the rank that finds it, and no rank goes on."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from smp_core.checkpoint import full_state_dict
+from smp_core.parallel_model import ParallelModel
+from tests.core.pipeline.cases import Case
+from tests.core.tensor_parallel.model_cases import loss_of
+from tests.harness import run_ranks
+
+
+def said(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def misuse() -> dict[str, str]:
+    parallel: ParallelModel = Case("plain", micro_batches=1).parallel()
+    pipeline, model = parallel.pipeline, parallel.module
+    assert pipeline is not None
+    tokens = torch.zeros(2, 6, dtype=torch.long)
+
+    def step(call: Callable[[], Any], batch: Any = tokens) -> Callable[[], Any]:
+        return lambda: pipeline.evaluate(call, batch)
+
+    def twice() -> Any:
+        model(tokens)
+        return model(tokens)
+
+    found = {
+        "outside": said(lambda: model(tokens)),
+        "different": said(step(lambda: model(tokens), tokens + dist.get_rank())),
+        "never": said(step(lambda: model(tokens) if dist.get_rank() == 0 else 0)),
+        "pickled": said(lambda: torch.save(model.state_dict(), io.BytesIO())),
+        "whole": said(lambda: full_state_dict(model)),
+        "number": said(lambda: [float(parameter.detach().sum()) for parameter in model.parameters()]),
+        "optimizer": said(lambda: parallel.prepare_optimizer(torch.optim.LBFGS(model.parameters()))),
+    }
+    with torch.no_grad():
+        found["twice"] = said(step(twice))
+    return found
+
+
+def test_misuse_is_refused_in_words() -> None:
+    first, last = run_ranks(misuse, 2)
+    for found in (first, last):
+        assert "PlainModel was called outside of a step" in found["outside"]
+        assert "pipeline stages read different batches" in found["different"]
+        assert "PicklingError" in found["pickled"]
+        assert "lies on other pipeline stages" in found["whole"]
+        assert "lies on other pipeline stages" in found["number"]
+        assert "LBFGS, which may look across tensors" in found["optimizer"]
+    assert "has to call the model once" in last["never"]
+    assert first["twice"] == "nothing" and "called twice in one step" in last["twice"]
+
+
+def lengths() -> list[float]:
+    """Losses of batches of two lengths, without and with gradients."""
+    parallel: ParallelModel = Case("plain", micro_batches=1).parallel()
+    pipeline = parallel.pipeline
+    assert pipeline is not None
+    losses = []
+    for tokens in (torch.ones(2, 6, dtype=torch.long), torch.ones(4, 3, dtype=torch.long)) * 2:
+        with torch.no_grad():
+            seen = pipeline.evaluate(lambda: loss_of(parallel.module, tokens), tokens)  # noqa: B023
+        trained = pipeline.train([lambda: loss_of(parallel.module, tokens)], lambda loss: loss, 1.0, tokens)  # noqa: B023
+        losses.append(pipeline.share(float(F.l1_loss(seen, trained[0])) if trained else None))
+        parallel.window.abandon()
+    return losses
+
+
+def test_batches_of_several_shapes_go_through_one_pipeline() -> None:
+    assert run_ranks(lengths, 2) == [[0.0] * 4] * 2

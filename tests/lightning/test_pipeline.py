@@ -1,0 +1,112 @@
+"""Lightning's Trainer over pipeline stages equals one process, with a training_step that knows nothing of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.core.pipeline.cases import example_of, of_all_stages
+from tests.core.tensor_parallel.model_cases import Wide, batches, build, loss_of
+from tests.lightning.modules import LanguageModule
+from tests.lightning.running import Run, assert_same, make_trainer, together, whole_weights
+
+
+class StagedModule(LanguageModule):
+    """options: batch_size; kind of the model."""
+
+    def build(self) -> None:
+        self.model = example_of(build(self.options["kind"], seed=torch.initial_seed() % 100))
+        self.calls = 0
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.model, tokens)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_epoch=True, sync_dist=True)
+        self.log_dict({"twice": 2 * loss.detach()}, sync_dist=True, batch_size=len(batch))
+        return {"loss": loss, "tokens": batch.numel()} if batch_idx % 2 else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].detach())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
+
+    def train_dataloader(self) -> Any:
+        return self._loader(batches(1, 4).flatten(0, 2), shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return self._loader(batches(1, 2).flatten(0, 2).flip(0), shuffle=False)
+
+    def _loader(self, data: Any, shuffle: bool) -> Any:
+        if dist.is_initialized():
+            return DataLoader(data, batch_size=self.options["batch_size"])
+        sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=shuffle)
+        return DataLoader(data, batch_size=self.options["batch_size"], sampler=sampler)
+
+
+def train(
+    kind: str,
+    batch_size: int,
+    knobs: dict[str, Any],
+    ckpt_path: Path | None = None,
+    save: Path | None = None,
+    **flags: Any,
+) -> Run:
+    with Wide():
+        module = StagedModule(kind=kind, batch_size=batch_size)
+        flags = {"gradient_clip_val": 0.5, "max_epochs": 2, "accumulate_grad_batches": 2, **flags}
+        trainer = make_trainer(knobs, **flags)
+        trainer.fit(module, ckpt_path=ckpt_path)
+        if save is not None:
+            trainer.save_checkpoint(save)
+    losses = torch.stack([loss.double() for loss in module.losses])
+    if dist.is_initialized():
+        dist.all_reduce(losses)
+        losses /= dist.get_world_size()
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    parallel: Any = getattr(trainer.strategy, "_parallel", None)
+    if parallel is None or parallel.pipeline is None:
+        weights = whole_weights(module)
+    else:
+        weights = of_all_stages(parallel, dict(module.named_parameters()))
+    return Run(losses.tolist(), weights, metrics, {"calls": module.calls})
+
+
+def named_once(run: Run) -> Run:
+    """Tied names are one parameter on ranks."""
+    run.weights.pop("model.lm_head.weight", None)
+    return run
+
+
+def knobs_of(stages: int, shard: int = 1, **recipe: Any) -> dict[str, Any]:
+    return {"shard_degree": shard, "pipeline_parallel_degree": stages, "pipeline": recipe or "1f1b"}
+
+
+def test_a_fit_equals_one_process() -> None:
+    expected = named_once(train("gpt2", 8, {}))
+    assert expected.metrics.keys() == {"train_loss", "train_loss_step", "train_loss_epoch", "twice", "val_loss"}
+    runs = together(train, "gpt2", 4, knobs_of(2, shard=2))
+    assert_same(runs, expected)
+    assert [run.extra["calls"] for run in runs] == [2 * 8] * 4, "training_step runs once for each micro-batch"
+
+
+def test_checkpoints_go_on_with_other_numbers_of_stages(tmp_path: Path) -> None:
+    """An epoch each of two stages, one, and two of another size. Optimizer states and schedules too."""
+    expected = named_once(train("gpt2", 8, {}, max_epochs=3))
+    together(train, "gpt2", 8, knobs_of(2), save=tmp_path / "first", max_epochs=1, ranks=2)
+    flat = {"ckpt_path": tmp_path / "first", "save": tmp_path / "second", "max_epochs": 2}
+    together(train, "gpt2", 4, {"shard_degree": 2}, ranks=2, **flat)
+    split = knobs_of(2, shard=2, split=[1, 1], schedule="gpipe")
+    runs = together(train, "gpt2", 4, split, ckpt_path=tmp_path / "second", max_epochs=3)
+    for run in runs:
+        assert_same(
+            Run(weights=run.weights, metrics=run.metrics), Run(weights=expected.weights, metrics=expected.metrics)
+        )
