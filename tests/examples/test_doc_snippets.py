@@ -23,6 +23,7 @@ import yaml
 from lightning.pytorch.strategies import StrategyRegistry
 
 from smp_core.config import SmpConfig
+from smp_core.planning.hardware import Hardware
 from tests.examples.snippet_runner import run_block
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,10 +109,17 @@ def keywords_of(called: Any) -> set[str]:
     return found
 
 
-def test_yaml_blocks_hold_knobs_that_exist() -> None:
+def test_yaml_blocks_hold_knobs_that_exist(tmp_path: Path) -> None:
+    """Or a cluster, for the planner."""
     found = [block for page in PAGES for block in YAML_BLOCK.findall(page.read_text(encoding="utf-8"))]
-    sections = [SmpConfig.from_dict(yaml.safe_load(block)["smp_config"]) for block in found]
-    assert len(sections) >= 2
+    sections = [block for block in found if "smp_config" in yaml.safe_load(block)]
+    for block in sections:
+        SmpConfig.from_dict(yaml.safe_load(block)["smp_config"])
+    clusters = [block for block in found if block not in sections]
+    for block in clusters:
+        (tmp_path / "cluster.yaml").write_text(block)
+        assert Hardware.parse(tmp_path / "cluster.yaml").devices > 1
+    assert len(sections) >= 2 and clusters
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -90,7 +90,7 @@ def fit_averaging(
     made = module(batches=BATCHES)
     trainer = make_trainer(knobs, callbacks=[callback_of(kind), *also], **{**EXACT, **flags})
     trainer.fit(made, ckpt_path=load)
-    return report(trainer, made, called=[getattr(each, "was_set_up", None) for each in trainer.callbacks])
+    return report(trainer, made, called=[each.was_set_up for each in trainer.callbacks if hasattr(each, "was_set_up")])
 
 
 @pytest.mark.parametrize(

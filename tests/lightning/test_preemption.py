@@ -126,14 +126,16 @@ def check(case: tuple[dict[str, Any], dict[str, Any]], runs: list[tuple[Run, Run
 
 FIRST = [
     ({"place": "step", "ranks": (1,)}, {}),
-    ({"place": "step", "ranks": (0, 1), "number": USR1}, {"accumulate": 4, "checkpoint": "async"}),
     ({"place": "validation", "ranks": (1,), "at": 4}, {"checkpoint": {"preemption_grace_s": 0.01}}),
 ]
 MORE = [
-    ({"place": place, "ranks": ranks, "number": number}, {"accumulate": accumulate, "checkpoint": checkpoint})
-    for place in ("step", "optimizer", "validation", "save")
-    for ranks, number in (((0,), TERM), ((1,), USR1), ((0, 1), TERM))
-    for accumulate, checkpoint in ((1, "sharded"), (1, "async"), (3, "sharded"), (3, {"preemption_grace_s": 0.01}))
+    ({"place": "step", "ranks": (0, 1), "number": USR1}, {"accumulate": 4, "checkpoint": "async"}),
+    *(
+        ({"place": place, "ranks": ranks, "number": number}, {"accumulate": accumulate, "checkpoint": checkpoint})
+        for place in ("step", "optimizer", "validation", "save")
+        for ranks, number in (((0,), TERM), ((1,), USR1), ((0, 1), TERM))
+        for accumulate, checkpoint in ((1, "sharded"), (1, "async"), (3, "sharded"), (3, {"preemption_grace_s": 0.01}))
+    ),
 ]
 
 
