@@ -1,8 +1,8 @@
 """Accelerate's torch.compile (``dynamo_plugin=``, Trainer's ``torch_compile=True``) for models that are sharded.
 
 Accelerate would compile the sharded model as a whole, and with it the hooks that gather, around the model and around
-every block: the window did not see such passes, and the second step failed. Instead repeated blocks are compiled, each
-for itself and before the model is sharded, with Accelerate's options; gathers stay outside of what is compiled.
+every block: such passes did not gather as they should, and a later step failed. Instead repeated blocks are compiled,
+each for itself and before the model is sharded, with Accelerate's options; gathers stay outside of what is compiled.
 """
 
 from __future__ import annotations

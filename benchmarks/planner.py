@@ -85,7 +85,7 @@ class Case:
 
     @property
     def work(self) -> tuple[str, ...]:
-        """What a step did and on how many devices."""
+        """Return what a step did and on how many devices."""
         return tuple(self.row.get(name, "") for name in ("gpu", "gpus", "global_batch", "sequence"))
 
 

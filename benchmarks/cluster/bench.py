@@ -65,7 +65,7 @@ def run_lab(
     width: int = WIDTH,
     limit: int = 7200,
 ) -> dict[str, Any] | str:
-    """What schemes.py found on one emulated cluster, or why there is nothing."""
+    """Return what schemes.py found on one emulated cluster, or why there is nothing."""
     nodes, ranks = layout.split("x")
     lab = [sys.executable, str(HERE / "netlab.py"), "run", "--quiet", "--nodes", nodes, "--ranks", ranks]
     lab += ["--rate", rate, "--delay", "1ms", "--timeout", str(limit), "--", python, str(HERE / "schemes.py")]

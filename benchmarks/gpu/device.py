@@ -19,7 +19,7 @@ from smp_core.fp8 import casting
 
 
 class NotHere(Exception):
-    """What a row needs is not on this machine; its text says what."""
+    """An error: what a row needs is not on this machine; its text says what."""
 
 
 class Device:
@@ -105,7 +105,7 @@ class Device:
 
 
 def machine() -> dict[str, Any] | None:
-    """What figures depend on; None without a device."""
+    """Return what figures depend on; None without a device."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(0)

@@ -66,7 +66,7 @@ def knobs(on: Device) -> Rows:
 
 
 def _one_launch(on: Device) -> dict[str, Any]:
-    """What NCCL is asked in no other item: groups that are split off, and several collectives in one launch."""
+    """Measure what NCCL is asked in no other item: groups that are split off, and several collectives in one launch."""
     mesh, _ = build_mesh(SmpConfig(shard_degree=1), Topology.uniform(1, 1), on.device)
     groups = _Groups(mesh.rank, on.device)
     group = groups.make([(0,)])
@@ -182,7 +182,7 @@ def _device_memory(on: Device) -> dict[str, Any]:
 
 
 def _states(on: Device) -> dict[str, Any]:
-    """What is allocated after a step, against the estimate that "auto" decides with."""
+    """Compare what is allocated after a step with the estimate that "auto" decides with."""
     before = on.allocated_bytes()
     model = small_llama(on.device, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -70,7 +70,7 @@ class Run:
         return loss.detach()
 
     def seconds(self) -> float:
-        """Of one step, between two synchronisations."""
+        """Return the seconds of one step, between two synchronisations."""
         self.on.synchronize()
         began = time.perf_counter()
         self.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters  # the compiler's only count of its graphs
 
 from accelerate_smp import SmpAccelerator
+from tests.accelerate.trainers import fit
 from tests.harness import run_ranks
 
 BLOCKS, STEPS = 3, 4
@@ -81,3 +83,19 @@ def test_compiled_models_gather_as_often_and_compile_nothing_after_two_steps() -
             assert found[way][1] == gathers, way
             graphs = found[way][2]
             assert graphs[1] == graphs[-1] > 0, (way, graphs)
+
+
+def trainer_losses(folder: str, **flags: Any) -> tuple[list[float], int]:
+    """Losses of a run of Trainer, and graphs that were compiled in it."""
+    counters.clear()
+    run = fit(folder, 8, 1, {"shard_degree": 2}, **flags)
+    return run.losses, counters["stats"]["unique_graphs"]
+
+
+def test_trainers_torch_compile_compiles_blocks_and_changes_no_loss(tmp_path: Path) -> None:
+    flags = {"torch_compile": True, "torch_compile_backend": "eager"}
+    plain = run_ranks(trainer_losses, 2, str(tmp_path / "plain"))
+    for (expected, none), (losses, graphs) in zip(
+        plain, run_ranks(trainer_losses, 2, str(tmp_path / "compiled"), **flags), strict=True
+    ):
+        assert losses == expected and none == 0 < graphs
