@@ -91,7 +91,7 @@ class SmpAccelerator(SharedSequencesAccelerator, PreemptibleAccelerator, FullWei
             are translated to knobs: ``dp_shard_size x cp_size`` is the shard degree.
 
     Raises:
-        ValueError: an unknown keyword (with the nearest knob), a knob that is not built yet, degrees that do not
+        ValueError: an unknown keyword (with the nearest knob), pipeline stages, degrees that do not
             multiply to the number of processes, fp8 or fp16 where they cannot run, a process group that cannot send
             from this device, DeepSpeed or Megatron-LM.
     """

@@ -93,12 +93,11 @@ def resolve_config(
 
 
 def require_usable(config: SmpConfig) -> None:
-    """Refuse what is not built, or not under this face.
+    """Refuse what is not built under this face.
 
     Raises:
-        ValueError: a knob that is not built yet, pipeline stages.
+        ValueError: pipeline stages.
     """
-    config.require_built()
     if config.pipeline_parallel_degree > 1:
         raise ValueError(
             f"pipeline_parallel_degree={config.pipeline_parallel_degree} is not built yet under Accelerate and "

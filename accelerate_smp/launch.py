@@ -104,7 +104,7 @@ class LaunchFile:
         """Refuse what would fail in every worker.
 
         Raises:
-            ValueError: a knob that is not built yet, degrees that do not multiply to ``processes``, fp8 precision.
+            ValueError: pipeline stages, degrees that do not multiply to ``processes``, fp8 precision.
         """
         try:
             require_usable(self.smp)

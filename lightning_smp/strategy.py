@@ -106,7 +106,6 @@ class SmpShardedStrategy(SteppingStrategy):
             timeout,
         )
         self.config = read_config(config, knobs, _ARGUMENTS)
-        self.config.require_built()
         self._init_fn = init_fn
         self._sequences = SharedSequences(batch_layout, full_outputs)
         self._loaders: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 Owns the knobs' names and defaults, the ways to build them (keywords, dict, YAML, environment, the `parameters`
 block of SageMaker SMP) and the record of what each one became. A knob is never dropped in silence: an unknown name, a
-value out of range and a feature that is not built yet are errors that say what to type.
+value out of range and knobs that cannot go together are errors that say what to type.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from smp_core.config_sources import knobs_in_environment, knobs_in_yaml
 from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.knob_recipe import Knob
-from smp_core.knob_rules import NOT_BUILT, READERS, SETTINGS, contradictions, require_known, settings_of
-from smp_core.knob_table import DEFAULT, as_asked, effective_table, plain, shown
+from smp_core.knob_rules import READERS, SETTINGS, contradictions, require_known, settings_of
+from smp_core.knob_table import DEFAULT, as_asked, effective_table, plain
 from smp_core.recipes import (
     Activations,
     Checkpoint,
@@ -298,20 +298,6 @@ class SmpConfig:
         for attribute, changed in ((knob, held), ("_reasons", reasons), ("_before", self._before or self)):
             object.__setattr__(resolved, attribute, changed)
         return resolved
-
-    def require_built(self) -> None:
-        """Refuse the knobs whose feature this version does not have.
-
-        Raises:
-            ValueError: names each such knob, its value, and what to write instead.
-        """
-        refused = [
-            f"{knob}={shown(getattr(self, knob))}: {missing.feature} not built yet; {missing.instead}"
-            for knob, missing in NOT_BUILT.items()
-            if not missing.is_built(getattr(self, knob))
-        ]
-        if refused:
-            raise ValueError("\n".join(refused))
 
     def effective(self) -> dict[str, Any]:
         """Return setting -> value in effect, in plain JSON types, for experiment loggers. Fields have dotted names."""

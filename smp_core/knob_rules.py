@@ -1,14 +1,12 @@
-"""What each knob of SmpConfig accepts, which go together, and which features behind the knobs are not built yet.
+"""What each knob of SmpConfig accepts, and which go together.
 
 A table for each: `READERS` (knob -> strict reader of its value; it also fixes the knobs' order; fields of recipes have
-theirs in smp_core.recipes), `contradictions` and `NOT_BUILT` (knob -> the values that work today). Whoever builds a
-feature removes its line from `NOT_BUILT`.
+theirs in smp_core.recipes) and `contradictions`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from smp_core import knob_values as read
@@ -95,28 +93,6 @@ def settings_of(name: str) -> tuple[str, ...]:
     if name not in READERS:
         raise unknown_knob(name)
     return _settings_of(name)
-
-
-@dataclass(frozen=True)
-class NotBuilt:
-    """A feature that this version lacks.
-
-    Attributes:
-        feature: its name with the verb, as in "tensor parallelism is".
-        instead: what to write until it is there.
-        is_built: whether a value of the knob works without it.
-    """
-
-    feature: str
-    instead: str
-    is_built: Callable[[Any], bool]
-
-
-def _only(*built: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value is ok or (type(value) is type(ok) and value == ok) for ok in built)
-
-
-NOT_BUILT: dict[str, NotBuilt] = {}
 
 
 def contradictions(asked: Any) -> Iterator[str]:

@@ -179,10 +179,9 @@ def decide(
         given: how the model came sharded; it pins what was decided then.
 
     Raises:
-        ValueError: a knob that is not built yet, a value that does not fit the model or the cluster; names the knob,
+        ValueError: a value that does not fit the model or the cluster; names the knob,
             its value, and what to write.
     """
-    asked.require_built()
     draft = Draft(asked)
     # Dtypes as the trainer or the model's maker wants them, the degrees, and what is gathered.
     if given is not None:

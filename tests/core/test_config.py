@@ -23,7 +23,7 @@ from rich.console import Console
 from smp_core.config import SmpConfig
 from smp_core.fp8 import Fp8Recipe
 from smp_core.knob_recipe import Recipe
-from smp_core.knob_rules import NOT_BUILT, READERS, SETTINGS, contradictions
+from smp_core.knob_rules import READERS, SETTINGS, contradictions
 from smp_core.moved_knobs import MOVED
 from smp_core.planning.cluster import Cluster
 from smp_core.planning.decide import decide
@@ -513,32 +513,6 @@ def test_the_table_shows_what_is_not_at_its_default_with_reasons_and_names_the_r
 
 def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("│")[1:-1]]
-
-
-NOT_YET: list[tuple[str, Any]] = [
-    ("context_parallel_degree", 2),
-    ("tensor_parallel_degree", 2),
-    ("pipeline_parallel_degree", 2),
-    ("reshard_after_forward", 2),
-    ("reshard_after_forward", "node"),
-    ("compression", "int8"),
-    ("compression", "int4"),
-    ("optimizer_shard", "world"),
-]
-
-
-@pytest.mark.parametrize(("knob", "value"), [(knob, value) for knob, value in NOT_YET if knob in NOT_BUILT])
-def test_a_knob_whose_feature_is_missing_is_refused_before_training(knob: str, value: Any) -> None:
-    config = SmpConfig(**{knob: value})
-    with pytest.raises(ValueError, match=rf"{knob}=.* not built yet; .*(leave|write)"):
-        config.require_built()
-
-
-def test_features_that_are_there_are_not_refused() -> None:
-    assert {knob for knob, _ in NOT_YET} >= set(NOT_BUILT)
-    SmpConfig().require_built()
-    SmpConfig(reshard_after_forward=False, shard_degree=4, delayed_init=True, checkpoint="full").require_built()
-    SmpConfig(tensor_parallel_degree=2).require_built()
 
 
 def test_the_config_is_frozen_and_hashable() -> None:
