@@ -1,13 +1,11 @@
-"""Accelerate's torch.compile (``dynamo_plugin=``, Trainer's ``torch_compile=True``) for models that are sharded.
+"""Accelerate's torch.compile (``dynamo_plugin=``, Trainer's ``torch_compile=True``) as the knob ``compile``.
 
 Accelerate would compile the sharded model as a whole, and with it the hooks that gather, around the model and around
-every block: such passes did not gather as they should, and a later step failed. Instead repeated blocks are compiled,
-each for itself and before the model is sharded, with Accelerate's options; gathers stay outside of what is compiled.
+every block: such passes did not gather as they should, and a later step failed.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,33 +15,26 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 
 from accelerate_smp.handle import parallel_of
+from smp_core.config import SmpConfig
+from smp_core.recipes import Compile
 
-logger = logging.getLogger("smp")
 
+def with_dynamo_plugin(config: SmpConfig, accelerator: Accelerator) -> SmpConfig:
+    """Return the configuration with what Accelerate was asked to compile.
 
-def compile_blocks(model: nn.Module, accelerator: Accelerator) -> None:
-    """Compile the repeated blocks of a model, in place, where Accelerate was asked to compile.
-
-    Blocks that were compiled already stay as they are. A model without blocks is not compiled, and a warning says so.
+    Raises:
+        ValueError: the knob asks for something else.
     """
     plugin: Any = accelerator.state.dynamo_plugin
-    if plugin.backend == DynamoBackend.NO:
-        return
-    blocks = [block for each in model.modules() if _repeats(each) for block in each.children()]
-    for block in blocks:
-        if vars(block).get("_compiled_call_impl") is None:
-            block.compile(**plugin.to_kwargs())
-    if not blocks and accelerator.is_main_process:
-        logger.warning(
-            "torch.compile (dynamo_plugin=, torch_compile=) has no effect: %s has no nn.ModuleList of blocks of one "
-            "class; call .compile() on its layers before prepare()",
-            type(model).__name__,
+    if plugin.backend == DynamoBackend.NO or plugin.disable:
+        return config
+    asked = Compile(**plugin.to_kwargs())
+    if config.compile not in (None, asked):
+        raise ValueError(
+            f"compile={config.compile!r}, but dynamo_plugin= (Trainer's torch_compile=) asks for {asked!r}; "
+            "leave one out"
         )
-
-
-def _repeats(module: nn.Module) -> bool:
-    """Tell whether a module is a list of modules of one class, as Accelerate's regional compilation does."""
-    return isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
+    return config.with_resolved("compile", asked, "dynamo_plugin=, or Trainer's torch_compile=")
 
 
 @contextmanager

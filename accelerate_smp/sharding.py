@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accelerate_smp.compiled import compile_blocks
+from accelerate_smp.compiled import with_dynamo_plugin
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.mesh import SmpMesh
@@ -46,7 +46,7 @@ def shard(
         skips_steps=accelerator.scaler is not None,
     )
     own = [optimizer for optimizer in optimizers if steps(optimizer, model)]
-    compile_blocks(model, accelerator)
+    config = with_dynamo_plugin(config, accelerator)
     handle = parallelize(
         model, config, device=device, topology=topology, mesh=mesh, precision=precision, optimizers=own
     )

@@ -25,6 +25,7 @@ from smp_core.recipes import (
     Activations,
     Checkpoint,
     Collectives,
+    Compile,
     Compression,
     DelayedInit,
     Pipeline,
@@ -128,6 +129,8 @@ class SmpConfig:
         activations: What is done about the memory of activations. "none", "full", "every:N" or "selective" (which of
             them are computed again in backward), or fields of Activations ({"checkpoint": "full", "offload": true}).
             Default Activations(): nothing.
+        compile: Whether torch.compile makes graphs of the model's repeated blocks, of each for itself; gathers stay
+            outside. True, a mode ("max-autotune"), fields of Compile ({"dynamic": true}), or False or None (default).
         compression: In which form parameters and gradients cross between nodes. "none", "int8" (both as 8-bit codes),
             "fp8" (parameters), "int4" or "bf16" (gradients), or fields of Compression ({"gather": "int8"}). Default
             Compression(): as they are.
@@ -165,6 +168,7 @@ class SmpConfig:
     optimizer_shard: Literal["shard", "world"] = "shard"
     state_offload: Literal["optimizer", "all"] | None = None
     activations: Knob[Activations, str | Fields] = _default(Activations())
+    compile: Knob[Compile | None, bool | str | Fields] = _default(None)
     compression: Knob[Compression, str | Fields | None] = _default(Compression())
     fp8: Knob[Fp8Recipe | None, bool | str | Fields] = _default(None)
     chunked_cross_entropy: int | None = None

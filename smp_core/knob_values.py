@@ -214,6 +214,11 @@ def function(signature: str) -> Reader:
     return read
 
 
+def anything() -> Reader:
+    """Return a reader that takes every value as it is, for what another library reads."""
+    return lambda knob, value: value
+
+
 def nothing() -> Reader:
     """None; in text `none` or `null`."""
 

@@ -7,14 +7,15 @@ conversions.
 4.  share_sequences: attention over the ranks that share sequences
 5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
 6.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
-7.  broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
-8.  shard_units: fully_shard of blocks, then roots, with our communication objects
-9.  apply_fsdp_options: how far ahead units are gathered
-10. materialize: what is on the meta device, shard by shard
-11. move_plain_tensors: what FSDP2 does not manage, to the device
-12. register_forward_methods: methods besides forward that gather
-13. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
-14. AccumulationWindow: gradients from here on, with the hop across replicas
+7.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
+8.  broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
+9.  shard_units: fully_shard of blocks, then roots, with our communication objects
+10. apply_fsdp_options: how far ahead units are gathered
+11. materialize: what is on the meta device, shard by shard
+12. move_plain_tensors: what FSDP2 does not manage, to the device
+13. register_forward_methods: methods besides forward that gather
+14. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
+15. AccumulationWindow: gradients from here on, with the hop across replicas
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from smp_core.activations.activation_memory import save_activations
 from smp_core.comm.flat import FlatMaxReduce
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
+from smp_core.compiled import compile_blocks
 from smp_core.context_parallel.build import share_sequences
 from smp_core.context_parallel.chunked_models import chunk_losses
 from smp_core.explanations import explain_uncaught_errors
@@ -97,6 +99,7 @@ def parallelize_model(
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
     saved = save_activations(model, plan, mesh.device)
+    compile_blocks(model, plan)
 
     # Where its parameters live: rank 0's weights for what stays whole; a unit gets them just before it is sharded.
     if plan.gathers or knobs.optimizer_shard == "world":
@@ -120,8 +123,7 @@ def parallelize_model(
     pipeline, finishing = _join_stages(model, mesh, plan, meter)
     window = AccumulationWindow(model, units, traffic, plan, calls, _veto_of(fp8), finishing)
     follow_window(model, window)
-    if fp8 is not None:
-        _start_scales(fp8, mesh, meter)
+    _start_scales(fp8, mesh, meter)
     part = ModelPart(model, tuple(units), window, calls, replaced)
     return ParallelModel((part,), mesh, whole_plan, meter, traffic, saved, fp8, context, fp8_region, tensor, pipeline)
 
@@ -207,9 +209,11 @@ def _veto_of(fp8: Fp8Model | None) -> Callable[[], torch.Tensor] | None:
     return None if fp8 is None else fp8.state.nonfinite
 
 
-def _start_scales(fp8: Fp8Model, mesh: SmpMesh, meter: CommMeter) -> None:
+def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None:
     """Find scales over all ranks, every one of which holds a part of the weights or sees a part of the tokens or
     features."""
+    if fp8 is None:
+        return
 
     def maximum_by(metered: CommMeter) -> Callable[[torch.Tensor], None]:
         reduce = FlatMaxReduce(metered)

@@ -138,6 +138,35 @@ class DelayedInit(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
+class Compile(Recipe):
+    """How blocks are compiled: the arguments of torch.compile of the same names.
+
+    Args:
+        mode: A word that torch.compile knows ("reduce-overhead", "max-autotune"), or None (default).
+        backend: What the graphs become, by name ("aot_eager", "eager"). Default "inductor".
+        fullgraph: Whether a block that is not one graph is an error. True or False (default).
+        dynamic: Whether sizes are symbols from the first call on. True, False or None (default; once they change).
+        options: The backend's own ({"epilogue_fusion": true}), or None (default).
+    """
+
+    KNOB: ClassVar[str] = "compile"
+    MAIN: ClassVar[str | None] = "mode"
+    OPTIONAL: ClassVar[bool] = True
+    ALLOWED: ClassVar[str] = "true, false, a mode of torch.compile ('max-autotune')"
+    EXAMPLE: ClassVar[str] = '{"backend": "inductor", "dynamic": true}'
+
+    mode: str | None = setting(
+        None, read.either(read.nothing(), read.pattern(r"[a-z][a-z-]+"), allowed="a mode of torch.compile, none")
+    )
+    backend: str = setting("inductor", read.pattern(r"[A-Za-z_][\w.-]*"))
+    fullgraph: bool = setting(False, _BOOLEAN)
+    dynamic: bool | None = setting(None, read.either(read.nothing(), _BOOLEAN, allowed="true, false, none"))
+    options: Mapping[str, Any] | None = setting(
+        None, read.either(read.nothing(), read.mapping(read.anything()), allowed="a mapping of the backend's own, none")
+    )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Activations(Recipe):
     """What is done about the memory of activations.
 

@@ -204,6 +204,7 @@ def decide(
     activations = settle_activations(draft, shapes, stage)
     settle_prefetch(draft, shapes, of_groups, groups)
     _settle_delayed_init(draft, shapes)
+    _settle_compile(draft, shapes, given)
     stored = settle_stored_dtype(draft, shapes, gathers) if given is None else None
     stages = settle_pipeline_stages(draft, shapes, precision, given is not None)
     knobs = draft.knobs
@@ -227,6 +228,13 @@ def _settle_delayed_init(draft: Draft, shapes: Shapes) -> None:
     if draft.knobs.delayed_init and not shapes.on_meta:
         why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
         draft.drop("delayed_init", None, why)
+
+
+def _settle_compile(draft: Draft, shapes: Shapes, given: GivenSharding | None) -> None:
+    if draft.knobs.compile and given is not None:
+        draft.drop("compile", None, "the model came sharded; call .compile() on its blocks before it is sharded")
+    elif draft.knobs.compile and not shapes.units.blocks:
+        draft.drop("compile", None, f"there are no blocks ({shapes.units.why}); name them with units=[...]")
 
 
 def _is_cut(layout: Layout) -> bool:

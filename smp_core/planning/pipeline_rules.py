@@ -168,6 +168,8 @@ def _unknown_axes(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
 
 
 def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
+    if knobs.compile is not None:
+        yield f"compile={knobs.compile!r}", "leave compile out"
     if knobs.fp8 is not None:
         yield "fp8", "leave fp8 out"
     if knobs.param_dtype == "float16":

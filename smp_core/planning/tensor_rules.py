@@ -53,6 +53,8 @@ def require_known_combination(asked: SmpConfig, shapes: Shapes, given: bool) -> 
 
 
 def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
+    if knobs.compile is not None:
+        yield f"compile={knobs.compile!r}", "leave compile out"
     if knobs.fp8 is not None and knobs.fp8.backend != "native":
         yield f"fp8.backend={knobs.fp8.backend!r}", "write fp8={'backend': 'native'}"
     if knobs.compression.gather is not None or knobs.compression.reduce is not None:

@@ -16,7 +16,7 @@ from tests.accelerate.trainers import fit
 from tests.harness import run_ranks
 
 BLOCKS, STEPS = 3, 4
-WAYS = ("not compiled", "blocks", "Accelerate's plugin", "Accelerate's plugin, by region")
+WAYS = ("not compiled", "blocks", "knob", "Accelerate's plugin", "Accelerate's plugin, by region")
 
 
 class Block(nn.Module):
@@ -52,6 +52,8 @@ def trained(way: str) -> tuple[list[float], list[float], list[int]]:
     if way == "blocks":
         for block in model.blocks:
             block.compile(backend="eager")
+    if way == "knob":
+        asked["compile"] = {"backend": "eager", "fullgraph": True}
     accelerator: Any = SmpAccelerator(cpu=True, shard_degree=2, activations="full", **asked)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     prepared, optimizer = accelerator.prepare(model, optimizer)

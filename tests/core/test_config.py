@@ -33,6 +33,7 @@ from smp_core.recipes import (
     Activations,
     Checkpoint,
     Collectives,
+    Compile,
     Compression,
     DelayedInit,
     Pipeline,
@@ -63,7 +64,7 @@ def documentation(of: type) -> dict[str, str]:
 
 def test_every_knob_is_documented_with_its_default() -> None:
     assert list(documentation(SmpConfig)) == [field.name for field in KNOB_FIELDS] == list(SmpConfig.knobs())
-    assert list(READERS) == list(SmpConfig.knobs()) and len(READERS) == 23
+    assert list(READERS) == list(SmpConfig.knobs()) and len(READERS) == 24
     for documented, fields in [
         (documentation(SmpConfig), KNOB_FIELDS),
         *((documentation(recipe), dataclasses.fields(recipe)) for recipe in FIELDS),
@@ -99,6 +100,13 @@ FIELDS: dict[type[Recipe], dict[str, Any]] = {
         "loading_horizon": st.integers(1, 9),
         "offload_min_bytes": st.integers(0, 10**9),
         "offload_host_gib": st.none() | st.floats(0.1, 1e4),
+    },
+    Compile: {
+        "mode": st.sampled_from([None, "max-autotune"]),
+        "backend": st.sampled_from(["inductor", "aot_eager"]),
+        "fullgraph": st.booleans(),
+        "dynamic": st.sampled_from([None, True, False]),
+        "options": st.sampled_from([None, {"epilogue_fusion": True}]),
     },
     Compression: {
         "gather": st.sampled_from([None, "int8", "fp8"]),
@@ -156,6 +164,7 @@ VALUES: dict[str, Any] = {
     "optimizer_shard": st.sampled_from(["shard", "world"]),
     "state_offload": st.sampled_from([None, "optimizer", "all"]),
     "activations": some(Activations),
+    "compile": st.none() | some(Compile),
     "compression": some(Compression),
     # Weights that travel in FP8 exclude values of two other knobs (tests/core/test_fp8_recipe.py).
     "fp8": st.sampled_from([None, Fp8Recipe(fp8_all_gather=False), Fp8Recipe(fp8_all_gather=False, margin=1)]),
@@ -209,7 +218,7 @@ def test_one_file_cannot_be_written_behind_training() -> None:
 def test_the_property_test_covers_every_knob() -> None:
     assert list(VALUES) == list(SmpConfig.knobs())
     assert all(list(fields) == list(recipe.readers()) for recipe, fields in FIELDS.items())
-    assert set(FIELDS) == {*RECIPES.values(), DelayedInit}
+    assert set(FIELDS) == {*RECIPES.values(), DelayedInit, Compile}
 
 
 @pytest.mark.parametrize(
@@ -284,6 +293,9 @@ def test_a_wrong_value_of_a_field_is_refused_by_its_dotted_name(knob: str, field
         ("activations", "every:2", Activations(checkpoint="every:2")),
         ("activations", {"offload": "true", "checkpoint": "full"}, Activations(checkpoint="full", offload=True)),
         ("activations", '{"checkpoint": {"*.mlp": "full"}}', Activations(checkpoint={"*.mlp": "full"})),
+        ("compile", True, Compile()),
+        ("compile", "max-autotune", Compile(mode="max-autotune")),
+        ("compile", "off", None),
         ("compression", "none", Compression()),
         ("compression", None, Compression()),
         ("compression", "int8", Compression(gather="int8", reduce="int8")),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from smp_core.config import SmpConfig
 from smp_core.moved_knobs import MOVED
-from smp_core.recipes import RECIPES, DelayedInit
+from smp_core.recipes import RECIPES, Compile, DelayedInit
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 BEGIN, END = "<!-- the knobs, from SmpConfig's docstring -->\n", "<!-- end of the knobs -->"
@@ -51,7 +51,7 @@ def rows(of: type, defaults: object) -> list[str]:
 def tables() -> str:
     """The knobs, and below them the fields of each that has a recipe."""
     lines = ["", "| knob | default | what it is |", "|---|---|---|", *rows(SmpConfig, SmpConfig())]
-    for recipe in (*RECIPES.values(), DelayedInit):
+    for recipe in (*RECIPES.values(), DelayedInit, Compile):
         about = (inspect.getdoc(recipe) or "").splitlines()[0]
         lines += ["", f"### `{recipe.KNOB}`", "", about, ""]
         lines += ["| field | default | what it is |", "|---|---|---|", *rows(recipe, recipe())]

@@ -103,6 +103,7 @@ SETTLED: list[tuple[dict[str, Any], str, Any, str]] = [
         *("activations.offload_host_gib", 2.0, "four fifths"),
     ),
     ({"delayed_init": True}, "delayed_init", None, "nothing was on the meta device"),
+    ({"compile": True, "units": lambda name, module: False}, "compile", None, "there are no blocks"),
     ({}, "collectives.forward_prefetch", 0, "no measured links"),
     (
         {"shard_degree": 1, "collectives": {"reduce_scatter_buffers": 2}},

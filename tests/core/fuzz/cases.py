@@ -78,6 +78,7 @@ NOT_DRAWN: dict[str, str] = {
     "pipeline.split": _STAGES,
     "compression.reduce": _INEXACT,
     "fp8": _INEXACT,
+    "compile": "takes minutes: tests/accelerate/test_compiled.py",
     "chunked_cross_entropy": "needs a Transformers model: tests/core/context_parallel",
     "planner.memory_headroom": _FACES,
     "planner.device_memory_gib": _FACES,
