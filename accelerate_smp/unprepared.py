@@ -20,7 +20,7 @@ _hooks: list[Any] = []
 
 
 def watch_for_unprepared() -> None:
-    """From now on an optimizer's first step is looked at, unless it is prepared."""
+    """Look at every optimizer's first step from now on, and refuse one that was not prepared with its model."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_refuse))
 

@@ -82,7 +82,7 @@ class Training:
         self.bytes = 12 * layers * WIDTH**2
 
     def state(self) -> dict[str, Any]:
-        """Weights and optimizer states by name, as DTensors."""
+        """Return weights and optimizer states by name, as DTensors."""
         return {
             "state_dict": get_model_state_dict(self.model),
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
@@ -90,7 +90,7 @@ class Training:
 
 
 def lightning_full_save(training: Training) -> Callable[[str], None]:
-    """Lightning's own full save (ModelParallelStrategy(save_distributed_checkpoint=False))."""
+    """Return Lightning's own full save (ModelParallelStrategy(save_distributed_checkpoint=False))."""
     module = importlib.import_module("lightning.fabric.strategies.model_parallel")
 
     def save(path: str) -> None:
@@ -101,7 +101,7 @@ def lightning_full_save(training: Training) -> Callable[[str], None]:
 
 
 def accelerate_full_save(training: Training) -> Callable[[str], None]:
-    """Accelerate's own full save (FSDP2, FULL_STATE_DICT)."""
+    """Return Accelerate's own full save (FSDP2, FULL_STATE_DICT)."""
     utils = importlib.import_module("accelerate.utils.fsdp_utils")
     utils.logger = SimpleNamespace(info=lambda *arguments: None)
     kind = importlib.import_module("torch.distributed.fsdp.fully_sharded_data_parallel").StateDictType
@@ -138,7 +138,7 @@ def drop_pages(path: str) -> None:
 
 
 def timed(action: Callable[[], None]) -> float:
-    """Seconds until the last rank is done."""
+    """Return the seconds until the last rank is done."""
     dist.barrier()
     begin = time.perf_counter()
     action()
@@ -154,7 +154,7 @@ def on_first(action: Callable[[], Any]) -> None:
 
 
 def measure(folder: str, size: float, repeats: int) -> dict[str, Any]:
-    """All measurements at one size; seconds by method and what was measured."""
+    """Measure everything at one size; seconds by what was measured and method."""
     training = Training(size)
     saves: dict[str, Callable[[str], None]] = {
         "DCP": lambda path: dcp.save(training.state(), checkpoint_id=path),
@@ -192,7 +192,8 @@ def measure(folder: str, size: float, repeats: int) -> dict[str, Any]:
 
 
 def measure_async(training: Training, folder: str) -> dict[str, list[float]]:
-    """Seconds that training stalls per asynchronous save, until each is committed, and of a bare copy of the bytes."""
+    """Measure for how many seconds an asynchronous save stalls training, until it is committed, and a bare copy of the
+    bytes."""
     saver = AsyncCheckpointer()
     room = [torch.zeros_like(tensor) for tensor in local_tensors(training.state())]
     measured: dict[str, list[float]] = {"stall": [], "until committed": [], "bare copy": []}
@@ -216,17 +217,18 @@ def measure_async(training: Training, folder: str) -> dict[str, list[float]]:
 
 
 def local_tensors(state: dict[str, Any]) -> list[torch.Tensor]:
-    """This rank's slices."""
+    """List this rank's slices."""
     return [tensor.to_local() for _, tensor in iterate_tensors(state) if isinstance(tensor, DTensor)]
 
 
 def large_state() -> dict[str, torch.Tensor]:
-    """Four large tensors."""
+    """Make four large tensors."""
     return {f"w{number}": torch.full((LARGEST // 4,), float(number)) for number in range(4)}
 
 
 def measure_consolidate(folder: str) -> dict[str, float]:
-    """Peak memory of consolidate above start-up, its bound, and its time, for a checkpoint of large tensors."""
+    """Measure the peak memory of consolidate above start-up, with its bound, and its time, for a checkpoint of large
+    tensors."""
     source, out = f"{folder}/large", f"{folder}/consolidated"
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-c", MEASURE_CONSOLIDATE, source, out]
@@ -240,7 +242,7 @@ def measure_consolidate(folder: str) -> dict[str, float]:
 
 
 def report(results: list[dict[str, Any]]) -> list[Table]:
-    """Tables of medians: MB/s and the ratio to DCP."""
+    """Make tables of medians: MB/s and the ratio to DCP."""
     tables = []
     for result in results:
         size = result["bytes"] / 1e6
@@ -260,7 +262,7 @@ def report(results: list[dict[str, Any]]) -> list[Table]:
 
 
 def worker(options: argparse.Namespace) -> None:
-    """One rank of the measurement."""
+    """Run one rank of the measurement."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=30))
     folder = os.path.join(options.folder, "smp-checkpoint-benchmark")
@@ -291,7 +293,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what took part."""
+    """Return the installed versions of what took part."""
     found = {}
     for package in PACKAGES:
         try:

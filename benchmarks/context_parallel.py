@@ -159,7 +159,7 @@ def one_degree(options: argparse.Namespace, degree: int) -> dict[str, Any]:
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds; on CUDA between two synchronisations."""
+    """Return the seconds that ``work`` takes; on CUDA between two synchronisations."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     elif dist.is_initialized():

@@ -74,14 +74,15 @@ def build(kind: str) -> nn.Module:
 
 
 def batches(tokens: torch.Tensor, steps: int, seed: int) -> torch.Tensor:
-    """[steps, BATCH, LENGTH] tokens."""
+    """Draw tokens [steps, BATCH, LENGTH]."""
     generator = torch.Generator().manual_seed(1000 + seed)
     starts = torch.randint(len(tokens) - LENGTH, (steps, BATCH), generator=generator)
     return tokens[starts[..., None] + torch.arange(LENGTH)]
 
 
 def share_in_fp8(model: nn.Module, fp8: Fp8Model, batch: torch.Tensor) -> float:
-    """FLOPs of converted layers over those of all matrix products in the decoder's blocks, in a forward pass."""
+    """Return the FLOPs of converted layers over those of all matrix products in the decoder's blocks, in a forward
+    pass."""
     [blocks] = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == LAYERS]
     name_of = {module: f"{type(model).__name__}.{name}" for name, module in model.named_modules()}
     converted = {name_of[module] for module, *_ in fp8.sites}
@@ -96,7 +97,7 @@ def share_in_fp8(model: nn.Module, fp8: Fp8Model, batch: torch.Tensor) -> float:
 
 
 def train(kind: str, tokens: torch.Tensor, seed: int, steps: int, mode: str) -> tuple[list[float], float | None]:
-    """Losses, and the share of FLOPs in FP8. ``mode``: "bfloat16", "fp8" or "scales of 1"."""
+    """Return the losses, and the share of FLOPs in FP8. ``mode``: "bfloat16", "fp8" or "scales of 1"."""
     torch.manual_seed(seed)
     model = build(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1, betas=(0.9, 0.95))
@@ -125,7 +126,7 @@ def train(kind: str, tokens: torch.Tensor, seed: int, steps: int, mode: str) -> 
 
 
 def judge(fp8: list[list[float]], bf16: list[list[float]]) -> dict[str, Any]:
-    """The comparison of one model; losses by seed."""
+    """Compare the runs of one model; losses by seed."""
     ours, theirs = ([statistics.fmean(losses[-LAST:]) for losses in runs] for runs in (fp8, bf16))
     difference = abs(statistics.fmean(ours) - statistics.fmean(theirs))
     spread = max(theirs) - min(theirs)

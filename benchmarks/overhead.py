@@ -80,7 +80,7 @@ class StepTimes(Callback):
 
 
 def median_step(starts: list[float]) -> float:
-    """Without the first two steps, which allocate and, in FSDP2, initialise lazily."""
+    """Return the median without the first two steps, which allocate and, in FSDP2, initialise lazily."""
     return statistics.median(b - a for a, b in itertools.pairwise(starts[2:]))
 
 
@@ -130,7 +130,7 @@ def bare_loop(args: argparse.Namespace) -> float:
 
 
 def worker(args: argparse.Namespace) -> list[dict[str, float]]:
-    """Interleaved pairs of this process (or of this rank)."""
+    """Measure interleaved pairs in this process (or in this rank)."""
     warnings.filterwarnings("ignore")
     four = args.worker == "four"
     if four:

@@ -113,7 +113,7 @@ def _stepped(
 
 
 def foundry(path: Path) -> list[Case]:
-    """FSDP over all devices; parameters and sums in bfloat16."""
+    """Read the runs of FSDP over all devices; parameters and sums in bfloat16."""
     cases = []
     for row in read(path):
         device = row["gpu"].replace("_", "-").replace("80gb", "80g")
@@ -136,8 +136,8 @@ def foundry(path: Path) -> list[Case]:
 
 
 def kempner(path: Path) -> list[Case]:
-    """FSDP2 with tensor parallelism, recomputing all; parameters and states in bfloat16, float32 gradients that are
-    unsharded between micro-batches."""
+    """Read the runs of FSDP2 with tensor parallelism, recomputing all; parameters and states in bfloat16, float32
+    gradients that are unsharded between micro-batches."""
     cases = []
     for row in read(path):
         gpus, tensor, shard = (int(row[name]) for name in ("gpus", "tensor", "shard"))
@@ -172,8 +172,8 @@ def megatron(path: Path) -> list[Case]:
 
 
 def _pipelined(row: Mapping[str, float], trace: ModelTrace) -> Callable[[Constants], float]:
-    """1F1B: the slowest stage (the last, which has the head) sets the pace, all stages fill and drain once. Sums of
-    gradients and of tensor ranks are waited for."""
+    """Predict a step of 1F1B: the slowest stage (the last, which has the head) sets the pace, all stages fill and drain
+    once. Sums of gradients and of tensor ranks are waited for."""
     hardware = Hardware(int(row["gpus"]) // 8, 8, DEVICES["a100-80g"], 1600)
     tensor, data, stages = (int(row[name]) for name in ("tensor", "data", "pipeline"))
     micro_batch, sequence = int(row["micro_batch"]), int(row["sequence"])
@@ -231,7 +231,8 @@ RANGES = {"launching": (1e-4, 3e-3), "moving": (0.01, 50.0)}
 
 
 def fit(cases: list[Case], start: Constants) -> Constants:
-    """Least mean |log(predicted / measured)|, one constant at a time with steps that become smaller. Deterministic."""
+    """Find the constants of the least mean |log(predicted / measured)|, one at a time with steps that become smaller.
+    Deterministic."""
 
     def loss(constants: Constants) -> float:
         return statistics.fmean(abs(math.log(case.predict(constants) / case.measured)) for case in cases)

@@ -56,7 +56,8 @@ class Work:
 
 
 def ring(cluster: Cluster, p: int, n_bytes: float, groups_per_node: int = 1) -> float:
-    """All-gather or reduce-scatter of ``n_bytes`` over p consecutive ranks; groups side by side share a node's link."""
+    """Return the seconds of an all-gather or reduce-scatter of ``n_bytes`` over p consecutive ranks; groups side by
+    side share a node's link."""
     if p == 1:
         return 0.0
     k = cluster.ranks_per_node
@@ -66,7 +67,7 @@ def ring(cluster: Cluster, p: int, n_bytes: float, groups_per_node: int = 1) -> 
 
 
 def staged(cluster: Cluster, p: int, n_bytes: float, code: float = 1.0) -> float:
-    """The same in two stages; ``code``: bytes between nodes by bytes."""
+    """Return the seconds of the same in two stages; ``code``: bytes between nodes by bytes."""
     k = cluster.ranks_per_node
     if p <= k:
         return ring(cluster, p, n_bytes)
@@ -76,7 +77,8 @@ def staged(cluster: Cluster, p: int, n_bytes: float, code: float = 1.0) -> float
 
 
 def across(cluster: Cluster, world: int, p: int, n_bytes: float, code: float = 1.0) -> float:
-    """All-reduce over replicas of the shards of ``n_bytes``: every rank of a node has a ring of its own."""
+    """Return the seconds of an all-reduce over replicas of the shards of ``n_bytes``: every rank of a node has a ring
+    of its own."""
     replicas, k = world // p, cluster.ranks_per_node
     if replicas == 1:
         return 0.0
@@ -94,9 +96,9 @@ def step_seconds(
     overlap: float = 0.0,
     reduce_scatter_times: float = 1.0,
 ) -> float:
-    """Seconds of one optimizer step. ``degree``: the partition group's ranks for MiCS and ours-node; FSDP2 and
-    ours-world shard over the world. ``reduce_scatter_times``: what the backend's own reduce-scatter sends, by that of a
-    ring (gloo's is a whole all-reduce: 2); ours does not use it.
+    """Return the seconds of one optimizer step. ``degree``: the partition group's ranks for MiCS and ours-node; FSDP2
+    and ours-world shard over the world. ``reduce_scatter_times``: what the backend's own reduce-scatter sends, by that
+    of a ring (gloo's is an all-reduce: 2); ours does not use it.
 
     Beside what travels, a gathered tensor is copied once, into parameters, and a reduced one twice: into a buffer, and
     by its additions (so often as the backend's reduce-scatter sends it).
@@ -138,7 +140,7 @@ def step_seconds(
 
 
 def lab_prediction(row: dict[str, Any]) -> dict[str, float]:
-    """Predicted seconds of a lab row's schemes that the model has."""
+    """Predict the seconds of a lab row's schemes that the model has."""
     nodes, k = map(int, row["layout"].split("x"))
     rate = {"200mbit": 25e6, "1gbit": 125e6}[row["rate"]]
     m, root = 92_438_528.0, 92_438_528.0 - 6 * 4 * 3_152_384.0
@@ -168,7 +170,7 @@ def lab_prediction(row: dict[str, Any]) -> dict[str, float]:
 
 
 def check(path: Path) -> list[tuple[str, str, float, float]]:
-    """(row, scheme, measured, predicted) of a lab's results."""
+    """List (row, scheme, measured, predicted) of a lab's results."""
     found = []
     for row in json.loads(path.read_text())["rows"]:
         predicted = lab_prediction(row)

@@ -55,7 +55,7 @@ class PlatformEnvironment(ClusterEnvironment):
 
     @override
     def set_world_size(self, size: int) -> None:
-        """The launcher decides; :meth:`validate_settings` compares."""
+        """Ignore the size, which the launcher decides; :meth:`validate_settings` compares."""
 
     @override
     def global_rank(self) -> int:
@@ -63,7 +63,7 @@ class PlatformEnvironment(ClusterEnvironment):
 
     @override
     def set_global_rank(self, rank: int) -> None:
-        """The launcher decides."""
+        """Ignore the rank, which the launcher decides."""
 
     @override
     def local_rank(self) -> int:

@@ -53,5 +53,5 @@ def begin(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """What comes before every command: where warnings go."""
+    """Set up logging before every command: warnings go to stderr."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)

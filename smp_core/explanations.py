@@ -54,7 +54,7 @@ def explain(error: BaseException) -> None:
 
 
 def explain_uncaught_errors() -> None:
-    """From here on, in this process."""
+    """Add the notes to uncaught errors of this process, too."""
     if not isinstance(sys.excepthook, _Explaining):
         sys.excepthook = _Explaining(sys.excepthook)
 

@@ -98,7 +98,7 @@ def settings_of(name: str) -> tuple[str, ...]:
 
 
 def contradictions(asked: Any) -> Iterator[str]:
-    """What is wrong with knobs of a configuration (as asked for) that are fine by themselves and not together."""
+    """Yield what is wrong with knobs of a configuration (as asked for) that are fine by themselves and not together."""
     degree, context, kept = asked.shard_degree, asked.context_parallel_degree, asked.reshard_after_forward
     if isinstance(degree, int) and context > degree:
         yield (

@@ -46,7 +46,7 @@ def effective_table(knobs: Knobs) -> Table:
 
 
 def table_as_text(knobs: Knobs) -> str:
-    """:func:`effective_table` for logs."""
+    """Return :func:`effective_table` as text, for logs."""
     from rich.console import Console
 
     console = Console(width=_LOG_WIDTH, file=io.StringIO())

@@ -220,7 +220,7 @@ def anything() -> Reader:
 
 
 def nothing() -> Reader:
-    """None; in text `none` or `null`."""
+    """Return a reader of None; in text `none` or `null`."""
 
     def read(knob: str, value: Any) -> None:
         if value is None or (isinstance(value, str) and value.strip().lower() in NONE):
@@ -257,7 +257,8 @@ def _integer_in(value: Any) -> int | None:
 
 
 def _word_hint(value: Any, allowed: str) -> str:
-    """`did you mean 'world'?` when the text given is almost one of the words quoted in `allowed`."""
+    """Return `did you mean 'world'?` when the text given is almost one of the words quoted in `allowed`, else no
+    text."""
     quoted = allowed.replace('"', "'").split("'")[1::2]
     near = nearest_name(value, quoted, cutoff=0.6) if isinstance(value, str) else None
     return f"did you mean {near!r}?" if near else ""

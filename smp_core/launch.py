@@ -213,7 +213,7 @@ def _sagemaker_hosts(environ: Mapping[str, str]) -> list[str]:
         raise ValueError(f"""SM_HOSTS={text} is not a JSON list of host names, such as '["algo-1", "algo-2"]'""")
 
     def by_number(host: str) -> list[int | str]:
-        """Sort key: "algo-10" comes after "algo-9"."""
+        """Return a sort key by which "algo-10" comes after "algo-9"."""
         return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", host)]
 
     return sorted(hosts, key=by_number)

@@ -355,8 +355,9 @@ def _place(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _without_sigterm() -> Iterator[None]:
-    """A launcher that notices the loss (torchrun within 0.1 s) tells the survivors to end, with SIGTERM and later
-    SIGKILL. This one is ending; a handler such as Lightning's, which starts a collective, must not cut it short."""
+    """Ignore SIGTERM: a launcher that notices the loss (torchrun within 0.1 s) tells the survivors to end, with SIGTERM
+    and later SIGKILL. This process is ending; a handler such as Lightning's, which starts a collective, must not cut it
+    short."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -44,7 +44,8 @@ class Meetings:
         self.add_group(range(world_size))
 
     def add_group(self, ranks: Sequence[int]) -> None:
-        """Some ranks, this one among them, that will make calls together: the others learn where this one is."""
+        """Add a group of ranks, this one among them, that will make calls together: the others learn where this one
+        is."""
         if len(ranks) > 1:
             self._held.setdefault(tuple(ranks), 0)
 
@@ -73,7 +74,8 @@ class Meetings:
             raise RuntimeError(said)
 
     def meet_in_all_groups(self, place: str) -> None:
-        """:meth:`meet` with all ranks; the ranks of a smaller group that wait for this one elsewhere learn it too."""
+        """Meet at ``place`` in every group of this rank, the smallest first: ranks of a group that wait for this one
+        elsewhere learn where it is."""
         for group in sorted(self._held, key=len):
             self.meet(place, group)
 

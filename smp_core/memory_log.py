@@ -70,7 +70,7 @@ def _records(path: Path) -> Iterator[tuple[int, StepMemory]]:
 
 
 def draw(steps: Mapping[int, StepMemory], path: str | os.PathLike[str]) -> None:
-    """A stacked bar for each step, as a PNG (or what else the ending of ``path`` says).
+    """Draw a stacked bar for each step, as a PNG (or in the format of the ending of ``path``).
 
     Raises:
         ValueError: matplotlib is not installed.

@@ -104,8 +104,8 @@ class SmpMesh:
         return mesh
 
     def secondary(self, degree: int) -> DeviceMesh:
-        """(across, secondary) over the partition group: ``degree`` neighbours that each hold a part of a copy of it,
-        between forward and backward. Collective over the world at its first use."""
+        """Return the mesh (across, secondary) over the partition group: ``degree`` neighbours hold the unsharded
+        parameters between forward and backward, a part each. Collective over the world at its first use."""
         columns, rows = split(self.layout.groups(*PARTITION), degree)
         held, across = self._groups.own(rows), self._groups.own(columns)
         self._groups.connect()
@@ -244,7 +244,7 @@ def _world_group() -> dist.ProcessGroup:
 
 
 def _can_split(backend: Any) -> bool:
-    """Whether the default group can be split: NCCL can, once it is connected."""
+    """Tell whether the default group can be split: NCCL can, once it is connected."""
     return _world_group().bound_device_id is not None and bool(getattr(backend, "supports_splitting", False))
 
 

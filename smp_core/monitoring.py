@@ -89,7 +89,7 @@ class FlopMeasurement:
 def count_model_flops(
     model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], object] | None = None
 ) -> ModelFlops:
-    """Counts the model FLOPs of a forward pass on `batch` without computing it: everything runs on the meta device.
+    """Count the model FLOPs of a forward pass on `batch` without computing it: everything runs on the meta device.
 
     Args:
         model: real or on meta, not sharded yet; it is neither changed nor copied.

@@ -259,8 +259,8 @@ class ParallelModel:
         return "\n".join(lines)
 
     def report(self) -> str:
-        """At most fifteen lines for the start of a run: the layout, and what became of the knobs that were asked for.
-        All knobs, with reasons, go to the logger "smp" at DEBUG."""
+        """Return at most fifteen lines for the start of a run: the layout, and what became of the knobs that were asked
+        for. All knobs, with reasons, go to the logger "smp" at DEBUG."""
         lines = self.describe().splitlines()
         asked = lines_about_asked(self.config, SmpConfig())
         room = _REPORT_LINES - len(lines) - 1

@@ -232,7 +232,7 @@ def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None
 
 
 def plain_tensors(model: nn.Module, plan: Plan) -> Iterator[torch.Tensor]:
-    """Parameters that every rank holds whole, and buffers."""
+    """Yield the replicated parameters, and all buffers."""
     by_name = dict(model.named_parameters())
     for names in plan.replicated_parameters:
         yield from (by_name[name] for name in names)
@@ -241,7 +241,8 @@ def plain_tensors(model: nn.Module, plan: Plan) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def lay_out_contiguously(model: nn.Module) -> None:
-    """Shards are stretches of a parameter's rows: one that is transposed, or in ``channels_last``, is laid out anew."""
+    """Make parameters contiguous that are transposed or in ``channels_last``: shards are stretches of a parameter's
+    rows."""
     others = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_contiguous()}
     for parameter in others.values():
         parameter.data = parameter.data.contiguous()
@@ -251,7 +252,8 @@ def lay_out_contiguously(model: nn.Module) -> None:
 
 @torch.no_grad()
 def move_plain_tensors(model: nn.Module, device: torch.device) -> None:
-    """FSDP2 moves what it manages; replicated parameters and buffers of modules outside every unit are left to us."""
+    """Move replicated parameters, and buffers of modules outside every unit, to ``device``: FSDP2 moves what it
+    manages."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if parameter.device.type != device.type and not isinstance(parameter, DTensor):

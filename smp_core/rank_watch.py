@@ -48,7 +48,7 @@ def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
 
 
 def stop_watching() -> None:
-    """This rank ends in good order; the others are not to miss it."""
+    """Stop the watch in good order: the other ranks do not take the end of this one for a loss."""
     global _watch
     if _watch is not None:
         _watch.stop()
@@ -76,7 +76,7 @@ def meet(place: str) -> None:
 
 
 def meet_between_runs(place: str, ranks: Sequence[int] | None = None) -> None:
-    """The same in a script that lets a Trainer run, outside of its runs; inside them nothing waits.
+    """Meet in a script that lets a Trainer run, outside of its runs; inside them nothing waits.
 
     Args:
         ranks: those who make the call together; by default all, who then are in no call of a part of them either.
@@ -90,7 +90,7 @@ def meet_between_runs(place: str, ranks: Sequence[int] | None = None) -> None:
 
 
 def count_forwards(model: nn.Module, peers: Sequence[int]) -> None:
-    """From here on a rank that waits sees by a forward pass of ``peers`` that they do not come."""
+    """Count forward passes: a rank that waits for ``peers`` sees by one of them that they do not come."""
 
     def begun(*_: Any) -> None:
         if _watch is not None:

@@ -23,7 +23,8 @@ def pins(device: torch.device) -> bool:
 
 
 def pinned_bytes(n_bytes: int) -> int:
-    """What torch takes from the system for ``n_bytes`` of pinned memory, and keeps until the process ends."""
+    """Return the bytes that torch takes from the system for ``n_bytes`` of pinned memory, and keeps until the process
+    ends."""
     return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
 
 

@@ -47,7 +47,7 @@ SCALING_WIDTH, SCALING = 256, ("hsdp-two-hop", "ours-node")
 
 
 def rates(text: str) -> float:
-    """``"200mbit"`` -> bytes per second."""
+    """Turn ``"200mbit"`` into bytes per second."""
     number, unit = re.fullmatch(r"(\d+)(mbit|gbit)", text).groups()  # type: ignore[union-attr]
     return int(number) * {"mbit": 1e6, "gbit": 1e9}[unit] / 8
 
@@ -85,7 +85,8 @@ ROW = ("layout", "rate", "micro", "dtype")
 
 
 def compare(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """``rows`` with one more measured at a time; schemes measured before in the same place stay beside the new ones."""
+    """Yield ``rows`` with one more measured at a time; schemes measured before in the same place stay alongside the new
+    ones."""
     for dtype in asked.dtypes:
         for layout in asked.layouts:
             for rate in asked.rates:
@@ -127,7 +128,8 @@ def measure(row: dict[str, Any], asked: argparse.Namespace) -> None:
 
 
 def check_losses(found: dict[str, Any]) -> None:
-    """Exact schemes within 0.5 % of one another (float32 sums in other orders, bfloat16 gathers), encoded ones 5 %."""
+    """Check that losses of exact schemes are within 0.5 % of one another (float32 sums in other orders, bfloat16
+    gathers), those of compressed ones within 5 %."""
     names = [name for name in found if name in EXACT]
     turns = range(len(found[names[0]]["losses"]))
     expected = [statistics.median(found[name]["losses"][turn] for name in names) for turn in turns]
@@ -141,7 +143,7 @@ def check_losses(found: dict[str, Any]) -> None:
 
 
 def seconds_of(row: dict[str, Any], scheme: str) -> float:
-    """Median of a scheme's step in the row; nan if it was not measured."""
+    """Return the median of a scheme's step in the row; nan if it was not measured."""
     return statistics.median(row["schemes"].get(scheme, {"seconds": [float("nan")]})["seconds"])
 
 
@@ -171,7 +173,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """Seconds per step, a line for each cluster; what each column is stands on the page."""
+    """Show seconds per step, a line for each cluster; what each column is stands on the page."""
     columns = {
         "ZeRO-3": "ds3",
         "FSDP2": "fsdp",
@@ -196,7 +198,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def headline(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """README's number: two nodes of two ranks on the slow link, four micro-batches, float32, all exact."""
+    """Write README's number: two nodes of two ranks on the slow link, four micro-batches, float32, all exact."""
     where = {"layout": "2x2", "rate": "200mbit", "micro": 4, "dtype": "float32"}
     row = next(row for row in rows if where.items() <= row.items())
     seconds = {name: seconds_of(row, name) for name in ("ours-world", "fsdp-ring")}
@@ -213,7 +215,7 @@ def headline(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def ratios(rows: list[dict[str, Any]]) -> str:
-    """Step time of the other / step time of ours, a line for each cluster of float32 parameters."""
+    """Show step time of the other / step time of ours, a line for each cluster of float32 parameters."""
     columns = {
         "DeepSpeed ZeRO-3 : ours over all nodes": ("ds3", "ours-world"),
         "FSDP2 with a true ring : ours over all nodes": ("fsdp-ring", "ours-world"),
@@ -235,7 +237,8 @@ def ratios(rows: list[dict[str, Any]]) -> str:
 
 
 def scale(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Emulated compute, 1 -> 2 -> 4 nodes of two ranks, four micro-batches, sharded in the node.
+    """Measure weak scaling with emulated compute: 1 -> 2 -> 4 nodes of two ranks, four micro-batches, sharded in the
+    node.
 
     A small model with long sleeps: eight ranks' real arithmetic on the machine's cores would be measured otherwise.
     """
@@ -333,12 +336,12 @@ def main() -> None:
 
 
 def in_order(row: dict[str, Any]) -> tuple[bool, float, int, str]:
-    """float32, the slow link and one micro-batch first."""
+    """Return a sort key: float32, the slow link and one micro-batch first."""
     return row["dtype"] != "float32", rates(row["rate"]), row["micro"], row["layout"]
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """The result, its chart and, for the committed one, what pages show of it."""
+    """Write the result, its chart and, for the committed one, what pages show of it."""
     rows, scaling = result["rows"], result["scaling"]
     rows.sort(key=in_order)
     for row in rows:
@@ -366,7 +369,7 @@ def page(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def every_row(rows: list[dict[str, Any]], scaling: list[dict[str, Any]]) -> str:
-    """The file beside the result: ratios, weak scaling and all that was measured of each scheme."""
+    """Make the file alongside the result: ratios, weak scaling and all that was measured of each scheme."""
     grown = [
         f"| {row['compute_ms']:.0f} | {row['nodes']} | {row['scheme']} "
         f"| {statistics.median(row['seconds']):.2f} | {row['efficiency']:.3f} |"

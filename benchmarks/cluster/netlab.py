@@ -46,7 +46,7 @@ LOG_TAIL = 25
 
 
 def counters(device: str = "eth0") -> dict[str, int]:
-    """Byte and packet counters of a device in the calling process's network namespace.
+    """Read byte and packet counters of a device in the calling process's network namespace.
 
     Raises:
         LookupError: there is no such device here.
@@ -61,7 +61,7 @@ def counters(device: str = "eth0") -> dict[str, int]:
 
 
 def parse_rate(text: str) -> int:
-    """``"200mbit"`` -> bits per second; ``"0"``: no limit."""
+    """Turn ``"200mbit"`` into bits per second; ``"0"`` means no limit."""
     match = re.fullmatch(r"([\d.]+)\s*([kmg]?)(bit|bps)?", text.lower())
     if not match:
         raise argparse.ArgumentTypeError(f"rate {text!r}: write e.g. 200mbit, 1gbit, 0 for no limit")
@@ -69,7 +69,7 @@ def parse_rate(text: str) -> int:
 
 
 def parse_delay(text: str) -> int:
-    """``"1ms"`` -> microseconds; a bare number is in milliseconds."""
+    """Turn ``"1ms"`` into microseconds; a bare number is in milliseconds."""
     match = re.fullmatch(r"([\d.]+)\s*(us|ms|s)?", text.lower())
     if not match:
         raise argparse.ArgumentTypeError(f"delay {text!r}: write e.g. 500us, 1ms")
@@ -146,7 +146,8 @@ class Lab:
                 self._redirect(node)
 
     def _connect(self, node: int) -> None:
-        """One NIC into the bridge, with fixed tables: no learning and no ARP, so that no broadcast is counted."""
+        """Connect a node's network card to the bridge, with fixed tables: no learning and no ARP, so that no broadcast
+        is counted."""
         switch, namespace, port = self.switch, self.namespace(node), f"p{node}"
         pair = ("type", "veth", "peer", "name", port, "netns", switch)
         _sh("ip", "link", "add", "eth0", "netns", namespace, "address", self.mac(node), *pair)
@@ -174,7 +175,7 @@ class Lab:
         _sh("tc", "-n", self.switch, "qdisc", "add", "dev", f"p{node}", *tbf)
 
     def _redirect(self, node: int) -> None:
-        """What the node sends goes through the delay line before it reaches the bridge."""
+        """Send what leaves the node through the delay line before it reaches the bridge."""
         port = f"p{node}"
         everything = ("protocol", "all", "u32", "match", "u32", "0", "0")
         action = ("action", "mirred", "egress", "redirect", "dev", "dly")
@@ -201,7 +202,7 @@ class Lab:
         self._build.cleanup()
 
     def node_counters(self) -> list[dict[str, int]]:
-        """Per node: eth0 bytes out and in, lo bytes, and the frames that the limiters dropped."""
+        """Read for each node: eth0 bytes out and in, lo bytes, and the frames that the limiters dropped."""
         found = []
         for node in range(self.nodes):
             links = json.loads(_sh("ip", "-n", self.namespace(node), "-s", "-j", "link"))

@@ -201,7 +201,8 @@ class Run:
 
 
 def start_deepspeed() -> None:
-    """Its process group. Two of its calls do not exist on gloo and are replaced by ones with the same traffic."""
+    """Start DeepSpeed's process group. Two of its calls do not exist on gloo and are replaced by ones with the same
+    traffic."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ["NDEV_PER_NODE"] = os.environ["LOCAL_WORLD_SIZE"]
     import logging
@@ -280,9 +281,9 @@ class DeepSpeedRun:
 
 
 def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool, width: int) -> float:
-    """Bytes that have to leave a node per optimizer step in the scheme, with float32 sums (DeepSpeed: in the dtype of
-    the parameters): every unit's gathers and reductions, each byte once over the link; peers by the ring over ranks in
-    order."""
+    """Return the bytes that have to leave a node per optimizer step in the scheme, with float32 sums (DeepSpeed: in the
+    dtype of the parameters): every unit's gathers and reductions, each byte once over the link; peers by the ring over
+    ranks in order."""
     model = Model(width=width)
     m = sum(p.numel() for p in model.parameters()) * 4.0
     root = m - sum(p.numel() for p in model.blocks.parameters()) * 4.0
@@ -314,8 +315,8 @@ def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool,
 
 
 def calibrate(k: int) -> dict[str, float]:
-    """What the machine does inside a node, for a block's parameters in float32 and with all ranks at work, as bytes of
-    the block per second. The links inside a node are loopback here, and share the cores with everything else.
+    """Measure what the machine does inside a node, for a block's parameters in float32 and with all ranks at work, as
+    bytes of the block per second. The links inside a node are loopback here, and share the cores with everything else.
 
     Returns:
         inside: what a rank sends to the others of its node (shards); copying: into memory just allocated;

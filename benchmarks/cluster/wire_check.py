@@ -76,7 +76,7 @@ def train(parallel: ParallelModel, optimizer: torch.optim.Optimizer, micro_batch
 
 
 def measure(asked: argparse.Namespace, knobs: dict[str, object]) -> list[dict[str, float]]:
-    """Per node and step: metered bytes, the card's bytes, and the card's bytes without frame headers."""
+    """Measure, per node and step: metered bytes, the card's bytes, and the card's bytes without frame headers."""
     topology = Topology.discover()
     model = Transformer(asked.vocabulary, asked.width, asked.layers)
     parallel = parallelize(model, SmpConfig(**knobs), topology=topology)  # type: ignore[arg-type]

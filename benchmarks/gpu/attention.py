@@ -41,8 +41,8 @@ def correctness(on: Device) -> Rows:
 
 
 def _against_plain(on: Device, name: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Output, LSE and gradients against plain products of the same numbers in float64: no further than four times the
-    dtype's own rounding of the largest value (gradients pass twice as many)."""
+    """Compare output, LSE and gradients with plain products of the same numbers in float64: no further than four times
+    the dtype's own rounding of the largest value (gradients pass twice as many)."""
     heads, groups, d, e, segments, causal, window = CASES[name]
     torch.manual_seed(0)
     queries, keys = (sum(each) for each in zip(*segments, strict=True))
@@ -74,8 +74,8 @@ def speed(on: Device) -> Rows:
 
 
 def _operator(on: Device, length: int) -> dict[str, Any]:
-    """Forward and backward of one layer of Llama 3.1 8B's attention in bfloat16: ours as a rank runs it (two chunks,
-    one rank) against torch's kernels of the whole; TFLOPS."""
+    """Measure forward and backward of one layer of Llama 3.1 8B's attention in bfloat16, in TFLOPS: ours as a rank runs
+    it (two chunks, one rank) against torch's kernels of the unsplit sequence."""
     heads, groups, d = (4, 2, 32) if on.rehearsal else (32, 8, 128)
     shapes = ((1, length, each, d) for each in (heads, groups, groups))
     q, k, v = (torch.randn(s, device=on.device, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
@@ -126,7 +126,8 @@ def _flash_3(run: Callable[[], None]) -> None:
 
 
 def _context_parallel(on: Device, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor) -> None:
-    """torch.distributed.tensor.experimental.context_parallel on a mesh of one rank; it shards its buffers in place."""
+    """Run torch.distributed.tensor.experimental.context_parallel on a mesh of one rank; it shards its buffers in
+    place."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 

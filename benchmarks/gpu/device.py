@@ -68,7 +68,7 @@ class Device:
             torch.cuda.empty_cache()
 
     def milliseconds(self, work: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> float:
-        """The median between recorded events."""
+        """Return the median between recorded events."""
         if self.rehearsal:
             repeats = warm_up = 1
         for _ in range(warm_up):
@@ -90,8 +90,8 @@ class Device:
 
     @contextlib.contextmanager
     def one_rank(self, bound: bool = False) -> Iterator[None]:
-        """A world of this process: NCCL for the device, gloo for the CPU it is compared with; ``bound``: NCCL only, for
-        the device alone, as Lightning has it."""
+        """Make a world of this process: NCCL for the device, gloo for the CPU it is compared with; ``bound``: NCCL
+        only, for the device alone, as Lightning has it."""
         backend, given = "gloo" if self.rehearsal else "cpu:gloo,cuda:nccl", {}
         if bound and not self.rehearsal:
             backend, given = "nccl", {"device_id": torch.device("cuda", 0)}

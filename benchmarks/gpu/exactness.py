@@ -27,7 +27,7 @@ Cast = Callable[..., Any]
 
 
 def kernels(on: Device) -> Rows:
-    """The kernels' own tests, which take a CUDA device by themselves; a rehearsal collects them."""
+    """Yield the kernels' own tests, which take a CUDA device by themselves; a rehearsal collects them."""
     for path in TESTS:
         yield path, partial(_tests, path, on.rehearsal)
 
@@ -56,7 +56,7 @@ def casts(on: Device) -> Rows:
 
 
 def _fused(on: Device) -> Cast:
-    """The kernel; in a rehearsal what it is compared with."""
+    """Return the kernel; in a rehearsal what it is compared with."""
     if not on.rehearsal:
         on.needs(fp8=True)
         if not has_triton():
@@ -73,7 +73,7 @@ def _fused(on: Device) -> Cast:
 
 
 def _one_cast(on: Device, cast: Cast, kind: str, source: torch.dtype, dtype: torch.dtype) -> dict[str, Any]:
-    """Rows, columns and amax, bit by bit; also of strided tensors and infinities."""
+    """Compare rows, columns and amax, bit by bit; also of strided tensors and infinities."""
     x = torch.randn(SHAPES[kind], device=on.device, dtype=source)
     if kind == "transposed":
         x = x.t()
@@ -104,7 +104,7 @@ def _nan(on: Device, cast: Cast, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _scales(on: Device) -> dict[str, Any]:
-    """Of every magnitude: the mantissa is a half, and on the device the same as on the CPU."""
+    """Check scales for amaxes of every magnitude: the mantissa is a half, and on the device the same as on the CPU."""
     amaxes = torch.logspace(-37, 38, 5000)
     scales = scale_for(amaxes.to(on.device), LARGEST[E4M3])
     exact = bool((scales.frexp().mantissa == 0.5).all())
@@ -123,8 +123,8 @@ def products(on: Device) -> Rows:
 
 
 def _product(on: Device, name: str, rows: int, inputs: int, outputs: int) -> dict[str, Any]:
-    """Against float64 products of the same FP8 numbers. Results round to bfloat16 (2^-8); fast accumulation in forward
-    keeps about 14 bits of partial sums, hence 2^-6 of the largest value there."""
+    """Compare with float64 products of the same FP8 numbers. Results round to bfloat16 (2^-8); fast accumulation in
+    forward keeps about 14 bits of partial sums, hence 2^-6 of the largest value there."""
     torch.manual_seed(0)
     shapes = {"x": ((rows, inputs), E4M3), "w": ((outputs, inputs), E4M3), "g": ((rows, outputs), E5M2)}
     q = {}
@@ -149,7 +149,8 @@ def decibels(expected: torch.Tensor, seen: torch.Tensor) -> float:
 
 
 def _noise(on: Device, size: float) -> dict[str, Any]:
-    """A layer's output (at least 25 dB) and gradients (20 dB), while scales are found and after."""
+    """Measure the signal-to-noise ratio of a layer's output (at least 25 dB) and gradients (20 dB), while scales are
+    found and after."""
     rows, inputs, outputs = (32, 64, 96) if on.rehearsal else (512, 1024, 2048)
     torch.manual_seed(0)
     net = nn.Linear(inputs, outputs, bias=False, device=on.device, dtype=torch.bfloat16)

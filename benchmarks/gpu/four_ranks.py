@@ -44,7 +44,7 @@ REHEARSED = ("nodes", "int8 both ways")
 
 
 def rows(on: Device) -> Rows:
-    """All cases run in one world, which takes longer to start than to train."""
+    """Yield all cases, which run in one world: it takes longer to start than to train."""
     names = REHEARSED if on.rehearsal else tuple(KNOBS)
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.spawn(_rank, (folder, on.device.type, names), nprocs=WORLD, join=False)

@@ -48,7 +48,7 @@ def _launched(on: Device, *, mended: bool) -> dict[str, Any]:
 
 
 def _submit(on: Device, behind: Background, out: torch.Tensor) -> Pending:
-    """Nobody but the work itself holds its source when this returns."""
+    """Submit work that alone holds its source once this returns."""
     source = torch.ones_like(out)
 
     def run() -> None:
@@ -59,7 +59,8 @@ def _submit(on: Device, behind: Background, out: torch.Tensor) -> Pending:
 
 
 def _sums(on: Device, *, mended: bool) -> dict[str, Any]:
-    """A model stored in bfloat16, reduced in float32: whoever adds micro-batches up sleeps before it reads."""
+    """Train a model stored in bfloat16, reduced in float32, while the stream that adds micro-batches up sleeps before
+    it reads."""
     if not mended:
         on.needs()
     knobs = {"shard_degree": 1, "param_dtype": "bfloat16"}

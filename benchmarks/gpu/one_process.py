@@ -107,7 +107,7 @@ def float16(on: Device) -> Rows:
 
 
 def _scaled(on: Device, start: float) -> dict[str, Any]:
-    """From a scale that overflows it falls, and steps that overflow change nothing."""
+    """Check that a scale that overflows falls, and that steps that overflow change nothing."""
     seen = train({"shard_degree": 1, "param_dtype": "float16"}, on.device, dtype=torch.float32, scale=start)
     assert seen.scale is not None
     overflows = start > 2.0**30
@@ -125,7 +125,7 @@ def resume(on: Device) -> Rows:
 
 
 def _resumed(on: Device, knobs: dict[str, Any]) -> dict[str, Any]:
-    """Steps with dropout after an asynchronous save, and again after a resume: the same bits."""
+    """Compare steps with dropout after an asynchronous save, and again after a resume: the same bits."""
     steps = batches(on.device)
 
     def built() -> tuple[Any, torch.optim.Optimizer]:

@@ -37,19 +37,19 @@ def read(path: Path) -> Results:
 
 
 def all_results(folder: Path) -> list[Results]:
-    """Of every device, in the order of file names; runs without a device say nothing."""
+    """Read the results of every device, in the order of file names; runs without a device say nothing."""
     found = [read(path) for path in sorted(folder.glob("*.jsonl"))] if folder.exists() else []
     return [each for each in found if each.machine is not None]
 
 
 def is_wrong(line: Mapping[str, Any]) -> bool:
-    """Whether an item broke, or found something wrong."""
+    """Tell whether an item broke, or found something wrong."""
     broke = line["state"].startswith(("died", "out of time"))
     return broke or any("error" in row or row.get("ok") is False for row in line["rows"])
 
 
 def in_short(lines: Sequence[Mapping[str, Any]]) -> str:
-    """One line about items."""
+    """Write one line about items."""
     states = [line["state"] for line in lines]
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "nothing to run"
 
@@ -67,7 +67,7 @@ def cell(value: Any) -> str:
 
 
 def result_of(line: Mapping[str, Any] | None) -> str:
-    """What came out of an item, in one cell."""
+    """Write what came out of an item, in one cell."""
     if line is None:
         return "not run"
     rows = line["rows"]
@@ -115,7 +115,7 @@ def _machine(results: Results) -> list[str]:
 
 
 def text(found: Sequence[Results]) -> str:
-    """The page."""
+    """Write the page."""
     names = [str(each.machine["device"]) for each in found if each.machine is not None]
     said = f"Run on: {', '.join(names)}." if names else "Nothing has been run on a GPU yet: no item below is shown."
     lines = [
@@ -134,7 +134,7 @@ def text(found: Sequence[Results]) -> str:
 
 
 def sentence(found: Sequence[Results]) -> str:
-    """What the README's status says."""
+    """Write what the README's status says."""
     if not found:
         return "**No CUDA path has run on a GPU yet** ([what would be checked](docs/gpu.md))."
     lines = [line for each in found for line in each.items.values()]

@@ -42,7 +42,7 @@ MARK = "ROW "
 
 
 def measured(item: Item, on: Any) -> Iterator[dict[str, Any]]:
-    """The rows of an item; one that raises says what."""
+    """Yield the rows of an item; one that raises says what."""
     from benchmarks.gpu.device import NotHere
 
     def attempt(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def run_item(name: str, kind: str) -> None:
 
 
 def in_a_process(arguments: list[str], limit: float) -> tuple[list[dict[str, Any]], str]:
-    """Rows that a Python program printed, and how it ended: "done", "out of time" or "died: ..."."""
+    """Return the rows that a Python program printed, and how it ended: "done", "out of time" or "died: ..."."""
     rows: list[dict[str, Any]] = []
     command = [sys.executable, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -77,7 +77,7 @@ def _against_copy(on: Device, work: Callable[[], object], n_bytes: int, rate: fl
 
 
 def layers(on: Device) -> Rows:
-    """Linear layers of Llama 3.1 8B and 70B, forward and backward, casts included."""
+    """Measure linear layers of Llama 3.1 8B and 70B, forward and backward, casts included."""
     shapes = {
         "8B attention": (4096, 4096),
         "8B up": (4096, 14336),

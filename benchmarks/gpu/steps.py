@@ -87,7 +87,7 @@ class Run:
 def built(
     on: Device, knobs: Mapping[str, Any] | None, length: int, shard: Callable[..., Any] | None = None
 ) -> Iterator[Run]:
-    """A model parallelized by knobs, or by `shard`, or plain; its memory is given back at the end."""
+    """Make a model parallelized by knobs, or by `shard`, or plain; its memory is given back at the end."""
     torch.manual_seed(0)
     size = size_of(on)
     with on.device:
@@ -115,7 +115,7 @@ def built(
 
 
 def overhead(on: Device) -> Rows:
-    """Each pair takes turns twice, so that both sides meet the same clocks."""
+    """Measure in pairs that take turns twice, so that both sides meet the same clocks."""
     length = 64 if on.rehearsal else 4096
 
     def bare(model: nn.Module) -> None:
@@ -141,7 +141,7 @@ def _pair(on: Device, length: int, shard: Callable[..., Any] | None, knobs: dict
 
 
 def host_optimizer(on: Device) -> Rows:
-    """The step alone, and what copies at the device's own rate would take."""
+    """Measure the step alone, and what copies at the device's own rate would take."""
     length = 32 if on.rehearsal else 1024
     with on.one_rank():
         for name, knobs in (("on the device", {}), ("on the host", {"state_offload": "optimizer"})):
@@ -168,7 +168,7 @@ def _optimizer_step(on: Device, knobs: dict[str, Any], length: int) -> dict[str,
 
 
 def modes(on: Device) -> Rows:
-    """Peak and what it is made of, time, and the share of copies that a kernel hides."""
+    """Measure the peak and what it is made of, time, and the share of copies that a kernel hides."""
     lengths = (64, 96) if on.rehearsal else (8192, 32768)
     with on.one_rank():
         for length in lengths:
@@ -221,7 +221,7 @@ def _offload_goal(on: Device, length: int, found: Mapping[str, Mapping[str, Any]
 
 
 def copy_and_block(on: Device, length: int) -> dict[str, float]:
-    """Milliseconds to copy a block's input to host memory, and of a block's forward."""
+    """Measure the milliseconds to copy a block's input to host memory, and of a block's forward."""
     shape = SIZES[size_of(on)]
     there = torch.randn(1, length, shape["width"], dtype=torch.bfloat16, device=on.device)
     here = torch.empty(there.shape, dtype=there.dtype, pin_memory=not on.rehearsal)
@@ -236,7 +236,7 @@ def copy_and_block(on: Device, length: int) -> dict[str, float]:
 
 
 def compared(times: dict[str, float], found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """How much longer each mode's step is than "full"'s, and the goal: where a block's copy is shorter than the block,
+    """Compare each mode's step with "full"'s, and with the goal: where a block's copy is shorter than the block,
     horizon 2 adds at most 5 %."""
     full = found.get("full", {}).get("step_seconds")
     longer = {
@@ -281,7 +281,7 @@ def longest(on: Device) -> Rows:
 
 
 def _longest(on: Device) -> dict[str, Any]:
-    """Doubled until memory or the item's patience ends."""
+    """Double the length until memory or the item's patience ends."""
     length, limit = (64, 128) if on.rehearsal else (65536, 2**21)
     fitted: dict[str, float] = {}
     patience = time.perf_counter() + 40

@@ -30,8 +30,9 @@ def traced(work: Callable[[], object], activities: list[ProfilerActivity]) -> li
 
 
 def beside_compute(events: Iterable[Event]) -> dict[str, float | None]:
-    """Milliseconds of copies to and from the host, and the share of each beside which a kernel ran (None: there was no
-    copy). Kernels of communication are no compute, and copies of less than 64 KiB (a loss) no offloading."""
+    """Return the milliseconds of copies to and from the host, and the share of each during which a kernel ran (None:
+    there was no copy). Kernels of communication are no compute, and copies of less than 64 KiB (a loss) no
+    offloading."""
     kernels: list[tuple[float, float]] = []
     copies: dict[str, list[tuple[float, float]]] = {"out": [], "in": []}
     for event in events:
@@ -56,8 +57,8 @@ def beside_compute(events: Iterable[Event]) -> dict[str, float | None]:
 
 
 def gaps(events: Iterable[Event], longest: int = 8) -> dict[str, Any]:
-    """Times between two kernels or copies in which nothing ran on the device: how many, how long, and what came before
-    and after the longest."""
+    """Describe the times between two kernels or copies in which nothing ran on the device: how many, how long, and what
+    came before and after the longest."""
     work = sorted((event for event in events if event.get("ph") == "X" and event.get("cat") in _WORK), key=_span)
     found, until, last = [], None, ""
     for event in work:

@@ -30,7 +30,7 @@ class Trained:
     scale: float | None = None
 
     def off(self, other: Trained) -> tuple[float, float]:
-        """The largest relative differences of losses and of parameters."""
+        """Return the largest relative differences of losses and of parameters."""
         losses = max(abs(a - b) / abs(b) for a, b in zip(self.losses, other.losses, strict=True))
         weights = max(
             ((value.double() - other.parameters[name].double()).abs().max() / other.parameters[name].abs().max()).item()
@@ -40,13 +40,13 @@ class Trained:
 
 
 def small_llama(device: torch.device, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> Llama:
-    """The same weights on every device."""
+    """Make a model with the same weights on every device."""
     torch.manual_seed(0)
     return Llama("tiny", LENGTH, dropout).to(dtype).to(device)
 
 
 def batches(device: torch.device, rank: int = 0, world: int = 1) -> list[list[torch.Tensor]]:
-    """Micro-batches of this rank by step."""
+    """Draw the micro-batches of this rank by step."""
     generator = torch.Generator().manual_seed(1)
     shape = (STEPS, MICRO_BATCHES, 2 * world, LENGTH + 1)
     tokens = torch.randint(VOCABULARY["tiny"], shape, generator=generator)[:, :, 2 * rank : 2 * rank + 2]
@@ -63,8 +63,8 @@ def train(
     compiled: bool = False,
     scale: float | None = None,
 ) -> Trained:
-    """Five steps of three micro-batches with clipping and AdamW; with float16 as well as without, no step asks the
-    device anything but what the knobs do."""
+    """Train five steps of three micro-batches with clipping and AdamW; with float16 as well as without, no step asks
+    the device anything but what the knobs do."""
     model = small_llama(device, dtype)
     parallel = parallelize(model, SmpConfig(**knobs), device=device, topology=topology)
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-3)
@@ -92,7 +92,7 @@ def _step(
     step: list[torch.Tensor],
     scaler: torch.amp.GradScaler | None,
 ) -> torch.Tensor:
-    """The mean loss."""
+    """Take one optimizer step; return the mean loss."""
     total = torch.zeros((), device=step[0].device)
     for number, tokens in enumerate(step):
         with parallel.window.accumulate(enabled=number < len(step) - 1):
@@ -136,6 +136,6 @@ class _watched:
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """Collective where it is sharded."""
+    """Return the unsharded value. Collective where it is sharded."""
     full = value.full_tensor() if hasattr(value, "full_tensor") else value
     return full.detach().cpu().clone()

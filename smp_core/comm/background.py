@@ -64,7 +64,8 @@ class Background:
         self._running = False
 
     def submit(self, run: Callable[[], None]) -> Pending:
-        """``run`` after everything submitted before; tensors it uses live at least until the answer was waited for.
+        """Run ``run`` after everything submitted before it. Tensors it uses live at least until the returned object has
+        been waited for.
 
         On an accelerator ``run`` is called at once and what it launches goes to the stream, behind what the caller's
         stream has launched so far.

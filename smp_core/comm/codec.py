@@ -34,7 +34,7 @@ class Codec(Protocol):
         """Return the bytes of the payload of ``n`` elements."""
 
     def encode(self, values: torch.Tensor, out: torch.Tensor, rest: torch.Tensor | None = None) -> None:
-        """``values`` [n] into ``out`` uint8 [size(n)].
+        """Compress ``values`` [n] into ``out`` uint8 [size(n)].
 
         Args:
             rest: [n], what was rounded off before (error feedback). ``values`` become the sum of both, ``rest`` what is
@@ -42,7 +42,7 @@ class Codec(Protocol):
         """
 
     def decode(self, payloads: torch.Tensor, out: torch.Tensor) -> None:
-        """``payloads`` uint8 [size(n)] or [rows, size(n)] into ``out`` [n] or [rows, n], in its dtype."""
+        """Decompress ``payloads`` uint8 [size(n)] or [rows, size(n)] into ``out`` [n] or [rows, n], in its dtype."""
 
     def sum_rows(
         self, payloads: torch.Tensor, own: torch.Tensor, me: int, exact: Mapping[int, torch.Tensor]

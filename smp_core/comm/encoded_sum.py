@@ -36,7 +36,7 @@ def sum_at_owners(
     residual_MS: torch.Tensor | None = None,
     new_call: bool = False,
 ) -> torch.Tensor | int:
-    """``parts_MS[me]`` becomes the sum over the group; other rows become what was meant to be sent.
+    """Sum the ranks' terms into the row ``parts_MS[me]``; other rows are sent, and become what was meant to be sent.
 
     Args:
         parts_MS: this rank's terms, float32 or float64.

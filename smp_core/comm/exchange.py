@@ -48,7 +48,8 @@ def start_exchange(
 
 
 def all_to_all(out_PN: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
-    """Row i goes to rank i of the group; ``out_PN[i]`` is what rank i sent here. Rows are contiguous, all equal."""
+    """Send row i to rank i of the group, and receive what rank i sends here in ``out_PN[i]``. Rows are contiguous and
+    of one size."""
     if not prefers_messages(group, rows_PN.device):
         dist.all_to_all_single(out_PN.view(-1), rows_PN.view(-1), group=group)
         return
@@ -59,7 +60,7 @@ def all_to_all(out_PN: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessG
 
 
 def sum_rows(out_N: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
-    """Row i is for rank i of the group; ``out_N`` becomes the sum of the rows for this rank.
+    """Send row i to rank i of the group, and write the sum of the rows for this rank into ``out_N``.
 
     Messages are added up in rank order, the library's reduce-scatter has an order of its own. Half precision is added
     up in float32 and rounded once, which a library need not do: it is sent as it is and added up here. ``out_N`` may be
@@ -84,7 +85,7 @@ def sum_rows(out_N: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGrou
 
 
 def gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:
-    """Every rank's own row (its place in the group) goes to all others, in place."""
+    """All-gather in place: every rank has filled its own row, which is its place in the group."""
     me = dist.get_rank(group)
     if not prefers_messages(group, rows_PN.device):
         all_gather_single(rows_PN.view(-1), rows_PN[me], group=group)
@@ -120,7 +121,7 @@ def reduce_each(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor],
 
 
 def _has_one_launch(group: dist.ProcessGroup) -> bool:
-    """Whether several collectives can be launched as one. gloo takes no tensors of a device there."""
+    """Tell whether several collectives can be launched as one; gloo takes no tensors of a device there."""
     return "gloo" not in str(dist.get_backend(group))
 
 
@@ -136,7 +137,7 @@ def prefers_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """``out = parts[0] + parts[1] + ...`` in that order, so that the result does not depend on arrival.
+    """Write ``parts[0] + parts[1] + ...``, added in that order, into ``out``: the result does not depend on arrival.
 
     Half precision is added up in float32 and rounded once. ``out`` may be one of the first two parts.
     """

@@ -42,7 +42,7 @@ class CommObject:
         return self._ranks[group]
 
     def counted_to_its_end(self, work: dist.Work | None, kind: str, ranks: Sequence[int]) -> dist.Work | None:
-        """``work`` of a ring, whose bytes have been counted; the seconds that waiting for it takes count too."""
+        """Let the seconds that are spent waiting for ``work`` of a ring count too; its bytes have been counted."""
         if work is None:
             return None
 

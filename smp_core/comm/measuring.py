@@ -134,7 +134,7 @@ def _together(prepare: Callable[[], T]) -> T:
 
 
 def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of one call. Every rank gets the same answer."""
+    """Return the median seconds of one call, the same on every rank."""
     for _ in range(2):  # the first one makes connections
         (warm,) = _slowest([_sample(call, device, 1)], device)
     calls = min(max(int(_SAMPLE_SECONDS / warm), 1), _MOST_CALLS)

@@ -147,7 +147,8 @@ class CommMeter:
 
     @contextlib.contextmanager
     def outside_steps(self) -> Iterator[None]:
-        """What is sent inside is no part of an optimizer step: around an evaluation, also in the middle of a step."""
+        """Count what is sent inside as no part of an optimizer step: for an evaluation, also in the middle of a
+        step."""
         before, self._current = self._current, self._outside
         try:
             yield

@@ -188,7 +188,7 @@ class QuantizedAllGather(CommObject):
     def _decode(
         self, payloads_RB: torch.Tensor, shards_RN: torch.Tensor, encoded: list[slice], exact: list[slice]
     ) -> None:
-        """R payloads into R shards."""
+        """Decompress R payloads [R, B] into R shards [R, N]."""
         n = sum(part.stop - part.start for part in encoded)
         n_codes = self._policy.codec.size(n)
         if len(encoded) == 1:

@@ -143,7 +143,8 @@ class ReplicaHop(CommObject):
             flat.copy_(work[: flat.numel()])
 
     def _sum_to_columns(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``flat``, padded to equal parts, and in it this rank's column [M, S], summed over the node."""
+        """Return ``flat`` padded to equal parts, and the view of it that is this rank's column [M, S], summed over the
+        node."""
         k, m = self._counts()
         short = -flat.numel() % (k * m)
         work = F.pad(flat, (0, short)) if short else flat
@@ -158,8 +159,8 @@ class ReplicaHop(CommObject):
         return mine
 
     def _sum_to_owners(self, mine_MS: torch.Tensor, key: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``mine_MS[me]`` becomes the sum between nodes. Returns the sums in the dtype they were taken in, and what the
-        owner rounded off the last time it sent one."""
+        """Sum over nodes into ``mine_MS[me]``. Returns the sums in the dtype they were taken in, and what the owner
+        rounded off the last time it sent one."""
         me = dist.get_rank(self.between)
         new_call = self._inside is None
         if self.codec is None:
@@ -214,7 +215,8 @@ class ReplicaHop(CommObject):
                 codec.decode(payloads[i], sums_MS[i])
 
     def _send_exactly(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
-        """By place in the group between nodes."""
+        """Exchange uncompressed parts between nodes, by place in the group between nodes, and count them as
+        fallbacks."""
         self.fallbacks += len(sends)
         ranks = self.ranks_of(self.between)
         n_bytes = [(ranks[i], part.numel() * part.element_size()) for i, part in sends.items()]

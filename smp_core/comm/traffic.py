@@ -140,7 +140,7 @@ class Traffic:
         return bool(self._form.error_feedback)
 
     def step_done(self) -> None:
-        """An optimizer step's gradients are complete: its weights are about to change."""
+        """Note that an optimizer step's gradients are complete: its weights are about to change."""
         self.steps += 1
         self.weights_changed()
 

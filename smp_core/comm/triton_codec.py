@@ -70,7 +70,7 @@ def _encode_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _decoded(scales_ptr, codes_ptr, row, N, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Values [ROWS, BLOCK] of one payload, float32."""
+    """Return the values [ROWS, BLOCK] of one payload, float32."""
     if KIND == 1:
         pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
         pairs = tl.load(codes_ptr + pair, mask=2 * pair < N, other=0).to(tl.int32)
@@ -139,8 +139,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 def encode(
     name: str, limit: float, block: int, values: torch.Tensor, rest: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """``values`` [N] into ``out`` [B]. With ``rest`` [N] float32, ``values`` (float32) become the sum of both and
-    ``rest`` what is rounded off that, 0 in blocks that are not finite."""
+    """Compress ``values`` [N] into ``out`` [B]. With ``rest`` [N] float32, ``values`` (float32) become the sum of both
+    and ``rest`` what is rounded off that, 0 in blocks that are not finite."""
     scales, codes = _split(out, values.numel(), block)
     _encode_kernel[_grid(values.numel(), block)](
         values,
@@ -158,7 +158,7 @@ def encode(
 
 
 def decode(name: str, block: int, payloads_RB: torch.Tensor, out_RN: torch.Tensor) -> None:
-    """Payloads into ``out_RN``, in its dtype; elements of a row lie side by side, rows may be anywhere."""
+    """Decompress payloads into ``out_RN``, in its dtype; elements of a row are contiguous, rows may be anywhere."""
     count, n = out_RN.shape
     scales, codes = _split(payloads_RB, n, block)
     _decode_kernel[(*_grid(n, block), count)](
@@ -179,7 +179,8 @@ def decode(name: str, block: int, payloads_RB: torch.Tensor, out_RN: torch.Tenso
 def sum_rows(
     name: str, block: int, payloads_RB: torch.Tensor, own_N: torch.Tensor, me: int, total_N: torch.Tensor
 ) -> None:
-    """``total_N`` becomes the sum of the decoded payloads in their order, ``own_N`` (float32) in the place ``me``."""
+    """Write the sum of the decompressed payloads, in their order, into ``total_N``; ``own_N`` (float32) has the place
+    ``me``."""
     n = own_N.numel()
     scales, codes = _split(payloads_RB, n, block)
     _sum_kernel[_grid(n, block)](

@@ -58,7 +58,8 @@ class ContextGroup:
         return len(self.ranks)
 
     def counting(self, kind: str, whole: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Meter a collective over the group; ``whole`` is the tensor of all ranks' parts. None: the wait for one."""
+        """Meter a collective over the group; ``whole`` is the tensor of all ranks' parts, None while waiting for
+        one."""
         if self.meter is None:
             return nullcontext()
         n_bytes = 0 if whole is None else whole.numel() * whole.element_size()

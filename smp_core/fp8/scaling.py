@@ -107,7 +107,7 @@ class Fp8State:
         """``[N, 3, 3]`` while :class:`Fp8Monitor` probes: saturated, flushed to zero and all elements per role."""
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        """A copy is a state of its own."""
+        """Restore a copy as a state of its own, with a number of its own."""
         vars(self).update(attributes)
         self.number = _known(self)
 

@@ -87,7 +87,7 @@ class Stage:
     """
 
     def __init__(self, model: nn.Module, stages: Stages, stage: int, dtype: torch.dtype | None) -> None:
-        """``dtype``: what activations are computed in; None: the parameters' own."""
+        """Hook the forwards of ``stage``. ``dtype``: what activations are computed in; None: the parameters' own."""
         self.incoming: torch.Tensor | None = None
         self.is_running = False
         self.calls = 0

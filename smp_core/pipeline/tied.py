@@ -25,7 +25,8 @@ class TiedGradients:
 
     @contextlib.contextmanager
     def added_up(self) -> Iterator[None]:
-        """What becomes of ``.grad`` inside is added up over the stages; what was in it before stays as it is."""
+        """Add up over the stages the gradients that parameters receive inside; what was in ``.grad`` before stays as it
+        is."""
         before = {parameter: parameter.grad for parameter in self._parameters}
         for parameter in self._parameters:
             parameter.grad = None

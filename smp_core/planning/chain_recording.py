@@ -163,7 +163,8 @@ def _on(value: Any, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def _as_in_training(module: nn.Module) -> Iterator[None]:
-    """Every parameter wants a gradient, so that all of them can be reached; random numbers are those of before."""
+    """Require a gradient of every parameter inside, so that backward can reach all of them; restore random states
+    after."""
     frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
     device = next(module.parameters()).device
     with torch.inference_mode(False), torch.enable_grad():
@@ -352,7 +353,8 @@ def _reached(tensors: Iterable[torch.Tensor], visited: set[Any] | None = None) -
 def _require_own(
     order: list[nn.Module], before: list[str], of_blocks: list[list[str]], after: list[str], refusal: str
 ) -> None:
-    """Each parameter works in one block, or around the blocks; before and behind them it may be the same one."""
+    """Require that each parameter works in one block, or around the blocks; before and behind them it may be the same
+    one."""
     places: dict[str, list[str]] = {}
     for number, members in enumerate(of_blocks):
         for name in members:

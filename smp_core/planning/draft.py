@@ -21,10 +21,10 @@ class Draft:
         self.warnings: list[str] = []
 
     def settle(self, knob: str, value: Any, why: str) -> None:
-        """The knob, or the field of one ("compression.gather"), has this value in effect."""
+        """Put a value into effect, of a knob or of a field of one ("compression.gather")."""
         self.knobs = self.knobs.with_resolved(knob, value, why)
 
     def drop(self, knob: str, value: Any, why: str) -> None:
-        """What was asked for has no effect here, which is said."""
+        """Put another value into effect than was asked for, and warn that what was asked for has no effect here."""
         self.warnings.append(f"{knob}={attrgetter(knob)(self.knobs)!r} has no effect: {why}")
         self.settle(knob, value, why)

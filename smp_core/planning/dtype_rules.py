@@ -100,7 +100,7 @@ def settle_stored_dtype(draft: Draft, shapes: Shapes, gathers: bool) -> torch.dt
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """Of a knob's word; None: each tensor's own."""
+    """Return the dtype that a knob's word names; None: each tensor's own."""
     if name is None:
         return None
     dtype: torch.dtype = getattr(torch, name)

@@ -90,7 +90,7 @@ class Hardware:
         return self.nodes * self.ranks_per_node
 
     def describe(self) -> str:
-        """As in "32 nodes x 8 A100 (39.4 GiB), 400 Gbit/s between nodes"."""
+        """Return a line like "32 nodes x 8 A100 (39.4 GiB), 400 Gbit/s between nodes"."""
         between = f", {self.gbit:g} Gbit/s between nodes" if self.nodes > 1 else ""
         measured = ", measured links" if self.measured else ""
         devices = f"{self.nodes} x {self.ranks_per_node} {self.device.name} ({self.device.memory_gib:g} GiB)"

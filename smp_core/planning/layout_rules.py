@@ -68,7 +68,7 @@ def _settle_hierarchical(draft: Draft, degree: int, topology: Topology) -> None:
 
 
 def _settle_secondary_degree(draft: Draft, degree: int, topology: Topology) -> None:
-    """How many ranks hold a copy after forward: an integer below the shard degree, True or False."""
+    """Resolve how many ranks hold a copy after forward: an integer below the shard degree, True or False."""
     asked, k = draft.knobs.reshard_after_forward, topology.ranks_per_node
     if isinstance(asked, bool):
         return

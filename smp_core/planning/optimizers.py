@@ -31,7 +31,7 @@ class OptimizerStates:
     known: bool = True
 
     def describe(self) -> str:
-        """As in "assumed adamw, 2 states for each trainable parameter"."""
+        """Return a phrase like "assumed adamw, 2 states for each trainable parameter"."""
         count = f"{self.tensors} state{'' if self.tensors == 1 else 's'} for each trainable parameter"
         if not self.known:
             return f"{self.origin} {self.name}, which is not known here: assumed {count}, as adamw has"

@@ -99,7 +99,7 @@ class _Meter(TorchDispatchMode):
             self.counts[f"{self.phase}_moved"] += sum(each.numel() * each.itemsize for each in [*read, *tensors])
 
     def _count_attention(self, name: str, func: Any, args: Any, kwargs: Any) -> None:
-        """Two products in forward; five in backward, which makes the scores again."""
+        """Count two products in forward, and five in backward, which computes the scores again."""
         is_backward = "backward" in name
         query, key, value = args[1:4] if is_backward else args[:3]
         flops = 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])

@@ -128,7 +128,7 @@ def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]
 
 
 def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator[str]:
-    """Names of the blocks that are more than one layer of torch's own and lie in no other block."""
+    """Yield the names of the blocks that are more than one layer of torch's own and lie in no other block."""
     inside: set[nn.Module] = set()
     wanted = {
         block
@@ -168,7 +168,7 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _compiled_whole(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """For a module that torch.compile wraps, its wrapper: FSDP2's hooks inside would break its graph."""
+    """Replace a block that torch.compile wraps by its wrapper: FSDP2's hooks inside would break its graph."""
     wrapper = {inner: m for m in model.modules() if m is not model and (inner := compiled_of(m))}
     return [wrapper.get(block, block) for block in blocks]
 
@@ -245,12 +245,12 @@ def _by_size(model: nn.Module, chosen: set[nn.Module], threshold: int, within: l
 
 
 def _indivisible(model: nn.Module) -> set[nn.Parameter]:
-    """0-d parameters and those without elements."""
+    """Return the 0-d parameters and those without elements."""
     return {parameter for parameter in model.parameters() if parameter.ndim == 0 or parameter.numel() == 0}
 
 
 def _owners(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Parameter, dict[nn.Module, None]]:
-    """Per parameter the innermost chosen modules that hold it (several only if it is tied across units)."""
+    """Map each parameter to the innermost chosen modules that hold it (several only if it is tied across units)."""
     owner: dict[nn.Parameter, dict[nn.Module, None]] = {parameter: {} for parameter in model.parameters()}
 
     def visit(module: nn.Module, unit: nn.Module | None) -> None:
@@ -266,7 +266,8 @@ def _owners(model: nn.Module, chosen: set[nn.Module]) -> dict[nn.Parameter, dict
 
 
 def _leaves_tied_elsewhere(model: nn.Module, chosen: set[nn.Module], keep: set[nn.Module]) -> set[nn.Module]:
-    """Chosen modules that hold nothing but parameters tied with another unit: the unit around them can own those."""
+    """Return the chosen modules that hold nothing but parameters tied with another unit: the unit around them can own
+    those."""
     owner = _owners(model, chosen)
     return {module for module in chosen - keep if all(len(owner[parameter]) > 1 for parameter in module.parameters())}
 
@@ -278,7 +279,7 @@ def _tied_across_units(model: nn.Module, owner: dict[nn.Parameter, dict[nn.Modul
 def _other_dtype_leaves(
     model: nn.Module, owner: dict[nn.Parameter, dict[nn.Module, None]], replicated: set[nn.Parameter]
 ) -> set[nn.Module]:
-    """Leaves whose trainable dtype is not the most common one of their unit."""
+    """Return the leaves whose trainable dtype is not the most common one of their unit."""
     dtype_of = _main_dtypes(owner, replicated)
     leaves: set[nn.Module] = set()
     readers = [module for module in model.modules() if isinstance(module, _READS_INSIDE)]

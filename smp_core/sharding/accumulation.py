@@ -112,8 +112,8 @@ class AccumulationWindow:
             each.unit.module.set_all_reduce_hook(self._hook(each))  # type: ignore[operator]
 
     def shard_over_world(self, on_host: bool = False) -> WorldSharding:
-        """From now on sums are scattered over replicas, and gradients are those of masters
-        (:mod:`smp_core.sharding.optimizer`; ``on_host``: see there). What is trainable now can be trained."""
+        """Scatter sums over replicas from now on, into gradients of masters (:mod:`smp_core.sharding.optimizer`;
+        ``on_host``: see there). What is trainable now can be trained."""
         if self.world is None:
             made = [each.make_masters(on_host, self._stored_in) for each in self._units]
             plain = self._replicated.shard_over_world(on_host) if self._mesh.shard_degree == 1 else []
@@ -134,7 +134,7 @@ class AccumulationWindow:
 
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:
-        """Backward passes inside are not the window's last: no replica hop, no ``.grad``."""
+        """Treat backward passes inside as not the window's last: no replica all-reduce, no ``.grad``."""
         before = self._last
         self._announce(before and not enabled)
         try:
@@ -143,7 +143,7 @@ class AccumulationWindow:
             self._announce(before)
 
     def _announce(self, last: bool) -> None:
-        """Whether the backward passes from here on are their window's last."""
+        """Tell units whether the backward passes from here on are their window's last."""
         self._last = last
         for each in self._units:
             if self._keep_gathered:
@@ -191,7 +191,8 @@ class AccumulationWindow:
         self._on_close()
 
     def _set_gradients(self, seen: Sequence[bool] | None) -> None:
-        """``seen``: for every parameter, units' first, whether any rank has a gradient of it; None: all of them."""
+        """Set ``.grad`` from the sums. ``seen``: for every parameter, units' first, whether any rank has a gradient of
+        it; None: any rank has one of each."""
         means: list[tuple[UnitWindow, torch.Tensor, Sequence[bool] | None]] = []
         position = 0
         for each in self._units:
@@ -242,8 +243,8 @@ class AccumulationWindow:
                 self._forget()
 
     def zero_grad(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
-        """What ``zero_grad`` of a module means beside what it does to ``.grad`` of its parameters: drop what the open
-        window holds of them, and gradients of their masters."""
+        """Drop what the open window holds of the parameters, and gradients of their masters, where a module's
+        ``zero_grad`` sees only ``.grad`` of its parameters."""
         parameters = list(parameters)
         self.drop(parameters, set_to_none)
         for stepped in [] if self.world is None else self.world.stepped(parameters):
@@ -321,7 +322,8 @@ class AccumulationWindow:
             self._on_kept()
 
     def _reduce_held(self) -> None:
-        """What the last backward pass did not come through, or all of it if there was none."""
+        """Reduce held gradients of units that the last backward pass did not come through, or of all if there was
+        none."""
         self._reducing_held = True
         try:
             for each in self._units:
@@ -331,7 +333,8 @@ class AccumulationWindow:
             self._reducing_held = False
 
     def _await_sums(self) -> None:
-        """What any replica has sent arrives: the others send as much, or it would meet sums of the next window."""
+        """Wait for every sum that any replica has sent, with zeros from this rank where it sent none: they would meet
+        sums of the next window."""
         if self._mesh.replicate_degree == 1 or not self._units:
             return
         sizes = [each.flat.numel() if each.is_in_flight and each.flat is not None else 0 for each in self._units]

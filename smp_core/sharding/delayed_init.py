@@ -53,7 +53,7 @@ _RESET, _MODEL, _USER = 0, 1, 2
 
 
 def materialize(model: nn.Module, device: torch.device, *, seed: int, init_fn: InitFn | None = None) -> None:
-    """Gives every meta parameter and buffer of `model` storage on `device` and its initial value, in place.
+    """Give every meta parameter and buffer of `model` storage on `device` and its initial value, in place.
 
     Args:
         model: built (wholly or partly) on the meta device; its parameters may be DTensors on any 1-D shard mesh
@@ -104,8 +104,8 @@ class _Attempt:
     filled: set[Slot] = field(default_factory=set)
 
     def note_writes(self) -> None:
-        """Books in-place writes since the last call to the present level. ``_version`` is autograd's count of them, and
-        the only one."""
+        """Note in-place writes since the last call as made at the present level. ``_version`` is autograd's count of
+        them, and the only one."""
         for slot, tensor in self.lent.items():
             if tensor._version != self.versions[slot]:
                 self.versions[slot] = tensor._version
@@ -214,7 +214,7 @@ class _Materialization:
     def _attempt(
         self, fqn: str, module: nn.Module, holders: list[nn.Module], steps: list[_Step], with_values: bool
     ) -> _Attempt | None:
-        """Runs `steps` on a module. None: one of them raised, perhaps because of the NaN it was lent."""
+        """Run `steps` on a module. Returns None if one of them raised, perhaps because of the NaN it was lent."""
         attempt = _Attempt(with_values)
         originals = [(m, m.__dict__["_parameters"], m.__dict__["_buffers"]) for m in holders]
         try:
@@ -287,7 +287,8 @@ class _Materialization:
 
 
 def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    """(name, module, nearest module at or above it with an `_init_weights(module)`), each module once."""
+    """Yield (name, module, nearest module at or above it with an `_init_weights(module)`), children first, each module
+    once."""
     seen: set[nn.Module] = set()
 
     def walk(fqn: str, module: nn.Module, owner: nn.Module | None) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
@@ -324,7 +325,8 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _meta_attributes(model: nn.Module) -> Iterator[str]:
-    """Meta tensors kept as plain attributes (also inside a list, tuple or dict): nothing can fill those."""
+    """Yield the names of meta tensors kept as plain attributes (also inside a list, tuple or dict): nothing can fill
+    those."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, dict):

@@ -50,7 +50,7 @@ class Slot:
         return full
 
     def store(self, full: torch.Tensor, level: int, device: torch.device) -> None:
-        """Copies this rank's part of `full` into the tensor, which gets its storage on `device` the first time."""
+        """Copy this rank's part of `full` into the tensor, which gets its storage on `device` the first time."""
         if self.level < 0:
             self._give_storage(device)
         self.level = level
@@ -116,7 +116,7 @@ def _copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def classes_before_sharding(model: nn.Module) -> Iterator[None]:
-    """Gives modules their own class back for a while.
+    """Give modules their own class back for a while.
 
     `fully_shard` turns an Embedding into an FSDPEmbedding. Initialisers that ask for the exact class or its name must
     see the model as it was written, else the weights would depend on the wrap plan.

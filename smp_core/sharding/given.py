@@ -76,7 +76,7 @@ class NativeWindow:
 
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:
-        """Backward passes inside are not the window's last."""
+        """Treat backward passes inside as not the window's last."""
         before, self._last = self._last, self._last and not enabled
         self._all_reduce(self._last)
         try:

@@ -94,7 +94,8 @@ def _sharded_over(parameter: torch.Tensor, masters_over: dist.ProcessGroup) -> t
 
 
 def _device_of_sums(parameter: torch.Tensor) -> torch.device:
-    """Offloaded gradients are on the host, where the group's library may not be able to send."""
+    """Return the device of the group's collectives: offloaded gradients are on the host, where its library may not be
+    able to send."""
     own = model_parameter(parameter)
     return torch.device(own.device_mesh.device_type) if isinstance(own, DTensor) else own.device
 
@@ -121,7 +122,8 @@ def _largest_of_all(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 
 def _reduced(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Sum of p-th powers (p = inf: the largest magnitude), in float64: powers of large gradients overflow float32."""
+    """Return the sum of p-th powers (p = inf: the largest magnitude), in float64: powers of large gradients overflow
+    float32."""
     gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -42,5 +42,5 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 
 def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """The mesh that a parameter is sharded over; None: a plain tensor."""
+    """Return the mesh that a parameter is sharded over; None: a plain tensor."""
     return parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -58,7 +58,7 @@ class _HostParameter:
         """What they take from the system."""
 
     def fetch(self) -> None:
-        """Gradient and parameter from the device. The parameter comes each time: whoever loads or averages weights
+        """Copy gradient and parameter from the device. The parameter comes each time: loading or averaging weights
         writes to the device."""
         target = self.stepped if self.low is None else self.low
         local_of(target).copy_(local_of(self.parameter), non_blocking=True)
@@ -69,7 +69,8 @@ class _HostParameter:
             self.stepped.grad = self.gradient
 
     def take_over(self) -> None:
-        """After the copies have arrived: where the device's value is not the rounded master, it is the newer one."""
+        """Take the device's value, once the copies have arrived, where it is not the rounded master: it is the newer
+        one."""
         if self.low is None:
             return
         master, low = local_of(self.stepped), local_of(self.low)
@@ -125,7 +126,7 @@ class HostOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of every parameter that has a gradient."""
+        """Step every parameter that has a gradient."""
         with_gradient = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         chunks = list(self._chunks(with_gradient))
         if self._out is not None:
@@ -160,7 +161,7 @@ class HostOptimizer:
             yield chunk
 
     def _fetch(self, chunk: list[_HostParameter]) -> Any:
-        """Returns the event after which the copies are there; None: they are."""
+        """Start the copies of a chunk. Returns the event after which they are there; None: they are."""
         with self._on(self._out):
             for hosted in chunk:
                 hosted.fetch()
@@ -187,9 +188,9 @@ class HostOptimizer:
     def _groups(
         self, group: Mapping[str, Any], chosen: Mapping[torch.Tensor, _HostParameter]
     ) -> Iterator[dict[str, Any]]:
-        """The group with the host copies of its chosen parameters, plain ones and those of each mesh apart: a fused
-        kernel takes one kind. SGD's takes momentum from all or from none, so those that it steps for the first time are
-        apart too."""
+        """Yield the group with the host copies of its chosen parameters, plain ones and those of each mesh apart: a
+        fused kernel takes one kind. SGD's takes momentum from all or from none, so those that it steps for the first
+        time are apart too."""
         hosted = [chosen[parameter].stepped for parameter in group["params"] if parameter in chosen]
         for mesh in dict.fromkeys(map(_mesh_of, hosted)):
             members = [each for each in hosted if _mesh_of(each) == mesh]
@@ -201,7 +202,8 @@ class HostOptimizer:
                     yield {**group, "params": part, **kernels}
 
     def _adopt_state(self, hosted: _HostParameter) -> None:
-        """A state that was put there from outside (a loaded checkpoint), or taken away, replaces ours."""
+        """Replace our state by one that was put there from outside (a loaded checkpoint), or remove it if that was
+        taken away."""
         mine = self._stepper.state.get(hosted.stepped)
         given = self._optimizer.state.get(hosted.parameter)
         if given is mine:
@@ -223,7 +225,7 @@ class HostOptimizer:
 
 
 def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """The mesh that a parameter is sharded over; None: a plain tensor."""
+    """Return the mesh that a parameter is sharded over; None: a plain tensor."""
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
@@ -287,7 +289,8 @@ class OnHost(StepsOnHost):
         return loss
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """torch's own would cast the states to the parameters' dtype and bring them to the device."""
+        """Load states into host memory; torch's own method would cast them to the parameters' dtype and bring them to
+        the device."""
         self._smp_on_device.load_state_dict(self, {**state_dict, "state": {}})
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -328,9 +331,9 @@ def _on_host(kind: Any) -> Any:
 
 
 def _take_step_from_the_class(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler that was made before has put the step of the optimizer's class on the instance, wrapped, where it
-    hides what an :class:`OnHost` does. The same again, with the step of the class that it gets; ``_opt_called`` and
-    ``_wrapped_by_lr_sched`` are what schedulers look at, and have no public names."""
+    """Let ``step`` on the instance call that of its present class. A scheduler that was made before has put the earlier
+    class's step there, wrapped, which hides what an :class:`OnHost` does; ``_opt_called`` and ``_wrapped_by_lr_sched``
+    are what schedulers look at, and have no public names."""
     if not hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
         return
     del optimizer.step

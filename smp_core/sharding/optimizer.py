@@ -138,8 +138,8 @@ class FlatShard:
             self._pending = None
 
     def set_gradients(self, divisor: int, seen: Sequence[bool] | None) -> None:
-        """The masters' ``.grad`` from the sums, divided, of parameters that some rank reached (None: all); added to
-        what an earlier window of the same step left there."""
+        """Set the masters' ``.grad`` from the sums, divided, of parameters that received a gradient on some rank (None:
+        all); it is added to what an earlier window of the same step left there."""
         self.wait()
         if self._sum is None:
             return
@@ -169,7 +169,7 @@ class FlatShard:
 
     @torch.no_grad()
     def update_parameters(self) -> None:
-        """Every rank's part of the masters into everyone's parameters, in the parameters' dtype. Collective."""
+        """Bring every rank's part of the masters into all ranks' parameters, in the parameters' dtype. Collective."""
         dtype = self.parameters[0].dtype
         part = torch.zeros(self.size, dtype=dtype, device=self.masters[0].device)
         _copy_each([(part[self._own(i)[1]], master) for i, master in enumerate(self.masters)])
@@ -305,7 +305,7 @@ class WorldSharding:
 
     @torch.no_grad()
     def take_weights(self, weights: Mapping[int, torch.Tensor]) -> None:
-        """The other way round: into masters and parameters."""
+        """Copy weights as :meth:`weights` returns them into masters and parameters."""
         for shard in self.shards:
             for i, parameter in enumerate(shard.parameters):
                 if id(parameter) in weights:

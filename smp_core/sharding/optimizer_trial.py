@@ -154,7 +154,8 @@ def _difference(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _gradients(values: torch.Tensor) -> list[torch.Tensor]:
-    """Falling ones at right angles to the weights, which is where some begin to project, then four of no pattern."""
+    """Make gradients for the trial: falling ones at right angles to the weights, which is where some optimizers begin
+    to project, then four of no pattern."""
     waves = torch.sin(torch.arange(4 * values.numel(), dtype=values.dtype)).view(4, *values.shape)
     across = torch.cos(torch.arange(values.numel(), dtype=values.dtype)).view_as(values)
     across -= (across * values).sum() / (values * values).sum() * values
@@ -240,8 +241,8 @@ def _likeness(parameter: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
 
 @contextmanager
 def _fake_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
-    """A mesh of the same ranks, whose collectives do nothing. It has a name of its own: DTensor remembers what it found
-    out for one mesh and uses it for all that are equal."""
+    """Make a mesh of the same ranks, whose collectives do nothing. It has a name of its own: DTensor remembers what it
+    found out for one mesh and uses it for all that are equal."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
     ranks = dist.get_process_group_ranks(mesh.get_group())

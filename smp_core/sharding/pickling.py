@@ -17,8 +17,8 @@ from smp_core.absent import is_absent
 
 
 def refuse_to_pickle_shards() -> None:
-    """From here on pickling a DTensor of which this process holds a part is an error. One that is whole here
-    (replicated, or on a mesh of one rank) is pickled as a plain tensor."""
+    """Make it an error, from here on, to pickle a DTensor of which this process holds a part. One that is unsharded
+    here (replicated, or on a mesh of one rank) is pickled as a plain tensor."""
     copyreg.pickle(DTensor, _reduce)  # type: ignore[arg-type]
 
 

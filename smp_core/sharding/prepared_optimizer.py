@@ -63,7 +63,7 @@ class Prepared:
     _smp_unprepared: Any
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        """Also drops what open windows hold of its parameters, as it would without a window."""
+        """Zero gradients, and drop what open windows hold of the parameters, as would be done without a window."""
         settle(self)
         for window in self._smp_homes.windows:
             window.drop((parameter for group in self.param_groups for parameter in group["params"]), set_to_none)
@@ -81,7 +81,7 @@ class Prepared:
             raise
 
     def state_dict(self: Any) -> dict[str, Any]:
-        """Collective with ``optimizer_shard="world"``."""
+        """Return the state as torch does. Collective with ``optimizer_shard="world"``."""
         settle(self)
         state: dict[str, Any] = self._smp_unprepared.state_dict(self)
         for world in self._smp_homes.worlds:
@@ -89,7 +89,8 @@ class Prepared:
         return state
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """With which kernels an optimizer steps is this run's affair and not the checkpoint's."""
+        """Load a state, except with which kernels the optimizer steps: that is this run's affair and not the
+        checkpoint's."""
         settle(self)
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):
@@ -124,7 +125,8 @@ class Homes:
             window.close()
 
     def reshard(self) -> None:
-        """Also a forward without backward (one network's inside the other one's step) leaves its roots gathered."""
+        """Reshard the models: a forward without backward (one network's inside the other one's step) leaves its roots
+        unsharded."""
         for model in self._models:
             model.reshard()
 
@@ -171,7 +173,7 @@ class Homes:
             )
 
     def give_masters(self, optimizer: torch.optim.Optimizer) -> None:
-        """With ``optimizer_shard="world"``: masters in the place of parameters, and their part of the states."""
+        """Put masters in the place of parameters, and their part of the states, with ``optimizer_shard="world"``."""
         for world in self.worlds:
             for group in optimizer.param_groups:
                 before, group["params"] = group["params"], world.stepped(group["params"])
@@ -180,8 +182,8 @@ class Homes:
                         optimizer.state[new] = world.part_of_state(old, optimizer.state.pop(old))
 
     def choose_kernels(self, optimizer: torch.optim.Optimizer, stepped_there: bool) -> None:
-        """Kernels that take what is in each group (``stepped_there``: an :class:`OnHost` does that itself); and in all
-        of them, for ``zero_grad``, which goes by the defaults."""
+        """Choose kernels that take what is in each group (``stepped_there``: an :class:`OnHost` does that itself), and
+        in all of them for ``zero_grad``, which goes by the defaults."""
         on_host = any(model.config.state_offload == "all" for model in self._models)
         for group in [] if stepped_there else optimizer.param_groups:
             if _are_mixed(group["params"]):
@@ -198,7 +200,7 @@ class Homes:
             optimizer.defaults.update({flag: False for flag in ("fused", "foreach") if flag in optimizer.defaults})
 
     def bring_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """What the optimizer did to what it steps, into the models' parameters. Collective."""
+        """Bring what the optimizer has stepped into the models' parameters. Collective."""
         for world in self.worlds:
             world.after_step(optimizer)
         self.reshard()
@@ -250,7 +252,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
 
 
 def _follow_flags_in_calls(model: SteppedModel, world: WorldSharding | None) -> None:
-    """Before whatever a step calls: what masters were switched off, or on, for."""
+    """Let masters and parameters agree on ``requires_grad`` before each forward of a root: an optimizer's user may have
+    set it on masters."""
     assert world is not None
     for unit in model.plan.units:
         if unit.is_root:
@@ -307,7 +310,7 @@ def _prepared(kind: Any) -> Any:
 
 
 def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Schedule-free optimizers change the weights between training and evaluation."""
+    """Wrap a method by which schedule-free optimizers change the weights between training and evaluation."""
 
     @functools.wraps(method)
     def moving(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

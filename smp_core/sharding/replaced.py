@@ -59,8 +59,8 @@ class ReplacedParameters:
     def current_states(
         self, states: Iterable[tuple[torch.Tensor, Any]], device: torch.device
     ) -> dict[torch.Tensor, Any]:
-        """Optimizer states of replaced parameters as those of the parameters that the model has now: rank 0's, as the
-        weights are; tensors of a parameter's shape become shards of it. Collective over the world.
+        """Return optimizer states of replaced parameters as those of the parameters that the model has now: rank 0's,
+        as the weights are; tensors of a parameter's shape become shards of it. Collective over the world.
 
         Args:
             states: (replaced parameter, its entry in ``optimizer.state``).

@@ -79,8 +79,8 @@ class ReplicatedGradients:
         self._was_trainable |= {name for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def shard_over_world(self, on_host: bool) -> list[FlatShard]:
-        """From now on sums are scattered over all ranks, for masters to be stepped; not of 0-d parameters, and of what
-        is trained only later: those every rank steps whole.
+        """Scatter sums over all ranks from now on, for masters to be stepped; not of 0-d parameters, and of what is
+        trained only later: those stay replicated and every rank steps them.
 
         Args:
             on_host: see :class:`smp_core.sharding.optimizer.FlatShard`.

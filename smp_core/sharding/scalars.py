@@ -17,8 +17,8 @@ from smp_core.absent import ABSENT, is_absent
 
 @functools.cache
 def reduce_scalars() -> None:
-    """From here on ``item()`` of a DTensor, and what asks it (``float``, ``bool``, ``int``, ``tolist``), is collective
-    over its mesh wherever its ranks hold parts."""
+    """Make ``item()`` of a DTensor collective over its mesh, wherever its ranks hold parts, and with it what calls it
+    (``float``, ``bool``, ``int``, ``tolist``)."""
     torch.library.register_torch_dispatch("aten::_local_scalar_dense", DTensor, _item)
 
 

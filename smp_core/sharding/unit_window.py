@@ -105,8 +105,9 @@ class UnitWindow:
         return self._reduced
 
     def hold(self, on_hold: Callable[[], None] | None) -> None:
-        """Whether backward passes from here on leave unsharded gradients instead of having them reduced; ``on_hold`` is
-        then called by each that comes through the unit. None: they are reduced, together with what is held."""
+        """Set whether backward passes from here on leave unsharded gradients instead of having them reduced;
+        ``on_hold`` is then called by each that comes through the unit. None: they are reduced, together with what is
+        held."""
         self._on_hold = on_hold
         self.unit.hold_gradients(on_hold is not None)
 
@@ -154,7 +155,7 @@ class UnitWindow:
             _add_by_slot(self.flat, self.slots, reduced, slots)
 
     def complete(self) -> None:
-        """Nothing is added any more, if anything was."""
+        """Let nothing be added to the sum any more, if anything was."""
         if self.phase is Phase.COLLECTING:
             self.phase = Phase.COMPLETE
 
@@ -199,7 +200,7 @@ class UnitWindow:
             self._start(self.flat)
 
     def wait(self) -> None:
-        """Until what is in flight has arrived."""
+        """Wait until what is in flight has arrived."""
         if self._pending is not None:
             self._pending.wait()
 
@@ -252,7 +253,7 @@ class UnitWindow:
             self.masters.take_gradients()
 
     def forget(self) -> None:
-        """Be idle: nothing of this window is left."""
+        """Become idle: nothing of this window is left."""
         self.slots, self.flat, self._pending, self.phase = [], None, None, Phase.IDLE
         for noted in (self.received, self._received_in_pass, self._was_trainable):
             noted.clear()
@@ -262,7 +263,7 @@ class UnitWindow:
     # Layout of the sum
 
     def make_masters(self, on_host: bool, stored_in: torch.dtype | None) -> FlatShard | None:
-        """From now on the sum is scattered over replicas, and gradients are those of masters.
+        """Scatter the sum over replicas from now on, into gradients of masters.
 
         Args:
             on_host: masters live in host memory.

@@ -31,7 +31,7 @@ class Window(Protocol):
         """Return the bytes of gradients that no parameter's ``.grad`` shows."""
 
     def accumulate(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """Backward passes inside are not the window's last."""
+        """Treat backward passes inside as not the window's last."""
 
     def close(self) -> None:
         """Complete the gradients and set ``.grad``; a closed window is left as it is. Collective."""

@@ -222,7 +222,7 @@ class _Splitting:
         return max(map(_outputs, siblings))
 
     def _share_heads(self, split: Split, parent: Any, above: str) -> None:
-        """Keys and values of one head for several ranks: a rank's queries all belong to it."""
+        """Share keys and values of one head among several ranks: a rank's queries all belong to it."""
         if not hasattr(parent, "num_key_value_groups"):
             raise ValueError(
                 f"tensor_parallel: {split.name} has fewer heads than tensor_parallel_degree={self.axis.degree}, and "
@@ -257,7 +257,8 @@ class _Splitting:
         words.forward = EmbeddingForward(words, words.forward, self.axis)
 
     def _experts(self, split: Split) -> None:
-        """Weights [E, 2I, H] of gate and up in one, and [E, H, I]; a bias would have to be split too."""
+        """Split weights [E, 2I, H] of gate and up in one, and [E, H, I], by inner features; a bias would have to be
+        split too."""
         module: Any = split.module
         weights = _own(module)
         if set(weights) != {"gate_up_proj", "down_proj"} or any(p.ndim != 3 for p in weights.values()):
@@ -326,7 +327,8 @@ class _Splitting:
         return True
 
     def _refuse_what_the_plan_misses(self, by_name: Mapping[str, Split]) -> None:
-        """Parameters beside column layers of attention, one for each head: no role says how they are split."""
+        """Refuse parameters alongside column layers of attention, one for each head: no role says how they are
+        split."""
         for above in self._attention_modules():
             own = _own(self.model.get_submodule(above))
             if own and above not in by_name:

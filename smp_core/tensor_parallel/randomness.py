@@ -22,8 +22,8 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def settle_random(model: nn.Module, axis: TensorAxis, splits_tokens: bool) -> None:
-    """Blocks whose tokens are split draw other numbers on each rank. Where tokens are whole, some of a block's dropout
-    is of split activations and some is not, and nothing says which."""
+    """Let blocks whose tokens are split draw other numbers on each rank. Refuse dropout where tokens are not split:
+    some of a block's dropout is of split activations and some is not, and nothing says which."""
     found = _random_parts(model)
     if found and not splits_tokens:
         raise ValueError(
@@ -107,7 +107,7 @@ def same_random(axis: TensorAxis, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Generators with this seed inside, and as they were behind it."""
+    """Seed the generators inside, and restore them after."""
     on_device = device.type != "cpu"
     with torch.random.fork_rng([device] if on_device else [], device_type=device.type if on_device else "cuda"):
         torch.manual_seed(seed)

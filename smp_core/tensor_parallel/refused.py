@@ -11,7 +11,7 @@ from smp_core.tensor_parallel.roles import transformers_model
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Compiled forwards and adapters have not been shown to be exact."""
+    """Refuse compiled forwards and adapters, which have not been shown to be exact."""
     compiled = [name for name, module in model.named_modules() if is_compiled(module)]
     if compiled:
         raise ValueError(

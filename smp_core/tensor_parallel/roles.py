@@ -213,7 +213,8 @@ def _beyond_plan(config: Any, degree: int) -> str | None:
 
 
 def _vocabulary(model: nn.Module, words: Any, head: Any, degree: int, whole: Container[str]) -> Iterator[Split]:
-    """The embedding and the head, where the vocabulary can be split; both or neither, as they may be tied."""
+    """Yield the splits of the embedding and the head, where the vocabulary can be split; both or neither, as they may
+    be tied."""
     candidates = [module for module, kind in ((words, nn.Embedding), (head, nn.Linear)) if isinstance(module, kind)]
     named = {name: module for name, module in model.named_modules() if any(module is each for each in candidates)}
     if any(module.weight.shape[0] % degree for module in candidates) or any(

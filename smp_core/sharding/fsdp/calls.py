@@ -118,7 +118,8 @@ class _Unit:
             self._kept_versions = self._shard_versions()
 
     def _gather(self, async_op: bool = False) -> None:
-        """FSDP2's ``unshard``; what an earlier call left is for its own backward pass, or for its window."""
+        """Call FSDP2's ``unshard``. Parameters that an earlier call left unsharded are used again in its own backward
+        pass and window only."""
         group = self._group
         in_backward = backward_pass() != -1
         if not in_backward:
@@ -174,7 +175,8 @@ class _ShownParameter:
             raise ValueError(POST_ACCUMULATE % self._name)
 
     def settle(self) -> None:
-        """What was set on the shard or on the gathered copy since that one is shown holds for both."""
+        """Carry ``requires_grad`` and hooks over between the shard and the unsharded copy that is shown in its
+        place."""
         shard, shown = self._parameter.sharded_param, self._shown
         if shown is shard:
             return
@@ -187,7 +189,8 @@ class _ShownParameter:
             shown._backward_hooks = shard._backward_hooks
 
     def _show(self, tensor: nn.Parameter) -> None:
-        """Instead of FSDP2's ``_setattr_on_modules``."""
+        """Show ``tensor`` on the modules, in the place of FSDP2's ``_setattr_on_modules``; refuse what was replaced or
+        changed since."""
         parameter, shown = self._parameter, self._shown
         info = parameter._module_info
         for module, name in [

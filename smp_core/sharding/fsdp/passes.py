@@ -101,7 +101,7 @@ def _forget_reductions(module: nn.Module) -> None:
 
 
 def _reset(modules: Iterable[nn.Module]) -> None:
-    """What ``reset_iter_state`` does."""
+    """Reset what a failed pass left, as ``reset_iter_state`` of torch >= 2.13 does."""
     for module in modules:
         state: Any = state_of(module)
         state._modules_to_run_forward.clear()

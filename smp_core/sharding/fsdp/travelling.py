@@ -47,7 +47,7 @@ class _Travelling:
         return self._parameter.padded_sharded_param_size
 
     def to(self, device: torch.device, non_blocking: bool = False) -> _Travelling:
-        """Of a shard in host memory, before it is cast: the same on the device."""
+        """Copy a shard in host memory to the device, before it is cast."""
         there = self._parameter._sharded_param_data.to(device, non_blocking=non_blocking)
         return _Travelling(self._parameter, self._gather, there)
 
@@ -70,8 +70,8 @@ class _Travelling:
 
 
 def _gathered_size(parameter: Any) -> torch.Size:
-    """The size of what a partition group holds of a sharded parameter: all of it, or one tensor rank's part, where the
-    axes inside the first are those of a layer that is split in equal parts."""
+    """Return the size of what a partition group holds of a sharded parameter: all of it, or one tensor rank's part,
+    where the axes inside the first are those of a layer that is split in equal parts."""
     size = list(parameter.shape)
     for axis, placement in enumerate(parameter.placements):
         if axis > 0 and not placement.is_replicate():

@@ -134,7 +134,7 @@ class ShardedUnit:
         return policy.reduce_dtype or policy.param_dtype or parameter.dtype  # type: ignore[no-any-return]
 
     def hold_gradients(self, enabled: bool) -> None:
-        """Whether backward passes from here on leave unsharded gradients, which add up to those of earlier passes,
+        """Set whether backward passes from here on leave unsharded gradients, which add up to those of earlier passes,
         instead of having them reduced; once they are, it is together with what is held."""
         self.holds_gradients = enabled
         cast(Any, self.module).set_requires_gradient_sync(not enabled, recurse=False)
@@ -178,7 +178,7 @@ class ShardedUnit:
 
     @torch.no_grad()
     def store_in(self, dtype: torch.dtype, indices: Iterable[int]) -> None:
-        """From now on these parameters' shards are stored in ``dtype``; they stay the same objects.
+        """Store these parameters' shards in ``dtype`` from now on; they stay the same objects.
 
         Raises:
             ValueError: somebody refers weakly to one of them, which torch then cannot exchange.
@@ -228,8 +228,8 @@ class ShardedUnit:
         return [storage for each in found if (storage := each.untyped_storage()).nbytes()]
 
     def beside_parameters(self, flat: torch.Tensor) -> torch.Tensor:
-        """``flat`` on the device of the sharded parameters: another one where they are offloaded, and then possibly
-        still on its way."""
+        """Bring ``flat`` to the device of the sharded parameters: another one where they are offloaded, and then
+        possibly still on its way."""
         parameters = self.parameters()
         return flat.to(parameters[0].device, non_blocking=True) if parameters else flat
 
@@ -258,8 +258,9 @@ class ShardedUnit:
         return used
 
     def _noting(self, post_backward: Callable[..., None]) -> Callable[..., None]:
-        """Before gradients are reduced: tell which there are, and put zeros where there are none, so that ranks that
-        took another branch still send tensors of one size and layout. Or hold them, if a later pass reduces them."""
+        """Wrap FSDP2's hook after backward: tell which gradients there are, and put zeros where there are none, so that
+        ranks that took another branch still send tensors of one size and layout. Or hold them, if a later pass reduces
+        them."""
 
         def noted(*args: Any) -> None:
             gathered = [parameter for parameter in self.fsdp_parameters if hasattr(parameter, "_unsharded_param")]
@@ -283,7 +284,7 @@ class ShardedUnit:
 
     @contextlib.contextmanager
     def _without_visible_gradients(self) -> Iterator[None]:
-        """Around what FSDP2 reduces: it adds the sum to ``.grad``, which is what it was before the window, and what
+        """Hide ``.grad`` while FSDP2 reduces, which adds the sum to it: it is what it was before the window, and what
         autograd adds to it when a term of the loss is made of shards (a penalty on weights)."""
         shards = self.parameters()
         before = [shard.grad for shard in shards]
@@ -296,7 +297,7 @@ class ShardedUnit:
                 shard.grad = gradient
 
     def _complete_gradients(self, gathered: Sequence[Any], reduced: Iterable[int]) -> None:
-        """A gradient for every parameter that all ranks reduce now, in one dtype."""
+        """Give every parameter that all ranks reduce now a gradient, in one dtype."""
         if self.awaits_reduction:
             self._set_gradients_aside(gathered)
         for index in reduced:
@@ -311,7 +312,7 @@ class ShardedUnit:
         self.awaits_reduction = False
 
     def _set_gradients_aside(self, gathered: Sequence[Any]) -> None:
-        """Unsharded gradients become, or are added to, what FSDP2 reduces with the next that it reduces; parameters
+        """Move unsharded gradients to, or add them to, what FSDP2 reduces with the next that it reduces; parameters
         have none then, and show what the next pass leaves."""
         for parameter in gathered:
             gradient, held = parameter._unsharded_param.grad, parameter.unsharded_accumulated_grad
@@ -325,7 +326,8 @@ class ShardedUnit:
 
     @torch.compiler.disable
     def _refuse_after_failure(self, *_: Any) -> None:
-        """FSDP2 itself would go on from the middle of the failed pass and return wrong gradients."""
+        """Refuse a forward after a failed pass: FSDP2 itself would go on from the middle of that and return wrong
+        gradients."""
         state = state_of(self.module)
         # Queued inside a pass is normal: forwards run there for activation checkpointing.
         if state._state_ctx.post_backward_final_callback_queued and backward_pass() == -1:
@@ -333,8 +335,8 @@ class ShardedUnit:
 
 
 def outside_inference_mode(gather: Callable[..., None]) -> Callable[..., None]:
-    """What FSDP2 gathers into is made by the first gather and used by all that follow, and a secondary shard is shown
-    until the next: made inside ``torch.inference_mode`` they could not be trained with."""
+    """Run a gather outside ``torch.inference_mode``. The first gather makes the tensors that all later ones fill, and a
+    secondary shard is shown until the next: made inside, they could not be trained with."""
 
     def gathered(*args: Any, **kwargs: Any) -> None:
         if not torch.is_inference_mode_enabled():

@@ -36,8 +36,8 @@ def shard_units(
     recomputed: Container[str] = (),
     gather_of: Callable[[nn.Module, str], WeightGather | None] | None = None,
 ) -> list[ShardedUnit]:
-    """``fully_shard`` every planned unit over the partition group, innermost first, with our communication objects.
-    Each gets rank 0's weights just before.
+    """Apply ``fully_shard`` to every planned unit over the partition group, innermost first, with our communication
+    objects. Each gets rank 0's weights just before.
 
     Args:
         traffic: makes the units' communication objects.
@@ -90,7 +90,8 @@ def shard_units(
 
 
 def _hide_hooks_from_modes(module: nn.Module) -> None:
-    """Inside a selectively checkpointed module what a unit's hooks do must not be taken for operations of the model."""
+    """Hide a unit's hooks from dispatch modes: inside a selectively checkpointed module, what they do must not be taken
+    for operations of the model."""
     state = state_of(module)
 
     def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
