@@ -211,7 +211,7 @@ class SmpAccelerator(SharedSequencesAccelerator, PreemptibleAccelerator, FullWei
             return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _parallelize(self, model: nn.Module) -> ParallelModel:
-        """Shard a model; the first one settles the mesh and prints the table of knobs."""
+        """Shard a model; the first one decides the mesh and prints the table of knobs."""
         assert self._topology is not None
         first = all(parallel_of(prepared) is None for prepared in self._models)
         handle = shard(model, self._asked, self._topology, self, self.smp_mesh, self._prepared_together)

@@ -157,7 +157,7 @@ class CheckpointingTrainerMixin(_Base):
         return self._opened[path]
 
     def _newest_undamaged(self) -> str | None:
-        """Return the newest whole checkpoint of ``output_dir``, None where there is none at all. Collective."""
+        """Return the newest complete checkpoint of ``output_dir``, None where there is none at all. Collective."""
         ranks = Ranks()
 
         def candidates() -> list[str]:
@@ -305,7 +305,7 @@ def _age(checkpoint: str) -> tuple[int, int, str]:
 
 
 def _surplus(found: list[str], limit: int, best: str | None) -> list[str]:
-    """List the oldest checkpoints, so that ``limit`` whole ones stay; the newest and the best stay, as in Trainer."""
+    """List the oldest checkpoints, so that ``limit`` complete ones stay; the newest and the best stay as in Trainer."""
     older_best = [path for path in found[:-1] if best is not None and Path(path) == Path(best)]
     others = [path for path in found if path not in older_best]
     states = [os.path.join(path, STATE_FOLDER) for path in others]

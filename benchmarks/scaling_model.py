@@ -100,7 +100,7 @@ def step_seconds(
     and ours-world shard over the world. ``reduce_scatter_times``: what the backend's own reduce-scatter sends, by that
     of a ring (gloo's is an all-reduce: 2); ours does not use it.
 
-    Beside what travels, a gathered tensor is copied once, into parameters, and a reduced one twice: into a buffer, and
+    Besides what is sent, a gathered tensor is copied once, into parameters, and a reduced one twice: into a buffer, and
     by its additions (so often as the backend's reduce-scatter sends it).
     """
     blocks, units, once = work.gathered - work.root, work.units, scheme.endswith("-once")

@@ -81,7 +81,7 @@ class PipelinedSteps:
             args: of training_step; the batch first.
 
         Returns:
-            what training_step returns of a whole batch: the loss, wanting a gradient that nothing comes of, or the
+            what training_step returns of an unsplit batch: the loss, wanting a gradient that nothing comes of, or the
             mapping that it was in.
 
         Raises:
@@ -155,7 +155,7 @@ def _detached(result: Any) -> Any:
 
 
 def _mean_of(results: list[Any]) -> Any:
-    """Return what a whole batch would have given: means of numbers."""
+    """Return what the unsplit batch would have given: means of numbers."""
     first = results[0]
     if isinstance(first, torch.Tensor):
         return torch.stack(results).mean(0)

@@ -106,8 +106,8 @@ def _requeued_by_lightning(trainer: Trainer) -> bool:
 
 
 def _path(trainer: Trainer) -> str:
-    """Return the checkpoint's place: beside those of ModelCheckpoint, where ``ckpt_path="last"`` finds it; without one
-    where ``ckpt_path="hpc"`` does. In a SLURM job that Lightning requeues, None means "hpc", and a link is there.
+    """Return the checkpoint's place: alongside those of ModelCheckpoint, where ``ckpt_path="last"`` finds it; without
+    one where ``ckpt_path="hpc"`` does. In a SLURM job that Lightning requeues, None means "hpc", and a link is there.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:

@@ -57,7 +57,7 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @property
     def open_window(self) -> WindowStart | None:
-        """Where the window that is open has begun; None between windows."""
+        """The place where the open window has begun; None between windows."""
         return self._window_start if self.window.is_open else None
 
     @property

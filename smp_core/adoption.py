@@ -25,11 +25,11 @@ from smp_core.sharding.replaced import ReplacedParameters
 
 
 def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: GivenSharding) -> ParallelModel:
-    """Do what :func:`smp_core.parallelize.parallelize_model` does beside sharding, to a model that came sharded. In
-    place; collective over the world.
+    """Do what :func:`smp_core.parallelize.parallelize_model` does besides sharding, to a pre-sharded model. In place;
+    collective over the world.
 
-    On a 1-D mesh: communication objects, replica hop and window; weights become those of the first replica. On a 2-D
-    mesh torch's own two-hop is the window, and nothing is metered. On both: losses in chunks.
+    A model on a 1-D mesh gets communication objects, replica all-reduce and window, and the first replica's weights.
+    On a 2-D mesh FSDP2's own replica all-reduce is the window, and nothing is metered. Both get losses in chunks.
 
     Args:
         given: how it came (:func:`smp_core.sharding.given.given_sharding`).

@@ -313,7 +313,7 @@ class SmpConfig:
 
     def why(self, name: str) -> str:
         """Return why a knob, or a field of one, has the value in effect: "default", "as asked", where it was asked, or
-        what settled it."""
+        what resolved it."""
         reasons = list(dict.fromkeys(self._why(each) for each in settings_of(name)))
         return "; ".join(why for why in reasons if why != DEFAULT) or DEFAULT
 

@@ -76,7 +76,7 @@ class JobFigures:
 
     @property
     def counts_bytes(self) -> bool:
-        """Whether reports have bytes between nodes and inside them."""
+        """Tell whether reports have bytes between nodes and inside them."""
         return self._meter is not None
 
     def measure_forward(self) -> None:

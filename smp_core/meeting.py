@@ -95,7 +95,7 @@ class Meetings:
         return f"meeting/{group[0]}-{group[-1]}-{len(group)}/{number}"  # mesh axes: such ranks are evenly spaced
 
     def _arrive(self, group: tuple[int, ...], place: str) -> str:
-        """Write where this rank is. Returns the verdict, if that settles the meeting."""
+        """Write where this rank is. Returns the verdict, if that decides the meeting."""
         key = self._key(group, self._held[group])
         first, rank = json.loads(self._store.compare_set(f"{key}/first", "", json.dumps([place, self.rank])))
         if first != place:

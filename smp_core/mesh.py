@@ -165,7 +165,7 @@ class SmpMesh:
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
-        """The ranks that hold parts of one layer; only with several."""
+        """The ranks that hold parts of one layer; there only where they are several."""
         return self.device_mesh["tensor"]
 
     @property

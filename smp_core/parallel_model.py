@@ -96,7 +96,7 @@ class ParallelModel:
 
     @property
     def units(self) -> tuple[ShardedUnit, ...]:
-        """Its sharded units."""
+        """The model's sharded units."""
         return self._only_part.units
 
     @property
@@ -106,7 +106,7 @@ class ParallelModel:
 
     @property
     def replaced(self) -> ReplacedParameters:
-        """The parameters of before sharding."""
+        """The parameters that the model had before it was sharded."""
         return self._only_part.replaced
 
     @property
@@ -115,7 +115,7 @@ class ParallelModel:
         return self.plan.knobs
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``method`` of the module (``training_step``) with the module's own parameters gathered."""
+        """Call ``method`` of the module (``training_step``) with the module's own parameters unsharded."""
         if self.window.world is not None:
             self.window.world.follow_flags()
         with self.fp8_region():
@@ -129,7 +129,7 @@ class ParallelModel:
                 raise
 
     def call(self, submodule: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call a submodule by itself, outside of the model's forward, with the parameters of its unit gathered.
+        """Call a submodule by itself, outside of the model's forward, with the parameters of its unit unsharded.
         Collective."""
         name = next(name for name, module in self.module.named_modules() if module is submodule)
         holding = [unit for unit in self.units if f"{name}.".startswith(f"{unit.name}." if unit.name else "")]
@@ -139,7 +139,7 @@ class ParallelModel:
         return self._only_part.calls.run_as_forward(unit, submodule, *args, **kwargs)
 
     def reshard(self) -> None:
-        """Free gathered parameters, e.g. after an evaluation or before weights are loaded."""
+        """Free unsharded parameters, e.g. after an evaluation or before weights are loaded."""
         for part in self.parts:
             reshard(part.module.modules())
         self.traffic.weights_changed()

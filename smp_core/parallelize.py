@@ -154,7 +154,7 @@ def _join_stages(
 
 def change_this_process() -> None:
     """Switch on what holds for all sharded models of a process: parts are not pickled in silence, numbers of theirs are
-    those of whole tensors, and errors that others raise about them are explained."""
+    those of unsharded tensors, and errors that others raise about them are explained."""
     refuse_to_pickle_shards()
     reduce_scalars()
     explain_uncaught_errors()

@@ -258,7 +258,7 @@ class Compression(Recipe):
 
     @property
     def reduce_codes(self) -> Literal["int8", "int4"] | None:
-        """The codes that gradients travel in wherever they cross nodes; None: none ("bf16" is no code)."""
+        """The codes that gradients are compressed to wherever they cross nodes; None: none ("bf16" is no code)."""
         return None if self.reduce == "bf16" else self.reduce
 
 

@@ -80,7 +80,7 @@ class Topology:
         it.
 
         Args:
-            group: process group to ask; default the whole world. Ranks are numbered as in the group. Without an
+            group: process group to ask; default the world. Ranks are numbered as in the group. Without an
                 initialised process group the answer is one node with one rank.
 
         Raises:
@@ -119,7 +119,7 @@ class Topology:
         """Return the topology of one of `stages` equal stretches of ranks.
 
         Raises:
-            ValueError: stages that are neither whole nodes nor equal parts of one; says which are.
+            ValueError: stages that are neither one or more full nodes nor equal parts of one; says which are.
         """
         if stages == 1:
             return self

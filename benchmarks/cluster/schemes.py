@@ -320,7 +320,7 @@ def calibrate(k: int) -> dict[str, float]:
 
     Returns:
         inside: what a rank sends to the others of its node (shards); copying: into memory just allocated;
-        coding: of the world's int8 gathers, a rank's shard encoded and its part of the block decoded.
+        coding: of the world's int8 gathers, a rank's shard compressed and its part of the block decompressed.
     """
     from smp_core.comm.codec import codec
     from smp_core.comm.exchange import exchange

@@ -64,7 +64,7 @@ def verify(
 
 @app.command("list")
 def list_root(root: Annotated[str, typer.Argument(metavar="ROOT", help="A folder of checkpoints.")]) -> None:
-    """List the checkpoints in a folder, with what is whole, half and newest."""
+    """List the checkpoints in a folder, and which of them are complete, which incomplete, and which is the newest."""
     console().print(list_table(root))
 
 
@@ -86,7 +86,7 @@ def consolidate_command(
         bool, typer.Option("--allow-pickle", help="Read values saved with allow_pickle. RUNS CODE from the file.")
     ] = False,
 ) -> None:
-    """Bring a sharded checkpoint back as whole tensors, streaming."""
+    """Write a sharded checkpoint as unsharded tensors, streaming."""
     made = consolidate(
         directory,
         out,

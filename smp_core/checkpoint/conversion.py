@@ -169,7 +169,7 @@ def _companions(folder: Path) -> dict[str, bytes | str]:
 def _regular(file: Path, limit: int | None = None) -> Path:
     """Return the path of a regular file of a foreign folder, with at most ``limit`` bytes.
 
-    A link has to stay in the folder, or in the ``blobs`` beside it that the Hugging Face cache keeps its files in.
+    A link has to stay in the folder, or in the ``blobs`` alongside that the Hugging Face cache keeps its files in.
 
     Raises:
         CheckpointError: it is missing, a pipe, a link to elsewhere, too large.

@@ -108,7 +108,7 @@ def _scratch_left_behind(parent: str) -> list[str]:
 
     Such entries have no lock, but their makers write all the time, or take no time at all.
 
-    Nobody locks them, but who makes them writes all the time, or takes no time at all.
+    Nobody locks them, but the process that makes them writes all the time, or takes no time at all.
     """
     now = time.time()
     try:

@@ -188,7 +188,7 @@ def _listed_files(folder: Folder, address: str) -> set[str]:
 
 
 def remove_objects(address: str) -> None:
-    """Remove a checkpoint: its manifest first, so that no half of it is ever taken for a whole one.
+    """Remove a checkpoint: its manifest first, so that a half removed one is never taken for a complete one.
 
     Raises:
         CheckpointError: there is no manifest under the address.

@@ -69,7 +69,7 @@ def load_checkpoint(
         only: globs over tensor names (``["state_dict.encoder.*"]``): other tensors and values keep what they have.
         process_group: the ranks that load together; None: all.
         verify: ``"sizes"``, ``"digests"``, None, or ``"auto"``: sizes, and each byte of a tensor while it is read; all
-            digests before, when an interrupted save lies beside the folder or an earlier version wrote it.
+            digests before, when an interrupted save lies alongside the folder or an earlier version wrote it.
         allow_dtype_cast: convert where the saved dtype differs, instead of refusing.
         allow_pickle: read values that were saved with ``allow_pickle=True``. This runs code from the file.
 
@@ -235,8 +235,8 @@ def read_rest(
     Args:
         path: checkpoint folder or address.
         prefix: only this part: ``"hyper_parameters"`` or a path such as ``("loops", "fit_loop")``.
-        tensors: globs over tensor names; those are filled in (whole, on the CPU). Other tensors are left out of their
-            dicts; in lists and tuples a ``TensorReference`` stands for them.
+        tensors: globs over tensor names; those are filled in (unsharded, on the CPU). Other tensors are left out of
+            their dicts; in lists and tuples a ``TensorReference`` stands for them.
         exclude: globs over tensor names taken back out of ``tensors``.
         allow_pickle: read values saved with ``allow_pickle=True``. This runs code from the file.
 

@@ -178,7 +178,7 @@ def first_undamaged(
         process_group: the ranks that look together; None: all.
 
     Raises:
-        CheckpointError: none of them is whole; the message says what is wrong with the first.
+        CheckpointError: none of them is complete; the message says what is wrong with the first.
     """
     ranks = Ranks(process_group)
     problems: list[str] = []
@@ -239,8 +239,8 @@ def save_step(
 def tidy(root: str | os.PathLike[str], newest: str, keep_last: int | None) -> None:
     """Write LATEST after a commit, and remove the oldest ``step-*`` checkpoints.
 
-    The newest ``keep_last`` that are whole stay, and everything since the oldest of them. Broken ones are not counted,
-    and where ``newest`` is not whole itself, nothing is removed.
+    The newest ``keep_last`` that are complete stay, and everything since the oldest of them. Broken ones are not
+    counted, and where ``newest`` is not complete itself, nothing is removed.
     """
     write_latest(root, newest)
     if keep_last is None:
@@ -251,11 +251,11 @@ def tidy(root: str | os.PathLike[str], newest: str, keep_last: int | None) -> No
 
 
 def surplus(paths: Sequence[str], keep: int) -> list[str]:
-    """Return the oldest checkpoints, which may go so that the newest ``keep`` whole ones stay.
+    """Return the oldest checkpoints, which may go so that the newest ``keep`` complete ones stay.
 
     Args:
         paths: checkpoints, the newest one at the end.
-        keep: the number of whole ones that stay, 1 or more.
+        keep: the number of complete ones that stay, 1 or more.
 
     Returns:
         paths older than the oldest that stays; none if the newest is broken, because then something is wrong with the

@@ -207,7 +207,7 @@ class Transaction(ABC):
 
     @abstractmethod
     def commit(self, manifest: bytes) -> None:
-        """Write the manifest and make the save visible as a whole."""
+        """Write the manifest and make the save visible, all of it at once."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -80,7 +80,7 @@ def save_checkpoint(
         extra_files: name -> content of small files to keep along (``config.json``, tokenizer files).
         per_rank: something that differs on each rank (random states); comes back as a list by rank from
             :func:`smp_core.checkpoint.read_per_rank`.
-        overwrite: replace a checkpoint that is at ``path``; at every instant a whole one stays there.
+        overwrite: replace a checkpoint that is at ``path``; at every instant a complete one stays there.
         digest: ``"xxh3"`` or ``"sha256"``.
         allow_pickle: also save values that only unrestricted unpickling can read back; loading needs the same word.
 

@@ -73,7 +73,7 @@ def _keep_rest(codec: Codec, values: torch.Tensor, payload: torch.Tensor, rest: 
 
 
 def _drop_rest(codec: Codec, payload: torch.Tensor, rest: torch.Tensor) -> None:
-    """Keep nothing of values that cannot be encoded: they are sent exactly, or the sum is not finite."""
+    """Keep nothing of values that cannot be compressed: they are sent exactly, or the sum is not finite."""
     finite = codec.finite_in(payload, rest.numel())
     if streams.run_behind(rest.device) or not finite:  # there asking would be waiting
         rest.masked_fill_(~finite, 0.0)

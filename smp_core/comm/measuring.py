@@ -54,7 +54,7 @@ def measure(topology: Topology, device: torch.device, *, sizes: Sequence[int] = 
 
     Args:
         device: of this rank's tensors.
-        sizes: bytes of the whole tensors, ascending.
+        sizes: bytes of the unsharded tensors, ascending.
 
     Raises:
         RuntimeError: a rank has no memory for its tensors; raised on all of them, and names it. What fails in the
@@ -102,7 +102,7 @@ def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
 def _prepared(
     kind: Kind, n_bytes: int, group: dist.ProcessGroup, meter: CommMeter, device: torch.device, stage: bool
 ) -> tuple[Callable[[], object], int]:
-    """Return the call, on float32 tensors of its own, and the bytes of the whole tensor."""
+    """Return the call, on float32 tensors of its own, and the bytes of the unsharded tensor."""
     g, me = dist.get_world_size(group), dist.get_rank(group)
     rows = torch.zeros(g, max(n_bytes // 4 // g, 1), device=device)
     if kind == "all_reduce":

@@ -92,7 +92,7 @@ class CommMeter:
         Args:
             kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"context_gather"`` or
                 ``"context_reduce"``.
-            full_bytes: bytes of the whole tensor (the gathered one, the one to be reduced).
+            full_bytes: bytes of the unsharded tensor (gathered, or to be reduced).
             new_call: ``False`` for the second stage of one collective, so that it counts as one call.
         """
         if not self.enabled or len(ranks) == 1:

@@ -71,7 +71,7 @@ class GatherPolicy:
         self._finite = None
 
     def is_encoded(self, number: int) -> bool:
-        """Tell whether this unit's next gather is encoded. Collective over the group when weights have changed."""
+        """Tell whether this unit's next gather is compressed. Collective over the group when weights have changed."""
         if self._steps() < self._after_steps:
             return False
         if self._finite is None:
@@ -158,7 +158,7 @@ class QuantizedAllGather(CommObject):
         return None
 
     def _split(self, n: int) -> tuple[list[slice], list[slice]]:
-        """Return which elements of a shard are encoded and which travel exactly."""
+        """Return which elements of a shard are compressed and which are sent exactly."""
         if self._parts is None:
             found: tuple[list[slice], list[slice]] = ([], [])
             start, last = 0, -1
@@ -176,7 +176,7 @@ class QuantizedAllGather(CommObject):
         return self._parts
 
     def _encode(self, shard_N: torch.Tensor, encoded: list[slice], exact: list[slice]) -> torch.Tensor:
-        """Return the codec's payload, then the bytes of what travels exactly, padded: in a row of payloads each starts
+        """Return the codec's payload, then the bytes of what is sent exactly, padded: in a row of payloads each starts
         where scales may be read."""
         values, kept = _join(shard_N, encoded), _join(shard_N, exact).contiguous().view(torch.uint8)
         n_codes = self._policy.codec.size(values.numel())

@@ -51,7 +51,7 @@ class Route:
 
     @property
     def adds_up(self) -> bool:
-        """Whether there is anybody to add up with."""
+        """Tell whether there are other replicas to add up with."""
         return dist.get_world_size(self.group) > 1
 
 
@@ -136,7 +136,7 @@ class Traffic:
 
     @property
     def keeps_remainders(self) -> bool:
-        """Whether what compression rounds off is added to the next gradients."""
+        """Tell whether what compression rounds off is added to the next gradients."""
         return bool(self._form.error_feedback)
 
     def step_done(self) -> None:

@@ -69,7 +69,7 @@ class SplitBatch:
         self.encoded = self.plan.encode()
 
     def encoded_in_chunks(self, size: int) -> torch.Tensor:
-        """Return the plan of attention within chunks of ``size`` positions, encoded for the kernels."""
+        """Return the plan of attention within chunks of ``size`` positions, as the tensor that the kernels take."""
         if size not in self._chunked:
             self._chunked[size] = self.plan.in_chunks(size, self.first_positions).encode()
         return self._chunked[size]

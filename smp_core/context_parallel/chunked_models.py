@@ -73,7 +73,7 @@ class SplitVocabulary(Protocol):
     def cross_entropy_sum(
         self, logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, label_smoothing: float
     ) -> torch.Tensor:
-        """Compute what torch's cross entropy with ``reduction="sum"`` does of whole logits."""
+        """Compute what torch's cross entropy with ``reduction="sum"`` does of unsplit logits."""
 
 
 class PendingLogits:
@@ -199,7 +199,7 @@ def chunk_losses(model: nn.Module, chunk: int, split: SplitVocabulary | None = N
     """Apply :func:`use_chunked_loss` to every Transformers causal model in ``model``.
 
     Args:
-        split: of the head whose vocabulary is split over tensor ranks; None: heads compute whole logits.
+        split: of the head whose vocabulary is split over tensor ranks; None: heads compute all logits.
 
     Raises:
         ValueError: there is none, or one whose loss cannot be computed in chunks.

@@ -148,7 +148,7 @@ def _depends_on_length(module: nn.Module) -> bool:
 def _append_last_position(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Let a rotary embedding, called as (x, position_ids), see the largest position of the whole sequences.
+    """Let a rotary embedding, called as (x, position_ids), see the largest position of the unsplit sequences.
 
     The state that the module keeps from call to call is then that of one process, too.
     """

@@ -110,7 +110,7 @@ class WeightGather:
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> GatheredWeight | None:
-        """Return the gathered weight of ``size`` from ``payload`` (rows padded), or renew ``out``.
+        """Return the unsharded weight of ``size`` from ``payload`` (rows padded), or renew ``out``.
 
         The bytes of ``out`` are in the same storage; only its scale may have changed.
         """

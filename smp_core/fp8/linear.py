@@ -111,7 +111,7 @@ def fp8_linear(
 
     Args:
         x: ``[..., K]``, floating point.
-        weight: ``[N, K]``, or ``[K, N]`` with ``flipped`` (Transformers' ``Conv1D``); a parameter or a gathered weight.
+        weight: ``[N, K]``, or ``[K, N]`` with ``flipped`` (Transformers' ``Conv1D``); a parameter or unsharded weight.
 
     Returns:
         ``[..., N]`` in autocast's dtype inside autocast, otherwise in ``x``'s.

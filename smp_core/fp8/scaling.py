@@ -127,7 +127,7 @@ class Fp8State:
 
     @property
     def calibrated(self) -> list[list[bool]]:
-        """The flags, per site and role, whether ``scale`` comes from a history."""
+        """The flags, per site and role, that tell whether ``scale`` comes from a history."""
         return self._calibrated
 
     @calibrated.setter

@@ -30,7 +30,7 @@ class ActivationPlan:
 
 
 def settle_activations(draft: Draft, shapes: Shapes, cluster: Cluster) -> ActivationPlan:
-    """Settle recomputation, its check, and offloading.
+    """Resolve recomputation, its check, and offloading.
 
     Raises:
         ValueError: the model checkpoints itself and its inputs were to be offloaded.

@@ -27,7 +27,7 @@ from smp_core.planning.tensor_rules import require_tensor_degree
 def plans_of_all_degrees(
     shapes: Shapes, asked: SmpConfig, cluster: Cluster, precision: Precision = TRAINERS_OWN
 ) -> list[Plan]:
-    """Return a plan for every allowed shard degree: parts of a node, then whole nodes, that hold whole context groups.
+    """Return a plan for every allowed shard degree: parts of a node, then one or more nodes, of full context groups.
 
     Raises:
         ValueError: none is allowed with these knobs.

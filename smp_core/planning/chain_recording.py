@@ -99,7 +99,7 @@ def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
 
 
 def _alike(model: nn.Module, units: WrapPlan) -> list[str]:
-    """Return the blocks of the kind that there are most of: a Transformers model names its embeddings beside them."""
+    """Return the blocks of the kind that there are most of: a Transformers model names its embeddings next to them."""
     kinds = {name: type(model.get_submodule(name)) for name in units.blocks}
     most = max(kinds.values(), key=list(kinds.values()).count, default=None)
     return [name for name, kind in kinds.items() if kind is most]

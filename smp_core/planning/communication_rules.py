@@ -11,10 +11,10 @@ from smp_core.topology import Topology
 
 
 def settle_compression(draft: Draft, layout: Layout, topology: Topology) -> CodeName | None:
-    """Settle the compressed payloads and error feedback.
+    """Resolve the compressed payloads and error feedback.
 
     Returns:
-        the payload of sums across replicas, None where they travel as they are.
+        the payload of sums across replicas, None where they are sent as they are.
     """
     asked = draft.knobs.compression
     degree = layout.size(*PARTITION)
@@ -43,7 +43,7 @@ def settle_compression(draft: Draft, layout: Layout, topology: Topology) -> Code
 
 
 def settle_gathering(draft: Draft, layout: Layout, cast_forward_inputs: bool) -> bool:
-    """Settle what is gathered and how often gradients are reduced.
+    """Resolve what is gathered and how often gradients are reduced.
 
     Returns:
         whether units are sharded by FSDP2. A partition group of one has nothing to gather, and FSDP2 would copy every
@@ -71,20 +71,20 @@ def settle_gathering(draft: Draft, layout: Layout, cast_forward_inputs: bool) ->
 def keeps_parameters(knobs: SmpConfig) -> bool:
     """Tell whether what a window's first micro-batch gathers stays until its last backward pass. Needs
     ``reshard_after_forward`` as it takes effect: one that frees parameters was asked for together with "gradients", or
-    is how a model came; one that was asked for by ranks and turned out to keep a whole copy frees it too."""
+    is how a model came; one that was asked for by ranks and turned out to keep an unsharded copy frees it too."""
     kept = knobs.reshard_after_forward is False and knobs.asked("reshard_after_forward") in ("auto", False)
     return kept and knobs.keep_between_micro_batches != "shards"
 
 
 def settle_optimizer_shard(draft: Draft, layout: Layout) -> None:
-    """Settle ``optimizer_shard="world"`` where there is one replica."""
+    """Resolve ``optimizer_shard="world"`` where there is one replica."""
     if draft.knobs.optimizer_shard == "world" and layout.replicate == 1:
         why = "there is one replica: optimizer states are sharded over all ranks already"
         draft.settle("optimizer_shard", "shard", why)
 
 
 def settle_head_groups(draft: Draft, device: str) -> None:
-    """Settle in how many groups of heads keys and values travel between context ranks."""
+    """Resolve in how many groups of heads keys and values are sent between context ranks."""
     if draft.knobs.collectives.context_head_groups == "auto":
         on_cpu = device == "cpu"
         why = "on CPU nothing runs behind anything" if on_cpu else "one group's gather behind the other's attention"

@@ -79,12 +79,12 @@ class Plan:
 
     @property
     def units(self) -> tuple[PlannedUnit, ...]:
-        """Modules to be sharded and gathered as a whole, by their names."""
+        """The modules that are sharded and gathered as units, by their names."""
         return self.shapes.units.units
 
     @property
     def sharded_units(self) -> tuple[PlannedUnit, ...]:
-        """Those that FSDP2 shards: none where nothing is gathered."""
+        """The units that FSDP2 shards: none where nothing is gathered."""
         return self.units if self.gathers else ()
 
     @property
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def word(self) -> str:
-        """Equal where the same is decided about the same model."""
+        """A text that is equal on two ranks if they decide the same about the same model."""
         came = None if self.given is None else (self.given.degree, self.given.two_dimensional)
         digest = xxhash.xxh3_64_hexdigest(repr((self.shapes, self.precision, came)).encode())
         where = ", some on the meta device" if self.shapes.on_meta else ""
@@ -113,23 +113,23 @@ class Plan:
 
     @property
     def hierarchical(self) -> bool:
-        """Whether collectives over the partition group run in two stages."""
+        """Tell whether collectives over the partition group run in two stages."""
         groups = self.cluster.topology.of_groups(self.layout.tensor)
         return bool(self.knobs.collectives.hierarchical) and two_stages(self.shard_degree, groups)
 
     @property
     def keeps_parameters(self) -> bool:
-        """Whether parameters stay gathered from one micro-batch of a window to the next."""
+        """Tell whether parameters stay unsharded from one micro-batch of a window to the next."""
         return keeps_parameters(self.knobs)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether each rank adds up whole gradients over a window's micro-batches, which are reduced once."""
+        """Tell whether each rank adds up unsharded gradients over a window's micro-batches, which are reduced once."""
         return self.knobs.keep_between_micro_batches == "gradients"
 
     @property
     def replicated_parameters(self) -> list[tuple[str, ...]]:
-        """Names of parameters that every rank holds whole, in the groups that are added up together."""
+        """Names of the replicated parameters, in the groups that are added up together."""
         of_units = [] if self.gathers else [unit.parameters for unit in self.units]
         return [self.replicated, *of_units]
 
@@ -170,13 +170,13 @@ def decide(
     precision: Precision = TRAINERS_OWN,
     given: GivenSharding | None = None,
 ) -> Plan:
-    """Settle everything about one model.
+    """Decide everything about one model.
 
     Args:
         asked: ``shard_degree="auto"`` has been replaced by a number
-            (:func:`smp_core.planning.auto_degree.decide_with_smallest_degree`), unless the model came sharded.
+            (:func:`smp_core.planning.auto_degree.decide_with_smallest_degree`), unless the model is pre-sharded.
         precision: what the trainer's precision means.
-        given: how the model came sharded; it pins what was decided then.
+        given: how a pre-sharded model is sharded; it pins what was decided then.
 
     Raises:
         ValueError: a value that does not fit the model or the cluster; names the knob,

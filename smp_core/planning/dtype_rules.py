@@ -56,7 +56,7 @@ class Dtypes:
 
 
 def settle_precision(draft: Draft, precision: Precision) -> None:
-    """Settle ``param_dtype="auto"`` by the trainer's precision, and who skips steps."""
+    """Resolve ``param_dtype="auto"`` by the trainer's precision, and leave skipped steps to a gradient scaler."""
     if draft.knobs.param_dtype == "auto":
         draft.settle("param_dtype", name_of(precision.param_dtype), precision.why)
     if precision.skips_steps:
@@ -64,7 +64,7 @@ def settle_precision(draft: Draft, precision: Precision) -> None:
 
 
 def settle_reduce_dtype(draft: Draft, shapes: Shapes) -> None:
-    """Settle ``reduce_dtype="auto"``: float32 where gradients would be half precision, else the gradients' own.
+    """Resolve ``reduce_dtype="auto"``: float32 where gradients would be half precision, else the gradients' own.
 
     Raises:
         ValueError: float16, which sums that are not divided yet would overflow.

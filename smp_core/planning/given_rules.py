@@ -59,10 +59,10 @@ class GivenSharding:
 
 
 def settle_given(draft: Draft, given: GivenSharding, shapes: Shapes) -> None:
-    """Pin what the model came with.
+    """Pin the knobs that a pre-sharded model has decided.
 
     Raises:
-        ValueError: a knob that comes too late, shared sequences, or trainable plain parameters beside a 2-D mesh.
+        ValueError: a knob that comes too late, shared sequences, or trainable plain parameters alongside a 2-D mesh.
     """
     knobs, defaults = draft.knobs, SmpConfig()
     for knob in _TOO_LATE:

@@ -10,7 +10,7 @@ from smp_core.topology import Topology
 
 
 def settle_layout(draft: Draft, topology: Topology) -> Layout:
-    """Settle ``shard_degree`` ("auto" has a number by now), ``collectives.hierarchical`` and ``reshard_after_forward``.
+    """Resolve ``shard_degree`` ("auto" is a number by now), ``collectives.hierarchical`` and ``reshard_after_forward``.
 
     Raises:
         ValueError: a degree that does not divide the world or straddles nodes, a context degree that does not divide

@@ -58,7 +58,7 @@ def units_in_flight(link: LinkFit, message_bytes: float) -> int:
 
 
 def settle_stages(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster, payload: CodeName | None) -> None:
-    """Settle what ``collectives.hierarchical="auto"`` means for this model, where links were measured.
+    """Resolve what ``collectives.hierarchical="auto"`` means for this model, where links were measured.
 
     Args:
         payload: of sums across replicas; None: as they are.
@@ -104,7 +104,7 @@ def compression(payload: CodeName | None, dtype: torch.dtype, elements: int) -> 
 
 
 def settle_prefetch(draft: Draft, shapes: Shapes, layout: Layout, cluster: Cluster) -> None:
-    """Settle how many units are in flight, and FSDP2's other options about communication. What was asked for by value
+    """Resolve how many units are in flight, and FSDP2's other options about communication. What was asked for by value
     is checked first; "auto" follows.
 
     Raises:

@@ -56,7 +56,7 @@ class MemoryEstimate:
 
     @property
     def model_states(self) -> int:
-        """Bytes that stay for the whole step."""
+        """Bytes that stay throughout the step."""
         return self.parameters + self.gradients + self.partial_sums + self.optimizer_states + self.buffers
 
     @property
@@ -180,7 +180,7 @@ def plan_table(plans: Sequence[Plan], optimizer: OptimizerStates = OPTIMIZERS["a
 
 
 def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, str]:
-    """Return the first plan whose model states and gathered units fit beside the headroom.
+    """Return the first plan whose model states and unsharded units fit alongside the headroom.
 
     Args:
         plans: by rising shard degree.

@@ -92,7 +92,7 @@ class ModelTrace:
     vocabulary: int = 1
 
     def rest_degree(self, tensor: int) -> int:
-        """Return over how many tensor ranks embedding, head and logits are split: all, or they stay whole."""
+        """Return over how many tensor ranks embedding, head and logits are split: all, or they are replicated."""
         return tensor if self.vocabulary % tensor == 0 else 1
 
     def of_precision(self, mode: str, precision: str) -> Shapes:
@@ -102,7 +102,7 @@ class ModelTrace:
 
     @property
     def parameters(self) -> int:
-        """Elements of the whole model."""
+        """Elements of all parameters."""
         return sum(parameter.elements for parameter in self.shapes["none"].parameters)
 
 

@@ -80,7 +80,7 @@ class Stages:
 
 
 def settle_pipeline_stages(draft: Draft, shapes: Shapes, precision: Precision, given: bool) -> Stages | None:
-    """Deal the blocks out to stages; settle ``pipeline.microbatches`` and ``pipeline.split``.
+    """Deal the blocks out to stages; resolve ``pipeline.microbatches`` and ``pipeline.split``.
 
     Raises:
         ValueError: a split of another number of stages or blocks, and what :func:`require_known_pipeline` refuses.

@@ -67,7 +67,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Tokens per second of the whole job."""
         return self.tokens / self.time.total
 
     @property

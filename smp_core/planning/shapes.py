@@ -32,7 +32,7 @@ class ParameterShape:
 
     @property
     def is_divided(self) -> bool:
-        """Whether ranks hold rows of it; 0-d and empty parameters are replicated."""
+        """Tell whether ranks hold rows of it; 0-d and empty parameters are replicated."""
         return self.elements > 0 and bool(self.shape)
 
 
@@ -127,7 +127,7 @@ class Shapes:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first parameter, which most others have too."""
+        """The dtype of the first parameter, which most others have too."""
         return next((parameter.dtype for parameter in self.parameters), torch.float32)
 
     def of_name(self, name: str) -> ParameterShape:

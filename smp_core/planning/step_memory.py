@@ -67,7 +67,7 @@ def peak_memory(
     Args:
         states: of the same plan (:func:`smp_core.planning.memory.estimate`).
         micro_batch: samples of a micro-batch on each rank.
-        tokens: of a whole sequence.
+        tokens: of an unsplit sequence.
     """
     mode = recomputation(plan)
     held = tokens / plan.layout.context

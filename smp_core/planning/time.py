@@ -59,7 +59,7 @@ def computing_seconds(
 
 
 def exposed_seconds(computing: float, communicating: float, exposed: float) -> float:
-    """Return what communicating beside computing adds to it."""
+    """Return what communicating during computation adds to it."""
     return max(communicating - computing, 0.0) + exposed * min(computing, communicating)
 
 

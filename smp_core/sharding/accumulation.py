@@ -122,12 +122,12 @@ class AccumulationWindow:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients are held that no ``.grad`` shows yet."""
+        """Tell whether gradients are held that no ``.grad`` shows yet."""
         return self.micro_batches > 0
 
     def held_bytes(self) -> int:
-        """Return the bytes of partial sums, of whole gradients and of masters' gradients: what no parameter's ``.grad``
-        shows."""
+        """Return the bytes of partial sums, of unsharded gradients and of masters' gradients: what no parameter's
+        ``.grad`` shows."""
         sums = sum(each.sum_bytes + each.unit.held_bytes() for each in self._units)
         parts = [] if self.world is None else self.world.shards
         return sums + sum(shard.gradient_bytes for shard in parts)
@@ -214,7 +214,7 @@ class AccumulationWindow:
     @torch.no_grad()
     def abandon(self) -> None:
         """Drop the window's gradients, held and closed: nothing of it reaches the next step, also when a forward or
-        backward pass failed in the middle (on all ranks). What was gathered is sharded again. Collective."""
+        backward pass failed in the middle (on all ranks). Unsharded parameters are resharded. Collective."""
         self._await_sums()
         forget_passes(each.unit.module for each in self._units)
         self._drop_gradients()
@@ -225,7 +225,7 @@ class AccumulationWindow:
         means in its middle. If everything was dropped the window ends, on all ranks alike.
 
         Args:
-            set_to_none: as ``zero_grad`` has it; False: parameters that were reached have a gradient all the same.
+            set_to_none: as ``zero_grad`` has it; False: parameters that received a gradient have one all the same.
         """
         if not self.is_open:
             return

@@ -12,7 +12,7 @@ from smp_core.config import SmpConfig
 
 
 def apply_fsdp_options(model: nn.Module, config: SmpConfig) -> None:
-    """Hand settled options to the model's roots, before the first forward. Collective with
+    """Hand resolved options to the model's roots, before the first forward. Collective with
     ``separate_reduce_scatter_group``."""
     options = config.collectives
     forward, backward = options.forward_prefetch, options.backward_prefetch

@@ -71,7 +71,7 @@ class NativeWindow:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients are held that no ``.grad`` shows yet."""
+        """Tell whether gradients are held that no ``.grad`` shows yet."""
         return partial_sum_bytes(self._model) > 0
 
     @contextlib.contextmanager
@@ -107,7 +107,7 @@ class NativeWindow:
         self.micro_batches = 0
 
     def drop(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
-        """Drop what is held, if these are all the trainable parameters; torch holds whole units only."""
+        """Drop what is held, if these are all the trainable parameters; torch holds gradients of a unit together."""
         dropped = {id(parameter) for parameter in parameters}
         if all(id(p) in dropped for p in self._model.parameters() if p.requires_grad):
             forget_partial_sums(self._model)

@@ -230,8 +230,8 @@ def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer's class keeps beside states and groups. What an instance got since (hooks, the step that
-    a scheduler patched, our own) stays outside."""
+    """Return what an optimizer's class keeps besides states and groups. What an instance got since (hooks, the step
+    that a scheduler patched, our own) stays outside."""
     apart = ("state", "param_groups", "step")
     return {
         key: value

@@ -20,7 +20,7 @@ World = Callable[[], WorldSharding | None]
 
 
 def load_own_parts(model: nn.Module, world: World) -> None:
-    """Let ``load_state_dict`` of the model and of every module in it take whole tensors.
+    """Let ``load_state_dict`` of the model and of every module in it take unsharded tensors.
 
     Args:
         world: gives the masters that take up the values too, where there are any.

@@ -17,7 +17,7 @@ from smp_core.module_names import clean_name
 def load_full_state(
     module: nn.Module, given: Mapping[str, Any], live: Mapping[str, Any], strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Call ``module.load_state_dict`` with whole tensors; its hooks and those of its submodules run as ever. Local.
+    """Call ``module.load_state_dict`` with unsharded tensors; its hooks and those of its submodules run as ever. Local.
 
     Args:
         given: the state dict; values that are in their place already are those of ``live``.

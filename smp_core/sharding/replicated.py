@@ -105,7 +105,8 @@ class ReplicatedGradients:
         return found
 
     def send(self) -> None:
-        """Start adding up over all ranks. Every rank sends every parameter that takes part, reached or not."""
+        """Start adding up over all ranks. Every rank sends every parameter that takes part, whether it received a
+        gradient or not."""
         if not self._route.adds_up:
             return
         held: set[str] = set()
@@ -121,7 +122,7 @@ class ReplicatedGradients:
                 self._in_flight.append((names, flat, work))
 
     def finish(self, seen: Mapping[str, bool] | None) -> None:
-        """Set ``.grad`` of the parameters that some rank reached (``seen``; None: all of them)."""
+        """Set ``.grad`` of the parameters that received a gradient on some rank (``seen``; None: all of them)."""
         for shard in self._shards.values():
             # What was frozen since the shard was made is in its sum, as zeros.
             reached = [self._takes_part(name) if seen is None else seen[name] for name in shard.names]

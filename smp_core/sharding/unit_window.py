@@ -80,7 +80,7 @@ class UnitWindow:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is added to the sum any more."""
+        """Tell whether nothing is added to the sum any more."""
         return self.phase in (Phase.COMPLETE, Phase.IN_FLIGHT)
 
     @property
@@ -235,7 +235,7 @@ class UnitWindow:
         return self.unit.beside_parameters(flat)
 
     def set_gradients(self, mean: torch.Tensor, seen: Sequence[bool] | None) -> None:
-        """Put a mean of :meth:`divide` into ``.grad``, beside the gradients of an earlier closed pass of the step."""
+        """Put a mean of :meth:`divide` into ``.grad``, added to the gradients of an earlier closed pass of the step."""
         parameters = self.unit.parameters()
         for slot in self.slots:
             if seen is None or seen[slot.index]:

@@ -25,7 +25,7 @@ class Window(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients are held that no ``.grad`` shows yet."""
+        """Tell whether gradients are held that no ``.grad`` shows yet."""
 
     def held_bytes(self) -> int:
         """Return the bytes of gradients that no parameter's ``.grad`` shows."""
@@ -43,7 +43,7 @@ class Window(Protocol):
         """Drop what is held of these parameters."""
 
     def zero_grad(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
-        """Do what ``zero_grad`` of a module means beside what it does to ``.grad`` of its parameters."""
+        """Do what ``zero_grad`` of a module means besides what it does to ``.grad`` of its parameters."""
 
     def shard_over_world(self, on_host: bool = False) -> WorldSharding:
         """Make masters of this rank's part; gradients are theirs from now on."""

@@ -105,8 +105,8 @@ def apply_tensor_parallel(
         mesh: 1-D, the tensor axis.
         plan: "auto", or globs over module names -> roles (:mod:`smp_core.tensor_parallel.roles`).
         sequence_parallel: hold 1/T of the tokens in blocks.
-        whole: names of parameters that "auto" leaves whole.
-        chunked_loss: the loss is left to who computes it in chunks, from :attr:`SplitModel.split_vocabulary`.
+        whole: names of parameters that "auto" replicates.
+        chunked_loss: the loss is left to the code that computes it in chunks, from :attr:`SplitModel.split_vocabulary`.
 
     Raises:
         ValueError: a model that cannot be split so; says what to write.

@@ -67,7 +67,7 @@ def cross_entropy_sum(
 
     Args:
         logits: [N, V/T] of this rank's words; half precision is computed in float32.
-        targets: [N], words of the whole vocabulary.
+        targets: [N], words of the unsplit vocabulary.
     """
     wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     result: torch.Tensor = _CrossEntropy.apply(wide, targets, axis, ignore_index, label_smoothing)
@@ -97,7 +97,7 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
     """Let a Transformers model with a split head compute its loss from split logits; False where its loss is none that
     is understood, and logits are gathered.
 
-    In training the model returns no logits beside such a loss.
+    In training the model returns no logits along with such a loss.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 

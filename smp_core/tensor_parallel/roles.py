@@ -124,7 +124,7 @@ def splits_of(model: nn.Module, plan: str | Mapping[str, str], degree: int, whol
 
     Args:
         plan: "auto", or globs over module names -> roles.
-        whole: names of parameters that "auto" leaves whole.
+        whole: names of parameters that "auto" replicates.
 
     Raises:
         ValueError: no plan for this model, an unknown role, a glob without a match, a layer that no role fits.

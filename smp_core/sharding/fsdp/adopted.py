@@ -1,4 +1,4 @@
-"""Units of a model that somebody else gave to ``fully_shard``."""
+"""Units of a model to which ``fully_shard`` was applied before."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def given_policy(model: nn.Module) -> GivenPolicy:
 
 
 def given_units(model: nn.Module) -> WrapPlan:
-    """Return the units of a model that somebody else gave to ``fully_shard``. Modules that were sharded together are
+    """Return the units of a model to which ``fully_shard`` was applied before. Modules that were sharded together are
     one unit, named after the last of them."""
     _see_parameters_of_now(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -85,13 +85,13 @@ def _see_parameters_of_now(model: nn.Module) -> None:
 
 
 def partial_sum_bytes(model: nn.Module) -> int:
-    """Return the bytes of gradients that torch's own two-hop holds and has not reduced across replicas yet."""
+    """Return the bytes of gradients that FSDP2's own replica all-reduce holds and has not reduced yet."""
     held = (group._partial_reduce_output for group in _groups(model))
     return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
 
 def forget_partial_sums(model: nn.Module) -> None:
-    """Drop what torch's own two-hop holds."""
+    """Drop what FSDP2's own replica all-reduce holds."""
     for group in _groups(model):
         group._partial_reduce_output = None
 

@@ -55,7 +55,7 @@ class Calls:
                 module.register_forward_hook(self._after_forward, always_call=True)
 
     def run_as_forward(self, unit: ShardedUnit, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a method with the unit's parameters gathered: one call, whatever forwards there are in it."""
+        """Run a method with the unit's parameters unsharded: one call, whatever forwards there are in it."""
         self._meet(unit.module, getattr(method, "__name__", None))
         self._depth += 1
         try:
@@ -65,10 +65,10 @@ class Calls:
             self._after_forward(unit.module)
 
     def show_shards(self, kept: bool = False) -> None:
-        """Let every module show its shards, whatever is gathered.
+        """Let every module show its shards, whatever is unsharded.
 
         Args:
-            kept: what is gathered stays for the window's next micro-batch (``keep_between_micro_batches``), and is
+            kept: what is unsharded stays for the window's next micro-batch (``keep_between_micro_batches``), and is
                 gathered again only after edits that a tensor's version shows.
         """
         for unit in self._units.values():
@@ -90,7 +90,7 @@ class Calls:
             meet_between_runs(".".join(filter(None, parts)) + "(...)", self._ranks)
 
     def _is_outermost(self, module: nn.Module) -> bool:
-        """Tell whether no other call goes on, nor a backward pass, whose recomputed forwards find what is gathered."""
+        """Tell whether no other call goes on, nor a backward pass, whose recomputed forwards find what is unsharded."""
         state = state_of(module)
         within = self._depth > 0 or state._state_ctx.iter_forward_root not in (None, state)
         return not within and backward_pass() == -1

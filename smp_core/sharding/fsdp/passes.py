@@ -34,7 +34,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Free what units among ``modules`` keep gathered, after a forward without backward or inside a window, so that
+    """Free what units among ``modules`` keep unsharded, after a forward without backward or inside a window, so that
     their parameters are shards again and nothing reads weights from before a step or before a checkpoint was loaded."""
     for module in modules:
         if isinstance(module, FSDPModule):

@@ -18,7 +18,7 @@ from smp_core.fp8.gathered import WeightGather
 
 
 def travel(parameters: Iterable[FSDPParam], gather_of: Callable[[nn.Module, str], WeightGather | None]) -> None:
-    """Let parameters of FSDP2 travel as ``gather_of`` (module, parameter's name in it) says; None: as they are."""
+    """Let FSDP2 communicate parameters as ``gather_of`` (module, parameter's name in it) says; None: as they are."""
     for parameter in parameters:
         gather = gather_of(parameter._module_info.module, parameter._module_info.param_name)
         if gather is not None:

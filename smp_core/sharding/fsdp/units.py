@@ -149,7 +149,7 @@ class ShardedUnit:
         self.hold_gradients(before)
 
     def indices(self, ids: Container[int]) -> set[int]:
-        """Return the parameters with these ids; those of gathered copies, which are shown inside a call, count too."""
+        """Return the parameters with these ids; those of unsharded copies, which are shown inside a call, count too."""
         return {
             index
             for index, parameter in enumerate(self.fsdp_parameters)
@@ -167,7 +167,7 @@ class ShardedUnit:
                 parameter.unsharded_accumulated_grad.zero_()
 
     def held_bytes(self) -> int:
-        """Return the bytes of whole gradients that wait for their reduction."""
+        """Return the bytes of unsharded gradients that wait for their reduction."""
         held = (parameter.unsharded_accumulated_grad for parameter in self.fsdp_parameters)
         return sum(gradient.numel() * gradient.element_size() for gradient in held if gradient is not None)
 
@@ -181,7 +181,7 @@ class ShardedUnit:
         """Store these parameters' shards in ``dtype`` from now on; they stay the same objects.
 
         Raises:
-            ValueError: somebody refers weakly to one of them, which torch then cannot exchange.
+            ValueError: there is a weak reference to one of them, which torch then cannot exchange.
         """
         cast(Any, self.module).reshard()
         for index in indices:
@@ -210,12 +210,12 @@ class ShardedUnit:
         return gradient
 
     def is_gathered(self) -> bool:
-        """Tell whether the unit's parameters are whole at the moment, or it has none."""
+        """Tell whether the unit's parameters are unsharded at the moment, or it has none."""
         group = group_of(self.module)
         return group is None or group.is_unsharded
 
     def gathered_bytes(self) -> int:
-        """Return the bytes of the unit's whole parameters that are there now."""
+        """Return the bytes of the unit's unsharded parameters that are there now."""
         return sum(storage.nbytes() for storage in self._gathered_storages())
 
     def gathered_addresses(self) -> set[int]:
@@ -234,7 +234,7 @@ class ShardedUnit:
         return flat.to(parameters[0].device, non_blocking=True) if parameters else flat
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``method`` of the module with the unit's parameters gathered, as if it were the module's forward."""
+        """Run ``method`` of the module with the unit's parameters unsharded, as if it were the module's forward."""
         self._refuse_after_failure()
         state = state_of(self.module)
         args, kwargs = state._pre_forward(self.module, args, kwargs)

@@ -42,10 +42,10 @@ def shard_units(
     Args:
         traffic: makes the units' communication objects.
         recomputed: names of units that lie inside checkpointed modules.
-        gather_of: (module, parameter's name in it) -> how the parameter travels, if not as it is.
+        gather_of: (module, parameter's name in it) -> how the parameter is communicated, if not as it is.
 
     Returns:
-        the units in the plan's order; roots keep their parameters gathered after forward, as FSDP2 does.
+        the units in the plan's order; roots keep their parameters unsharded after forward, as FSDP2 does.
     """
     knobs, keep = plan.knobs, plan.knobs.reshard_after_forward
     secondary_mesh = mesh.secondary(keep) if type(keep) is int else None
