@@ -156,7 +156,7 @@ class SmpMesh:
 
     @property
     def stage(self) -> int:
-        """This rank's pipeline stage."""
+        """The pipeline stage of this rank."""
         return self.layout.coordinate(self.rank, "pipeline")
 
     @property
