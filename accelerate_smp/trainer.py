@@ -162,7 +162,9 @@ class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _B
             return super().evaluation_loop(*args, **kwargs)
         handle.broadcast_buffers()
         with handle.meter.outside_steps(), self._evaluation_that_may_end(*args, **kwargs):
-            return super().evaluation_loop(*args, **kwargs)
+            result = super().evaluation_loop(*args, **kwargs)
+        handle.require_same_collectives()
+        return result
 
     @contextlib.contextmanager
     def _evaluation_that_may_end(self, dataloader: Any, *_: Any, **__: Any) -> Iterator[None]:

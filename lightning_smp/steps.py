@@ -196,14 +196,18 @@ class SteppingStrategy(ProcessGroupStrategy):
     def on_predict_start(self) -> None:
         self._begin_evaluation("limit_predict_batches", self._trainer.num_predict_batches)
 
+    def _end_evaluation(self) -> None:
+        self.parallel.require_same_collectives()
+        self.parallel.reshard()
+
     @override
     def on_validation_end(self) -> None:
-        self.parallel.reshard()
+        self._end_evaluation()
 
     @override
     def on_test_end(self) -> None:
-        self.parallel.reshard()
+        self._end_evaluation()
 
     @override
     def on_predict_end(self) -> None:
-        self.parallel.reshard()
+        self._end_evaluation()

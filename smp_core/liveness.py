@@ -28,6 +28,8 @@ import torch.distributed as dist
 
 from smp_core.meeting import Meetings
 from smp_core.signs import GONE, Board, BoardSilent, open_boards
+from smp_core.stalls import StallWatch
+from smp_core.whereabouts import here, innermost_user_line
 
 logger = logging.getLogger("smp")
 T = TypeVar("T")
@@ -63,6 +65,7 @@ class RankWatch:
         self.between_runs = False
         self.meetings = Meetings(rank, world_size, boards[0], interval)
         self.boards = boards
+        self._stalls = StallWatch(rank, world_size, interval, here, self._say)
         self._beats = 0
         self._runs = 0
         self._failure: str | None = None
@@ -231,6 +234,9 @@ class RankWatch:
             self._beats += 1
             self._beat()
             self._leave_boards_of_ended_keepers()
+            for board in self.boards:
+                if board.keeper == self.rank:
+                    _attempt(self._stalls.look, board, self._read)
             if self._beats % _LOOK_EVERY == 0:
                 self._look_by_itself()
             self._end_in_time()
@@ -300,6 +306,8 @@ class RankWatch:
             state["failed"] = self._failure
         if self._left:
             state["left"] = True
+        elif (at := self._stalls.shown(self.boards)) is not None:
+            state["at"] = at
         for board in list(self.boards):
             try:
                 board.set(f"beat/{self.rank}", json.dumps(state))
@@ -321,11 +329,6 @@ class RankWatch:
         return {rank: json.loads(state) for rank, state in enumerate(states)}
 
 
-# Parts of file names of code that is not the user's.
-_LIBRARIES = (
-    *("site-packages", "dist-packages", os.path.dirname(os.__file__), "<frozen"),
-    *(os.path.join(os.sep, name, "") for name in ("smp_core", "lightning_smp", "accelerate_smp")),
-)
 _Signs = dict[int, dict[str, Any]]
 # Lost ranks that are named one by one.
 _NAMED = 8
@@ -347,10 +350,8 @@ def _attempt(action: Callable[..., T], *arguments: Any) -> T | None:
 
 def _place(error: BaseException) -> str:
     """Return the innermost line of user code that an error came through, as `` (train.py:12 in training_step)``."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not any(part in frame.filename for part in _LIBRARIES):
-            return f" ({os.path.basename(frame.filename)}:{frame.lineno} in {frame.name})"
-    return ""
+    line = innermost_user_line(traceback.extract_tb(error.__traceback__))
+    return f" ({line})" if line else ""
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from smp_core.module_names import clean_name
 from smp_core.pipeline.states import states_of_all_stages
 from smp_core.pipeline.step import Pipeline
 from smp_core.planning.decide import Plan
+from smp_core.sharding.divergence import require_same_collectives
 from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
 from smp_core.sharding.optimizer_trial import KNOWN
@@ -143,6 +144,14 @@ class ParallelModel:
         for part in self.parts:
             reshard(part.module.modules())
         self.traffic.weights_changed()
+
+    def require_same_collectives(self) -> None:
+        """Compare what ranks that share parameters issued, where no window closes: after an evaluation. Collective.
+
+        Raises:
+            RanksDiverged: they took different ways through the model; on all ranks.
+        """
+        require_same_collectives(self.traffic.issued, self.mesh)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None

@@ -104,6 +104,10 @@ class Units(Recipe):
             function (module_name, module) -> bool. The root is always a unit, so that every parameter is sharded.
         min_parameters: Modules that hold at least this many own parameters (elements, not bytes) become units too, for
             example a large embedding. Integer >= 0; default 0 (off).
+        optional: Modules that some ranks leave out in some micro-batches (samples without an image, one adapter or
+            expert of many): class names or globs over module names (["visual", "*.adapter_*"]). They and all inside
+            them are gathered and reduced with the unit around them (the root, if there is no other) on all ranks, which
+            takes the memory of their unsharded parameters and gradients. Default none.
     """
 
     KNOB: ClassVar[str] = "units"
@@ -118,6 +122,7 @@ class Units(Recipe):
         read.either(read.word("auto"), _GLOBS, read.function("(module_name, module) -> bool"), allowed=ALLOWED),
     )
     min_parameters: int = setting(0, _COUNT)
+    optional: tuple[str, ...] = setting((), _GLOBS)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -13,6 +13,7 @@ from smp_core.comm.background import Background
 from smp_core.comm.codec import codec
 from smp_core.comm.flat import CommObject, FlatAllGather, FlatReduceScatter
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
+from smp_core.comm.issued import IssuedCollectives, NotedCollective
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.quantized_gather import GatherPolicy, QuantizedAllGather
 from smp_core.comm.quantized_reduce import QuantizedReduceScatter
@@ -62,11 +63,14 @@ class Traffic:
         of_units: the route of units' sums, over the replication group: FSDP2 has added up inside the partition group.
         of_replicated: that of parameters that every rank holds whole, over all ranks whose gradients are added up.
         steps: optimizer steps so far.
+        issued: what was asked of the objects that it has made.
     """
 
     def __init__(self, mesh: SmpMesh, meter: CommMeter, plan: Plan) -> None:
         self.mesh, self._meter = mesh, meter
         self.steps = 0
+        self.issued = IssuedCollectives(mesh.shard_ranks, host_waits=mesh.device.type == "cpu")
+        self.issued.show()
         knobs = plan.knobs
         form = self._form = knobs.compression
         self._stages = mesh.stages(*PARTITION) if plan.hierarchical else None
@@ -97,8 +101,15 @@ class Traffic:
             if hop.stages is not None or hop.codec is not None or over_world:
                 hop.connect()
 
-    def all_gather(self, unit: Unit) -> CommObject:
+    def all_gather(self, unit: Unit) -> NotedCollective:
         """Return the object that gathers this unit's parameters."""
+        return self.issued.noting(self._all_gather(unit), "all_gather", unit.name)
+
+    def reduce_scatter(self, unit: Unit) -> NotedCollective:
+        """Return the object that reduces this unit's gradients inside the partition group."""
+        return self.issued.noting(self._reduce_scatter(unit), "reduce_scatter", unit.name)
+
+    def _all_gather(self, unit: Unit) -> CommObject:
         # Accelerators have streams; elsewhere FSDP2 waits when it needs the parameters.
         deferred = self.mesh.device.type == "cpu"
         exact: CommObject = FlatAllGather(self._meter, deferred=deferred)
@@ -118,8 +129,7 @@ class Traffic:
             deferred=deferred,
         )
 
-    def reduce_scatter(self, unit: Unit) -> CommObject:
-        """Return the object that reduces this unit's gradients inside the partition group."""
+    def _reduce_scatter(self, unit: Unit) -> CommObject:
         if self._form.reduce_codes and self._gathers_cross:
             made = QuantizedReduceScatter(
                 self._meter,

@@ -17,6 +17,7 @@ _WHY = "as the model came"
 _PINNED: dict[str, Any] = {
     "units.modules": "auto",
     "units.min_parameters": 0,
+    "units.optional": (),
     "reshard_after_forward": True,
     "delayed_init": None,
 }

@@ -184,6 +184,11 @@ def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
         yield f"compression={knobs.compression!r}", "leave compression out"
     if knobs.activations.checkpoint != "none":
         yield f"activations={knobs.activations!r}", "leave activations out"
+    if knobs.units.optional:
+        yield (
+            f"units.optional={list(knobs.units.optional)!r}",
+            "leave it out: stages take every batch through all blocks",
+        )
     if knobs.keep_between_micro_batches != "shards":
         yield f"keep_between_micro_batches={knobs.keep_between_micro_batches!r}", "write 'shards'"
     if not isinstance(knobs.reshard_after_forward, bool) and knobs.reshard_after_forward != "auto":

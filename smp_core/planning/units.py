@@ -9,6 +9,9 @@ is sharded, so that what FSDP2 would refuse later (a parameter tied across units
   reach ``units.min_parameters``;
 - roots: the model itself, or, for a module whose own forward is not what a step calls (a LightningModule), its
   callable children, and itself only where it owns parameters;
+- optional modules, which some ranks leave out in some micro-batches, are no units, nor is anything inside them: their
+  parameters belong to the unit around them, a root if there is no other. FSDP2 gathers that one on all ranks, and
+  reduces it when the pass is over, whoever used what;
 - a leaf layer whose trainable parameters have another dtype than the rest of its unit becomes a unit of its own;
 - replicated: 0-d and empty parameters, and those tied across units; they stay plain tensors, equal on all ranks.
 """
@@ -70,24 +73,26 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
             parameters are replicated, because backward runs in the middle of a step (manual optimization).
 
     Raises:
-        ValueError: ``units`` names a class or glob that matches nothing; the model has no parameters.
+        ValueError: ``units`` or ``units.optional`` name what matches nothing; the model has no parameters.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks, why = _blocks(model, config)
     blocks = _compiled_whole(model, blocks)
-    children = [] if entry == "forward" else list(_callable_children(model))
+    optional = _optional(model, config)
+    children = [] if entry == "forward" else [each for each in _callable_children(model) if each not in optional]
     above_children = entry == "steps" and len(_outside(model, children)) > 0
     roots = [model] if entry == "forward" or above_children else children
     chosen = {module for module in [*blocks, *children, *roots] if _callable(module) or module is model}
     if config.units.min_parameters > 0:
         chosen |= _by_size(model, chosen, config.units.min_parameters, within=roots)
+    chosen -= optional
 
     replicated = _indivisible(model)
     chosen -= _leaves_tied_elsewhere(model, chosen, keep=set(roots))
     owner = _owners(model, chosen)
     tied = _tied_across_units(model, owner)
     replicated |= tied
-    chosen |= _other_dtype_leaves(model, owner, replicated)
+    chosen |= _other_dtype_leaves(model, owner, replicated) - optional
     owner = _owners(model, chosen)
     tied |= _tied_across_units(model, owner)  # the new units may have cut a tie inside of one
     replicated |= tied
@@ -179,24 +184,32 @@ def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
         return _auto_blocks(model)
     if callable(choose):
         return [m for n, m in model.named_modules() if m is not model and choose(n, m)], "units: a function"
-    found: list[nn.Module] = []
-    patterns = tuple(choose)
-    for pattern in patterns:
-        matching = [
-            module
-            for name, module in model.named_modules()
-            if module is not model and (_class_name(module) == pattern or fnmatch.fnmatchcase(name, pattern))
-        ]
-        if not matching:
-            classes = sorted({_class_name(module) for module in model.modules()})
-            near = difflib.get_close_matches(pattern, classes, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"units={pattern!r} matches no class name and no module name of {type(model).__name__}{hint}. "
-                f"Its classes: {', '.join(classes)}"
-            )
-        found += matching
-    return found, f"units: {', '.join(patterns)}"
+    found = [module for pattern in choose for module in _matching(model, "units", pattern)]
+    return found, f"units: {', '.join(choose)}"
+
+
+def _optional(model: nn.Module, config: SmpConfig) -> set[nn.Module]:
+    """Return the modules that ``units.optional`` names, with what is inside of them."""
+    named = [m for pattern in config.units.optional for m in _matching(model, "units.optional", pattern)]
+    return {inner for module in named for inner in module.modules()}
+
+
+def _matching(model: nn.Module, knob: str, pattern: str) -> list[nn.Module]:
+    """Return the modules inside the model of a class name, or by a glob over their names."""
+    matching = [
+        module
+        for name, module in model.named_modules()
+        if module is not model and (_class_name(module) == pattern or fnmatch.fnmatchcase(name, pattern))
+    ]
+    if not matching:
+        classes = sorted({_class_name(module) for module in model.modules()})
+        near = difflib.get_close_matches(pattern, classes, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"{knob}={pattern!r} matches no class name and no module name of {type(model).__name__}{hint}. "
+            f"Its classes: {', '.join(classes)}"
+        )
+    return matching
 
 
 def _auto_blocks(model: nn.Module) -> tuple[list[nn.Module], str]:

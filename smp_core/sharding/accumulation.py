@@ -39,6 +39,7 @@ from torch import nn
 
 from smp_core.comm.traffic import Traffic
 from smp_core.planning.decide import Plan
+from smp_core.sharding.divergence import RanksDiverged
 from smp_core.sharding.fsdp import (
     FAILED_PASS,
     Calls,
@@ -49,10 +50,11 @@ from smp_core.sharding.fsdp import (
     reshard,
 )
 from smp_core.sharding.optimizer import WorldSharding
-from smp_core.sharding.received_gradients import received_all, tell_what_was_received
+from smp_core.sharding.received_gradients import Told, received_all
 from smp_core.sharding.replicated import ReplicatedGradients
 from smp_core.sharding.unit_window import UnitWindow
 from smp_core.stepped import model_parameter
+from smp_core.whereabouts import here
 
 logger = logging.getLogger("smp")
 
@@ -97,6 +99,8 @@ class AccumulationWindow:
         self._over_world = knobs.optimizer_shard == "world"
         self._veto, self._finishing = veto, finishing
         self._mesh = mesh
+        self._issued = traffic.issued
+        self._issued.in_backward = lambda: backward_pass() != -1
         self._units = [UnitWindow(unit, traffic.of_units) for unit in units]
         self._next = 0  # the unit whose sum is sent next
         self._replicated = ReplicatedGradients(replicated, traffic.of_replicated, plan.dtypes.reduced, self._queue_end)
@@ -153,7 +157,12 @@ class AccumulationWindow:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Reduce across replicas, divide, and set ``.grad``; a closed window is left as it is. Collective."""
+        """Reduce across replicas, divide, and set ``.grad``; a closed window is left as it is. Collective.
+
+        Raises:
+            RanksDiverged: ranks of one partition group issued different collectives; on all ranks, and ``.grad`` is
+                None everywhere.
+        """
         if not self.is_open:
             return
         self._say_what_had_no_effect()
@@ -168,25 +177,30 @@ class AccumulationWindow:
             each.complete()
         self._send_complete()
         # Phase 2: ranks tell each other what they have; what only others have is sent as zeros.
-        received, telling = tell_what_was_received(self._units, self._replicated, self._mesh, self._veto)
+        told = Told(self._units, self._replicated, self._mesh, self._veto, self._issued)
         if self._next < len(self._units):
-            if telling is not None:
-                telling.wait()
-            self._send_the_rest(received.tolist()[-len(self._units) - 1 : -1])
+            told.wait()
+            self._send_the_rest(told.sums())
         # Behind all units on every rank: stages of this route may share groups with theirs.
         self._replicated.send()
-        for each in self._units:
-            each.wait()
-        if telling is not None:
-            telling.wait()
-        # Phase 3: gradients, unless a rank wants none.
-        if self._veto is not None and bool(received[-1]):
+        with here.waiting("sums of gradients over replicas, at the window's end"):
+            for each in self._units:
+                each.wait()
+        with here.waiting("the window's end"):
+            told.wait()
+        # Phase 3: gradients, unless a rank wants none, or ranks took each other's parameters for their own.
+        diverged = told.divergence()
+        if diverged is not None or (self._veto is not None and told.vetoed()):
             self._replicated.finish(None)  # what is in flight arrives first
             self._drop_gradients()
+            if diverged is not None:
+                raise RanksDiverged(diverged)
             return
-        seen = None if received_all(self._units, self._replicated) else received.cpu().bool().tolist()
+        seen = None if received_all(self._units, self._replicated) else told.received()
         with self._finishing():
             self._set_gradients(seen)
+        here.end_window(measured=not self._first_window)
+        self._first_window = False
         self._forget()
         self._on_close()
 
@@ -216,8 +230,10 @@ class AccumulationWindow:
         """Drop the window's gradients, held and closed: nothing of it reaches the next step, also when a forward or
         backward pass failed in the middle (on all ranks). Unsharded parameters are resharded. Collective."""
         self._await_sums()
+        here.end_window(measured=False)
         forget_passes(each.unit.module for each in self._units)
         self._drop_gradients()
+        self._issued.forget()
 
     @torch.no_grad()
     def drop(self, parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
@@ -272,7 +288,6 @@ class AccumulationWindow:
                 "window.accumulate()",
                 *(self._kept, " and ".join(saved)),
             )
-        self._first_window = False
 
     def _forget(self) -> None:
         if self._keep_gathered:
@@ -300,6 +315,7 @@ class AccumulationWindow:
         return hook
 
     def _queue_end(self) -> None:
+        here.in_window()
         this_pass = backward_pass()
         if self._running_pass == this_pass:
             return
@@ -313,6 +329,7 @@ class AccumulationWindow:
         self._running_pass = None
         self._dropped.clear()
         self.micro_batches += 1
+        self._issued.end_micro_batch()
         for each in self._units:
             each.end_of_pass()
         self._replicated.end_of_pass()

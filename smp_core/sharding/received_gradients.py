@@ -1,4 +1,13 @@
-"""Which parameters received a gradient in a window, on this rank and on any."""
+"""What ranks tell each other when a window closes: which parameters received a gradient, and whether they did the same.
+
+One small MAX all-reduce over all ranks that compute the same layers, tensor ranks included: they hold parts of one
+gradient, and drop it together. Its parts, in order, int32:
+
+    of each parameter, units' first       whether it received a gradient on this rank
+    of each unit                          whether there is a sum of it
+    one                                   whether a rank vetoes the window
+    of each replica, two                  what its ranks issued (smp_core/sharding/divergence.py)
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from smp_core import streams
+from smp_core.comm.issued import IssuedCollectives
 from smp_core.mesh import SmpMesh
+from smp_core.sharding.divergence import differing, first_difference, stop_device_where_differing, told_by
 from smp_core.sharding.replicated import ReplicatedGradients
 from smp_core.sharding.unit_window import UnitWindow
 
@@ -19,28 +30,69 @@ def received_all(units: Sequence[UnitWindow], replicated: ReplicatedGradients) -
     return of_units and all(name in replicated.reached for name in replicated.taking_part())
 
 
-def tell_what_was_received(
-    units: Sequence[UnitWindow],
-    replicated: ReplicatedGradients,
-    mesh: SmpMesh,
-    veto: Callable[[], torch.Tensor] | None,
-) -> tuple[torch.Tensor, dist.Work | None]:
-    """Start one small MAX all-reduce over all ranks that compute the same layers, tensor ranks included: they hold
-    parts of one gradient, and drop it together.
+class Told:
+    """What all ranks told when a window closed; starts the all-reduce. Collective over the mesh's ``model_group``.
 
-    Returns:
-        (flags int32, what to wait for before they are read): per parameter whether it received a gradient, units first,
-        then replicated ones, and per unit whether there is a sum of it; last, whether a rank vetoes the window.
+    Args:
+        veto: whether this rank wants the window dropped: a 0-d bool tensor.
+        issued: what this rank issued; compared with the other ranks of its replica.
     """
-    flags: list[int] = []
-    for each in units:
-        flags += [int(index in each.received) for index in range(len(each.unit.parameters()))]
-    flags += [int(name in replicated.reached) for name in replicated.parameters]
-    flags += [int(each.flat is not None) for each in units]
-    alone = mesh.model_degree == 1
-    received = streams.on_device([*flags, 0], torch.int32, torch.device("cpu") if alone else mesh.device)
-    if veto is not None:
-        received[-1] = veto()
-    if alone:  # what is known stays where it is known
-        return received, None
-    return received, dist.all_reduce(received, op=dist.ReduceOp.MAX, group=mesh.model_group, async_op=True)
+
+    def __init__(
+        self,
+        units: Sequence[UnitWindow],
+        replicated: ReplicatedGradients,
+        mesh: SmpMesh,
+        veto: Callable[[], torch.Tensor] | None,
+        issued: IssuedCollectives,
+    ) -> None:
+        self._mesh, self._issued, self._n_units = mesh, issued, len(units)
+        flags: list[int] = []
+        for each in units:
+            flags += [int(index in each.received) for index in range(len(each.unit.parameters()))]
+        flags += [int(name in replicated.reached) for name in replicated.parameters]
+        self._n_parameters = len(flags)
+        flags += [int(each.flat is not None) for each in units]
+        alone = mesh.model_degree == 1
+        device = torch.device("cpu") if alone else mesh.device
+        self._told = streams.on_device([*flags, 0, *told_by(issued, mesh)], torch.int32, device)
+        self._veto_at = len(flags)
+        if veto is not None:
+            self._told[self._veto_at] = veto()
+        self._work: dist.Work | None = None
+        if not alone:  # what is known stays where it is known
+            group = mesh.model_group
+            self._work = dist.all_reduce(self._told, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Until the others have told."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def sums(self) -> list[int]:
+        """Return for each unit whether any rank has a sum of it. Waits for the device."""
+        return self._told[self._n_parameters : self._veto_at].tolist()
+
+    def vetoed(self) -> bool:
+        """Tell whether any rank wants the window dropped. Waits for the device."""
+        return bool(self._told[self._veto_at])
+
+    def received(self) -> list[bool]:
+        """Return for each parameter whether any rank received a gradient. Waits for the device."""
+        return self._told[: self._n_parameters].cpu().bool().tolist()
+
+    def divergence(self) -> str | None:
+        """Say where ranks of one replica issued different collectives; None: nowhere. Collective if there is one.
+
+        An accelerator's host does not wait for the answer: the device itself goes no further then, so that nothing is
+        stepped.
+        """
+        told, found = self._told[self._veto_at + 1 :], None
+        if streams.run_behind(told.device):
+            stop_device_where_differing(told)
+        else:
+            differs = differing(told)
+            found = first_difference(self._issued, self._mesh, differs) if any(differs) else None
+        self._issued.forget()
+        return found

@@ -24,6 +24,7 @@ from smp_core.comm.background import Pending
 from smp_core.comm.traffic import Route
 from smp_core.sharding.fsdp import ShardedUnit, Slot
 from smp_core.sharding.optimizer import FlatShard
+from smp_core.whereabouts import here
 
 # Other ranks of the partition group can have taken a way through the unit on which its parameters are used later.
 TOO_LATE = (
@@ -90,6 +91,7 @@ class UnitWindow:
     # Calls and backward passes
 
     def used(self) -> None:
+        here.in_window()
         self._uses_left += 1
 
     def came_through(self, received: set[int], trainable: set[int]) -> set[int]:

@@ -104,11 +104,11 @@ ASKS = {
     "nodes, non-finite steps skipped": {"settle_nonfinite": 1.0},
     "float16 with loss scaling": {"<genexpr>": 1.0},  # torch's scaler: whether the optimizer steps
     "8 bits both ways": {"_look": 1.0},
-    "FP8": {"close": 1.0, "step": 1.0},
+    "FP8": {"vetoed": 1.0, "step": 1.0},
     "states on the host": {"step": 1.0},
     "saves": {"fill": 1.0},
     # Whether another replica used what this rank did not.
-    "a unit gathered ahead and not used": {"close": 1.0},
+    "a unit gathered ahead and not used": {"sums": 1.0},
 }
 LAUNCHED, TOLD, UNASKED, WAITED, HELD, SAVED, PINNED = WITHOUT
 BROKEN = {
@@ -138,7 +138,7 @@ ASKING = {
 ASKS_OF_FEATURES = {
     "8-bit gathers": {"_look": 1.0},
     "FP8 payloads in nodes too": {"_look": 1.0},
-    "FP8": {"close": 1.0, "step": 1.0},
+    "FP8": {"vetoed": 1.0, "step": 1.0},
     "states on the host": {"step": 1.0},
     "non-finite steps skipped": {"settle_nonfinite": 1.0},
 }

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.comm.traffic import Traffic
 from smp_core.planning.units import PlannedUnit, WrapPlan
 from smp_core.sharding.fsdp.internals import group_of, state_of
+from smp_core.sharding.fsdp.reduction_order import ReductionOrder
 from smp_core.sharding.fsdp.units import ShardedUnit
 
 
@@ -57,10 +58,10 @@ def given_units(model: nn.Module) -> WrapPlan:
 
 def adopt_units(model: nn.Module, planned: Iterable[PlannedUnit], traffic: Traffic) -> list[ShardedUnit]:
     """Give the units of :func:`given_units` our communication objects."""
-    units = []
+    units, reductions = [], ReductionOrder()
     for each in planned:
         module: Any = model.get_submodule(each.name)
-        unit = ShardedUnit(each.name, module, each.parameters, each.is_root, in_order=True)
+        unit = ShardedUnit(each.name, module, each.parameters, each.is_root, reductions, in_order=True)
         module.set_custom_all_gather(traffic.all_gather(unit))
         module.set_custom_reduce_scatter(traffic.reduce_scatter(unit))
         module.set_force_sum_reduction_for_comms(True)

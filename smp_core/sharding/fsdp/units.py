@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.sharding.fsdp.internals import group_of, state_of
 from smp_core.sharding.fsdp.passes import FAILED_PASS, backward_pass, end_of_reduction
+from smp_core.sharding.fsdp.reduction_order import ReductionOrder
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class ShardedUnit:
 
     Args:
         in_order: whether ``parameter_names`` are in that order, perhaps some of other modules sharded with this one.
+        reductions: shared by all units of a model.
 
     Attributes:
         listener: what keeps its gradients.
@@ -61,9 +63,16 @@ class ShardedUnit:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, parameter_names: Sequence[str], is_root: bool, in_order: bool = False
+        self,
+        name: str,
+        module: nn.Module,
+        parameter_names: Sequence[str],
+        is_root: bool,
+        reductions: ReductionOrder,
+        in_order: bool = False,
     ) -> None:
         assert isinstance(module, FSDPModule)
+        self._reductions = reductions
         self.name = name
         self.module = module
         self.is_root = is_root
@@ -246,8 +255,10 @@ class ShardedUnit:
         def used(*args: Any) -> Any:
             self.was_called = True
             # A unit inside a checkpointed module is used again in backward.
-            if self.listener is not None and torch.is_grad_enabled() and backward_pass() == -1:
-                self.listener.used()
+            if torch.is_grad_enabled() and backward_pass() == -1:
+                self._reductions.used(self, args[1:], group_of(self.module).post_backward)
+                if self.listener is not None:
+                    self.listener.used()
             inputs = pre_forward(*args)
             if not self._has_dtypes and self.trainable():
                 # FSDP2 looked for the dtypes of gradients before, when the unit may have been frozen as a whole.
@@ -263,6 +274,8 @@ class ShardedUnit:
         them."""
 
         def noted(*args: Any) -> None:
+            if self._reductions.reduce_left(self):
+                return
             gathered = [parameter for parameter in self.fsdp_parameters if hasattr(parameter, "_unsharded_param")]
             if self.holds_gradients and not gathered:
                 return  # FSDP2 would look for the unsharded parameters of one that never ran

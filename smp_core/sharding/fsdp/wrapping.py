@@ -22,6 +22,7 @@ from smp_core.fp8.gathered import WeightGather
 from smp_core.mesh import SmpMesh
 from smp_core.planning.decide import Plan
 from smp_core.sharding.fsdp.internals import group_of, state_of
+from smp_core.sharding.fsdp.reduction_order import ReductionOrder
 from smp_core.sharding.fsdp.travelling import travel
 from smp_core.sharding.fsdp.units import ShardedUnit
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
@@ -58,7 +59,7 @@ def shard_units(
     modules: dict[str, nn.Module] = dict(model.named_modules())
     by_name = dict(model.named_parameters())
     ignored = {p for name, p in by_name.items() if name in plan.replicated or is_absent(p)}
-    units = []
+    units, reductions = [], ReductionOrder()
     for planned in plan.sharded_units:
         unit_module = modules[planned.name]
         broadcast_from_rank_0((by_name[name] for name in planned.parameters), mesh.device, mesh.model_group)
@@ -73,7 +74,7 @@ def shard_units(
         assert isinstance(unit_module, FSDPModule)
         if secondary_mesh is not None and not planned.is_root:
             _keep_secondary_shard(unit_module, secondary_mesh)
-        unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root)
+        unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root, reductions)
         unit_module.set_force_sum_reduction_for_comms(True)
         unit_module.set_gradient_divide_factor(1.0)
         if knobs.collectives.symmetric_memory:

@@ -1,0 +1,82 @@
+"""Whether ranks that share parameters issued the same collectives (:mod:`smp_core.comm.issued`), and what if not.
+
+Each rank tells two numbers of its replica: the checksum of what it issued, and what that lacks to 2^31 - 1. The maxima
+of both over all ranks add up to 2^31 - 1 only where all ranks of the replica have the same checksum. So one MAX
+all-reduce, which carries other flags too, compares any number of groups. Only where they differ do ranks exchange what
+they issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from smp_core.comm.issued import IssuedCollectives, first_to_differ
+from smp_core.mesh import SmpMesh
+
+_GREATEST = 2**31 - 1  # of a checksum, which has 31 bits
+_UNTOLD = 0  # torch's fake groups carry nothing
+_DIVERGED = "ranks that share parameters issued different collectives"
+_WHAT_TO_DO = (
+    "They took different ways through the model and took each other's parameters for their own, so that what was "
+    "computed is wrong; an open window's gradients are dropped, weights and optimizer states are as before it. Let "
+    "these ranks call the same units in the same order, or name those that some of them leave out: "
+    "units={'optional': ['visual', '*.adapter_*']}"
+)
+
+
+class RanksDiverged(RuntimeError):
+    """Ranks that share parameters issued different collectives; raised on all ranks, before the optimizer steps."""
+
+
+def told_by(issued: IssuedCollectives, mesh: SmpMesh) -> list[int]:
+    """Return what this rank tells: two numbers for each replica, those of the others 0."""
+    told, checksum = [0] * (2 * mesh.replicate_degree), issued.checksum()
+    told[2 * mesh.replicate_rank : 2 * mesh.replicate_rank + 2] = checksum, _GREATEST - checksum
+    return told
+
+
+def differing(told: torch.Tensor) -> list[bool]:
+    """Return for each replica whether its ranks differ, from the maxima (int32) of what all told."""
+    return [total not in (_GREATEST, _UNTOLD) for total in told.view(-1, 2).sum(1).tolist()]
+
+
+def stop_device_where_differing(told: torch.Tensor) -> None:
+    """The same where the host does not wait for the device: the device itself goes no further, and steps nothing."""
+    totals = told.view(-1, 2).sum(1)
+    same = (totals == _GREATEST) | (totals == _UNTOLD)
+    # torch._assert_async: the only check that a device makes by itself. torch has no public one.
+    torch._assert_async(same.all(), _DIVERGED)
+
+
+def require_same_collectives(issued: IssuedCollectives, mesh: SmpMesh) -> None:
+    """Compare at once, for example after an evaluation, which no window follows. Collective over the mesh's
+    ``model_group``; the host waits.
+
+    Raises:
+        RanksDiverged: ranks of one replica differ; on all ranks.
+    """
+    if mesh.shard_degree > 1:
+        told = torch.tensor(told_by(issued, mesh), dtype=torch.int32, device=mesh.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.model_group)
+        differs = differing(told)
+        if any(differs):
+            raise RanksDiverged(first_difference(issued, mesh, differs))
+    issued.forget()
+
+
+def first_difference(issued: IssuedCollectives, mesh: SmpMesh, differs: Sequence[bool]) -> str:
+    """Ask the ranks of replicas that differ what they issued; say where, and which. Collective over ``model_group``."""
+    group = mesh.model_group
+    own = issued.recent() if differs[mesh.replicate_rank] else None
+    issued.forget()
+    everyone: list[tuple[int, tuple[int, list[int]] | None]] = [(0, None)] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (mesh.replicate_rank, own), group=group)
+    by_replica: dict[int, dict[int, tuple[int, list[int]]]] = {}
+    for rank, (replica, recent) in zip(dist.get_process_group_ranks(group), everyone, strict=True):
+        if recent is not None:
+            by_replica.setdefault(replica, {})[rank] = recent
+    found = [text for its in by_replica.values() if (text := first_to_differ(issued, its))]
+    return f"{_DIVERGED}: {'; '.join(found)}. {_WHAT_TO_DO}"

@@ -1,0 +1,100 @@
+"""Ranks that take different ways through units of equal shapes are told before the optimizer steps.
+
+What is compared after an error is equal to the last bit: nothing was to be computed.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
+from smp_core.parallel_model import ParallelModel
+from smp_core.sharding.divergence import RanksDiverged
+from tests.core.branching import Branching, batch_of, loss_of
+from tests.harness import run_ranks
+
+
+def prepared(**knobs: Any) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    parallel = parallelize(Branching(), SmpConfig(units=["Block"], **knobs))
+    optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=0.1)
+    parallel.prepare_optimizer(optimizer)
+    return parallel, optimizer
+
+
+def window(parallel: ParallelModel, ways: list[str], step: int = 0) -> None:
+    for micro, way in enumerate(ways):
+        with parallel.window.accumulate(micro < len(ways) - 1):
+            loss_of(parallel.module, batch_of(dist.get_rank(), step, micro), way).backward()
+
+
+def state_of(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*parallel.module.parameters(), *states]
+    return [getattr(tensor, "to_local", lambda t=tensor: t)().detach().clone() for tensor in tensors]
+
+
+def diverges(ways: list[list[str]], knobs: dict[str, Any]) -> str:
+    """A step together, one apart, one together: the error, and nothing else of the one apart."""
+    parallel, optimizer = prepared(**knobs)
+    fresh, its_optimizer = prepared(**knobs)
+    for each, stepped in ((parallel, optimizer), (fresh, its_optimizer)):
+        window(each, ["l", "r"])
+        stepped.step()
+        stepped.zero_grad()
+    before = copy.deepcopy(state_of(parallel, optimizer))
+    with pytest.raises(RanksDiverged) as error:
+        window(parallel, ways[dist.get_rank()], step=1)
+    assert all(map(torch.equal, before, state_of(parallel, optimizer)))
+    assert not parallel.window.is_open and all(p.grad is None for p in parallel.module.parameters())
+    for each, stepped in ((parallel, optimizer), (fresh, its_optimizer)):
+        window(each, ["lr", "rl"], step=2)
+        stepped.step()
+    assert all(map(torch.equal, state_of(parallel, optimizer), state_of(fresh, its_optimizer)))
+    return str(error.value)
+
+
+def several(cases: list[tuple[list[list[str]], dict[str, Any]]]) -> list[str]:
+    return [diverges(ways, knobs) for ways, knobs in cases]
+
+
+def test_ranks_that_go_apart_are_named_on_all_ranks_before_the_step() -> None:
+    cases: list[Any] = [
+        ([["l"], ["r"]], {"shard_degree": 2}),
+        ([["lr"], ["rl"]], {"shard_degree": 2}),  # every rank has gradients of all parameters
+        ([["l", "l", "r"], ["l", "r", "l"]], {"shard_degree": 2}),
+        ([["l", "lr"], ["l", "rl"]], {"shard_degree": 2, "activations": "full"}),
+    ]
+    texts, others = run_ranks(several, 2, cases)
+    assert texts == others  # of both ranks
+    for text, micro in zip(texts, (1, 1, 2, 2), strict=True):
+        where = f"in micro-batch {micro}, rank 0: all_gather of 'left.0' in forward; rank 1: all_gather of 'right.0' in"
+        assert where in text, text
+
+
+def of_replicas() -> tuple[str, bool]:
+    """Ranks 0, 1 and ranks 2, 3 share parameters; replicas may go apart, and the last two do."""
+    parallel, optimizer = prepared(shard_degree=2)
+    ways = [["l", "r"], ["l", "r"], ["r", "l"], ["r", "l"]]
+    window(parallel, ways[dist.get_rank()])
+    optimizer.step()
+    # An evaluation that goes apart is told with the next window.
+    with torch.no_grad():
+        parallel.module(batch_of(0, 0, 0), "llrl"[dist.get_rank()])
+    with pytest.raises(RanksDiverged) as error:
+        window(parallel, ["lr"], step=1)
+    return str(error.value), all(parameter.grad is None for parameter in parallel.module.parameters())
+
+
+def test_replicas_may_go_apart_and_a_diverging_one_stops_all() -> None:
+    results = run_ranks(of_replicas, 4)
+    assert len(set(results)) == 1, results
+    text, dropped = results[0]
+    assert dropped
+    assert "rank 2: all_gather of 'right.0' in forward; rank 3: all_gather of 'left.0' in forward" in text
