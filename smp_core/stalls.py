@@ -29,7 +29,7 @@ class StallWatch:
     """Looks for ranks that wait, in the thread of a :class:`smp_core.liveness.RankWatch`.
 
     Args:
-        describe: says in words what a number among issued collectives means.
+        whereabouts: of this rank.
         say: writes a line to stderr.
     """
 
@@ -78,7 +78,7 @@ class StallWatch:
         self._say(line_about(signs, silent, self._whereabouts.describe))
 
 
-def line_about(signs: Signs, silent: set[int], describe: Callable[[int], str]) -> str:
+def line_about(signs: Signs, silent: set[int], describe: Callable[[int | None], str]) -> str:
     """Return the line: those that wait, those that are elsewhere, and where ranks that share parameters went apart.
 
     Args:
@@ -111,7 +111,7 @@ def line_about(signs: Signs, silent: set[int], describe: Callable[[int], str]) -
     return line + (f" | went apart: {apart} ({HINT})" if apart else "")
 
 
-def _apart(at: dict[int, dict[str, Any]], describe: Callable[[int], str]) -> str:
+def _apart(at: dict[int, dict[str, Any]], describe: Callable[[int | None], str]) -> str:
     """Say where ranks with the same peers first issued different collectives; "" if none did. One that is only behind
     has not gone apart."""
     by_peers: dict[tuple[int, ...], dict[int, list[int]]] = {}

@@ -2,7 +2,7 @@
 
 Whoever communicates notes it here (two assignments for a collective); the thread that gives signs of life
 (:mod:`smp_core.liveness`) looks whether anything has happened since it last looked, and reads the main thread's stack
-only where nothing has.
+(``sys._current_frames``, the only way to that of another thread) only where nothing has.
 """
 
 from __future__ import annotations

@@ -1,27 +1,25 @@
 """The line about ranks that wait: who, in what, for how long, where the others are, and where they went apart.
 
-Bounds are shortened; that the line comes within ten seconds at those of every run is in tests/accelerate.
+Bounds are shortened; whole programs with those of every run are in tests/test_stalling.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
-import signal
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import smp_core.stalls as stalls
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.liveness import RankWatch
-from smp_core.stalls import line_about
-from smp_core.whereabouts import Whereabouts, here, place_of, ranks_in_words
+from smp_core.stalls import HINT, StallWatch, line_about
+from smp_core.whereabouts import Whereabouts, here, ranks_in_words
 from tests.core.branching import Branching, batch_of, loss_of
 from tests.harness import run_ranks
 
@@ -116,3 +114,81 @@ def test_who_waits_is_told_with_the_unit_and_where_the_other_is(kind: str) -> No
     assert "waiting: rank 0 " in line, said
     assert "s in all_gather of the root in forward, step 1, micro-batch 2 | elsewhere: rank 1: " in line, said
     assert "went apart" not in said, said
+
+
+def at(place: str, waits: bool = True, **more: Any) -> dict[str, Any]:
+    return {"for": 42.4, "after": 5.0, "waits": waits, "place": place, "micro_batch": 1, **more}
+
+
+def test_a_line_groups_ranks_and_says_where_they_went_apart() -> None:
+    def shown(*recent: int) -> dict[str, Any]:
+        return {"recent": list(recent), "peers": [0, 1, 2, 3]}
+
+    signs: dict[int, dict[str, Any]] = {rank: {"beats": 9, "step": 2} for rank in range(8)}
+    for rank in (0, 1, 2):
+        signs[rank]["at"] = at("all_gather of 'b'", **shown(1, 0, 5))
+    signs[3]["at"] = at("all_gather of 'c'", **shown(1, 0, 7, 9))
+    signs[4]["at"] = at("train.py:3 in f", waits=False)
+    signs[6]["left"] = True
+    assert line_about(signs, {5}, lambda number: f"number {number}") == (
+        "waiting: ranks 0-2 42 s in all_gather of 'b', step 3, micro-batch 1; "
+        "rank 3 42 s in all_gather of 'c', step 3, micro-batch 1"
+        " | elsewhere: rank 4: train.py:3 in f, step 3, micro-batch 1; "
+        "rank 5: no sign of life: stopped, swapped out or lost; rank 6: ended in good order; rank 7: goes on, step 3"
+        f" | went apart: in micro-batch 2, ranks 0-2: number 5; rank 3: number 7 ({HINT})"
+    )
+    # One that is only behind has not gone apart.
+    signs[3]["at"] = at("train.py:3 in f", waits=False, **shown(1, 0))
+    assert "went apart" not in line_about(signs, set(), str)
+
+
+class OfMemory:
+    """A board and its reader."""
+
+    def __init__(self, signs: dict[int, dict[str, Any]]) -> None:
+        self.signs, self.marks = signs, 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.marks += amount
+        return self.marks
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    delete_key = check = set
+
+    def read(self, _: Any) -> dict[int, dict[str, Any]]:
+        return self.signs
+
+
+def test_it_is_repeated_with_back_off_and_names_a_rank_that_gives_no_sign() -> None:
+    said: list[str] = []
+    watching = StallWatch(0, 2, 0.5, Whereabouts(), said.append)
+    board = OfMemory({0: {"beats": 0, "step": 0, "at": at("barrier")}, 1: {"beats": 7, "step": 0}})
+    board.marks = 1
+    for look in range(1, 100):
+        board.signs[0] = {"beats": look, "step": 0, "at": {**at("barrier"), "for": float(look)}}
+        watching.look(board, board.read)  # type: ignore[arg-type]
+    assert [line.split(" s ")[0] for line in said] == [f"waiting: rank 0 {seconds}" for seconds in (9, 18, 36, 72)]
+    assert all("rank 1: no sign of life" in line for line in said)
+    board.marks, said[:] = 0, []
+    watching.look(board, board.read)  # type: ignore[arg-type]
+    assert said == []
+
+
+def test_patience_follows_the_slowest_of_the_last_windows() -> None:
+    whereabouts = Whereabouts()
+    assert whereabouts.patience() == 5.0
+    with mock.patch("time.monotonic", side_effect=[10.0, 12.0, 20.0, 21.0, 30.0]):
+        whereabouts.in_window()
+        whereabouts.end_window(measured=True)  # 2 seconds
+        whereabouts.in_window()
+        whereabouts.end_window(measured=True)
+        whereabouts.in_window()
+        whereabouts.end_window(measured=False)
+    assert whereabouts.patience() == 20.0
+
+
+def test_ranks_in_words() -> None:
+    assert ranks_in_words([3]) == "rank 3"
+    assert ranks_in_words([9, 0, 1, 2, 4, 5]) == "ranks 0-2, 4-5, 9"

@@ -1,0 +1,71 @@
+"""Programs in which a rank goes its own way, through both faces: who waits, in what and why is written to stderr.
+
+What is injected is in tests/stalling_script.py; nothing is said about how long it took, which depends on the machine.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.harness import run_script
+
+GATHER = r"all_gather of '(model\.)?{}' in forward"
+APART = rf"went apart: in micro-batch 1, rank 0: {GATHER}; rank 1: {GATHER}"
+IMAGE = APART.format("vision.0", "text.0")
+WAITS = rf"waiting: rank 0 \d+ s in {GATHER.format('text.0')}, step 3, micro-batch 1 \| elsewhere: rank 1: "
+IN_SCRIPT = r"stalling_script.py:\d+ in "
+# (face, event, rank): what is written.
+QUICK = {("accelerate", "image", 0): IMAGE}
+SLOW = {
+    ("lightning", "image", 0): IMAGE,
+    ("lightning", "image", 1): APART.format("text.0", "vision.0"),
+    ("accelerate", "swallowed", 0): IMAGE,
+    (
+        "accelerate",
+        "fewer layers",
+        1,
+    ): r"went apart: in micro-batch 1, rank 0: all_gather of 'text.1' in forward; rank 1: ",
+    (
+        "accelerate",
+        "more layers",
+        1,
+    ): r"went apart: in micro-batch 1, rank 0: .* in backward; rank 1: all_gather of 'text",
+    ("accelerate", "no gradient", 1): r"rank 0 \d+ s in .* in backward, step 3",
+    ("lightning", "no gradient", 1): r"rank 0 \d+ s in .* in backward, step 3",
+    ("lightning", "nothing", 1): r"rank 0 \d+ s in .* in backward, step 3",
+    ("accelerate", "micro-batches", 1): r"waiting: rank 0 \d+ s in the window's end, step 3",
+    ("accelerate", "sleep", 1): WAITS + IN_SCRIPT + "sleep_in_user_code",
+    ("lightning", "sleep", 1): WAITS + IN_SCRIPT + "sleep_in_user_code",
+    ("accelerate", "lock", 1): WAITS + IN_SCRIPT + "wait_for_a_lock",
+    ("accelerate", "input", 1): WAITS + IN_SCRIPT + "wait_for_input",
+    ("accelerate", "loader", 1): WAITS + r"data loading \(" + IN_SCRIPT + "__iter__",
+    ("lightning", "loader", 1): WAITS + r"data loading \(" + IN_SCRIPT + "__iter__",
+    ("accelerate", "save", 1): WAITS + IN_SCRIPT + "save",
+    ("accelerate", "barrier", 1): r"rank 1 \d+ s in barrier \(" + IN_SCRIPT + "barrier",
+    ("accelerate", "stop", 1): WAITS + "no sign of life: stopped",
+    ("lightning", "stop", 0): r"rank 1: waiting: rank 1 .* elsewhere: rank 0: no sign of life: stopped",
+    ("accelerate", "kill", 1): "rank 1 was lost: no sign of life any more; it was in optimizer step 2",
+    ("lightning", "leave", 1): "rank 1 failed: SystemExit: enough",
+    ("accelerate", "fail", 1): "rank 1 failed: ArithmeticError: the user's own mistake",
+    ("lightning", "fail", 1): "rank 1 failed: ArithmeticError: the user's own mistake",
+}
+
+
+def said(face: str, event: str, rank: int, expected: str) -> str:
+    program = ["-m", "tests.stalling_script", face, event, str(rank), expected]
+    return run_script(program, nproc=2).stderr
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_a_branch_that_one_rank_takes_is_named(case: tuple[str, str, int]) -> None:
+    written = said(*case, QUICK[case])
+    assert re.search(QUICK[case], written), written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: " ".join(map(str, case)))
+def test_whoever_goes_its_own_way_is_named_with_the_place(case: tuple[str, str, int]) -> None:
+    written = said(*case, SLOW[case])
+    assert re.search(SLOW[case], written), written
