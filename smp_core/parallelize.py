@@ -20,8 +20,9 @@ conversions.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -54,6 +55,7 @@ from smp_core.sharding.forward_methods import register_forward_methods
 from smp_core.sharding.fsdp import Calls, explain_uncalled, shard_units
 from smp_core.sharding.fsdp_options import apply_fsdp_options
 from smp_core.sharding.load_state_dict import load_own_parts
+from smp_core.sharding.optimizer import WorldSharding
 from smp_core.sharding.pickling import refuse_to_pickle_shards
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
@@ -62,6 +64,7 @@ from smp_core.sharding.window import Window
 from smp_core.sharding.zero_grad import drop_with_zero_grad
 from smp_core.tensor_parallel.apply import SplitModel, apply_tensor_parallel
 from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.tensor_parallel.whole_gradients import WholeGradients
 
 logger = logging.getLogger("smp")
 
@@ -94,7 +97,7 @@ def parallelize_model(
     # What the model computes: layers in FP8, in parts, over shared sequences, losses in chunks, again in backward.
     whole_plan, plan = plan, _leave_out(model, mesh, plan)
     fp8, fp8_region = _to_fp8(model, mesh, knobs.fp8)
-    tensor = _split_layers(model, mesh, plan, meter)
+    tensor = _split_layers(model, traffic, plan, meter)
     context = share_sequences(model, mesh, int(knobs.collectives.context_head_groups), meter)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
@@ -110,9 +113,8 @@ def parallelize_model(
     apply_fsdp_options(model, knobs)
     explain_uncalled(units)
     if plan.shapes.on_meta:
-        seed = (knobs.delayed_init or DelayedInit()).seed
         states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
-        materialize(model, states_on, seed=seed, init_fn=init_fn)
+        materialize(model, states_on, seed=(knobs.delayed_init or DelayedInit()).seed, init_fn=init_fn)
     move_plain_tensors(model, mesh.device)
     replaced.settle(model)
 
@@ -121,7 +123,8 @@ def parallelize_model(
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
     pipeline, finishing = _join_stages(model, mesh, plan, meter)
-    window = AccumulationWindow(model, units, traffic, plan, calls, _veto_of(fp8), finishing)
+    alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
+    window = AccumulationWindow(model, units, traffic, plan, calls, _veto_of(fp8), alike)
     follow_window(model, window)
     _start_scales(fp8, mesh, meter)
     part = ModelPart(model, tuple(units), window, calls, replaced)
@@ -166,8 +169,37 @@ def follow_window(model: nn.Module, window: Window) -> None:
     load_own_parts(model, lambda: window.world)
 
 
-def _split_layers(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> SplitModel | None:
+def _keep_alike(
+    model: nn.Module,
+    mesh: SmpMesh,
+    plan: Plan,
+    tensor: SplitModel | None,
+    finishing: Callable[[], AbstractContextManager[None]],
+    world: Callable[[], WorldSharding | None],
+) -> Callable[[], AbstractContextManager[None]]:
+    """Keep gradients of parameters that tensor ranks hold whole equal on all of them, where sums travel in codes."""
+    if tensor is None or plan.knobs.compression.reduce_codes is None:
+        return finishing
+    whole = [model.get_parameter(name) for name in tensor.whole]
+
+    def stepped() -> Sequence[torch.Tensor]:
+        masters = world()
+        return whole if masters is None else masters.stepped(whole)
+
+    gradients = WholeGradients(tensor.axis, mesh.device, stepped)
+
+    @contextlib.contextmanager
+    def alike() -> Iterator[None]:
+        with finishing():
+            yield
+        gradients.take_the_first_ranks()
+
+    return alike
+
+
+def _split_layers(model: nn.Module, traffic: Traffic, plan: Plan, meter: CommMeter) -> SplitModel | None:
     """Split layers over tensor ranks, from rank 0's weights."""
+    mesh = traffic.mesh
     if mesh.tensor_degree == 1:
         return None
     broadcast_from_rank_0(model.parameters(), mesh.device, mesh.model_group)
@@ -189,6 +221,7 @@ def _split_layers(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter)
             f"tensor_parallel: {', '.join(shared)} belongs to several units and would be split over tensor ranks; "
             "write units={'min_parameters': 0}, or a tensor_parallel.plan that leaves its layers whole"
         )
+    traffic.gather_exactly(split.whole)  # beside split weights, which differ, codes of equal weights would too
     return split
 
 

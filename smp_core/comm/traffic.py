@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -100,6 +100,11 @@ class Traffic:
         for hop in dict.fromkeys((self.of_units.hop, self.of_replicated.hop)):
             if hop.stages is not None or hop.codec is not None or over_world:
                 hop.connect()
+
+    def gather_exactly(self, names: Iterable[str]) -> None:
+        """Let these parameters travel as they are, also where others are gathered in codes."""
+        if self._policy is not None:
+            self._policy.exclude += tuple(names)
 
     def all_gather(self, unit: Unit) -> NotedCollective:
         """Return the object that gathers this unit's parameters."""

@@ -53,17 +53,10 @@ def require_known_combination(asked: SmpConfig, shapes: Shapes, given: bool) -> 
 
 
 def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
-    if knobs.compile is not None:
-        yield f"compile={knobs.compile!r}", "leave compile out"
+    if knobs.compile is not None and knobs.compile.fullgraph:
+        yield "compile.fullgraph=True", "write compile={'fullgraph': false}: split layers are not compiled"
     if knobs.fp8 is not None and knobs.fp8.backend != "native":
         yield f"fp8.backend={knobs.fp8.backend!r}", "write fp8={'backend': 'native'}"
-    if knobs.compression.gather is not None or knobs.compression.reduce is not None:
-        yield f"compression={knobs.compression!r}", "leave compression out"
-    if not isinstance(knobs.reshard_after_forward, bool) and knobs.reshard_after_forward != "auto":
-        yield (
-            f"reshard_after_forward={knobs.reshard_after_forward!r}",
-            "write true or false: torch keeps no copy of parameters that are split twice",
-        )
     if knobs.collectives.symmetric_memory:
         yield "collectives.symmetric_memory=True", "leave it out"
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from smp_core.tensor_parallel.adapters import around, with_adapters
 from smp_core.tensor_parallel.layers import (
     AttentionForward,
     BlockForward,
@@ -64,7 +65,8 @@ class SplitModel:
         sequence_parallel: whether blocks hold 1/T of the tokens.
         split_loss: whether the training loss is computed from split logits.
         split_vocabulary: the logits of a head whose vocabulary is split; None: no head is.
-        whole_elements: elements of parameters that every tensor rank holds whole.
+        whole: names of parameters that every tensor rank holds whole.
+        whole_elements: how many elements these have.
     """
 
     axis: TensorAxis
@@ -72,6 +74,7 @@ class SplitModel:
     sequence_parallel: bool
     split_loss: bool
     split_vocabulary: SplitLogits | None
+    whole: tuple[str, ...]
     whole_elements: int
 
     def describe(self) -> str:
@@ -111,7 +114,7 @@ def apply_tensor_parallel(
     Raises:
         ValueError: a model that cannot be split so; says what to write.
     """
-    splits = splits_of(model, plan, axis.degree, whole)
+    splits = [each for split in splits_of(model, plan, axis.degree, whole) for each in with_adapters(split)]
     refuse_wrapped(model)
     refuse_whole_states(model)
     splitting = _Splitting(model, mesh, axis, splits, sequence_parallel)
@@ -122,9 +125,10 @@ def apply_tensor_parallel(
         split.module is known.get_output_embeddings() and split.is_column for split in splits
     )
     split_loss = split_head and (chunked_loss or split_vocabulary_loss(known, axis))
-    repeated = sum(p.numel() for p in model.parameters() if not isinstance(p, DTensor))
+    repeated = {name: p.numel() for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     logits = SplitLogits(axis) if split_head else None
-    return SplitModel(axis, tuple(splits), bool(splitting.blocks), split_loss, logits, repeated)
+    in_all = sum(repeated.values())
+    return SplitModel(axis, tuple(splits), bool(splitting.blocks), split_loss, logits, tuple(repeated), in_all)
 
 
 class _Splitting:
@@ -164,7 +168,7 @@ class _Splitting:
                 self._experts(split)
         for name, module in self.model.named_modules():
             role = by_name[name].role if name in by_name else None
-            if role in (None, "sum", "replicate") and self._sums(name, module, role, attention):
+            if role in (None, "sum", "replicate", "adapter") and self._sums(name, module, role, attention):
                 module.forward = SummingForward(module, module.forward, self.axis)
         for parent, inputs in self._shared.items():
             parent.forward = SharingForward(parent.forward, inputs)
@@ -190,7 +194,7 @@ class _Splitting:
         return holds(self.blocks, name) and not holds(others, name)
 
     def _parent(self, name: str) -> tuple[str, nn.Module]:
-        above = name.rpartition(".")[0]
+        above = around(name)
         return above, self.model.get_submodule(above)
 
     def _column(self, split: Split) -> None:
@@ -218,7 +222,7 @@ class _Splitting:
 
     def _query_outputs(self, above: str) -> int:
         """Return outputs of the largest column layer of a module: its queries."""
-        siblings = [split for split in self.splits if split.is_column and split.name.rpartition(".")[0] == above]
+        siblings = [split for split in self.splits if split.is_column and around(split.name) == above]
         return max(map(_outputs, siblings))
 
     def _share_heads(self, split: Split, parent: Any, above: str) -> None:
@@ -313,9 +317,9 @@ class _Splitting:
             return False
         if role == "sum":
             return True
-        around = [above for above in attention if name.startswith(f"{above}.")]
-        if around:
-            return attention[max(around, key=len)]
+        inside = [above for above in attention if name.startswith(f"{above}.")]
+        if inside and role != "adapter":
+            return attention[max(inside, key=len)]
         if not self._splits_tokens(name):
             return False
         if role is None and not looks_at_one_token(module):

@@ -13,6 +13,7 @@ it this forward).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,9 @@ from smp_core.tensor_parallel.operators import (
 from smp_core.tensor_parallel.randomness import same_random
 
 Forward = Callable[..., Any]
+# Where blocks are compiled: what is split runs as it is, and so does what stands around a module; the module's own
+# forward is compiled inside.
+around_compiled = functools.partial(torch.compiler.disable, recursive=False)
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -89,6 +93,7 @@ class SharingForward:
     original: Forward
     inputs: SharedInputs
 
+    @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.original(*args, **kwargs)
@@ -117,6 +122,7 @@ class ColumnForward:
     weight_dim: int
     shared: SharedInputs | None
 
+    @torch.compiler.disable
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         entered = self._entered(hidden)
         weight, bias = self._used(self.module.weight, self.weight_dim), self.module.bias
@@ -152,6 +158,7 @@ class RowForward:
     split_tokens: bool
     splits_input: bool
 
+    @torch.compiler.disable
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.splits_input:
             hidden = split_features(hidden, self.axis)
@@ -178,6 +185,7 @@ class EmbeddingForward:
     axis: TensorAxis
     checked: bool = False
 
+    @torch.compiler.disable
     def __call__(self, words: torch.Tensor) -> torch.Tensor:
         if not self.checked or not torch.is_grad_enabled():  # words that were sampled may differ at any time
             self._require_one_batch(words)
@@ -213,6 +221,7 @@ class SummingForward:
     original: Forward
     axis: TensorAxis
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = {name: p for name, p in self.module._parameters.items() if p is not None and p.requires_grad}
         with showing(self.module, {name: sum_gradient(local(p), self.axis) for name, p in own.items()}):
@@ -232,6 +241,7 @@ class ExpertsForward:
     axis: TensorAxis
     rows: Mapping[str, RowsInUse]
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         def enter(value: Any) -> Any:
             wants = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -256,6 +266,7 @@ class AttentionForward:
     original: Forward
     axis: TensorAxis
 
+    @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_hidden(args, kwargs, lambda hidden: gather_tokens(hidden, self.axis))
         return self.original(*args, **kwargs)
@@ -275,6 +286,7 @@ class OwnHeadsForward:
     argument: str
     heads: int
 
+    @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given: torch.Tensor = kwargs[self.argument]
         by_rank = given.unflatten(0, (-1, self.axis.degree, self.heads))
@@ -288,6 +300,7 @@ class WholeForward:
     original: Forward
     axis: TensorAxis
 
+    @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_hidden(args, kwargs, lambda hidden: join_tokens(hidden, self.axis))
         with same_random(self.axis, args, kwargs):
@@ -308,6 +321,7 @@ class BlockForward:
     is_first: bool
     is_last: bool
 
+    @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_first:
             args, kwargs = with_hidden(args, kwargs, self._split)

@@ -63,8 +63,8 @@ class TensorAxis:
         self._reduce_scatter = FlatReduceScatter(self.meter, prefix=_KIND)
         self._all_reduce = FlatAllReduce(self.meter, prefix=_KIND)
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks."""
+    def all_reduce(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Return the sum over the ranks, whatever ``dim`` is."""
         total = tensor.clone(memory_format=torch.contiguous_format)
         self._all_reduce(total, self.group)
         return total
@@ -102,119 +102,65 @@ class TensorAxis:
         return tensor.chunk(self.degree, dim)[self.rank].contiguous()
 
 
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-        ctx.axis = axis
-        return tensor.view_as(tensor)
+class _Move(torch.autograd.Function):
+    """One method of the axis forward, another one backward, both along one dimension; None: nothing."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.axis.all_reduce(grads[0]), None
-
-
-class _SumOutputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-        return axis.all_reduce(tensor)
+    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis, way: str | None, back: str | None, dim: int) -> Any:
+        ctx.axis, ctx.back, ctx.dim = axis, back, dim
+        return tensor.view_as(tensor) if way is None else getattr(axis, way)(tensor, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        (grad,) = grads
+        moved = grad if ctx.back is None else getattr(ctx.axis, ctx.back)(grad, ctx.dim)
+        return moved, None, None, None, None
 
 
-class _GatherAndReduce(torch.autograd.Function):
-    """All-gather; the gradient is partial: reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, axis: TensorAxis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return axis.gather(part, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.axis.reduce_scatter(grads[0], ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return axis.reduce_scatter(tensor, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.axis.gather(grads[0], ctx.dim), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return axis.part(tensor, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.axis.gather(grads[0], ctx.dim), None, None
-
-
-class _Join(torch.autograd.Function):
-    """All-gather; the gradient is replicated: each rank takes its part."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, axis: TensorAxis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return axis.gather(part, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.axis.part(grads[0], ctx.dim), None, None
+@torch.compiler.disable
+def _move(tensor: torch.Tensor, axis: TensorAxis, way: str | None, back: str | None, dim: int = -1) -> torch.Tensor:
+    result: torch.Tensor = _Move.apply(tensor, axis, way, back, dim)
+    return result
 
 
 def sum_gradient(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Return the tensor; its gradient is added up over the ranks."""
-    result: torch.Tensor = _SumGradient.apply(tensor, axis)
-    return result
+    return _move(tensor, axis, None, "all_reduce")
 
 
 def sum_outputs(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Add partial values up over the ranks."""
-    result: torch.Tensor = _SumOutputs.apply(tensor, axis)
-    return result
+    return _move(tensor, axis, "all_reduce", None)
 
 
 def gather_tokens(part: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Gather tokens [..., N/T, H] for a layer that is split: each rank uses all of them in another way."""
-    return _without_padding(_GatherAndReduce.apply(part, axis, -2), axis)
+    return _without_padding(_move(part, axis, "gather", "reduce_scatter", -2), axis)
 
 
 def scatter_tokens(partial: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Add up partial values [..., N, H]; each rank gets its tokens."""
-    result: torch.Tensor = _ReduceScatter.apply(_with_padding(partial, axis), axis, -2)
-    return result
+    return _move(_with_padding(partial, axis), axis, "reduce_scatter", "gather", -2)
 
 
 def split_tokens(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Take this rank's tokens of [..., N, H]."""
-    result: torch.Tensor = _Split.apply(_with_padding(tensor, axis), axis, -2)
-    return result
+    return _move(_with_padding(tensor, axis), axis, "part", "gather", -2)
 
 
 def join_tokens(part: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Gather tokens [..., N/T, H] for what every rank does alike with all of them."""
-    return _without_padding(_Join.apply(part, axis, -2), axis)
+    return _without_padding(_move(part, axis, "gather", "part", -2), axis)
 
 
 def gather_features(part: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Gather features [..., H/T] for what every rank does alike with all of them."""
-    result: torch.Tensor = _Join.apply(part, axis, -1)
-    return result
+    return _move(part, axis, "gather", "part", -1)
 
 
 def split_features(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Take this rank's features of [..., H]."""
-    result: torch.Tensor = _Split.apply(tensor, axis, -1)
-    return result
+    return _move(tensor, axis, "part", "gather", -1)
 
 
 def _with_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:

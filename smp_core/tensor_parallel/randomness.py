@@ -8,6 +8,7 @@ that this goes on alike, and a recomputed forward, whose generator is put back, 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,7 @@ class RandomForward:
     axis: TensorAxis
     checked: bool = False
 
+    @functools.partial(torch.compiler.disable, recursive=False)  # seeds are not compiled; the block inside is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.module.training:
             return self.original(*args, **kwargs)

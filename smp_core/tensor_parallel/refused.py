@@ -1,4 +1,4 @@
-"""Models that cannot be split: wrapped by what has not been shown to be exact, or showing the inside of blocks."""
+"""Models that cannot be split: wrapped, or showing the inside of blocks."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from smp_core.module_names import is_compiled
+from smp_core.module_names import compiled_of
 from smp_core.tensor_parallel.roles import transformers_model
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Refuse compiled forwards and adapters, which have not been shown to be exact."""
-    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+    """Refuse what changes the names that plans speak of."""
+    compiled = [name for name, module in model.named_modules() if compiled_of(module) is not None]
     if compiled:
         raise ValueError(
-            f"tensor_parallel_degree: compiled modules are not built yet ({', '.join(map(repr, compiled[:5]))}); leave "
-            "torch.compile out"
-        )
-    adapters = [name for name, _ in model.named_modules() if name.rpartition(".")[2].startswith("lora_")]
-    if adapters or hasattr(model, "peft_config"):
-        raise ValueError(
-            f"tensor_parallel_degree: adapters of PEFT are not built yet ({', '.join(adapters[:5])}); train the "
-            "whole model, or write tensor_parallel_degree=1"
+            f"tensor_parallel_degree: torch.compile() wraps {', '.join(map(repr, compiled[:5]))}, whose layers then "
+            "have other names; compile blocks in their place: block.compile()"
         )
 
 

@@ -247,7 +247,8 @@ def _plan_of_transformers(known: Any, kind: str, instead: str) -> dict[str, str]
 
 
 def _require_fitting(split: Split) -> None:
-    module, kind = split.module, type(split.module).__name__
+    module: Any = getattr(split.module, "base_layer", split.module)  # where PEFT has wrapped it
+    kind = type(module).__name__
     where = f"tensor_parallel: {split.name} ({kind})"
     if split.role == "vocabulary":
         if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:

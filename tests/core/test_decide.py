@@ -186,7 +186,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"tensor_parallel_degree=3 does not divide the 4 ranks of a node.*allowed: 1, 2, 4",
     ),
     (
-        {"tensor_parallel_degree": 2, "compression": "int8"},
+        {"tensor_parallel_degree": 2, "compile": {"fullgraph": True}},
         r"tensor_parallel_degree=2 is not built yet together with\n-",
     ),
     ({"tensor_parallel_degree": 2, "shard_degree": 8}, r"shard_degree=8 does not divide.*count as one"),
@@ -371,7 +371,7 @@ def test_a_reason_is_of_what_takes_effect() -> None:
 
 def test_nothing_is_settled_outside_of_planning() -> None:
     """`with_resolved` is called by rules, by who knows the layout of a model before, and by a face before it asks."""
-    allowed = ("smp_core/planning/", "smp_core/config.py", "smp_core/engine.py", "accelerate_smp/accelerator.py")
+    allowed = ("smp_core/planning/", "smp_core/config.py", "smp_core/engine.py", "accelerate_smp/")
     calling = [
         str(path.relative_to(ROOT))
         for package in ("smp_core", "lightning_smp", "accelerate_smp")

@@ -34,7 +34,8 @@ whatever mode forward runs):
 - ``FSDPParam``, ``_fsdp_param``, ``_sharded_local_tensor``, ``_init_extensions``: weights that are gathered in FP8. The
   documented way, a tensor subclass as the parameter, would show in state dicts;
 - ``HSDPMeshInfo``, ``post_forward_mesh_info``, ``_init_sharded_post_forward_param_metadata``:
-  ``reshard_after_forward=<int>`` would make two process groups for every unit; here all units share two.
+  ``reshard_after_forward=<int>`` would make two process groups for every unit; here all units share two;
+- ``is_dtensor``: FSDP2 refuses to keep such copies of layers that are split over tensor ranks.
 
 Calls and backward passes (patched: ``pre_forward`` and ``post_backward`` of the group, which every way into a unit goes
 through: how often it is used, and what it received before it is reduced):

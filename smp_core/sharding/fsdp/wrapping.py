@@ -6,7 +6,7 @@ every gradient is divided exactly once, by us, whatever the dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.absent import is_absent
@@ -56,13 +57,13 @@ def shard_units(
         cast_forward_inputs=plan.precision.cast_forward_inputs,
     )
     on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")  # elsewhere no driver could use pinned pages
-    modules: dict[str, nn.Module] = dict(model.named_modules())
-    by_name = dict(model.named_parameters())
+    modules, by_name = dict(model.named_modules()), dict(model.named_parameters())
     ignored = {p for name, p in by_name.items() if name in plan.replicated or is_absent(p)}
     units, reductions = [], ReductionOrder()
     for planned in plan.sharded_units:
-        unit_module = modules[planned.name]
+        unit_module: nn.Module = modules[planned.name]
         broadcast_from_rank_0((by_name[name] for name in planned.parameters), mesh.device, mesh.model_group)
+        sizes = _sizes_of_parts(unit_module)
         fully_shard(
             unit_module,
             mesh=mesh.shard_mesh,
@@ -73,7 +74,7 @@ def shard_units(
         )
         assert isinstance(unit_module, FSDPModule)
         if secondary_mesh is not None and not planned.is_root:
-            _keep_secondary_shard(unit_module, secondary_mesh)
+            _keep_secondary_shard(unit_module, secondary_mesh, sizes)
         unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root, reductions)
         unit_module.set_force_sum_reduction_for_comms(True)
         unit_module.set_gradient_divide_factor(1.0)
@@ -88,6 +89,12 @@ def shard_units(
             travel(unit.fsdp_parameters, gather_of)
         units.append(unit)
     return units
+
+
+def _sizes_of_parts(module: nn.Module) -> dict[str, torch.Size]:
+    """Return the size of what this rank has of each parameter: less than all where its layer is split."""
+    parts = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in module.named_parameters()}
+    return {name: part.shape for name, part in parts.items()}
 
 
 def _hide_hooks_from_modes(module: nn.Module) -> None:
@@ -111,11 +118,33 @@ def _hide_hooks_from_modes(module: nn.Module) -> None:
     state._post_forward_hook_handle = module.register_forward_hook(hidden(state._post_forward))
 
 
-def _keep_secondary_shard(module: nn.Module, mesh: DeviceMesh) -> None:
+def _keep_secondary_shard(module: nn.Module, mesh: DeviceMesh, sizes: Mapping[str, torch.Size]) -> None:
+    """Let FSDP2 keep a copy over this mesh between forward and backward; ``sizes``: of what it gathers, by name."""
     group = group_of(module)
     if group is None:
         return
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     group.post_forward_mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     for parameter in group.fsdp_params:
         parameter.post_forward_mesh_info = group.post_forward_mesh_info
-        parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter.sharded_param.shape, device="meta"))
+        size = sizes[names[id(parameter.sharded_param)]]
+        parameter._init_sharded_post_forward_param_metadata(torch.empty(size, device="meta"))
+    split = [parameter for parameter in group.fsdp_params if parameter.is_dtensor]
+    if split:
+        group.reshard = _taken_for_plain(split, group.reshard)
+
+
+def _taken_for_plain(split: Sequence[Any], reshard: Callable[[], None]) -> Callable[[], None]:
+    """FSDP2 refuses to keep copies of parameters of layers that are split over tensor ranks, though what it copies is
+    what it gathered, this rank's part of the layer."""
+
+    def resharded() -> None:
+        for parameter in split:
+            parameter.is_dtensor = False
+        try:
+            reshard()
+        finally:
+            for parameter in split:
+                parameter.is_dtensor = True
+
+    return resharded

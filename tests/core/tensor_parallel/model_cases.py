@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
+from smp_core.tensor_parallel.roles import transformers_model
 from tests.harness import run_ranks
 
 VOCABULARY, SAMPLES, TOKENS, STEPS = 48, 8, 12, 5
@@ -165,6 +166,16 @@ class EncoderModel(nn.Module):
 
 ENCODER_GLOBS = {"*.linear1": "column", "*.linear2": "row", "*.self_attn": "whole"}
 
+
+def _lora(kind: str, targets: list[str]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import peft
+
+        return peft.get_peft_model(MODELS[kind](), peft.LoraConfig(r=4, target_modules=targets, lora_alpha=8))
+
+    return make
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": _causal("Llama", attention_bias=True, mlp_bias=True),
     "llama_tied": _causal("Llama", tie_word_embeddings=True),
@@ -194,6 +205,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "falcon_heads": _falcon(multi_query=False, parallel_attn=False),
     "bloom": _bloom,
     "vit": Pixels,
+    "llama_lora": _lora("llama", ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]),
+    "gpt2_lora": _lora("gpt2", ["c_attn", "c_proj", "c_fc"]),
     "glm": _causal("Glm", head_dim=8, attention_dropout=0.0),
 }
 PLANS: dict[str, Any] = {"plain": GLOBS, "encoder": ENCODER_GLOBS}
@@ -236,10 +249,10 @@ def own_loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int = VOCAB
 
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    if isinstance(model, transformers.PreTrainedModel):
-        return model(input_ids=tokens, labels=tokens).loss
     if isinstance(model, Pixels):
         return F.cross_entropy(model(tokens), tokens[:, 0])
+    if transformers_model(model) is not None:
+        return model(input_ids=tokens, labels=tokens).loss
     return own_loss(model(tokens), tokens)
 
 
@@ -275,8 +288,9 @@ def alone(kind: str, micro_batches: int, max_norm: float = 0.5) -> Training:
     seen = Training()
     with Wide():
         model: Any = build(kind)
-        if isinstance(model, transformers.PreTrainedModel) and "Causal" in model.loss_function.__name__:
-            model.loss_function = own_loss
+        known = transformers_model(model)
+        if known is not None and "Causal" in known.loss_function.__name__:
+            known.loss_function = own_loss
         optimizer = optimizer_of(model)
         for step, micro in enumerate(batches(micro_batches)):
             total = 0.0

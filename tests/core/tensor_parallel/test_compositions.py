@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch._dynamo.utils import counters  # the compiler's only count of its graphs
 
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import enabled
@@ -20,7 +21,19 @@ from smp_core.fp8.scaling import INPUT
 from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.grad_scaler import ShardedGradScaler
 from tests.core.context_parallel import model_cases as sequences
-from tests.core.tensor_parallel.model_cases import Case, Wide, assert_like_one_process, batches, build, full, loss_of
+from tests.core.tensor_parallel.model_cases import (
+    Case,
+    Training,
+    Wide,
+    alone,
+    assert_like_one_process,
+    batches,
+    build,
+    differences,
+    full,
+    loss_of,
+    together,
+)
 from tests.harness import run_ranks
 
 WORLD, ON_HOST, ALL_ON_HOST = ("optimizer_shard", "world"), ("state_offload", "optimizer"), ("state_offload", "all")
@@ -40,6 +53,38 @@ def test_states_elsewhere_and_losses_in_chunks_train_like_one_process() -> None:
     """float64, 1e-12: see test_equivalence."""
     assert_like_one_process(OVER_REPLICAS, 4)
     assert_like_one_process(IN_ONE_GROUP, 2)
+
+
+COMPILED = ("compile", {"backend": "aot_eager"})
+
+
+def compiled(cases: list[Case]) -> list[tuple[Training, int]]:
+    """Each training, and how many graphs the compiler made."""
+    found = []
+    for case in cases:
+        torch._dynamo.reset()
+        counters.clear()
+        found.append((together(case), counters["stats"]["unique_graphs"]))
+    return found
+
+
+def assert_compiled_like_one_process(cases: list[Case]) -> None:
+    for trained in run_ranks(compiled, 2, cases, timeout=900):
+        for case, (seen, graphs) in zip(cases, trained, strict=True):
+            assert differences(seen, alone(case.kind, case.micro_batches)) == [], case
+            assert graphs > 0, case
+
+
+def test_compiled_blocks_train_like_one_process() -> None:
+    assert_compiled_like_one_process([Case("plain", knobs=(COMPILED,))])
+
+
+@pytest.mark.slow
+def test_compiled_blocks_of_more_models_train_like_one_process() -> None:
+    again = (("activations", "full"), COMPILED)
+    kinds = ["llama", "gpt2", "gemma2", "bloom"]
+    cases = [Case(kind, sequence=split, knobs=(COMPILED,)) for kind in kinds for split in (True, False)]
+    assert_compiled_like_one_process([*cases, Case("llama", micro_batches=3, knobs=again)])
 
 
 @pytest.mark.slow

@@ -55,8 +55,10 @@ def test_what_stays_unsharded_trains_like_one_process() -> None:
 
 
 def test_partition_groups_over_nodes_gather_in_two_stages_around_tensor_groups() -> None:
-    """Nodes of four ranks: two tensor groups on each, whose partition group spans both nodes."""
-    assert_like_one_process([Case("llama_tied", shard=4)], 8, ranks_per_node=4)
+    """Nodes of four ranks: two tensor groups on each, whose partition group spans both nodes. Between forward and
+    backward each node keeps a copy."""
+    on_node = (("reshard_after_forward", "node"),)
+    assert_like_one_process([Case("llama_tied", shard=4, knobs=on_node)], 8, ranks_per_node=4)
 
 
 def test_a_tensor_group_over_nodes_trains_like_one_process() -> None:
@@ -67,6 +69,24 @@ def test_a_tensor_group_over_nodes_trains_like_one_process() -> None:
 def test_heads_in_groups_and_biases_of_heads_train_like_one_process() -> None:
     """Queries, keys and values side by side for each head or group of heads; what is added to scores, head by head."""
     assert_like_one_process([Case("falcon", sequence=False), Case("bloom")], 2)
+
+
+def test_adapters_train_like_one_process() -> None:
+    """Base layers are frozen; adapters are split as they are. Biases, packed heads, shared heads."""
+    pytest.importorskip("peft")
+    assert_like_one_process([Case("llama_lora"), Case("gpt2_lora", sequence=False)], 2)
+
+
+@pytest.mark.slow
+def test_adapters_train_like_one_process_on_more_layouts() -> None:
+    pytest.importorskip("peft")
+    cases = [
+        Case(kind, tensor, 4 // tensor, sequence, 3)
+        for kind in ("llama_lora", "gpt2_lora")
+        for tensor in (2, 4)
+        for sequence in (True, False)
+    ]
+    assert_like_one_process(cases, 4)
 
 
 DEGREES = [(tensor, shard, replicas) for tensor, shard, replicas in itertools.product((2, 4), (1, 2), (1, 2))]
