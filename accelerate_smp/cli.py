@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +15,7 @@ from smp_core import knob_values as read
 from smp_core.command_line import OneLineErrors, begin, console
 from smp_core.config import SmpConfig
 from smp_core.config_sources import YAML_SECTION
+from smp_core.doctor import findings, table_of
 from smp_core.knob_rules import READERS
 
 
@@ -126,16 +126,14 @@ def _degree_of(processes: int) -> read.Reader:
 def env(
     config_file: Annotated[Path | None, typer.Option(*_CONFIG_FILE, help="Show the knobs of this file.")] = None,
 ) -> None:
-    """Print versions, devices and the knobs in effect."""
+    """Print versions, what `smp doctor` finds on this machine, and the knobs in effect."""
     for name in _PACKAGES:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             version = "not installed"
         typer.echo(f"{name}: {version}")
-    typer.echo(f"python: {platform.python_version()} on {platform.platform()}")
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    typer.echo(f"devices: {', '.join(names) or 'CPU only'}")
+    console().print(table_of(findings(Path())))
     knobs = SmpConfig.from_env() if config_file is None else SmpConfig.from_yaml(config_file)
     console().print(knobs.effective_table())
 

@@ -7,6 +7,7 @@ import typer
 from smp_core.checkpoint.commands import app as checkpoint_app
 from smp_core.comm.commands import topology
 from smp_core.command_line import OneLineErrors, begin
+from smp_core.doctor import doctor
 from smp_core.fp8.commands import fp8_report
 from smp_core.memory_log import memory_report
 from smp_core.planning.commands import plan
@@ -23,6 +24,7 @@ app.callback()(begin)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("plan")(plan)
 app.command("topology")(topology)
+app.command("doctor")(doctor)
 app.command("fp8-report")(fp8_report)
 app.command("memory-report")(memory_report)
 
