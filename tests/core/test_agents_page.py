@@ -14,7 +14,7 @@ import typer
 import accelerate_smp.cli
 import smp_core.cli
 from smp_core.config import SmpConfig
-from tests.core.test_configuration_page import documented_knobs
+from tests.core.documented import documented_knobs
 from tests.harness import ROOT
 
 PAGE = ROOT / "smp_core" / "AGENTS.md"

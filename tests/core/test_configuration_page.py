@@ -12,28 +12,13 @@ from pathlib import Path
 from smp_core.config import SmpConfig
 from smp_core.moved_knobs import MOVED
 from smp_core.recipes import RECIPES, Compile, DelayedInit
+from tests.core.documented import documented, documented_knobs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 BEGIN, END = "<!-- the knobs, from SmpConfig's docstring -->\n", "<!-- end of the knobs -->"
 
 
 FORMER, END_OF_FORMER = "<!-- former knobs, from smp_core.moved_knobs -->\n", "<!-- end of former knobs -->"
-
-
-def documented(of: type) -> dict[str, str]:
-    """Knob, or field of a recipe -> what the docstring says, on one line."""
-    arguments = inspect.cleandoc(of.__doc__ or "").split("\nArgs:\n", 1)[1].split("\nRaises:\n", 1)[0]
-    found: dict[str, str] = {}
-    for line in arguments.splitlines():
-        if named := re.match(r" {4}(\w+): (.*)", line):
-            name, found[named[1]] = named[1], named[2]
-        elif line.strip():
-            found[name] += f" {line.strip()}"
-    return found
-
-
-def documented_knobs() -> dict[str, str]:
-    return documented(SmpConfig)
 
 
 def rows(of: type, defaults: object) -> list[str]:
