@@ -29,6 +29,7 @@ from smp_core.tensor_parallel.layers import (
     EmbeddingForward,
     ExpertsForward,
     OwnHeadsForward,
+    PartForward,
     RowForward,
     SharedInputs,
     SharingForward,
@@ -47,6 +48,7 @@ from smp_core.tensor_parallel.roles import (
     holds,
     is_conv1d,
     looks_at_one_token,
+    reads_other_tokens,
     rows_in_use,
     splits_of,
     stacks_of,
@@ -164,6 +166,8 @@ class _Splitting:
                 self._row(split)
             elif split.role == "vocabulary":
                 self._vocabulary(split)
+            elif split.role == "features":
+                self._features(split)
             elif split.role == "experts":
                 self._experts(split)
         for name, module in self.model.named_modules():
@@ -216,7 +220,7 @@ class _Splitting:
         is_head = known is not None and layer is known.get_output_embeddings()
         gathers = functools.partial(_gathers, self.axis, split.role, is_head)
         enter: Callable[[torch.Tensor], torch.Tensor] | None = functools.partial(sum_gradient, axis=self.axis)
-        if self._splits_tokens(split.name):
+        if self._splits_tokens(split.name) and not reads_other_tokens(self.model, split.name):
             enter = None if above in self._attention else functools.partial(gather_tokens, axis=self.axis)
         layer.forward = ColumnForward(layer, layer.forward, self.axis, enter, gathers, rows, dim, shared)
 
@@ -259,6 +263,16 @@ class _Splitting:
             )
         self._distribute(words, "weight", 0)
         words.forward = EmbeddingForward(words, words.forward, self.axis)
+
+    def _features(self, split: Split) -> None:
+        module: Any = split.module
+        if module.weight.shape[1] % self.axis.degree:
+            raise ValueError(
+                f"tensor_parallel_degree={self.axis.degree} does not divide the {module.weight.shape[1]} features of "
+                f"{split.name}; write a degree that does"
+            )
+        self._distribute(module, "weight", 1)
+        module.forward = PartForward(module, module.forward)
 
     def _experts(self, split: Split) -> None:
         """Split weights [E, 2I, H] of gate and up in one, and [E, H, I], by inner features; a bias would have to be

@@ -213,6 +213,20 @@ class EmbeddingForward:
 
 
 @dataclass(eq=False)
+class PartForward:
+    """A module of whose parameters each rank uses its part, and nothing is sent."""
+
+    module: nn.Module
+    original: Forward
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = {name: p for name, p in self.module._parameters.items() if p is not None}
+        with showing(self.module, {name: local(p) for name, p in own.items()}):
+            return self.original(*args, **kwargs)
+
+
+@dataclass(eq=False)
 class SummingForward:
     """A module whose own parameters are whole on every rank and see another part of the activations on each: their
     gradients are added up."""

@@ -6,6 +6,7 @@
     row             inputs are split; outputs are added up, the bias once
     row_split       the same behind something that needs all features: inputs are split just before
     vocabulary      an embedding whose rows are split
+    features        an embedding whose features are split: of position biases, one for each head
     experts         fused experts, each split by its inner features
     sum             whole on every rank, and sees other activations on each: gradients are added up
     whole           whole on every rank, and needs all tokens where they are split
@@ -30,7 +31,7 @@ from smp_core.tensor_parallel.operators import RowsInUse
 
 logger = logging.getLogger("smp")
 
-SPLIT = ("column", "column_gather", "row", "row_split", "vocabulary", "experts")
+SPLIT = ("column", "column_gather", "row", "row_split", "vocabulary", "features", "experts")
 ROLES = (*SPLIT, "sum", "whole", "replicate")
 
 # Transformers' names of the same; a plan with another one is not understood.
@@ -63,6 +64,11 @@ _VIT = {
     **dict.fromkeys(("*.attention.[qkv]_proj", "*.mlp.fc1"), "column"),
     **dict.fromkeys(("*.attention.o_proj", "*.mlp.fc2"), "row"),
 }
+_T5 = {
+    **dict.fromkeys(("*Attention.[qkv]", "*.DenseReluDense.wi*"), "column"),
+    **dict.fromkeys(("*Attention.o", "*.DenseReluDense.wo"), "row"),
+    "*.relative_attention_bias": "features",
+}
 # Model types of Transformers that carry no plan, or one that computes attention on every rank.
 _OWN: dict[str, dict[str, str]] = {
     "gpt2": _GPT2,
@@ -72,6 +78,7 @@ _OWN: dict[str, dict[str, str]] = {
     "falcon": _FALCON,
     "bloom": _FALCON,
     "vit": _VIT,
+    "t5": _T5,
 }
 # Numbers that their forwards read and that count features or heads: glob over modules -> attributes.
 _DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -81,13 +88,16 @@ _DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
     "bloom": {"*.self_attention": ("num_heads",)},
     "bert": {"*.self": ("num_attention_heads", "all_head_size")},
     "roberta": {"*.self": ("num_attention_heads", "all_head_size")},
+    "t5": {"*Attention": ("n_heads", "inner_dim")},
 }
+# Column layers of attention that read other tokens than its queries do: all of them, on every rank.
+_OF_OTHER_TOKENS = {"t5": "*.EncDecAttention.[kv]"}
 
 
 # Arguments of modules that hold something for each head in their first dimension, [B x heads, ...].
 _OF_HEADS: dict[str, dict[str, str]] = {"bloom": {"*.self_attention": "alibi"}}
 
-_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
+_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _NUMBERS_OF_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
 
 
@@ -174,7 +184,7 @@ def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Ite
     )
     if known is None:
         raise ValueError(f"tensor_parallel.plan='auto': {kind} is no Transformers model; {instead}")
-    if getattr(known.config, "is_encoder_decoder", False):
+    if getattr(known.config, "is_encoder_decoder", False) and known.config.model_type not in _OWN:
         raise ValueError(
             f"tensor_parallel.plan='auto': {kind} is an encoder-decoder, which is not built yet; write "
             "tensor_parallel_degree=1"
@@ -216,7 +226,9 @@ def _vocabulary(model: nn.Module, words: Any, head: Any, degree: int, whole: Con
     """Yield the splits of the embedding and the head, where the vocabulary can be split; both or neither, as they may
     be tied."""
     candidates = [module for module, kind in ((words, nn.Embedding), (head, nn.Linear)) if isinstance(module, kind)]
-    named = {name: module for name, module in model.named_modules() if any(module is each for each in candidates)}
+    # Both stacks of an encoder-decoder have the embedding in a module of their own.
+    every = [(name, module) for name, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.Linear))]
+    named = {name: module for name, module in every if any(module.weight is each.weight for each in candidates)}
     if any(module.weight.shape[0] % degree for module in candidates) or any(
         f"{name}.weight" in whole for name in named
     ):
@@ -250,7 +262,7 @@ def _require_fitting(split: Split) -> None:
     module: Any = getattr(split.module, "base_layer", split.module)  # where PEFT has wrapped it
     kind = type(module).__name__
     where = f"tensor_parallel: {split.name} ({kind})"
-    if split.role == "vocabulary":
+    if split.role in ("vocabulary", "features"):
         if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
             raise ValueError(f"{where} is no plain embedding without max_norm and sparse; write 'replicate' for it")
     elif split.role in ("column", "column_gather", "row", "row_split"):
@@ -281,6 +293,13 @@ def arguments_of_heads(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     table = {} if known is None else _OF_HEADS.get(known.config.model_type, {})
     for name, module in model.named_modules():
         yield from ((module, argument) for glob, argument in table.items() if fnmatch.fnmatchcase(name, glob))
+
+
+def reads_other_tokens(model: nn.Module, name: str) -> bool:
+    """Tell whether a column layer's input is not that of the module it is in, and is whole on every rank."""
+    known = transformers_model(model)
+    glob = None if known is None else _OF_OTHER_TOKENS.get(known.config.model_type)
+    return glob is not None and fnmatch.fnmatchcase(name, glob)
 
 
 def has_heads(module: nn.Module) -> bool:

@@ -81,6 +81,15 @@ def _bloom() -> nn.Module:
     return transformers.BloomForCausalLM(transformers.BloomConfig(**known))
 
 
+def _t5(**changes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        known = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        known |= {"dropout_rate": 0.0, "decoder_start_token_id": 0, "relative_attention_num_buckets": 8}
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(**known, **changes))
+
+    return make
+
+
 class Pixels(nn.Module):
     """A vision transformer with nine patches and one token more, over pictures that tokens make."""
 
@@ -205,6 +214,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "falcon_heads": _falcon(multi_query=False, parallel_attn=False),
     "bloom": _bloom,
     "vit": Pixels,
+    "t5": _t5(),
+    "t5_gated": _t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "llama_lora": _lora("llama", ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]),
     "gpt2_lora": _lora("gpt2", ["c_attn", "c_proj", "c_fc"]),
     "glm": _causal("Glm", head_dim=8, attention_dropout=0.0),

@@ -42,8 +42,8 @@ def falcon(**changes: Any) -> nn.Module:
         (Unplanned, {"up": "column"}, r"up \(Conv1d\) is no linear layer.*'replicate'"),
         (Unplanned, {"words": "vocabulary"}, r"max_norm.*'replicate'"),
         (
-            lambda: transformers.T5ForConditionalGeneration(
-                transformers.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+            lambda: transformers.BartForConditionalGeneration(
+                transformers.BartConfig(vocab_size=8, d_model=8, encoder_layers=1, decoder_layers=1)
             ),
             "auto",
             "encoder-decoder",

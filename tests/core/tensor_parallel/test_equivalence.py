@@ -71,6 +71,11 @@ def test_heads_in_groups_and_biases_of_heads_train_like_one_process() -> None:
     assert_like_one_process([Case("falcon", sequence=False), Case("bloom")], 2)
 
 
+def test_an_encoder_and_a_decoder_train_like_one_process() -> None:
+    """Keys and values of other tokens than queries, position biases of heads, one embedding in four modules."""
+    assert_like_one_process([Case("t5"), Case("t5_gated", sequence=False)], 2)
+
+
 def test_adapters_train_like_one_process() -> None:
     """Base layers are frozen; adapters are split as they are. Biases, packed heads, shared heads."""
     pytest.importorskip("peft")
