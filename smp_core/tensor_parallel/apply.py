@@ -39,7 +39,7 @@ from smp_core.tensor_parallel.layers import (
 from smp_core.tensor_parallel.loss import SplitLogits, split_vocabulary_loss
 from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis, gather_tokens, sum_gradient
 from smp_core.tensor_parallel.randomness import RandomForward, settle_random
-from smp_core.tensor_parallel.refused import refuse_whole_states, refuse_wrapped
+from smp_core.tensor_parallel.refused import refuse_hooks, refuse_whole_states, refuse_wrapped
 from smp_core.tensor_parallel.roles import (
     Split,
     arguments_of_heads,
@@ -120,6 +120,7 @@ def apply_tensor_parallel(
     refuse_wrapped(model)
     refuse_whole_states(model)
     splitting = _Splitting(model, mesh, axis, splits, sequence_parallel)
+    refuse_hooks(model, splitting.blocks)
     settle_random(model, axis, bool(splitting.blocks))
     splitting.split_all()
     known = transformers_model(model)

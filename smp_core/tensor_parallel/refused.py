@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from smp_core.module_names import compiled_of
-from smp_core.tensor_parallel.roles import transformers_model
+from smp_core.tensor_parallel.roles import holds, transformers_model
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -17,6 +17,18 @@ def refuse_wrapped(model: nn.Module) -> None:
         raise ValueError(
             f"tensor_parallel_degree: torch.compile() wraps {', '.join(map(repr, compiled[:5]))}, whose layers then "
             "have other names; compile blocks in their place: block.compile()"
+        )
+
+
+def refuse_hooks(model: nn.Module, blocks: list[str]) -> None:
+    """Refuse forward hooks in blocks whose tokens are split: they would see this rank's. torch shows hooks in
+    ``_forward_hooks`` and ``_forward_pre_hooks`` only."""
+    inside = {name: module for name, module in model.named_modules() if holds(blocks, name)}
+    hooked = [name for name, module in inside.items() if module._forward_hooks or module._forward_pre_hooks]
+    if hooked:
+        raise ValueError(
+            f"tensor_parallel_degree: {', '.join(hooked[:5])} has forward hooks, which would see 1/T of the tokens; "
+            "remove them, write tensor_parallel={'sequence_parallel': false}, or put hooks outside of blocks"
         )
 
 

@@ -43,7 +43,14 @@ def falcon(**changes: Any) -> nn.Module:
         (Unplanned, {"words": "vocabulary"}, r"max_norm.*'replicate'"),
         (
             lambda: transformers.BartForConditionalGeneration(
-                transformers.BartConfig(vocab_size=8, d_model=8, encoder_layers=1, decoder_layers=1)
+                transformers.BartConfig(
+                    vocab_size=8,
+                    d_model=8,
+                    encoder_layers=1,
+                    decoder_layers=1,
+                    encoder_attention_heads=2,
+                    decoder_attention_heads=2,
+                )
             ),
             "auto",
             "encoder-decoder",
@@ -121,6 +128,12 @@ def with_convolution() -> nn.Module:
     return model
 
 
+def with_hook() -> nn.Module:
+    model = PlainModel()
+    model.blocks[1].register_forward_hook(lambda module, args, output: output)
+    return model
+
+
 TORCHAO = {"backend": "torchao", "scaling": "dynamic", "fp8_all_gather": False}
 REFUSED = {
     "heads": (heads_that_do_not_fit, {}, "does not divide the 6 heads of model.layers.0.self_attn.q_proj; allowed: 1"),
@@ -138,6 +151,7 @@ REFUSED = {
         {"tensor_parallel": {"plan": {"*.down": "row"}}},
         "a variant of LoRA (use_dora, for example) is not built yet",
     ),
+    "hooks": (with_hook, {"tensor_parallel": {"plan": GLOBS}}, "blocks.1 has forward hooks, which would see 1/T"),
     "fp8": (PlainModel, {"fp8": TORCHAO}, "write fp8={'backend': 'native'}"),
 }
 
