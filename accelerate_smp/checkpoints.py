@@ -115,11 +115,14 @@ def write(
     state["optimizer_states"] = [named_optimizer_state(_owner(models, each), each) for each in optimizers]
     saved_schedulers = accelerator._schedulers if schedulers is None else schedulers
     state["lr_schedulers"] = [scheduler.state_dict() for scheduler in saved_schedulers]
+    scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
+    loaders = [_loader_state(loader) for loader in accelerator._dataloaders]
+    custom = [obj.state_dict() for obj in accelerator._custom_objects]
     state["accelerate"] = {
         "step": accelerator.step,
-        "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
-        "dataloaders": [_loader_state(loader) for loader in accelerator._dataloaders],
-        "custom_objects": [obj.state_dict() for obj in accelerator._custom_objects],
+        "scaler": scaler,
+        "dataloaders": loaders,
+        "custom_objects": custom,
     }
     handles = [parallel_of(model) for model in models]
     handle = handles[0] if handles else None

@@ -88,10 +88,9 @@ def share_in_fp8(model: nn.Module, fp8: Fp8Model, batch: torch.Tensor) -> float:
     converted = {name_of[module] for module, *_ in fp8.sites}
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=batch)
-    counts = {
-        name: sum(n for operator, n in by_operator.items() if "attention" not in str(operator))
-        for name, by_operator in counter.get_flop_counts().items()
-    }
+    counts = {}
+    for name, by_operator in counter.get_flop_counts().items():
+        counts[name] = sum(n for operator, n in by_operator.items() if "attention" not in str(operator))
     total = sum(counts.get(name_of[block], 0) for block in blocks)
     return sum(counts.get(name, 0) for name in converted) / total
 

@@ -189,15 +189,11 @@ def _pipelined(row: Mapping[str, float], trace: ModelTrace) -> Callable[[Constan
         assert inside is not None and between is not None
 
         def seconds(figures: Any) -> float:
-            each = [
-                computing_seconds(
-                    *(getattr(figures, f"{phase}_{what}") / tensor for what in ("products", "attention", "moved")),
-                    hardware.device,
-                    fitted,
-                )
-                for phase in ("forward", "backward")
-            ]
-            return sum(max(one, fitted.launching) for one in each)
+            total = 0.0
+            for phase in ("forward", "backward"):
+                parts = [getattr(figures, f"{phase}_{what}") / tensor for what in ("products", "attention", "moved")]
+                total += max(computing_seconds(*parts, hardware.device, fitted), fitted.launching)
+            return total
 
         of_block = seconds(block)
         if tensor > 1:
@@ -278,16 +274,19 @@ def held_out(cases: list[Case], start: Constants) -> dict[str, Any]:
             judged[size]["top_1_regret"] = _regret(own, constants)
     groups = sorted({case.group for case, _ in errors if case.group})
     constants = fit(cases, start)
+    by_group = {}
+    for group in groups:
+        by_group[group] = mape([error for case, error in errors if case.group == group])
+    rows = []
+    for case, error in errors:
+        rows.append({**case.row, "measured_s": case.measured, "held_out_error": error, "memory": case.used})
     return {
         "held_out_by_size": judged,
         "held_out_mape": mape([error for _, error in errors]),
-        "held_out_mape_by_group": {g: mape([e for case, e in errors if case.group == g]) for g in groups},
+        "held_out_mape_by_group": by_group,
         "fitted_on_all": constants,
         "fitted_on_all_mape": mape(off(cases, constants)),
-        "rows": [
-            {**case.row, "measured_s": case.measured, "held_out_error": error, "memory": case.used}
-            for case, error in errors
-        ],
+        "rows": rows,
     }
 
 

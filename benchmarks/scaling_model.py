@@ -222,10 +222,11 @@ def main() -> None:
     half, n = 2 * asked.parameters, asked.parameters
     work = Work(half, half / asked.layers, 4 * n, asked.layers + 1, asked.micro_batches, asked.compute)
     worlds = [world for world in (8, 16, 32, 64, 128, 256, 512, 1024) if world >= cluster.ranks_per_node]
-    seconds = {
-        name: [step_seconds(name, cluster, world, min(asked.degree, world), work, asked.overlap) for world in worlds]
-        for name in SCHEMES
-    }
+    seconds: dict[str, list[float]] = {}
+    for name in SCHEMES:
+        for world in worlds:
+            found = step_seconds(name, cluster, world, min(asked.degree, world), work, asked.overlap)
+            seconds.setdefault(name, []).append(found)
     print("devices   " + "".join(f"{name:>18}" for name in SCHEMES))
     for place, world in enumerate(worlds):
         print(f"{world:<10}" + "".join(f"{seconds[name][place]:18.2f}" for name in SCHEMES))

@@ -200,7 +200,7 @@ def _warn_of_casts(path: Any, targets: Mapping[Place, torch.Tensor], saved: Mapp
 
 def main_module(module: nn.Module) -> tuple[str, nn.Module]:
     """Return the one child that holds all parameters, with its name and a dot, or the module itself and ""."""
-    children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
-    if len(children) == 1 and not any(True for _ in module.parameters(recurse=False)):
+    children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    if len(children) == 1 and next(module.parameters(recurse=False), None) is None:
         return f"{children[0][0]}.", children[0][1]
     return "", module

@@ -165,12 +165,11 @@ def _mean_of(results: list[Any]) -> Any:
             f"training_step returned {unlike[0]!r} beside the loss, which is no number; with pipeline_parallel_degree "
             "only numbers can be averaged over micro-batches"
         )
-    return {
-        key: torch.stack([torch.as_tensor(result[key]).double() for result in results])
-        .mean(0)
-        .to(torch.as_tensor(first[key]).dtype)
-        for key in first
-    }
+    means = {}
+    for key, value in first.items():
+        values = [torch.as_tensor(result[key]).double() for result in results]
+        means[key] = torch.stack(values).mean(0).to(torch.as_tensor(value).dtype)
+    return means
 
 
 def _is_number(value: Any) -> bool:

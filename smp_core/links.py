@@ -98,13 +98,12 @@ class LinkFit:
 
 
 def _terms(points: Sequence[tuple[float, float]]) -> list[list[float]]:
-    return [
-        [1.0] * len(points),
-        [n for n, _ in points],
-        [n * n for n, _ in points],
-        [s for _, s in points],
-        [n * s for n, s in points],
-    ]
+    ones = [1.0] * len(points)
+    sizes = [n for n, _ in points]
+    squares = [n * n for n in sizes]
+    seconds = [s for _, s in points]
+    products = [n * s for n, s in points]
+    return [ones, sizes, squares, seconds, products]
 
 
 @dataclass(frozen=True)

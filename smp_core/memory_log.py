@@ -117,9 +117,8 @@ def _table(steps: Mapping[int, StepMemory]) -> Table:
         return f"{n_bytes / MIB:.2f}"
 
     for kind in KINDS:
-        most, on_host = (
-            max(getattr(memory, where).get(kind, 0) for memory in steps.values()) for where in ("device", "host")
-        )
+        most = max(memory.device.get(kind, 0) for memory in steps.values())
+        on_host = max(memory.host.get(kind, 0) for memory in steps.values())
         table.add_row(kind, mib(steps[highest].device.get(kind, 0)), mib(most), mib(on_host) if on_host else "")
     table.add_section()
     table.add_row("together", mib(steps[highest].total), "", "")

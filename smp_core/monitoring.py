@@ -259,13 +259,18 @@ class StepMeter:
             return None
         _, samples, tokens, flops = zip(*list(self._steps)[1:], strict=True)
         per_second = self.data_size / seconds
-        achieved = None if None in flops else sum(flops) * per_second / self.world_size
-        peak = self.peak_flops_per_device
+        tokens_per_second = None if None in tokens else sum(tokens) * per_second
+        tflops = mfu = None
+        if None not in flops:
+            achieved = sum(flops) * per_second / self.world_size
+            tflops = achieved / 1e12
+            if self.peak_flops_per_device is not None:
+                mfu = achieved / self.peak_flops_per_device
         return Throughput(
             samples_per_second=sum(samples) * per_second,
-            tokens_per_second=None if None in tokens else sum(tokens) * per_second,
-            tflops_per_device=None if achieved is None else achieved / 1e12,
-            mfu=None if achieved is None or peak is None else achieved / peak,
+            tokens_per_second=tokens_per_second,
+            tflops_per_device=tflops,
+            mfu=mfu,
         )
 
     def _now(self) -> float:

@@ -284,11 +284,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axis = axes[lines.index((row["rate"], row["micro"], row["dtype"])), columns.index(row["layout"])]
         axis.set_visible(True)
         names = list(row["schemes"])[::-1]
-        axis.barh(
-            names,
-            [seconds_of(row, name) for name in names],
-            color=["#2a6f97" if name in OURS else "#b0b0b0" for name in names],
-        )
+        seconds = [seconds_of(row, name) for name in names]
+        colors = ["#2a6f97" if name in OURS else "#b0b0b0" for name in names]
+        axis.barh(names, seconds, color=colors)
         axis.set_title(f"{row['layout']}, {row['rate']}, micro-batches: {row['micro']}, {row['dtype']}", fontsize=9)
         axis.set_xlabel("seconds per optimizer step", fontsize=8)
         axis.tick_params(labelsize=7)

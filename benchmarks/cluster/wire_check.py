@@ -100,14 +100,12 @@ def measure(asked: argparse.Namespace, knobs: dict[str, object]) -> list[dict[st
     figures = torch.tensor([metered, card, payload], dtype=torch.float64) / asked.steps
     everyone = [torch.empty_like(figures) for _ in range(topology.world_size)]
     dist.all_gather(everyone, figures)
-    return [
-        {
-            "metered": sum(everyone[rank][0].item() for rank in ranks),
-            "card": everyone[ranks[0]][1].item(),
-            "payload": everyone[ranks[0]][2].item(),
-        }
-        for ranks in topology.nodes
-    ]
+    nodes = []
+    for ranks in topology.nodes:
+        sent = sum(everyone[rank][0].item() for rank in ranks)
+        _, of_card, of_payload = everyone[ranks[0]].tolist()
+        nodes.append({"metered": sent, "card": of_card, "payload": of_payload})
+    return nodes
 
 
 def main() -> None:

@@ -197,8 +197,12 @@ def numbered_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(name, str) for name in names):
         return state
     number = {name: position for position, name in enumerate(names)}
-    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]]
-    return {"state": {number[name]: value for name, value in state["state"].items()}, "param_groups": groups}
+    groups = []
+    for group in state["param_groups"]:
+        numbers = [number[name] for name in group["params"]]
+        groups.append({**group, "params": numbers})
+    entries = {number[name]: value for name, value in state["state"].items()}
+    return {"state": entries, "param_groups": groups}
 
 
 def _write_torch_file(path: Path, content: dict[str, Any], options: ExportOptions) -> None:

@@ -153,25 +153,15 @@ class Index:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of index.json."""
-        tensors = {
-            name: {
+        tensors = {}
+        for name, record in self.tensors.items():
+            tensors[name] = {
                 "dtype": dtype_name(record.dtype),
                 "shape": list(record.shape),
                 "path": path_to_json(record.path),
                 **optimizer_part(record.path),
-                "chunks": [
-                    {
-                        "file": chunk.file,
-                        "entry": chunk.entry,
-                        "offset": list(chunk.offset),
-                        "shape": list(chunk.shape),
-                        "bytes": [chunk.begin, chunk.end],
-                    }
-                    for chunk in record.chunks
-                ],
+                "chunks": [_chunk_to_json(chunk) for chunk in record.chunks],
             }
-            for name, record in self.tensors.items()
-        }
         aliases = {
             name: {"tensor": target, "path": path_to_json(self.alias_paths[name])}
             for name, target in self.aliases.items()
@@ -201,6 +191,16 @@ class Index:
             return cls(tensors, aliases, paths)
         blocks = Fields(data["blocks"], where)
         return cls(tensors, aliases, paths, blocks.text_map("files"), blocks.count("bytes", most=1 << 28, least=1))
+
+
+def _chunk_to_json(chunk: Chunk) -> dict[str, Any]:
+    return {
+        "file": chunk.file,
+        "entry": chunk.entry,
+        "offset": list(chunk.offset),
+        "shape": list(chunk.shape),
+        "bytes": [chunk.begin, chunk.end],
+    }
 
 
 def _tensor_record(entry: Fields) -> TensorRecord:

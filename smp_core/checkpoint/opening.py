@@ -206,12 +206,16 @@ def foreign_kind(path: str, names: list[str]) -> str | None:
     """
     if not is_address(path) and os.path.isfile(path):
         return "lightning-file"
+
+    def any_is(pattern: str) -> bool:
+        return any(re.search(pattern, name) for name in names)
+
     tests = {
         "lightning": ".metadata" in names and "meta.pt" in names,
         "dcp": ".metadata" in names,
-        "accelerate": any(re.fullmatch(r"pytorch_model_fsdp_\d+/\.metadata", name) for name in names),
-        "accelerate-files": any(re.match(r"pytorch_model_fsdp_\d+_rank\d+\.bin", name) for name in names),
-        "sagemaker": any(re.search(r"(_partial|smp_rank_\d+)", name) for name in names),
+        "accelerate": any_is(r"\Apytorch_model_fsdp_\d+/\.metadata\Z"),
+        "accelerate-files": any_is(r"\Apytorch_model_fsdp_\d+_rank\d+\.bin"),
+        "sagemaker": any_is(r"(_partial|smp_rank_\d+)"),
         "huggingface": "model.safetensors.index.json" in names or "model.safetensors" in names,
     }
     return next((kind for kind, fits in tests.items() if fits), None)

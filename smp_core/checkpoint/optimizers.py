@@ -37,7 +37,10 @@ def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     """
     names = parameter_names(model, optimizer)
     numbered = optimizer.state_dict()
-    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in numbered["param_groups"]]
+    groups = []
+    for group in numbered["param_groups"]:
+        named = [names[i] for i in group["params"]]
+        groups.append({**group, "params": named})
     # A value that an optimizer keeps for none of its parameters has a key of its own.
     state = {names[key] if isinstance(key, int) else key: entry for key, entry in numbered["state"].items()}
     return {"state": state, "param_groups": groups}

@@ -330,16 +330,12 @@ class SmpStorageReader(StorageReader):
         """Do nothing: one reader serves one load."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    TensorProperties(dtype=record.dtype),
-                    torch.Size(record.shape),
-                    [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in record.chunks],
-                )
-                for name, record in self.records.items()
-            }
-        )
+        tensors: dict[str, Any] = {}
+        for name, record in self.records.items():
+            chunks = [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in record.chunks]
+            properties = TensorProperties(dtype=record.dtype)
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+        return Metadata(tensors)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the folder is open."""

@@ -81,10 +81,10 @@ class SmpSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         aliases = agreed_aliases([plan.planner_data for plan in all_plans])
-        kept = [
-            dataclasses.replace(plan, items=[item for item in plan.items if item.index.fqn not in aliases])
-            for plan in all_plans
-        ]
+        kept = []
+        for plan in all_plans:
+            items = [item for item in plan.items if item.index.fqn not in aliases]
+            kept.append(dataclasses.replace(plan, items=items))
         plans, metadata = super().create_global_plan(_one_chunk_when_empty(kept))
         self.metadata = dataclasses.replace(metadata, planner_data=aliases)
         return plans, self.metadata

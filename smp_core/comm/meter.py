@@ -165,8 +165,10 @@ class CommMeter:
 
     def totals_by_link(self) -> dict[LinkClass, float]:
         """Return the bytes of all closed steps: ``{"intra": ..., "inter": ...}``."""
-        totals = self._total.items()
-        return {link: sum(sent for name, sent in totals if name.endswith(f"/{link}_bytes")) for link in LINK_CLASSES}
+        totals: dict[LinkClass, float] = {}
+        for link in LINK_CLASSES:
+            totals[link] = sum(sent for name, sent in self._total.items() if name.endswith(f"/{link}_bytes"))
+        return totals
 
     def _figures(self, tallies: Mapping[tuple[str, str], _Tally]) -> dict[str, float]:
         figures: dict[str, float] = {"intra_bytes": 0.0, "inter_bytes": 0.0}

@@ -88,7 +88,9 @@ class GatherPolicy:
     def _look(self) -> list[bool]:
         # Phase 1: the largest magnitude of every shard. torch._foreach_norm is one kernel for all of them and has no
         # public name.
-        held = [[each for each in shards() if each.numel() and each.is_floating_point()] for _, shards in self._shards]
+        held = []
+        for _, shards in self._shards:
+            held.append([each for each in shards() if each.numel() and each.is_floating_point()])
         every_shard = [shard for of_unit in held for shard in of_unit]
         norms = iter(torch._foreach_norm(every_shard, torch.inf) if every_shard else ())
         # Phase 2: whether all of a unit's are finite, here and on the other ranks.

@@ -111,7 +111,8 @@ def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) ->
         raise ValueError(refusal + f"it has no chain of blocks ({units.why}); name them with units=...")
     roots = [unit.name for unit in units.units if unit.is_root]
     inside_of = {name: f"{name}." if name else "" for name in roots}
-    holding = [name for name in roots if all(f"{block}.".startswith(inside_of[name]) for block in blocks)]
+    paths = [f"{block}." for block in blocks]
+    holding = [name for name in roots if all(path.startswith(inside_of[name]) for path in paths)]
     if len(holding) != 1:
         raise ValueError(refusal + f"its blocks lie in several modules that are called one by one ({', '.join(roots)})")
     (root,) = holding

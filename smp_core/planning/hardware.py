@@ -116,8 +116,14 @@ class Hardware:
         between = _alike(m, fitted.latency_between, of_rank)
         # One ring over all ranks of a node crosses its border once: the whole adapter is that rank's.
         flat = _alike(k * m, fitted.latency_between, min(of_rank * k, self.device.link * fitted.link))
-        both = k > 1 and m > 1
-        return Links(m, k, inside if k > 1 else None, between if m > 1 else None, flat if both else None, "data sheets")
+        return Links(
+            nodes=m,
+            ranks_per_node=k,
+            intra=inside if k > 1 else None,
+            inter=between if m > 1 else None,
+            flat=flat if k > 1 and m > 1 else None,
+            measured_with="data sheets",
+        )
 
     def with_links(self, path: str | os.PathLike[str]) -> Hardware:
         """Return the same with links that `smp topology --measure --store` wrote.

@@ -66,11 +66,12 @@ class Stages:
     def units(self, stage: int, units: WrapPlan, first_name: dict[str, str]) -> WrapPlan:
         """Return what a stage shards: its parameters' units, and roots."""
         own = self.owned(stage)
-        held = (
-            replace(unit, parameters=tuple(name for name in unit.parameters if first_name.get(name, name) in own))
-            for unit in units.units
-        )
-        return replace(units, units=tuple(unit for unit in held if unit.parameters or unit.is_root))
+        held = []
+        for unit in units.units:
+            parameters = tuple(name for name in unit.parameters if first_name.get(name, name) in own)
+            if parameters or unit.is_root:
+                held.append(replace(unit, parameters=parameters))
+        return replace(units, units=tuple(held))
 
     def describe(self) -> str:
         """Return a line for people."""
@@ -112,8 +113,10 @@ def settle_pipeline_stages(draft: Draft, shapes: Shapes, precision: Precision, g
                 f"{shapes.kind}; write a number of blocks for each of the {count} stages, or 'auto'"
             )
     stages = Stages(chain, tuple(sizes), (0,) * count, tuple(parameter.name for parameter in shapes.parameters))
-    elements = tuple(sum(shapes.of_name(name).elements for name in stages.owned(stage)) for stage in range(count))
-    return replace(stages, elements=elements)
+    elements = []
+    for stage in range(count):
+        elements.append(sum(shapes.of_name(name).elements for name in stages.owned(stage)))
+    return replace(stages, elements=tuple(elements))
 
 
 def _balanced(chain: Chain, shapes: Shapes, count: int) -> tuple[int, ...]:

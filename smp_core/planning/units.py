@@ -135,11 +135,11 @@ def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]
 def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator[str]:
     """Yield the names of the blocks that are more than one layer of torch's own and lie in no other block."""
     inside: set[nn.Module] = set()
-    wanted = {
-        block
-        for block in blocks
-        if any(True for _ in block.children()) or not type(block).__module__.startswith("torch.")
-    }
+    wanted: set[nn.Module] = set()
+    for block in blocks:
+        has_children = next(block.children(), None) is not None
+        if has_children or not type(block).__module__.startswith("torch."):
+            wanted.add(block)
     for module, name in names.items():
         if module in wanted and module not in inside:
             inside.update(module.modules())
@@ -282,7 +282,8 @@ def _leaves_tied_elsewhere(model: nn.Module, chosen: set[nn.Module], keep: set[n
     """Return the chosen modules that hold nothing but parameters tied with another unit: the unit around them can own
     those."""
     owner = _owners(model, chosen)
-    return {module for module in chosen - keep if all(len(owner[parameter]) > 1 for parameter in module.parameters())}
+    tied = {parameter for parameter, units in owner.items() if len(units) > 1}
+    return {module for module in chosen - keep if tied.issuperset(module.parameters())}
 
 
 def _tied_across_units(model: nn.Module, owner: dict[nn.Parameter, dict[nn.Module, None]]) -> set[nn.Parameter]:

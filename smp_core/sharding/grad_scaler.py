@@ -28,9 +28,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found: dict[torch.device, torch.Tensor] = {}
         meshes = dict.fromkeys(_mesh_of(p) for group in optimizer.param_groups for p in group["params"])
         for mesh in meshes:
-            groups = [
-                {"params": [p for p in group["params"] if _mesh_of(p) == mesh]} for group in optimizer.param_groups
-            ]
+            groups = []
+            for group in optimizer.param_groups:
+                on_mesh = [p for p in group["params"] if _mesh_of(p) == mesh]
+                groups.append({"params": on_mesh})
             part: Any = SimpleNamespace(param_groups=groups)
             seen = super()._unscale_grads_(part, inv_scale, torch.zeros_like(found_inf), allow_fp16)
             for device, flag in seen.items():

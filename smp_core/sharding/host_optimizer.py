@@ -119,9 +119,10 @@ class HostOptimizer:
     @property
     def n_bytes(self) -> int:
         """Host memory of masters, gradients and states, as taken from the system."""
-        entries = self._stepper.state.values()
-        states = ({key: value for key, value in entry.items() if key not in ("step", MASTER)} for entry in entries)
-        held = sum(local_of(v).numel() * v.element_size() for state in states for _, v in iterate_tensors(state))
+        held = 0
+        for entry in self._stepper.state.values():
+            state = {key: value for key, value in entry.items() if key not in ("step", MASTER)}
+            held += sum(local_of(v).numel() * v.element_size() for _, v in iterate_tensors(state))
         return held + sum(hosted.host_bytes for hosted in self._hosted.values())
 
     @torch.no_grad()

@@ -140,10 +140,8 @@ def _difference(optimizer: torch.optim.Optimizer) -> str | None:
             try:
                 with _without_traces(values.device):
                     whole = _stepped(optimizer, group, values, gradients)
-                    parts = [
-                        _stepped(optimizer, group, value, list(each))
-                        for value, *each in zip(*(t.view(-1).split(_PARTS) for t in (values, *gradients)), strict=True)
-                    ]
+                    pieces = [tensor.view(-1).split(_PARTS) for tensor in (values, *gradients)]
+                    parts = [_stepped(optimizer, group, value, each) for value, *each in zip(*pieces, strict=True)]
             except Exception as error:
                 return f"could not be tried on a part ({type(error).__name__}: {error})"
             if any(each is None for each in (whole, *parts)):

@@ -158,10 +158,9 @@ class Homes:
         self._refuse_strangers(optimizer)
 
     def _refuse_strangers(self, optimizer: torch.optim.Optimizer) -> None:
-        strangers = {
-            number: [f"{list(p.shape)}" for p in group["params"] if not self.owns(p)]
-            for number, group in enumerate(optimizer.param_groups)
-        }
+        strangers: dict[int, list[str]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            strangers[number] = [f"{list(p.shape)}" for p in group["params"] if not self.owns(p)]
         count = sum(map(len, strangers.values()))
         if count:
             groups = [f"group {n}: shapes {', '.join(shapes[:3])}" for n, shapes in strangers.items() if shapes]

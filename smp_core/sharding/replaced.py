@@ -101,10 +101,10 @@ def require_alike(entries: list[Any]) -> None:
     Raises:
         ValueError: ranks differ; the same error on all of them.
     """
-    own = [
-        [f"{path_text(path)} {list(tensor.shape)} {tensor.dtype}" for path, tensor in iterate_tensors(entry)]
-        for entry in entries
-    ]
+    own = []
+    for entry in entries:
+        tensors = iterate_tensors(entry)
+        own.append([f"{path_text(path)} {list(tensor.shape)} {tensor.dtype}" for path, tensor in tensors])
     if any(said != own for said in of_all_ranks(own)):
         raise ValueError(
             "the optimizer has other states on some ranks than on others; prepare it before its first step, and bring "

@@ -280,13 +280,10 @@ class UnitWindow:
         if not slots:
             return None
         members = [slot.index for slot in slots]
-        self.masters = FlatShard(
-            [self.unit.names[index] for index in members],
-            [parameters[index] for index in members],
-            [slot.padded for slot in slots],
-            self.route.hop,
-            on_host,
-        )
+        names = [self.unit.names[index] for index in members]
+        trainable = [parameters[index] for index in members]
+        sizes = [slot.padded for slot in slots]
+        self.masters = FlatShard(names, trainable, sizes, self.route.hop, on_host)
         if stored_in is not None and parameters[members[0]].dtype == torch.float32:
             self.unit.store_in(stored_in, members)
             self.masters.holds_weights = True

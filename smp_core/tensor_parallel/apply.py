@@ -292,13 +292,14 @@ class _Splitting:
                 f"of {split.name}; write 'replicate' for them"
             )
         own = inner // self.axis.degree
-        by_rank = tuple(
-            tuple(block + rank * own + place for block in (0, inner) for place in range(own))
-            for rank in range(self.axis.degree)
-        )
+        by_rank = []
+        for rank in range(self.axis.degree):
+            gate = range(rank * own, (rank + 1) * own)
+            up = range(inner + gate.start, inner + gate.stop)
+            by_rank.append((*gate, *up))
         self._distribute(module, "gate_up_proj", 1)
         self._distribute(module, "down_proj", 2)
-        rows = {"gate_up_proj": RowsInUse(by_rank, 2 * inner)}
+        rows = {"gate_up_proj": RowsInUse(tuple(by_rank), 2 * inner)}
         module.forward = ExpertsForward(module, module.forward, self.axis, rows)
 
     def _distribute(self, module: nn.Module, name: str, dim: int) -> None:
