@@ -58,7 +58,7 @@ class StallWatch:
         return at
 
     def look(self, board: Board, read: Callable[[Board], Signs]) -> None:
-        """On the keeper of ``board``: write the line if it is time."""
+        """Write the line if it is time. Call it on the keeper of ``board``."""
         if board.add(_MARK, 0) <= 0:
             self._said_at, self._looks = 0.0, 0
             self._beats.clear()

@@ -65,7 +65,7 @@ class Told:
             self._work = dist.all_reduce(self._told, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def wait(self) -> None:
-        """Until the others have told."""
+        """Wait until the others have told."""
         if self._work is not None:
             self._work.wait()
             self._work = None
