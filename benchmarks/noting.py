@@ -52,7 +52,7 @@ def without_noting() -> Iterator[None]:
     """Take out everything that is measured."""
 
     def bare(self: NotedCollective, *args: Any, **kwargs: Any) -> Any:
-        return self._made(*args, **kwargs)  # type: ignore[operator]
+        return self.made(*args, **kwargs)  # type: ignore[operator]
 
     def nothing(*_: Any, **__: Any) -> None:
         return None

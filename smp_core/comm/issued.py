@@ -99,17 +99,17 @@ class NotedCollective:
     (:mod:`smp_core.whereabouts`)."""
 
     def __init__(self, issued: IssuedCollectives, made: CommObject, number: int) -> None:
-        self._issued, self._made, self._number = issued, made, number
+        self._issued, self.made, self._number = issued, made, number
         self._last = number
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._made.allocate(size, dtype=dtype, device=device)
+        return self.made.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._last = self._issued.note(self._number)
         here.begin(self._describe)
         try:
-            work = self._made(*args, **kwargs)  # type: ignore[operator]
+            work = self.made(*args, **kwargs)  # type: ignore[operator]
         finally:
             here.end()
         if work is None or not self._issued.host_waits:

@@ -180,7 +180,7 @@ def ways(cases: list[dict[str, Any]]) -> list[tuple[Any, str, list[str], bool]]:
         why = dict(zip(rows[0].cells, rows[3].cells, strict=True)).get("collectives.hierarchical", "")
         unit = parallel.units[0] if parallel.units else None
         makers: list[Any] = [parallel.traffic.all_gather, parallel.traffic.reduce_scatter]
-        objects = [] if unit is None else [type(make(unit)).__name__ for make in makers]
+        objects = [] if unit is None else [type(make(unit).made).__name__ for make in makers]
         stages = parallel.traffic.of_units.hop.stages is not None
         found.append((parallel.config.collectives.hierarchical, str(why), objects, stages))
     return found
