@@ -17,7 +17,8 @@ The overridden methods, in this order:
 
     prepare, prepare_model, prepare_optimizer, prepare_scheduler    shard, swap the optimizer's parameters
     prepare_data_loader, backward, gather_for_metrics               sequences over ranks (accelerate_smp/sequences.py)
-    no_sync (hence accumulate), clip_grad_norm_, clip_grad_value_   the accumulation window and norms over the mesh
+    pipeline_step, backward                                         stages (accelerate_smp/pipeline.py)
+    no_sync (hence accumulate), clip_grad_norm_, clip_grad_value_   windows and norms (accelerate_smp/gradients.py)
     get_state_dict, save, wait_for_everyone                         unsharded weights (accelerate_smp/full_weights.py)
     save_state, load_state                                          folders (accelerate_smp/saved_states.py)
 
@@ -26,11 +27,10 @@ A process by itself (no launcher) has nothing to shard: everything but save_stat
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ from accelerate_smp.config import (
 )
 from accelerate_smp.fp8 import settle_fp8
 from accelerate_smp.full_weights import FullWeightsAccelerator, save_full
+from accelerate_smp.gradients import GradientsAccelerator
 from accelerate_smp.handle import attach, parallel_of
 from accelerate_smp.parallelism import SmpParallelism
 from accelerate_smp.preemption import PreemptibleAccelerator
@@ -69,14 +70,14 @@ from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
 from smp_core.planning.auto_degree import missed
 from smp_core.rank_watch import count_forwards, stop_watching, watch_ranks
-from smp_core.sharding.grad_norm import clip_grad_norm_, clip_grad_value_, grad_norm, settle_nonfinite
+from smp_core.sharding.grad_norm import settle_nonfinite
 from smp_core.sharding.grad_scaler import ShardedGradScaler
 from smp_core.topology import Topology
 
 logger = logging.getLogger("smp")
 
 
-class SmpAccelerator(SharedSequencesAccelerator, PreemptibleAccelerator, FullWeightsAccelerator):
+class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, PreemptibleAccelerator, FullWeightsAccelerator):
     """Drop-in for :class:`accelerate.Accelerator` with MiCS sharding.
 
     Args:
@@ -214,6 +215,11 @@ class SmpAccelerator(SharedSequencesAccelerator, PreemptibleAccelerator, FullWei
         """Shard a model; the first one decides the mesh and prints the table of knobs."""
         assert self._topology is not None
         first = all(parallel_of(prepared) is None for prepared in self._models)
+        if not first and self.stages > 1:
+            raise ValueError(
+                "a second model is not built yet with pipeline_parallel_degree; prepare one, or write "
+                "pipeline_parallel_degree=1"
+            )
         handle = shard(model, self._asked, self._topology, self, self.smp_mesh, self._prepared_together)
         if self.smp_mesh is None:
             self._adopt_mesh(handle.mesh)
@@ -310,64 +316,6 @@ class SmpAccelerator(SharedSequencesAccelerator, PreemptibleAccelerator, FullWei
             )
         self._schedulers[-1] = SmpScheduler(prepared, batches)
         return self._schedulers[-1]
-
-    # The accumulation window
-
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Keep the accumulation window open over the backward passes inside the block.
-
-        Gradients are summed inside the partition group (with ``keep_between_micro_batches="gradients"`` on each rank,
-        as Accelerate's own does), replicas do not communicate, and ``.grad`` does not change.
-        """
-        handle = parallel_of(model)
-        with super().no_sync(model) if handle is None else handle.window.accumulate():
-            yield
-
-    def _close_windows(self) -> None:
-        for model in self._models:
-            handle = parallel_of(model)
-            if handle is not None:
-                handle.window.close()
-
-    def clip_grad_norm_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
-    ) -> Any:
-        """Clip by the norm over all ranks.
-
-        Returns:
-            the norm before clipping: a plain 0-d tensor, equal on all ranks.
-        """
-        if self.smp_mesh is None:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        return clip_grad_norm_(
-            self._gradients_of(parameters),
-            max_norm,
-            norm_type=norm_type,
-            masters_over=self.mesh.gradient_group,
-            on_nonfinite=self.smp_config.on_nonfinite_grad_norm,
-        )
-
-    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Limit every gradient element to ``[-clip_value, clip_value]``."""
-        if self.smp_mesh is None:
-            super().clip_grad_value_(parameters, clip_value)
-            return
-        clip_grad_value_(self._gradients_of(parameters), clip_value)
-
-    def grad_norm(self, parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2) -> torch.Tensor:
-        """Return the norm of the gradients over all ranks, unclipped: a plain 0-d tensor, equal on all ranks."""
-        return grad_norm(self._gradients_of(parameters), masters_over=self.mesh.gradient_group, norm_type=norm_type)
-
-    def _gradients_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Close the windows and undo loss scaling; map parameters of before ``prepare`` to the sharded ones."""
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._close_windows()
-        self.unscale_gradients()
-        for handle in map(parallel_of, self._models):
-            if handle is not None:
-                given = handle.stepped(given)
-        return given
 
     def end_training(self) -> None:
         """End training as Accelerate does, after the save in flight, and stop the watch over the ranks."""

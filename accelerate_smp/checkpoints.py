@@ -112,7 +112,7 @@ def write(
     if len(models) > 1:
         state["more_state_dicts"] = [_model_state(model) for model in models[1:]]
     optimizers = _optimizers(accelerator)
-    state["optimizer_states"] = [named_optimizer_state(_owner(models, each), each) for each in optimizers]
+    state["optimizer_states"] = [_optimizer_state(_owner(models, each), each) for each in optimizers]
     saved_schedulers = accelerator._schedulers if schedulers is None else schedulers
     state["lr_schedulers"] = [scheduler.state_dict() for scheduler in saved_schedulers]
     scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
@@ -238,6 +238,11 @@ def load_weights(
 def _model_state(model: nn.Module) -> dict[str, Any]:
     handle = parallel_of(model)
     return get_model_state_dict(model) if handle is None else handle.model_state()
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    handle = parallel_of(model)
+    return named_optimizer_state(model, optimizer) if handle is None else handle.optimizer_state(optimizer)
 
 
 def _take_model_state(model: nn.Module, state: dict[str, Any]) -> None:

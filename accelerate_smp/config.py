@@ -82,27 +82,13 @@ def resolve_config(
             )
     if any(knob not in asked for knob in translated):
         base = SmpConfig.from_dict(nested({**translated, **asked}))
-    require_usable(base)
-    for knob in ("context_parallel_degree", "tensor_parallel_degree"):
+    for knob in ("context_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree"):
         if getattr(base, knob) > 1 and base.shard_degree == "auto":
             raise ValueError(
                 f"{knob}={getattr(base, knob)} with shard_degree='auto': data loaders have to know who shares samples "
                 "before the model is there; write shard_degree: 8 (or 'node', 'world')"
             )
     return base
-
-
-def require_usable(config: SmpConfig) -> None:
-    """Refuse what is not built under this face.
-
-    Raises:
-        ValueError: pipeline stages.
-    """
-    if config.pipeline_parallel_degree > 1:
-        raise ValueError(
-            f"pipeline_parallel_degree={config.pipeline_parallel_degree} is not built yet under Accelerate and "
-            "Transformers' Trainer; write pipeline_parallel_degree=1, or train with lightning_smp"
-        )
 
 
 def accelerators_arguments(

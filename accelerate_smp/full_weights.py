@@ -95,7 +95,7 @@ def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     call = f"{type(self).__name__.removeprefix('FSDP')}.save_pretrained(...)"
     meet(call)
     handle, prefix = getattr(self, _PART)
-    state = full_state(handle, prefix) if given is None else full_state_dict(given)
+    state = full_state(handle, prefix) if given is None else full_state_dict(given, stages=handle.stage_group)
     if given is not None:
         kwargs["state_dict"] = state
 
@@ -111,7 +111,8 @@ def full_state(handle: ParallelModel, prefix: str = "") -> dict[str, Any]:
     handle.reshard()
     handle.broadcast_buffers()
     state = handle.model_state()
-    return full_state_dict({name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)})
+    own = {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+    return full_state_dict(own, stages=handle.stage_group)
 
 
 def holds_shards(state: Any) -> bool:

@@ -32,7 +32,6 @@ import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from accelerate_smp.config import require_usable
 from accelerate_smp.fp8 import recipe_of
 from accelerate_smp.launch_keys import read_keys, refuse_flags
 from smp_core.config import SmpConfig
@@ -104,12 +103,8 @@ class LaunchFile:
         """Refuse what would fail in every worker.
 
         Raises:
-            ValueError: pipeline stages, degrees that do not multiply to ``processes``, fp8 precision.
+            ValueError: degrees that do not multiply to ``processes``, fp8 precision.
         """
-        try:
-            require_usable(self.smp)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from None
         degree = self.smp.shard_degree
         if isinstance(degree, int) and processes % degree:
             allowed = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)

@@ -3,7 +3,7 @@
 dp_replicate_size   replicas of the model states
 dp_shard_size       ranks of a partition group that read different samples: shard_degree / context degree
 cp_size             ranks that share a sequence; Accelerate counts them beside the shard ranks, we inside them
-tp_size             ranks that hold parts of one layer
+tp_size             ranks that read the same batch: those that hold parts of one layer, on all pipeline stages
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SmpParallelism(ParallelismConfig):
             dp_replicate_size=mesh.replicate_degree,
             dp_shard_size=mesh.shard_degree // mesh.context_degree,
             cp_size=mesh.context_degree,
-            tp_size=mesh.tensor_degree,
+            tp_size=mesh.tensor_degree * mesh.pipeline_degree,
             sp_size=1,
         )
         config.device_mesh = _device_mesh(mesh)
@@ -62,6 +62,7 @@ def _device_mesh(mesh: SmpMesh) -> DeviceMesh | None:
     No new process groups are made unless batches are shared.
     """
     sizes = {
+        "pp": mesh.pipeline_degree,
         "dp_replicate": mesh.replicate_degree,
         "dp_shard": mesh.shard_degree // mesh.context_degree,
         "cp": mesh.context_degree,

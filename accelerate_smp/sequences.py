@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from accelerate_smp.pipeline import PipelinedAccelerator
 from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.context_parallel.transformers_models import shifts_labels
+from smp_core.layout import DATA, Ranks
+from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
 
 
-class SharedSequencesAccelerator(Accelerator):
+class SharedSequencesAccelerator(PipelinedAccelerator):
     """An Accelerator for ranks that share sequences. While the context degree is 1 it is Accelerate's own.
 
     Attributes:
@@ -63,7 +65,7 @@ class SharedSequencesAccelerator(Accelerator):
         before = self.dispatch_batches
         if before:
             raise ValueError(
-                "dispatch_batches=True deals out other samples to each context or tensor rank, which have to share "
+                "dispatch_batches=True deals out other samples to each context, tensor or pipeline rank, which share "
                 "them; write False or leave it out"
             )
         if isinstance(data_loader.dataset, IterableDataset):
@@ -131,14 +133,20 @@ class SharedSequencesAccelerator(Accelerator):
         gathered = super().gather(tensor)
         if not self._each_sample_once:
             return gathered
-        degree = self.batch_degree
-        return recursively_apply(lambda t: t.unflatten(0, (self.num_processes, -1))[::degree].flatten(0, 1), gathered)
+        readers = list(self._readers)
+        return recursively_apply(lambda t: t.unflatten(0, (self.num_processes, -1))[readers].flatten(0, 1), gathered)
+
+    @property
+    def _readers(self) -> Ranks:
+        """One rank for each batch that is read."""
+        mesh: SmpMesh = self.smp_mesh  # type: ignore[attr-defined]
+        return mesh.layout.ranks(0, *DATA)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather unsplit sequences, each sample once; a number becomes the mean over the ranks that share it."""
         if self.batch_degree == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
-        first = self.process_index % self.batch_degree == 0
+        first = self.process_index in self._readers
         try:
             input_data = recursively_apply(self._over_context, input_data, error_on_other_type=True)
         except TypeError:

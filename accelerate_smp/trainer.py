@@ -6,6 +6,7 @@ Trainer leaves undone for sharded models:
     save_model           always a model that ``from_pretrained`` loads: safetensors, config, tokenizer
     checkpoints, resume  on any number of ranks (accelerate_smp/trainer_checkpoints.py)
     long sequences       over several ranks (accelerate_smp/trainer_sequences.py)
+    pipeline stages      compute_loss for each micro-batch (accelerate_smp/trainer_pipeline.py)
     evaluate, predict    before, between and after training, with BatchNorm statistics of rank 0 everywhere
 """
 
@@ -31,6 +32,7 @@ from accelerate_smp.fp8_monitor import Fp8MonitorCallback
 from accelerate_smp.full_weights import full_state
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.trainer_checkpoints import CheckpointingTrainerMixin
+from accelerate_smp.trainer_pipeline import PipelinedTrainerMixin
 from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import active_split
@@ -60,7 +62,7 @@ else:
     _Base = object
 
 
-class SmpTrainerMixin(SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _Base):
+class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, CheckpointingTrainerMixin, _Base):
     """A mixin before a Trainer class: ``class MyTrainer(SmpTrainerMixin, SFTTrainer): ...``.
 
     Args:

@@ -18,9 +18,9 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
-from smp_core.checkpoint.tree import map_tensors
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
+from smp_core.pipeline.results import is_number, loss_of, mean_of
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": torch.mean,
@@ -97,18 +97,18 @@ class PipelinedSteps:
         logged = _Logged(self._module)
         calls = [functools.partial(logged.during, functools.partial(run, part, *rest)) for part in parts]
         with self._parallel.window.accumulate():
-            results = self._pipeline.train(calls, _loss_of, 1.0 / (count * windows), batch)
-        outcome = _mean_of([_detached(result) for result in results]) if results else None
+            results = self._pipeline.train(
+                calls, lambda result: loss_of(result, "training_step"), 1.0 / (count * windows), batch
+            )
+        outcome = mean_of(results, "training_step") if results else None
         returned, log = self._pipeline.share((outcome, logged.combined() if results else None))
         logged.replay(log, self._device)
         for optimizer in optimizers:
             # Of the instance, for one call: the gradients of this step are there.
             optimizer.zero_grad = _passed_over  # type: ignore[method-assign]
             self._zero_grads.append(optimizer)
-        if isinstance(returned, dict):
-            loss = returned["loss"].to(self._device).requires_grad_()
-            return {**map_tensors(returned, lambda tensor: tensor.to(self._device)), "loss": loss}
-        return returned.to(self._device).requires_grad_()
+        _loss_of(returned).requires_grad_()
+        return returned
 
     def before_backward(self, last: bool) -> None:
         """Show gradients, where Lightning believes them to come: the window closes with its last batch."""
@@ -124,7 +124,7 @@ class PipelinedSteps:
         last = self._pipeline.stages.count - 1 == self._parallel.mesh.stage
         returned, log = self._pipeline.share((result, logged.combined()) if last else None)
         logged.replay(log, self._device)
-        return map_tensors(returned, lambda tensor: tensor.to(self._device))
+        return returned
 
     @property
     def _device(self) -> torch.device:
@@ -136,44 +136,12 @@ class PipelinedSteps:
         self._zero_grads.clear()
 
 
+def _loss_of(result: Any) -> torch.Tensor:
+    return loss_of(result, "training_step")
+
+
 def _passed_over(*_: Any, **__: Any) -> None:
     pass
-
-
-def _loss_of(result: Any) -> torch.Tensor:
-    loss = result.get("loss") if isinstance(result, dict) else result
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise ValueError(
-            f"training_step returned {type(result).__name__}; with pipeline_parallel_degree it returns a loss, or a "
-            "dict with one under 'loss', for each micro-batch"
-        )
-    return loss
-
-
-def _detached(result: Any) -> Any:
-    return map_tensors(result, torch.Tensor.detach)
-
-
-def _mean_of(results: list[Any]) -> Any:
-    """Return what the unsplit batch would have given: means of numbers."""
-    first = results[0]
-    if isinstance(first, torch.Tensor):
-        return torch.stack(results).mean(0)
-    unlike = [key for key, value in first.items() if not isinstance(value, (int, float)) and not _is_number(value)]
-    if unlike:
-        raise ValueError(
-            f"training_step returned {unlike[0]!r} beside the loss, which is no number; with pipeline_parallel_degree "
-            "only numbers can be averaged over micro-batches"
-        )
-    means = {}
-    for key, value in first.items():
-        values = [torch.as_tensor(result[key]).double() for result in results]
-        means[key] = torch.stack(values).mean(0).to(torch.as_tensor(value).dtype)
-    return means
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 @dataclass(frozen=True)
@@ -200,7 +168,7 @@ class _Logged:
             arguments = dict(self._signature.bind(self._module, *args, **kwargs).arguments)
             arguments.pop("self")
             value = arguments["value"]
-            if not isinstance(value, (int, float)) and not _is_number(value):
+            if not is_number(value):
                 raise ValueError(
                     f"self.log({arguments['name']!r}, ...) was given a {type(value).__name__}; with "
                     "pipeline_parallel_degree numbers can be logged, which the last stage sends to the others"

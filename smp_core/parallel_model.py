@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -166,7 +167,7 @@ class ParallelModel:
             norm_type=norm_type,
             masters_over=self.mesh.gradient_group,
             on_nonfinite=self.config.on_nonfinite_grad_norm,
-            **self._over_stages(),
+            **self.over_stages(),
         )
 
     def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
@@ -175,11 +176,16 @@ class ParallelModel:
             self.stepped(parameters),
             masters_over=self.mesh.gradient_group,
             norm_type=norm_type,
-            **self._over_stages(),
+            **self.over_stages(),
         )
 
-    def _over_stages(self) -> dict[str, Any]:
-        """Return the arguments of norms over pipeline stages."""
+    @property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the other pipeline stages of what this rank holds a part of; None without stages."""
+        return None if self.pipeline is None else self.pipeline.group
+
+    def over_stages(self) -> dict[str, Any]:
+        """Return the arguments of norms over pipeline stages (:func:`smp_core.sharding.grad_norm.grad_norm`)."""
         return {} if self.pipeline is None else {"stages": self.pipeline.group, "counts": self.pipeline.counts}
 
     def stepped(self, parameters: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:

@@ -75,19 +75,27 @@ class Pipeline(Recipe):
         microbatches: Equal parts into which each batch is cut along its first dim. Integer >= 1, or "auto" (default; as
             many as there are stages).
         schedule: In which order stages work. "1f1b" (default; one forward, one backward: a stage keeps activations of
-            as many micro-batches as there are stages behind it, and its own) or "gpipe" (all forwards, then all
-            backwards).
+            as many micro-batches as there are stages behind it, and its own), "gpipe" (all forwards, then all
+            backwards) or "interleaved:V" (1F1B with V chunks of blocks on each stage: 1/V of the idle time, V times
+            the messages; microbatches are a multiple of the stages).
         split: How many blocks each stage has. "auto" (default; the largest stage has as few parameters as possible) or
-            a list with an integer >= 1 for each stage.
+            a list with an integer >= 1 for each stage; with "interleaved:V" for each chunk, in the order they run in.
     """
 
     KNOB: ClassVar[str] = "pipeline"
     MAIN: ClassVar[str | None] = "schedule"
-    ALLOWED: ClassVar[str] = "'1f1b', 'gpipe'"
+    ALLOWED: ClassVar[str] = "'1f1b', 'gpipe', 'interleaved:2'"
     EXAMPLE: ClassVar[str] = '{"microbatches": 8, "schedule": "1f1b"}'
 
     microbatches: int | Literal["auto"] = setting("auto", _AT_LEAST_ONE_OR_AUTO)
-    schedule: Literal["1f1b", "gpipe"] = setting("1f1b", read.word("1f1b", "gpipe"))
+    schedule: str = setting(
+        "1f1b",
+        read.either(
+            read.word("1f1b", "gpipe"),
+            read.pattern("interleaved:([2-9]|[1-9][0-9]+)"),
+            allowed="'1f1b', 'gpipe', 'interleaved:V' with V >= 2",
+        ),
+    )
     split: Literal["auto"] | tuple[int, ...] = setting(
         "auto",
         read.either(read.word("auto"), read.integers(minimum=1), allowed="'auto', a list of integers of at least 1"),

@@ -208,14 +208,31 @@ def _gradient_clipping(option: str, value: Any, options: Mapping[str, Any], to: 
 
 def _microbatches(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
     count = read.integer(1)(option, value)
+    if _stages_of(options) > 1:
+        to.set(option, value, "pipeline.microbatches", count, "parts of a batch that goes through pipeline stages")
+        return
     if count > 1:
         raise ValueError(
-            f"{option}={count} splits a batch inside @smp.step, which does not exist here; remove it, write with "
-            f"pipeline stages the knob pipeline={{'microbatches': {count}}}, without them "
-            f"Trainer(accumulate_grad_batches={count}) (HF: gradient_accumulation_steps={count}) and divide the data "
+            f"{option}={count} splits a batch inside @smp.step, which without pipeline stages does nothing here; remove "
+            f"it, write Trainer(accumulate_grad_batches={count}) (HF: gradient_accumulation_steps={count}) and divide the data "
             f"loader's batch size by {count}"
         )
     to.without_effect(option, value, "a batch is one micro-batch unless accumulate_grad_batches says otherwise")
+
+
+def _stages_of(options: Mapping[str, Any]) -> int:
+    asked = [options[name] for name in ("partitions", "pipeline_parallel_degree") if name in options]
+    return max((_DEGREE("partitions", value) for value in asked), default=1)
+
+
+def _schedule(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    kind = read.word("interleaved", "simple")(option, value)
+    if _stages_of(options) == 1:
+        to.without_effect(option, value, _STAGES)
+    elif kind == "simple":
+        to.set(option, value, "pipeline.schedule", "gpipe", "all forwards before all backwards")
+    else:
+        to.set(option, value, "pipeline.schedule", "1f1b", "SMP's interleaved takes backwards between forwards")
 
 
 def _deepspeed_json(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
@@ -252,7 +269,7 @@ SMP_OPTIONS: dict[str, Handler] = {
     "partitions": _knob("pipeline_parallel_degree", _DEGREE),
     "pipeline_parallel_degree": _knob("pipeline_parallel_degree", _DEGREE),
     "microbatches": _microbatches,
-    "pipeline": _no_effect(read.word("interleaved", "simple"), _STAGES),
+    "pipeline": _schedule,
     "optimize": _no_effect(read.word("memory", "speed"), _STAGES),
     "placement_strategy": _no_effect(_placement, "a partition group is always consecutive ranks, node by node"),
     "auto_partition": _no_effect(_BOOLEAN, _STAGES),

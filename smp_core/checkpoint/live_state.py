@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,20 @@ from smp_core.checkpoint.opening import is_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
 from smp_core.checkpoint.torch_file import TorchFile
-from smp_core.checkpoint.tree import map_tensors, name_tensors
+from smp_core.checkpoint.tree import iterate_tensors, map_tensors, name_tensors
 
 
-def full_state_dict(model_or_state: nn.Module | Mapping[str, Any], rank0_only: bool = True) -> dict[str, Any]:
+def full_state_dict(
+    model_or_state: nn.Module | Mapping[str, Any], rank0_only: bool = True, stages: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
     """Gather the full state dict of live ranks on the CPU, one tensor at a time. Collective.
 
     Args:
         model_or_state: a module (its parameters and persistent buffers, by their own names) or a flat or nested state
             with DTensors over any mesh; what is no tensor stays as it is.
         rank0_only: the other ranks take part but get an empty dict; False gives every rank everything.
+        stages: the ranks that hold other pipeline stages of what this rank holds a part of; None: none, or the
+            state has nothing of others.
 
     Returns:
         names -> unsharded CPU tensors; tied tensors stay one tensor.
@@ -42,13 +47,14 @@ def full_state_dict(model_or_state: nn.Module | Mapping[str, Any], rank0_only: b
         state = model_or_state
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     seen: dict[Any, torch.Tensor] = {}
+    full_tensor = _over_stages([tensor for _, tensor in iterate_tensors(dict(state))], stages)
 
     def unsharded(tensor: torch.Tensor) -> torch.Tensor | None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         key = (local.data_ptr(), tuple(tensor.shape), local.stride(), local.dtype)
         tied = bool(local.numel()) and key in seen
         # Every rank takes part in the gather even where it sees a tie: a rank with an empty slice does not see it.
-        full = _full_tensor(tensor)
+        full = full_tensor(tensor)
         if not keep:
             return None
         if tied:
@@ -62,7 +68,10 @@ def full_state_dict(model_or_state: nn.Module | Mapping[str, Any], rank0_only: b
 
 
 def save_full_state(
-    path: str | os.PathLike[str], content: Mapping[str, Any], process_group: dist.ProcessGroup | None = None
+    path: str | os.PathLike[str],
+    content: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None = None,
+    stages: dist.ProcessGroup | None = None,
 ) -> None:
     """Write one ordinary ``torch.save`` file (a Lightning ``.ckpt``) from live ranks, streaming. Collective.
 
@@ -74,6 +83,7 @@ def save_full_state(
         content: nested dicts, lists and tuples; DTensors become unsharded tensors, tied ones stay tied; the rest is
             taken from rank 0.
         process_group: the ranks that save together; None: all.
+        stages: as of :func:`full_state_dict`.
 
     Raises:
         CheckpointError: on every rank, when any rank failed.
@@ -81,7 +91,7 @@ def save_full_state(
     ranks = Ranks(process_group)
     what = f"{os.fspath(path)} was not saved"
     target = Path(local_path(path)).absolute()
-    lazy = _lazy_tensors(content, ranks, what)
+    lazy = _lazy_tensors(content, ranks, what, stages)
     leaves = {leaf.tie: leaf for leaf in lazy.values()}
     temporary = scratch_path(target)
     file: TorchFile | None = None
@@ -116,7 +126,9 @@ def save_full_state(
         discard(temporary)
 
 
-def _lazy_tensors(content: Mapping[str, Any], ranks: Ranks, what: str) -> dict[int, LazyTensor]:
+def _lazy_tensors(
+    content: Mapping[str, Any], ranks: Ranks, what: str, stages: dist.ProcessGroup | None
+) -> dict[int, LazyTensor]:
     """Make a lazy tensor, gathered by ``load``, for every tensor of the state, by its id. Collective.
 
     Args:
@@ -141,17 +153,42 @@ def _lazy_tensors(content: Mapping[str, Any], ranks: Ranks, what: str) -> dict[i
         )
 
     aliases = agreed_aliases([ties for ties, _ in reports])
+    full_tensor = _over_stages([tensor for _, tensor in named.values()], stages)
     lazy: dict[int, LazyTensor] = {}
     for name, tensor in named.values():
-        lazy.setdefault(id(tensor), _gathered_later(tensor, aliases.get(name, name)))
+        load = functools.partial(full_tensor, tensor)
+        lazy.setdefault(id(tensor), LazyTensor(tuple(tensor.shape), tensor.dtype, load, aliases.get(name, name)))
     return lazy
 
 
-def _gathered_later(tensor: torch.Tensor, tie: str) -> LazyTensor:
-    def load() -> torch.Tensor:
-        return _full_tensor(tensor)
+def _over_stages(
+    tensors: list[torch.Tensor], stages: dist.ProcessGroup | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what gathers one of these tensors; of one that a stage lacks, the first that has it sends it to all.
+    Collective over the stages.
 
-    return LazyTensor(tuple(tensor.shape), tensor.dtype, load, tie)
+    Args:
+        tensors: the same on all ranks, in one order.
+    """
+    if stages is None:
+        return _full_tensor
+    lacking: list[list[bool]] = [[]] * dist.get_world_size(stages)
+    dist.all_gather_object(lacking, [is_absent(tensor) for tensor in tensors], group=stages)
+    holders = {id(tensor): [not of_stage[place] for of_stage in lacking] for place, tensor in enumerate(tensors)}
+
+    def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        holds = holders[id(tensor)]
+        if all(holds):
+            return _full_tensor(tensor)
+        if is_absent(tensor):
+            assert isinstance(tensor, DTensor)
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device_mesh.device_type)
+        else:
+            full = _full_tensor(tensor).contiguous()
+        dist.broadcast(full, group=stages, group_src=holds.index(True))
+        return full
+
+    return full_tensor
 
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:

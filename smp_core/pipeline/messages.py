@@ -1,14 +1,17 @@
-"""Activations to the next stage and their gradients back, between neighbours.
+"""Activations to the next stage and their gradients back.
 
 What arrives is told beforehand only once: with the first micro-batch of shapes that are new (and of training, or not),
 each stage sends the next one shape and dtype of its activation ahead. So nothing of the user's code runs an extra time
-to find them out, and batches of another shape need no preparation. Messages between two ranks have one order, on both;
-where a stage sends and receives at one time it does so in one batch, because NCCL would wait for one before the other.
+to find them out, and batches of another shape need no preparation. Sends are not waited for, receives when their
+content is needed. All stages send and receive in one order of the whole pipeline, so that nobody waits in a circle,
+also where a backend takes messages of a pair one after the other.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,100 +53,98 @@ class Format:
         return cls(tuple(shape[:dims]), _DTYPES[dtype], bool(requires_grad))
 
 
+class Pending:
+    """A message that is awaited.
+
+    Args:
+        tensor: filled when ``works`` are over; None: there is no message.
+        waiting: a context around waiting.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor | None, works: list[Any], waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._tensor, self._works, self._waiting = tensor, works, waiting
+
+    def wait(self) -> torch.Tensor | None:
+        """Return what arrived."""
+        with self._waiting():
+            for work in self._works:
+                work.wait()
+        return self._tensor
+
+
 class Messages:
-    """This rank's messages to and from the stages before and behind its own."""
+    """This rank's messages to and from the other stages. All stages' keep to one order (:mod:`schedule`)."""
 
     def __init__(self, mesh: SmpMesh, meter: CommMeter) -> None:
         self._group, self._device, self._meter = mesh.group("pipeline"), mesh.device, meter
-        column = mesh.layout.ranks(mesh.rank, "pipeline")
-        self._before = column[mesh.stage - 1] if mesh.stage > 0 else None
-        self._behind = column[mesh.stage + 1] if mesh.stage + 1 < len(column) else None
-        self._link: Any = "inter" if mesh.topology.spans_nodes(column) else "intra"
+        self._column = mesh.layout.ranks(mesh.rank, "pipeline")
+        self._link: Any = "inter" if mesh.topology.spans_nodes(self._column) else "intra"
         self._incoming: dict[Hashable, Format] = {}
         self._outgoing: dict[Hashable, Format] = {}
-        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._key: Hashable = None
 
     def begin(self, key: Hashable) -> None:
         """Begin a step whose micro-batches are all of one kind: equal keys mean equal activations."""
         self._key = key
 
-    def exchange(
-        self,
-        *,
-        activation: torch.Tensor | None = None,
-        gradient: torch.Tensor | None = None,
-        next_activation: bool = False,
-        gradient_of: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Send and receive at one time.
+    def send_activation(self, chunk: int, activation: torch.Tensor, stage: int) -> None:
+        """Send what a chunk gave; the first of its kind after its format.
 
-        Args:
-            activation: for the stage behind.
-            gradient: of an activation, for the stage before.
-            next_activation: whether one is awaited from the stage before.
-            gradient_of: the activation whose gradient is awaited from the stage behind.
-
-        Returns:
-            (activation, gradient): what was awaited; None where there is no stage, or no gradient is wanted.
+        Raises:
+            ValueError: an activation of another format than the one before.
         """
-        sends: list[tuple[torch.Tensor, int]] = []
-        receives: list[tuple[torch.Tensor, int]] = []
-        arriving = returning = None
-        if activation is not None and self._behind is not None:
-            self._tell(activation)
-            sends.append((activation.detach().contiguous(), self._behind))
-        if gradient is not None and self._before is not None:
-            sends.append((gradient.contiguous(), self._before))
-        if next_activation and self._before is not None:
-            expected = self._ask()
-            arriving = torch.empty(expected.shape, dtype=expected.dtype, device=self._device)
-            receives.append((arriving, self._before))
-        if gradient_of is not None and self._behind is not None and gradient_of.requires_grad:
-            returning = torch.empty_like(gradient_of, memory_format=torch.contiguous_format)
-            receives.append((returning, self._behind))
-        self._run(sends, receives)
-        if arriving is not None and self._incoming[self._key].requires_grad:
-            arriving.requires_grad_()
-        return arriving, returning
-
-    def finish(self) -> None:
-        """Wait until what was sent has left."""
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
-
-    def _tell(self, activation: torch.Tensor) -> None:
-        format_, known = Format.of(activation), self._outgoing.get(self._key)
+        format_, known = Format.of(activation), self._outgoing.get((self._key, chunk))
         if known is None:
-            self._outgoing[self._key] = format_
-            assert self._behind is not None
-            self._run([(format_.encoded(self._device), self._behind)], [])
+            self._outgoing[self._key, chunk] = format_
+            self._send(format_.encoded(self._device), stage)
         elif known != format_:
             raise ValueError(
                 f"micro-batches of equal shapes gave activations of different ones between pipeline stages: {known}, "
                 f"then {format_}; a training_step that cuts its batch by what is in it is not built yet"
             )
+        self._send(activation.detach().contiguous(), stage)
 
-    def _ask(self) -> Format:
-        if self._key not in self._incoming:
+    def receive_activation(self, chunk: int, stage: int) -> Pending:
+        """Await what a chunk of another stage gave."""
+        if (self._key, chunk) not in self._incoming:
             header = torch.zeros(3 + _MOST_DIMS, dtype=torch.int64, device=self._device)
-            assert self._before is not None
-            self._run([], [(header, self._before)])
-            self._incoming[self._key] = Format.decoded(header)
-        return self._incoming[self._key]
+            self._receive(header, stage).wait()
+            self._incoming[self._key, chunk] = Format.decoded(header)
+        expected = self._incoming[self._key, chunk]
+        arriving = torch.empty(expected.shape, dtype=expected.dtype, device=self._device)
+        pending = self._receive(arriving, stage)
+        arriving.requires_grad_(expected.requires_grad)
+        return pending
 
-    def _run(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
-        to_send: Callable[..., Any] = dist.isend
-        ops = [dist.P2POp(to_send, tensor, peer, self._group) for tensor, peer in sends]
-        ops += [dist.P2POp(dist.irecv, tensor, peer, self._group) for tensor, peer in receives]
-        if not ops:
-            return
-        told = [(peer, tensor.numel() * tensor.element_size()) for tensor, peer in sends]
+    def send_gradient(self, gradient: torch.Tensor | None, stage: int) -> None:
+        """Send the gradient of an activation; None: it wants none, and nobody waits for it."""
+        if gradient is not None:
+            self._send(gradient.contiguous(), stage)
+
+    def receive_gradient(self, of: torch.Tensor, stage: int) -> Pending:
+        """Await the gradient of an activation that was sent, if it wants one."""
+        if not of.requires_grad:
+            return Pending(None, [], nullcontext)
+        return self._receive(torch.empty_like(of, memory_format=torch.contiguous_format, requires_grad=False), stage)
+
+    def finish(self) -> None:
+        """Wait until what was sent has left."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def _send(self, tensor: torch.Tensor, stage: int) -> None:
+        # What is sent is kept until it has left; of what waits longer than a round of all stages, the oldest first.
+        while len(self._sent) > 2 * len(self._column):
+            self._sent.popleft()[0].wait()
+        told = [(self._column[stage], tensor.numel() * tensor.element_size())]
         with self._meter.point_to_point("pipeline", told, self._link):
-            works = dist.batch_isend_irecv(ops)
-            if len(works) == len(ops):
-                self._sent += [(work, tensor) for work, (tensor, _) in zip(works, sends, strict=False)]
-                works = works[len(sends) :]
-            for work in works:  # NCCL's is one for all, which only its stream waits for
-                work.wait()
+            self._sent.append((dist.isend(tensor, self._column[stage], self._group), tensor))
+
+    def _receive(self, tensor: torch.Tensor, stage: int) -> Pending:
+        def waiting() -> AbstractContextManager[None]:
+            return self._meter.point_to_point("pipeline", [], self._link, new_call=False)
+
+        return Pending(tensor, [dist.irecv(tensor, self._column[stage], self._group)], waiting)

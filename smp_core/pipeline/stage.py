@@ -25,6 +25,9 @@ from smp_core.mesh import SmpMesh
 from smp_core.planning.chain import StandIn, given_by, with_argument
 from smp_core.planning.pipeline_rules import Stages
 
+Outside = Callable[[Callable[[], Any], Any], Any]
+"""(forward of the root, its arguments) -> what the last stage's gave."""
+
 
 class StageDone(BaseException):
     """Leaves the user's code behind the call of the model, on every stage but the last.
@@ -78,53 +81,105 @@ def _absent(parameter: nn.Parameter, owners: DeviceMesh) -> nn.Parameter:
 
 
 class Stage:
-    """Forwards of one stage. Made when the model is sharded: its hooks come outside of FSDP2's.
+    """Forwards of one stage, chunk by chunk. Made when the model is sharded: its hooks come outside of FSDP2's.
 
     Attributes:
-        incoming: what the stage's first block takes, on every stage but the first.
+        incoming: what the chunk's first block takes, of every chunk but the first.
         is_running: whether calls of the model are part of a step that all stages take.
         calls: of the model in the present micro-batch.
     """
 
-    def __init__(self, model: nn.Module, stages: Stages, stage: int, dtype: torch.dtype | None) -> None:
-        """Hook the forwards of ``stage``. ``dtype``: what activations are computed in; None: the parameters' own."""
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Stages,
+        stage: int,
+        *,
+        dtype: torch.dtype | None,
+        outside: Outside,
+        entered: Callable[[], None],
+    ) -> None:
+        """Hook into the model.
+
+        Args:
+            dtype: what activations are computed in; None: the parameters' own.
+            outside: takes a forward of the root outside of a step through all stages.
+            entered: called where a step's call of the model begins.
+        """
+        self._outside, self._entered = outside, entered
         self.incoming: torch.Tensor | None = None
         self.is_running = False
         self.calls = 0
         self._is_before_own = True
         chain = stages.chain
-        self._chain, self._dtype = chain, dtype
-        self.is_first, self.is_last = stage == 0, stage == stages.count - 1
+        self._chain, self._stages, self._dtype = chain, stages, dtype
+        self.show(stage)
         root = model.get_submodule(chain.module)
         self._name = type(root).__name__.removeprefix("FSDP")
-        root.register_forward_pre_hook(self._begin, prepend=True)
+        root.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
         root.forward = self._caught(root.forward)
-        own = stages.blocks(stage)
-        blocks = [model.get_submodule(name) for name in chain.blocks]
-        if not self.is_first:
-            for stand_in in chain.stand_ins:
-                module = model.get_submodule(stand_in.name)
-                module.forward = self._standing_in(stand_in, module)
-            for block in blocks[: own.start]:
+        root.register_forward_hook(self._leave)
+        for stand_in in chain.stand_ins:
+            module = model.get_submodule(stand_in.name)
+            module.forward = self._standing_in(stand_in, module, is_held=stage == 0)
+        held = {number for chunk in stages.chunks(stage) for number in stages.blocks(chunk)}
+        for number, name in enumerate(chain.blocks):
+            block = model.get_submodule(name)
+            if number in held:
+                self._hold(number, block)
+            else:
                 block.forward = self._passing_on
-            blocks[own.start].register_forward_pre_hook(self._receive, prepend=True, with_kwargs=True)
-        if not self.is_last:
-            blocks[own.stop - 1].register_forward_hook(self._cut)
-            root.register_forward_hook(self._leave)
 
-    def _begin(self, root: nn.Module, _: Any) -> None:
+    def show(self, chunk: int) -> None:
+        """Let calls of the model compute one of this stage's chunks."""
+        self._own, self._is_before_own = self._stages.blocks(chunk), True
+        self._is_first, self.is_last = chunk == 0, chunk == self._stages.n_chunks - 1
+
+    def _hold(self, number: int, block: nn.Module) -> None:
+        """Let a block of this stage receive, compute and end, as the present chunk wants it."""
+
+        def receive(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if number != self._own.start or self._is_first:
+                return None
+            self._is_before_own = False
+            return with_argument(args, kwargs, self._chain.takes, self.incoming)
+
+        def cut(_: nn.Module, __: Any, output: Any) -> None:
+            if number == self._own.stop - 1 and not self.is_last:
+                raise _Cut(given_by(output, self._chain.gives))
+
+        block.register_forward_pre_hook(receive, prepend=True, with_kwargs=True)
+        block.register_forward_hook(cut)
+        if self._stages.per_stage > 1:
+            _leave_out_calls(block, self._passing_on, lambda: number < self._own.start)
+
+    def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._is_before_own = True
         if not self.is_running:
-            raise ValueError(
-                f"{self._name} was called outside of a step, and this rank has one stage of it; with "
-                "pipeline_parallel_degree it runs inside training_step, validation_step, test_step and predict_step"
-            )
+            self._require_forward_only(kwargs)
+            return
         self.calls += 1
-        if self.calls > 1:
+        if self.calls == 1:
+            self._entered()
+        else:
             raise ValueError(
                 f"{self._name} was called twice in one step; with pipeline_parallel_degree a step may call it once: "
                 "the other stages have left the step after the first call"
             )
-        self._is_before_own = True
+
+    def _require_forward_only(self, kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                f"{self._name} was called outside of a step, and this rank has one stage of it; with "
+                "pipeline_parallel_degree it is trained inside training_step (Lightning), compute_loss (Trainer) or a "
+                "function under @accelerator.pipeline_step; without gradients it may be called anywhere: write "
+                "`with torch.no_grad():`"
+            )
+        if kwargs.get("past_key_values") is not None:
+            raise ValueError(
+                f"{self._name}: keys and values of the tokens before are on their own stages, and positions are "
+                "counted by those of the first block; write generate(use_cache=False)"
+            )
 
     def _caught(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -134,14 +189,20 @@ class Stage:
             except _Cut as cut:
                 return cut.given
 
-        return caught
+        @functools.wraps(forward)
+        def staged(*args: Any, **kwargs: Any) -> Any:
+            if self.is_running:
+                return caught(*args, **kwargs)
+            return self._outside(functools.partial(caught, *args, **kwargs), [args, kwargs])
 
-    def _standing_in(self, stand_in: StandIn, module: nn.Module) -> Callable[..., Any]:
+        return staged
+
+    def _standing_in(self, stand_in: StandIn, module: nn.Module, is_held: bool) -> Callable[..., Any]:
         forward, weight = module.forward, next(module.parameters())
 
         @functools.wraps(forward)
         def standing_in(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_before_own:  # the module works behind the blocks too
+            if not self._is_before_own or (is_held and self._is_first):  # it may work behind the blocks too
                 return forward(*args, **kwargs)
             taken = next(value for value in [*args, *kwargs.values()] if isinstance(value, torch.Tensor))
             if stand_in.features is None:
@@ -159,12 +220,19 @@ class Stage:
             return taken
         return tuple(taken if number == gives[0] else None for number in range(gives[1]))
 
-    def _receive(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._is_before_own = False
-        return with_argument(args, kwargs, self._chain.takes, self.incoming)
-
-    def _cut(self, block: nn.Module, _: Any, output: Any) -> None:
-        raise _Cut(given_by(output, self._chain.gives))
-
     def _leave(self, root: nn.Module, _: Any, output: torch.Tensor) -> None:
-        raise StageDone(output)
+        if self.is_running and not self.is_last:
+            raise StageDone(output)
+
+
+def _leave_out_calls(block: nn.Module, instead: Callable[..., Any], is_left_out: Callable[[], bool]) -> None:
+    """Let calls of a block be left out with all its hooks, which would gather its parameters."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_left_out():
+            return instead(*args, **kwargs)
+        return super(left_out, self).__call__(*args, **kwargs)
+
+    kind = type(block)
+    left_out = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    block.__class__ = left_out

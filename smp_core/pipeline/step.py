@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from smp_core.absent import is_absent
+from smp_core.checkpoint.tree import map_tensors
 from smp_core.comm.meter import CommMeter
 from smp_core.mesh import SmpMesh
 from smp_core.pipeline.batches import digest
 from smp_core.pipeline.messages import Messages
-from smp_core.pipeline.schedule import run, run_forward
+from smp_core.pipeline.randomness import StepSeeds
+from smp_core.pipeline.schedule import computations, forward_only, run, with_messages
 from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.planning.pipeline_rules import Stages
 from smp_core.recipes import Pipeline as Recipe
@@ -39,11 +41,25 @@ class Pipeline:
     ) -> None:
         self.stages, self._mesh = stages, mesh
         assert isinstance(recipe.microbatches, int)
-        self.micro_batches, self._schedule = recipe.microbatches, recipe.schedule
-        self._stage = Stage(model, stages, mesh.stage, dtype)
+        self.micro_batches = recipe.microbatches
+        self.group = mesh.group("pipeline")
+        self._seeds = StepSeeds(mesh.device, self.group)
+        self._stage = Stage(
+            model,
+            stages,
+            mesh.stage,
+            dtype=dtype,
+            outside=self._outside_of_steps,
+            entered=lambda: self._seeds.begin_model(*self._place),
+        )
+        self._place = (0, 0)  # micro-batch and chunk at present
         self._messages = Messages(mesh, meter)
         self._known: set[Hashable] = set()
-        self.group = mesh.group("pipeline")
+        columns = range(stages.count)
+        training = [computations(recipe.schedule, stages.count, stage, self.micro_batches) for stage in columns]
+        evaluation = [forward_only(stages.count, stage, stages.n_chunks) for stage in columns]
+        self._training = with_messages(training, stages.n_chunks)[mesh.stage]
+        self._evaluation = with_messages(evaluation, stages.n_chunks)[mesh.stage]
         names = {name: parameter for name, parameter in model.named_parameters()}
         self._counted_elsewhere = {names[name] for name in stages.tied if mesh.stage > 0}
 
@@ -67,12 +83,13 @@ class Pipeline:
         key = self._require_equal(batch)
         results: list[Any] = []
 
-        def forward(number: int, taken: torch.Tensor | None) -> torch.Tensor:
-            given = self._call(calls[number], taken, results)
+        def forward(chunk: int, number: int, taken: torch.Tensor | None) -> torch.Tensor:
+            given = self._call(calls[number], chunk, number, taken, results)
             return given if given is not None else loss_of(results[-1]) * scale
 
         self._messages.begin((True, key))
-        run(self._schedule, self.stages.count, self._mesh.stage, len(calls), forward, self._messages)
+        with self._seeds.during_step():
+            run(self._training, forward, self._messages)
         return results
 
     def evaluate(self, call: Callable[[], Any], batch: Any) -> Any:
@@ -84,28 +101,64 @@ class Pipeline:
         key = self._require_equal(batch)
         results: list[Any] = []
 
-        def forward(_: int, taken: torch.Tensor | None) -> torch.Tensor:
-            given = self._call(call, taken, results)
+        def forward(chunk: int, number: int, taken: torch.Tensor | None) -> torch.Tensor:
+            given = self._call(call, chunk, number, taken, results)
             return torch.empty(0) if given is None else given
 
         self._messages.begin((torch.is_grad_enabled(), "evaluation", key))
-        run_forward(forward, self._messages)
+        with self._seeds.during_step():
+            run(self._evaluation, forward, self._messages)
         return results[0] if results else None
 
+    def _outside_of_steps(self, forward: Callable[[], Any], inputs: Any) -> Any:
+        """Take a call of the model without gradients through all stages. Collective over them.
+
+        Args:
+            forward: of the root, inside of its hooks.
+
+        Returns:
+            what the last stage's gave.
+        """
+        key = self._require_equal(inputs)
+        results: list[Any] = []
+
+        def given_by_chunk(chunk: int, _: int, taken: torch.Tensor | None) -> torch.Tensor:
+            self._stage.show(chunk)
+            self._stage.incoming = taken
+            try:
+                given = forward()
+            finally:
+                self._stage.incoming = None
+            if not self._stage.is_last:
+                return given
+            if isinstance(given, dict) and given.get("past_key_values") is not None:
+                given["past_key_values"] = None  # of this stage's blocks alone
+            results.append(given)
+            return torch.empty(0)
+
+        self._messages.begin(("outside of steps", key))
+        run(self._evaluation, given_by_chunk, self._messages)
+        return self.share(results[0] if results else None)
+
     def share(self, value: Any) -> Any:
-        """Return the last stage's value on all stages. Collective over them."""
-        carried = [value]
+        """Return the last stage's value on all stages, its tensors detached and on this rank's device. Collective over
+        them."""
+        carried = [map_tensors(value, lambda tensor: tensor.detach().cpu())]
         dist.broadcast_object_list(carried, group=self.group, group_src=self.stages.count - 1)
-        return carried[0]
+        return map_tensors(carried[0], lambda tensor: tensor.to(self._mesh.device))
 
     def counts(self, parameter: torch.Tensor) -> bool:
         """Tell whether a parameter counts on this rank where numbers of all stages are added up: it is here, and no
         stage before this one has it too."""
         return not is_absent(parameter) and parameter not in self._counted_elsewhere
 
-    def _call(self, call: Callable[[], Any], taken: torch.Tensor | None, results: list[Any]) -> torch.Tensor | None:
-        """Run the user's code; return what is sent on, or None on the last stage, where the code came to its end."""
-        stage = self._stage
+    def _call(
+        self, call: Callable[[], Any], chunk: int, number: int, taken: torch.Tensor | None, results: list[Any]
+    ) -> torch.Tensor | None:
+        """Run the user's code; return what is sent on, or None of the last chunk, where the code came to its end."""
+        stage, self._place = self._stage, (number, chunk)
+        stage.show(chunk)
+        self._seeds.begin_call(number)
         stage.incoming, stage.calls, stage.is_running = taken, 0, True
         try:
             result = call()

@@ -22,26 +22,38 @@ from smp_core.planning.units import WrapPlan
 class Stages:
     """The pipeline stages of one model.
 
+    Each stage holds one chunk of blocks, or several, every ``count``-th (``schedule="interleaved:V"``).
+
     Attributes:
         chain: its blocks.
-        sizes: how many of them each stage has.
+        sizes: how many of them each chunk has.
         elements: of the parameters of each stage.
         names: of all parameters.
+        per_stage: chunks of each stage.
     """
 
     chain: Chain
     sizes: tuple[int, ...]
     elements: tuple[int, ...]
     names: tuple[str, ...]
+    per_stage: int = 1
 
     @property
     def count(self) -> int:
+        return len(self.elements)
+
+    @property
+    def n_chunks(self) -> int:
         return len(self.sizes)
 
-    def blocks(self, stage: int) -> range:
-        """Return the numbers of a stage's blocks."""
-        first = sum(self.sizes[:stage])
-        return range(first, first + self.sizes[stage])
+    def chunks(self, stage: int) -> range:
+        """Return the numbers of a stage's chunks."""
+        return range(stage, self.n_chunks, self.count)
+
+    def blocks(self, chunk: int) -> range:
+        """Return the numbers of a chunk's blocks."""
+        first = sum(self.sizes[:chunk])
+        return range(first, first + self.sizes[chunk])
 
     def owned(self, stage: int) -> frozenset[str]:
         """Return the names of a stage's parameters."""
@@ -51,9 +63,9 @@ class Stages:
     def owners(self) -> dict[str, tuple[int, ...]]:
         """Each parameter's stages: one, or where it works before and behind the blocks the first and the last."""
         found = {name: (0,) for name in self.names}  # also what no forward uses
-        for stage in range(self.count):
-            for number in self.blocks(stage):
-                found |= dict.fromkeys(self.chain.of_blocks[number], (stage,))
+        for chunk in range(self.n_chunks):
+            for number in self.blocks(chunk):
+                found |= dict.fromkeys(self.chain.of_blocks[number], (chunk % self.count,))
         last = self.count - 1
         found |= dict.fromkeys(self.chain.after, (last,))
         return found | dict.fromkeys(set(self.chain.before) & set(self.chain.after), (0, last))
@@ -75,8 +87,8 @@ class Stages:
 
     def describe(self) -> str:
         """Return a line for people."""
-        both = zip(self.sizes, self.elements, strict=True)
-        parts = ", ".join(f"{size} ({count:,} parameters)" for size, count in both)
+        sizes = [" + ".join(str(self.sizes[chunk]) for chunk in self.chunks(stage)) for stage in range(self.count)]
+        parts = ", ".join(f"{size} ({count:,} parameters)" for size, count in zip(sizes, self.elements, strict=True))
         return f"{self.count} pipeline stages, blocks: {parts}"
 
 
@@ -94,29 +106,42 @@ def settle_pipeline_stages(draft: Draft, shapes: Shapes, precision: Precision, g
     require_known_pipeline(draft.knobs, shapes, precision, given)
     chain = shapes.chain
     assert chain is not None
-    blocks = len(chain.blocks)
-    if count > blocks:
-        raise ValueError(
-            f"pipeline_parallel_degree={count}: {shapes.kind} has {blocks} blocks, and every stage needs one; write "
-            f"{blocks} or less"
-        )
+    chunks = count * _chunks_of_stage(asked.schedule)
+    _require_blocks(draft.knobs, len(chain.blocks), chunks, shapes.kind)
     if asked.microbatches == "auto":
         draft.settle("pipeline.microbatches", count, "as many as there are stages")
-    if asked.split == "auto":
-        sizes = _balanced(chain, shapes, count)
+    elif chunks > count and asked.microbatches % count:
+        raise ValueError(
+            f"pipeline.microbatches={asked.microbatches} with pipeline.schedule={asked.schedule!r}: stages begin their "
+            f"next chunk after as many micro-batches as there are stages; write a multiple of {count}"
+        )
+    sizes = asked.split
+    if sizes == "auto":
+        sizes = _balanced(chain, shapes, chunks)
         draft.settle("pipeline.split", sizes, "the largest stage has as few parameters as possible")
-    else:
-        sizes = asked.split
-        if len(sizes) != count or sum(sizes) != blocks:
-            raise ValueError(
-                f"pipeline.split={list(sizes)} is not {count} numbers that add up to the {blocks} blocks of "
-                f"{shapes.kind}; write a number of blocks for each of the {count} stages, or 'auto'"
-            )
-    stages = Stages(chain, tuple(sizes), (0,) * count, tuple(parameter.name for parameter in shapes.parameters))
-    elements = []
-    for stage in range(count):
-        elements.append(sum(shapes.of_name(name).elements for name in stages.owned(stage)))
-    return replace(stages, elements=tuple(elements))
+    names = tuple(parameter.name for parameter in shapes.parameters)
+    stages = Stages(chain, sizes, (0,) * count, names, chunks // count)
+    elements = tuple(sum(shapes.of_name(name).elements for name in stages.owned(stage)) for stage in range(count))
+    return replace(stages, elements=elements)
+
+
+def _chunks_of_stage(schedule: str) -> int:
+    return int(schedule.partition(":")[2]) if ":" in schedule else 1
+
+
+def _require_blocks(knobs: SmpConfig, blocks: int, chunks: int, kind: str) -> None:
+    count, split = knobs.pipeline_parallel_degree, knobs.pipeline.split
+    each = "stage" if chunks == count else f"chunk (pipeline.schedule={knobs.pipeline.schedule!r})"
+    if chunks > blocks:
+        raise ValueError(
+            f"pipeline_parallel_degree={count}: {kind} has {blocks} blocks, and every {each} needs one; write "
+            f"{blocks * count // chunks} or less"
+        )
+    if split != "auto" and (len(split) != chunks or sum(split) != blocks):
+        raise ValueError(
+            f"pipeline.split={list(split)} is not {chunks} numbers that add up to the {blocks} blocks of {kind}; write "
+            f"a number of blocks for each {each}, or 'auto'"
+        )
 
 
 def _balanced(chain: Chain, shapes: Shapes, count: int) -> tuple[int, ...]:
@@ -156,7 +181,7 @@ def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precisio
     """
     if knobs.pipeline_parallel_degree == 1:
         return
-    found = [*_unknown_axes(knobs), *_unknown_knobs(knobs), *_unknown_models(shapes, precision, given)]
+    found = [*_unknown_knobs(knobs), *_unknown_models(knobs, shapes, precision, given)]
     if found:
         lines = "\n".join(f"- {what}; {instead}" for what, instead in found)
         raise ValueError(
@@ -164,36 +189,26 @@ def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precisio
         )
 
 
-def _unknown_axes(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
-    for axis in ("tensor_parallel_degree", "context_parallel_degree"):
-        if getattr(knobs, axis) > 1:
-            yield f"{axis}={getattr(knobs, axis)}", f"write {axis}=1"
-
-
 def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
     if knobs.compile is not None:
         yield f"compile={knobs.compile!r}", "leave compile out"
+    if knobs.context_parallel_degree > 1:
+        yield (
+            f"context_parallel_degree={knobs.context_parallel_degree}, which splits a batch once for all of its "
+            "micro-batches",
+            "write context_parallel_degree=1",
+        )
     if knobs.fp8 is not None:
         yield "fp8", "leave fp8 out"
     if knobs.param_dtype == "float16":
         yield "param_dtype='float16'", "write param_dtype='bfloat16'"
-    if knobs.optimizer_shard == "world":
-        yield "optimizer_shard='world'", "write optimizer_shard='shard'"
-    if knobs.state_offload is not None:
-        yield f"state_offload={knobs.state_offload!r}", "leave state_offload out"
-    if knobs.chunked_cross_entropy is not None:
-        yield f"chunked_cross_entropy={knobs.chunked_cross_entropy}", "leave it out"
     if knobs.compression.gather is not None or knobs.compression.reduce is not None:
         yield f"compression={knobs.compression!r}", "leave compression out"
-    if knobs.activations.checkpoint != "none":
-        yield f"activations={knobs.activations!r}", "leave activations out"
     if knobs.units.optional:
         yield (
             f"units.optional={list(knobs.units.optional)!r}",
             "leave it out: stages take every batch through all blocks",
         )
-    if knobs.keep_between_micro_batches != "shards":
-        yield f"keep_between_micro_batches={knobs.keep_between_micro_batches!r}", "write 'shards'"
     if not isinstance(knobs.reshard_after_forward, bool) and knobs.reshard_after_forward != "auto":
         yield f"reshard_after_forward={knobs.reshard_after_forward!r}", "write true or false"
     if knobs.collectives.symmetric_memory:
@@ -206,7 +221,14 @@ def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
         yield "checkpoint='full'", "write checkpoint='sharded', and bring a file back with `smp checkpoint consolidate`"
 
 
-def _unknown_models(shapes: Shapes, precision: Precision, given: bool) -> Iterator[tuple[str, str]]:
+def _unknown_models(knobs: SmpConfig, shapes: Shapes, precision: Precision, given: bool) -> Iterator[tuple[str, str]]:
+    chain = shapes.chain
+    if knobs.optimizer_shard == "world" and chain is not None and set(chain.before) & set(chain.after):
+        yield (
+            "optimizer_shard='world' and tied embeddings, whose masters are cut in other places on the first stage and "
+            "on the last",
+            "write optimizer_shard='shard'",
+        )
     if given:
         yield f"a model that came sharded ({shapes.kind})", "give the model as it is built"
     if precision.skips_steps:

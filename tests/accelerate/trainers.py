@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
+from accelerate_smp.handle import parallel_of
 from accelerate_smp.trainer import SmpTrainer
+from smp_core.checkpoint import full_state_dict
 
 SAMPLES, LENGTH, VOCABULARY = 48, 9, 61
 
@@ -102,6 +104,9 @@ def make_trainer(
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    handle = parallel_of(model)
+    if handle is not None and handle.pipeline is not None:
+        return full_state_dict(model.state_dict(), rank0_only=False, stages=handle.stage_group)
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in model.state_dict().items()

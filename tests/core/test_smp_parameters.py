@@ -118,7 +118,14 @@ def test_no_option_takes_any_value_whatever(option: str) -> None:
         ({"fp16": True}, {"param_dtype": "float16"}),
         ({"sdp_hierarchical_allgather": False}, {"collectives": {"hierarchical": False}}),
         ({"delayed_parameter_initialization": True}, {"delayed_init": True}),
-        ({"partitions": 2, "pipeline": "simple", "microbatches": 1}, {"pipeline_parallel_degree": 2}),
+        (
+            {"partitions": 2, "pipeline": "simple", "microbatches": 4, "active_microbatches": 2},
+            {"pipeline_parallel_degree": 2, "pipeline": {"microbatches": 4, "schedule": "gpipe"}},
+        ),
+        (
+            {"partitions": 2, "pipeline": "interleaved"},
+            {"pipeline_parallel_degree": 2, "pipeline": {"schedule": "1f1b"}},
+        ),
         (
             {"sm_activation_offloading": False, "activation_loading_horizon": 4},
             {"activations": {"offload": False}},

@@ -27,10 +27,14 @@ from tests.core.tensor_parallel.model_cases import (
 )
 
 
-def example_of(model: nn.Module) -> nn.Module:
-    """The model with what one process computes its loss by, and an example of its input where it brings none."""
+def example_of(model: nn.Module, in_chunks: bool = False) -> nn.Module:
+    """The model with what one process computes its loss by, and an example of its input where it brings none.
+
+    ``in_chunks``: the loss is computed in chunks, of the model's own.
+    """
     if isinstance(model, transformers.PreTrainedModel):
-        model.loss_function = own_loss
+        if not in_chunks:
+            model.loss_function = own_loss
     else:
         model.dummy_inputs = {"tokens": torch.zeros(2, 5, dtype=torch.long)}  # type: ignore[assignment]
     return model
@@ -64,7 +68,8 @@ class Case:
     knobs: tuple[tuple[str, Any], ...] = ()
 
     def parallel(self) -> ParallelModel:
-        model = example_of(build(self.kind, seed=dist.get_rank()))
+        in_chunks = dict(self.knobs).get("chunked_cross_entropy") is not None
+        model = example_of(build(self.kind, seed=dist.get_rank()), in_chunks)
         recipe = {"microbatches": self.micro_batches, "schedule": self.schedule}
         knobs = {"shard_degree": self.shard, "pipeline_parallel_degree": self.stages, "pipeline": recipe}
         return parallelize(model, SmpConfig(**{**knobs, **dict(self.knobs)}))

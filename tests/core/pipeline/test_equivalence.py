@@ -3,6 +3,8 @@ in float64, to 1e-12: a few hundred rounding errors of sums in another order."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -11,16 +13,24 @@ from tests.core.pipeline.cases import Case, several
 from tests.core.tensor_parallel.model_cases import Training, alone, differences
 from tests.harness import run_ranks
 
+Knobs = tuple[tuple[str, Any], ...]
+CHUNKED: Knobs = (("chunked_cross_entropy", 7),)
+RECOMPUTED: Knobs = (("activations", "full"),)
+TENSOR: Knobs = (("tensor_parallel_degree", 2),)
+WORLD: Knobs = (("optimizer_shard", "world"), ("state_offload", "optimizer"))
+WHOLE_GRADIENTS: Knobs = (("keep_between_micro_batches", "gradients"), ("state_offload", "optimizer"))
+
 TWO_RANKS = [
-    Case("gpt2", micro_batches=4),
+    Case("gpt2", micro_batches=4, knobs=RECOMPUTED),
     Case("gpt2", schedule="gpipe", windows=2),
-    Case("llama", windows=2),
+    Case("llama", windows=2, knobs=CHUNKED),
     Case("plain", micro_batches=4, knobs=(("reshard_after_forward", False),)),
+    Case("llama_deep", micro_batches=4, schedule="interleaved:2"),
 ]
 FOUR_RANKS = [
-    Case("gpt2", shard=2, windows=2),
-    Case("llama", shard=1, micro_batches=4),  # two replicas
-    Case("llama_tied", shard=2, micro_batches=4),
+    Case("gpt2", shard=2, windows=2, knobs=WHOLE_GRADIENTS),
+    Case("llama", shard=1, micro_batches=4, knobs=WORLD),  # two replicas
+    Case("llama_tied", shard=1, micro_batches=4, knobs=TENSOR),
 ]
 
 
@@ -32,7 +42,7 @@ def expected(case: Case) -> Training:
 
 
 def assert_equal(cases: list[Case], ranks: int) -> None:
-    for trainings in run_ranks(several, ranks, cases, ranks_per_node=2):
+    for trainings in run_ranks(several, ranks, cases, ranks_per_node=2, timeout=1200):
         for case, seen in zip(cases, trainings, strict=True):
             found = differences(seen, expected(case))
             assert not found, f"{case}: {found[:5]}"
@@ -52,3 +62,53 @@ def test_other_architectures(kind: str) -> None:
     # BERT names its embeddings as a block, too, and a unit of their own would be tied to the head's.
     knobs: Any = (("units", ["BertLayer"]),) if kind == "bert" else ()
     assert_equal([Case(kind, knobs=knobs), Case(kind, micro_batches=4, schedule="gpipe", knobs=knobs)], 2)
+
+
+LAYOUTS = [  # stages, shard, tensor, replicas
+    sizes for sizes in itertools.product((2, 4), (1, 2), (1, 2), (1, 2)) if math.prod(sizes) <= 8
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved:2"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda sizes: "x".join(map(str, sizes)))
+def test_every_layout(layout: tuple[int, int, int, int], schedule: str) -> None:
+    """Four micro-batches in a batch, one and two batches in a window."""
+    stages, shard, tensor, _ = layout
+    kind = "llama_deeper" if stages == 4 and schedule == "interleaved:2" else "llama_deep"
+    samples = 4 * math.prod(layout) // stages // tensor  # of which a batch has eight
+    cases = [
+        Case(kind, stages, shard, min(4, 32 // samples), windows, schedule, (("tensor_parallel_degree", tensor),))
+        for windows in (1, 2)
+    ]
+    assert_equal(cases, math.prod(layout))
+
+
+ELSEWHERE: dict[str, Knobs] = {
+    "full": RECOMPUTED,
+    "selective": (("activations", "selective"),),
+    "every": (("activations", "every:2"),),
+    "offloaded": (("activations", {"checkpoint": "full", "offload": True}),),
+    "parameters kept": (("keep_between_micro_batches", "parameters"),),
+    "gradients kept": (("keep_between_micro_batches", "gradients"),),
+    "states on host": (("state_offload", "optimizer"),),
+    "all on host": (("state_offload", "all"),),
+    "in chunks": CHUNKED,
+    "copies in nodes": (("reshard_after_forward", "node"),),
+    "tokens whole": (*TENSOR, ("tensor_parallel", {"sequence_parallel": False})),
+    "tensor, chunks": (*TENSOR, *CHUNKED, *RECOMPUTED),
+    "world": (("optimizer_shard", "world"),),
+    "world on host, chunks": (*WORLD, *CHUNKED),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_other_knobs(what: str) -> None:
+    knobs = ELSEWHERE[what]
+    # Masters of tied embeddings are not built; over tensor ranks and over replicas there is no partition group.
+    untied = "world" in what
+    shard = 1 if untied or knobs[: len(TENSOR)] == TENSOR else 2
+    kind = "llama" if untied else "llama_deep"
+    schedules = ["1f1b"] if untied else ["1f1b", "interleaved:2"]
+    assert_equal([Case(kind, 2, shard, 4, 2, schedule, knobs) for schedule in schedules], 4)

@@ -188,6 +188,8 @@ def _lora(kind: str, targets: list[str]) -> Callable[[], nn.Module]:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": _causal("Llama", attention_bias=True, mlp_bias=True),
     "llama_tied": _causal("Llama", tie_word_embeddings=True),
+    "llama_deep": _causal("Llama", tie_word_embeddings=True, num_hidden_layers=4),
+    "llama_deeper": _causal("Llama", tie_word_embeddings=True, num_hidden_layers=8),
     "qwen3": _causal("Qwen3", head_dim=8),
     "gpt2": _gpt2,
     "plain": PlainModel,

@@ -1,0 +1,84 @@
+"""The accumulation window, norms and clipping over the mesh, under Accelerate's names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from accelerate_smp.handle import parallel_of
+from smp_core.config import SmpConfig
+from smp_core.mesh import SmpMesh
+from smp_core.parallel_model import ParallelModel
+from smp_core.sharding.grad_norm import clip_grad_norm_, clip_grad_value_, grad_norm
+
+
+class GradientsAccelerator(Accelerator):
+    """An Accelerator that knows where the gradients of sharded models are. ``_models`` is Accelerate's own list, and
+    has no public name."""
+
+    smp_mesh: SmpMesh | None
+    smp_config: SmpConfig
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Keep the accumulation window open over the backward passes inside the block.
+
+        Gradients are summed inside the partition group (with ``keep_between_micro_batches="gradients"`` on each rank,
+        as Accelerate's own does), replicas do not communicate, and ``.grad`` does not change.
+        """
+        handle = parallel_of(model)
+        with super().no_sync(model) if handle is None else handle.window.accumulate():
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> Any:
+        """Clip by the norm over all ranks.
+
+        Returns:
+            the norm before clipping: a plain 0-d tensor, equal on all ranks.
+        """
+        if self.smp_mesh is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return clip_grad_norm_(
+            self._gradients_of(parameters),
+            max_norm,
+            norm_type=norm_type,
+            masters_over=self.smp_mesh.gradient_group,
+            on_nonfinite=self.smp_config.on_nonfinite_grad_norm,
+            **self._over_stages(),
+        )
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Limit every gradient element to ``[-clip_value, clip_value]``."""
+        if self.smp_mesh is None:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        clip_grad_value_(self._gradients_of(parameters), clip_value)
+
+    def grad_norm(self, parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2) -> torch.Tensor:
+        """Return the norm of the gradients over all ranks, unclipped: a plain 0-d tensor, equal on all ranks."""
+        assert self.smp_mesh is not None
+        over = self.smp_mesh.gradient_group
+        return grad_norm(self._gradients_of(parameters), masters_over=over, norm_type=norm_type, **self._over_stages())
+
+    def _handles(self) -> list[ParallelModel]:
+        return [handle for handle in map(parallel_of, self._models) if handle is not None]
+
+    def _over_stages(self) -> dict[str, Any]:
+        return next((handle.over_stages() for handle in self._handles()), {})
+
+    def _gradients_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Close the windows and undo loss scaling; map parameters of before ``prepare`` to the sharded ones."""
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for handle in self._handles():
+            handle.window.close()
+        self.unscale_gradients()
+        for handle in self._handles():
+            given = handle.stepped(given)
+        return given

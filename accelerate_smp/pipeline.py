@@ -1,0 +1,197 @@
+"""Steps through pipeline stages under Accelerate.
+
+A function under ``@accelerator.pipeline_step`` runs once for each micro-batch of its batch on every stage, and leaves
+at the call of the model on all but the last. Backward passes are over when it returns; ``accelerator.backward(loss)``
+closes the window then, and refuses a loss that was changed in between. Without stages the function is called as it is.
+
+    prepare_data_loader   the same ranks of all stages read the same samples
+    pipeline_step         forward and backward of a batch, in micro-batches
+    backward, gather      what is refused around and inside of such a step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from smp_core.mesh import SmpMesh
+from smp_core.parallel_model import ParallelModel
+from smp_core.pipeline.batches import split_batch
+from smp_core.pipeline.results import loss_of, mean_of
+
+_NAME = "a function under @accelerator.pipeline_step"
+
+
+class PipelinedAccelerator(Accelerator):
+    """An Accelerator for ranks that hold stages of a model. With one stage it is Accelerate's own."""
+
+    _reads_as: tuple[int, int] | None = None
+    _stepped: tuple[ParallelModel, torch.Tensor] | None = None
+    _is_inside_step = False
+
+    @property
+    def stages(self) -> int:
+        """The pipeline stages of this run."""
+        mesh: SmpMesh | None = getattr(self, "smp_mesh", None)
+        return 1 if mesh is None else mesh.pipeline_degree
+
+    # Accelerate's loaders deal samples out to `num_processes`, by `process_index`.
+
+    @property
+    def num_processes(self) -> int:
+        """The ranks of the run; inside ``prepare_data_loader`` those of a stage."""
+        return super().num_processes if self._reads_as is None else self._reads_as[0]
+
+    @property
+    def process_index(self) -> int:
+        """This rank; inside ``prepare_data_loader`` its place in its stage."""
+        return super().process_index if self._reads_as is None else self._reads_as[1]
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader as Accelerate does; the same ranks of all stages read the same samples."""
+        of_stage = self.num_processes // self.stages
+        self._reads_as = (of_stage, self.process_index % of_stage)
+        try:
+            return super().prepare_data_loader(*args, **kwargs)
+        finally:
+            self._reads_as = None
+
+    def pipeline_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a function take its batch through the pipeline stages, forward and backward.
+
+        Args:
+            function: takes a batch first, calls the model once, and returns the loss, or a dict with it under "loss"
+                and numbers beside it. It must not communicate.
+
+        Returns:
+            a function of the same arguments. It returns the means over micro-batches, on all ranks; the loss is for
+            ``accelerator.backward``, which has nothing left to compute. Without gradients the batch goes forward as
+            one, and what the function returned on the last stage is returned on all ranks.
+        """
+
+        @functools.wraps(function)
+        def step(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            handle = self._pipelined_model()
+            if handle is None:
+                return function(batch, *args, **kwargs)
+
+            def of(part: Any) -> Any:
+                return function(part, *args, **kwargs)
+
+            if not torch.is_grad_enabled():
+                return self.evaluate_in_stages(handle, functools.partial(of, batch), batch)
+            return self.train_in_stages(handle, of, batch, self.gradient_accumulation_steps)
+
+        return step
+
+    def _pipelined_model(self) -> ParallelModel | None:
+        if self.stages == 1:
+            return None
+        handle: ParallelModel = self.parallel  # type: ignore[attr-defined]
+        return handle
+
+    def train_in_stages(
+        self,
+        handle: ParallelModel,
+        of: Callable[[Any], Any],
+        batch: Any,
+        divisor: float,
+        *,
+        adds_up: bool = False,
+        name: str = _NAME,
+    ) -> Any:
+        """Take a batch forward and backward. Collective over the stages.
+
+        Args:
+            of: computes what a micro-batch returns.
+            divisor: of the loss, in ``backward`` or before it.
+            adds_up: losses of micro-batches are parts of the batch's; False: it is their mean.
+
+        Returns:
+            what the whole batch returned, on all ranks.
+        """
+        pipeline = handle.pipeline
+        assert pipeline is not None
+        count = pipeline.micro_batches
+        parts = split_batch(batch, count)
+        weight = 1.0 if adds_up else 1.0 / count
+
+        def loss_in(result: Any) -> torch.Tensor:
+            return loss_of(result, name)
+
+        with handle.window.accumulate(), self._inside_step():
+            calls = [functools.partial(of, part) for part in parts]
+            results = pipeline.train(calls, loss_in, weight / divisor, batch)
+        returned = pipeline.share(mean_of(results, name) if results else None)
+        loss = loss_in(returned)
+        if adds_up:
+            loss *= count
+        loss.requires_grad_().register_hook(functools.partial(_require_unchanged, divisor))
+        self._stepped = (handle, loss)
+        return returned
+
+    def evaluate_in_stages(self, handle: ParallelModel, call: Callable[[], Any], batch: Any) -> Any:
+        """Take a batch forward; return what the last stage's call returned, on all ranks. Collective over stages."""
+        assert handle.pipeline is not None
+        with self._inside_step():
+            result = handle.pipeline.evaluate(call, batch)
+        return handle.pipeline.share(result)
+
+    @contextlib.contextmanager
+    def _inside_step(self) -> Iterator[None]:
+        self._is_inside_step = True
+        try:
+            yield
+        finally:
+            self._is_inside_step = False
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run backward as Accelerate does; the loss of a step in stages has been through it, and its window is closed.
+
+        Raises:
+            ValueError: a loss that was changed since, gradients that were zeroed since, a loss of no such step.
+        """
+        if self.stages == 1:
+            super().backward(loss, **kwargs)
+            return
+        if self._is_inside_step or self._stepped is None:
+            raise ValueError(
+                "accelerator.backward(loss): with pipeline_parallel_degree backward passes are a part of the step; "
+                f"compute the loss in {_NAME}, and call backward with what it returns"
+            )
+        handle, _ = self._stepped
+        if not handle.window.is_open:
+            raise ValueError(
+                "gradients were zeroed between the step in pipeline stages, which has computed them, and "
+                "accelerator.backward(loss); call zero_grad() before the step or behind optimizer.step()"
+            )
+        super().backward(loss, **kwargs)
+        self._stepped = None
+        if self.sync_gradients:
+            handle.window.close()
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather as Accelerate does.
+
+        Raises:
+            ValueError: inside a step in pipeline stages, which come to it one after the other.
+        """
+        if self._is_inside_step:
+            raise ValueError(
+                "ranks cannot gather inside a step in pipeline stages: the others wait for this rank's part of it, or "
+                "have left it; return numbers from the step and gather them behind it"
+            )
+        return super().gather(tensor)
+
+
+def _require_unchanged(divisor: float, gradient: torch.Tensor) -> None:
+    if abs(gradient.item() * divisor - 1.0) > 1e-3:
+        raise ValueError(
+            f"the loss of a step in pipeline stages was multiplied by {gradient.item() * divisor:.6g} before backward, "
+            "when its gradients were computed already; do so inside the step"
+        )

@@ -1,0 +1,60 @@
+"""Steps through pipeline stages under transformers' Trainer: ``compute_loss`` runs once for each micro-batch on every
+stage, and what Trainer computes from its loss is of the whole batch. Evaluation and prediction call the model without
+gradients, which goes through all stages by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Trainer
+
+from accelerate_smp.accelerator import SmpAccelerator
+from accelerate_smp.handle import parallel_of
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class PipelinedTrainerMixin(_Base):
+    """A mixin before a Trainer class. With one stage it changes nothing."""
+
+    accelerator: SmpAccelerator
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Take a batch forward and backward as Trainer does, in micro-batches where there are stages."""
+        handle = parallel_of(self.model)  # type: ignore[arg-type]
+        if handle is None or handle.pipeline is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        # Trainer divides by what it counted over a whole optimizer step, or by the number of batches.
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = counted or self.compute_loss_func is not None
+        divisor = 1 if scaled else self.current_gradient_accumulation_steps
+        own, shadowed = self.compute_loss, vars(self).get("compute_loss")
+
+        def in_micro_batches(model: torch.nn.Module, inputs: dict[str, Any], **options: Any) -> Any:
+            return self.accelerator.train_in_stages(
+                handle,
+                functools.partial(own, model, **options),
+                inputs,
+                divisor * self.accelerator.gradient_accumulation_steps,
+                adds_up=scaled,
+                name="compute_loss",
+            )
+
+        # Of the instance, for this call: subclasses of the user's own come before this class.
+        self.compute_loss = in_micro_batches  # type: ignore[method-assign]
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            del self.compute_loss
+            if shadowed is not None:
+                self.compute_loss = shadowed  # type: ignore[method-assign]

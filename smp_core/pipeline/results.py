@@ -1,0 +1,56 @@
+"""What a step of several micro-batches returns: means of what each of them returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from smp_core.checkpoint.tree import map_tensors
+
+
+def loss_of(result: Any, step: str) -> torch.Tensor:
+    """Return the loss of what a step returned: itself, or under "loss".
+
+    Args:
+        step: what the user calls it.
+
+    Raises:
+        ValueError: neither is a tensor of one element.
+    """
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise ValueError(
+            f"{step} returned {type(result).__name__}; with pipeline_parallel_degree it returns a loss, or a "
+            "dict with one under 'loss', for each micro-batch"
+        )
+    return loss
+
+
+def mean_of(results: list[Any], step: str) -> Any:
+    """Return what a whole batch would have given, detached: means of numbers.
+
+    Raises:
+        ValueError: something beside the loss that is no number.
+    """
+    results = [map_tensors(result, torch.Tensor.detach) for result in results]
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        return torch.stack(results).mean(0)
+    unlike = [key for key, value in first.items() if not is_number(value)]
+    if unlike:
+        raise ValueError(
+            f"{step} returned {unlike[0]!r} beside the loss, which is no number; with pipeline_parallel_degree "
+            "only numbers can be averaged over micro-batches"
+        )
+    return {key: _mean([result[key] for result in results]) for key in first}
+
+
+def _mean(values: list[Any]) -> torch.Tensor:
+    tensors = [torch.as_tensor(value) for value in values]
+    return torch.stack(tensors).double().mean(0).to(tensors[0].dtype)
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether it is a number, or a tensor of one element."""
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
