@@ -213,8 +213,8 @@ def _microbatches(option: str, value: Any, options: Mapping[str, Any], to: Trans
         return
     if count > 1:
         raise ValueError(
-            f"{option}={count} splits a batch inside @smp.step, which without pipeline stages does nothing here; remove "
-            f"it, write Trainer(accumulate_grad_batches={count}) (HF: gradient_accumulation_steps={count}) and divide the data "
+            f"{option}={count} splits a batch inside @smp.step, which needs pipeline stages here; remove it, write "
+            f"Trainer(accumulate_grad_batches={count}) (HF: gradient_accumulation_steps={count}) and divide the data "
             f"loader's batch size by {count}"
         )
     to.without_effect(option, value, "a batch is one micro-batch unless accumulate_grad_batches says otherwise")

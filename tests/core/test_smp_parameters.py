@@ -57,8 +57,12 @@ DOCUMENTED: dict[str, Any] = {
     "random_seed": 12345,
 }
 
-# The horizon is only something to set beside offloading.
-BESIDE = {"activation_loading_horizon": {"sm_activation_offloading": True}}
+# These are only something to set beside others.
+BESIDE: dict[str, dict[str, Any]] = {
+    "activation_loading_horizon": {"sm_activation_offloading": True},
+    "microbatches": {"partitions": 2},
+    "pipeline": {"partitions": 2},
+}
 
 
 def promised() -> dict[str, set[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.core.pipeline.cases import Case, several
-from tests.core.tensor_parallel.model_cases import Training, alone, differences
+from tests.core.tensor_parallel.model_cases import SAMPLES, Training, alone, differences
 from tests.harness import run_ranks
 
 Knobs = tuple[tuple[str, Any], ...]
@@ -74,12 +74,11 @@ LAYOUTS = [  # stages, shard, tensor, replicas
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda sizes: "x".join(map(str, sizes)))
 def test_every_layout(layout: tuple[int, int, int, int], schedule: str) -> None:
     """Four micro-batches in a batch, one and two batches in a window."""
-    stages, shard, tensor, _ = layout
+    stages, shard, tensor, replicas = layout
     kind = "llama_deeper" if stages == 4 and schedule == "interleaved:2" else "llama_deep"
-    samples = 4 * math.prod(layout) // stages // tensor  # of which a batch has eight
+    parts = min(4, SAMPLES // (shard * replicas))
     cases = [
-        Case(kind, stages, shard, min(4, 32 // samples), windows, schedule, (("tensor_parallel_degree", tensor),))
-        for windows in (1, 2)
+        Case(kind, stages, shard, parts, windows, schedule, (("tensor_parallel_degree", tensor),)) for windows in (1, 2)
     ]
     assert_equal(cases, math.prod(layout))
 
@@ -109,6 +108,6 @@ def test_other_knobs(what: str) -> None:
     # Masters of tied embeddings are not built; over tensor ranks and over replicas there is no partition group.
     untied = "world" in what
     shard = 1 if untied or knobs[: len(TENSOR)] == TENSOR else 2
-    kind = "llama" if untied else "llama_deep"
+    kind = "llama" if untied else "gpt2_deep"  # Wide does not reach recomputations, which in Llama cast
     schedules = ["1f1b"] if untied else ["1f1b", "interleaved:2"]
     assert_equal([Case(kind, 2, shard, 4, 2, schedule, knobs) for schedule in schedules], 4)

@@ -50,9 +50,9 @@ def _causal(kind: str, **changes: Any) -> Callable[[], nn.Module]:
     return make
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(layers: int = 2) -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2,
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=layers, n_head=4, bos_token_id=1, eos_token_id=2,
         resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
@@ -192,6 +192,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama_deeper": _causal("Llama", tie_word_embeddings=True, num_hidden_layers=8),
     "qwen3": _causal("Qwen3", head_dim=8),
     "gpt2": _gpt2,
+    "gpt2_deep": functools.partial(_gpt2, 4),
     "plain": PlainModel,
     "encoder": EncoderModel,
     "opt": _opt,
