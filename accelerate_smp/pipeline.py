@@ -31,7 +31,7 @@ class PipelinedAccelerator(Accelerator):
     """An Accelerator for ranks that hold stages of a model. With one stage it is Accelerate's own."""
 
     _reads_as: tuple[int, int] | None = None
-    _stepped: tuple[ParallelModel, torch.Tensor] | None = None
+    _stepped: ParallelModel | None = None
     _is_inside_step = False
 
     @property
@@ -132,7 +132,7 @@ class PipelinedAccelerator(Accelerator):
         if adds_up:
             loss *= count
         loss.requires_grad_().register_hook(functools.partial(_require_unchanged, divisor))
-        self._stepped = (handle, loss)
+        self._stepped = handle
         return returned
 
     def evaluate_in_stages(self, handle: ParallelModel, call: Callable[[], Any], batch: Any) -> Any:
@@ -164,14 +164,13 @@ class PipelinedAccelerator(Accelerator):
                 "accelerator.backward(loss): with pipeline_parallel_degree backward passes are a part of the step; "
                 f"compute the loss in {_NAME}, and call backward with what it returns"
             )
-        handle, _ = self._stepped
+        handle, self._stepped = self._stepped, None
         if not handle.window.is_open:
             raise ValueError(
                 "gradients were zeroed between the step in pipeline stages, which has computed them, and "
                 "accelerator.backward(loss); call zero_grad() before the step or behind optimizer.step()"
             )
         super().backward(loss, **kwargs)
-        self._stepped = None
         if self.sync_gradients:
             handle.window.close()
 

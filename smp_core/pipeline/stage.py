@@ -12,6 +12,7 @@ root. Both are no ``Exception``, so that nothing in between catches them.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from smp_core.checkpoint.tree import iterate_tensors, map_tensors
 from smp_core.mesh import SmpMesh
 from smp_core.planning.chain import StandIn, given_by, with_argument
 from smp_core.planning.pipeline_rules import Stages
@@ -199,11 +201,16 @@ class Stage:
 
     def _standing_in(self, stand_in: StandIn, module: nn.Module, is_held: bool) -> Callable[..., Any]:
         forward, weight = module.forward, next(module.parameters())
+        shape_of = _on_meta(module) if stand_in.played else None
 
         @functools.wraps(forward)
         def standing_in(*args: Any, **kwargs: Any) -> Any:
             if not self._is_before_own or (is_held and self._is_first):  # it may work behind the blocks too
                 return forward(*args, **kwargs)
+            if shape_of is not None:
+                return torch.zeros((), dtype=self._dtype or weight.dtype, device=_device_of(args, kwargs)).expand(
+                    shape_of(*args, **kwargs)
+                )
             taken = next(value for value in [*args, *kwargs.values()] if isinstance(value, torch.Tensor))
             if stand_in.features is None:
                 return taken
@@ -223,6 +230,28 @@ class Stage:
     def _leave(self, root: nn.Module, _: Any, output: torch.Tensor) -> None:
         if self.is_running and not self.is_last:
             raise StageDone(output)
+
+
+def _on_meta(module: nn.Module) -> Callable[..., torch.Size]:
+    """Return what tells the shape that a module gives, without its values."""
+    tensors = [*module.parameters(), *module.buffers()]
+    on_meta = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors}
+    parameters = {id(tensor) for tensor in module.parameters()}
+    memo = {key: nn.Parameter(made, False) if key in parameters else made for key, made in on_meta.items()}
+    played = copy.deepcopy(module, memo)
+
+    @torch.no_grad()
+    def shape_of(*args: Any, **kwargs: Any) -> torch.Size:
+        taken = map_tensors([args, kwargs], lambda tensor: tensor.to("meta"))
+        given: torch.Tensor = played(*taken[0], **taken[1])
+        return given.shape
+
+    return shape_of
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    found: torch.Tensor = next(tensor for _, tensor in iterate_tensors([args, kwargs]))
+    return found.device
 
 
 def _leave_out_calls(block: nn.Module, instead: Callable[..., Any], is_left_out: Callable[[], bool]) -> None:

@@ -20,11 +20,13 @@ class StandIn:
         features: of the zeros that it gives for each of its input's elements ("embedding") or rows ("linear"); None: it
             gives its input as it is.
         rows: whether the input's last dim is replaced.
+        played: it gives zeros of the shape that its forward gives on the meta device, whatever it takes.
     """
 
     name: str
     features: int | None = None
     rows: bool = False
+    played: bool = False
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,9 @@ def _stand_in(name: str, module: nn.Module, taken: torch.Tensor | None, output: 
         return StandIn(name, module.out_features, rows=True)
     if taken is not None and isinstance(output, torch.Tensor) and output.shape == taken.shape:
         return StandIn(name)
+    if isinstance(output, torch.Tensor):
+        return StandIn(name, played=True)
     raise ValueError(
-        f"{refusal}{name} ({type(module).__name__}) works before the blocks, and stages without it do not know the "
-        "shape of what it gives; known are nn.Embedding, nn.Linear and modules that keep the shape of their input"
+        f"{refusal}{name} ({type(module).__name__}) works before the blocks and gives {type(output).__name__}; stages "
+        "without it can put zeros in the place of one tensor"
     )

@@ -1,0 +1,114 @@
+"""Checkpoints know nothing of stages: any number of them saves, any other layout loads the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from smp_core.checkpoint import consolidate
+from smp_core.checkpoint.live_state import full_state_dict
+from smp_core.checkpoint.optimizers import load_named_optimizer_state
+from smp_core.checkpoint.reader import load_checkpoint
+from smp_core.checkpoint.writer import save_checkpoint
+from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
+from smp_core.parallel_model import ParallelModel
+from tests.core.pipeline.cases import Case, example_of
+from tests.core.tensor_parallel.model_cases import batches, build, full, loss_of, optimizer_of
+from tests.harness import run_ranks
+
+Layout = dict[str, Any]
+"""Of a case; without stages the ranks are a partition group."""
+
+
+def trained(layout: Layout, steps: int) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    kind, stages = "gpt2_deep", layout.get("stages", 1)
+    case = Case(kind, micro_batches=2, **layout)
+    if stages > 1:
+        parallel = case.parallel()
+    else:
+        model = build(kind, seed=dist.get_rank())
+        parallel = parallelize(example_of(model), SmpConfig(shard_degree=layout["shard"]))
+    optimizer = optimizer_of(parallel.module)
+    parallel.prepare_optimizer(optimizer)
+    for micro in batches(1, steps):
+        own = micro[0].chunk(parallel.mesh.data_size)[parallel.mesh.data_rank]
+        if stages > 1:
+            case.backward(parallel, own)
+            parallel.window.close()
+        else:
+            loss_of(parallel.module, own).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parallel, optimizer
+
+
+def everything(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and optimizer states, unsharded, on all ranks."""
+    state = {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)["state"]}
+    found = full_state_dict(state, rank0_only=False, stages=parallel.stage_group)
+    flat = dict(found["model"])
+    for name, entry in found["optimizer"].items():
+        flat |= {f"{name} {key}": full(value) for key, value in entry.items() if torch.is_tensor(value)}
+    return flat
+
+
+def save(folder: Path, layout: Layout) -> dict[str, Any]:
+    parallel, optimizer = trained(layout, 2)
+    state = {"state_dict": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
+    config = {"config.json": parallel.module.config.to_json_string(use_diff=False)}
+    save_checkpoint(folder, state, metadata={"module_prefix": ""}, extra_files=config)
+    return everything(parallel, optimizer)
+
+
+def load(folder: Path, layout: Layout) -> dict[str, Any]:
+    parallel, optimizer = trained(layout, 1)
+    state: dict[str, Any] = {"state_dict": parallel.model_state()}
+    load_checkpoint(folder, state)
+    parallel.take_model_state(state["state_dict"])
+    load_named_optimizer_state(folder, ("optimizer",), parallel.module, optimizer)
+    parallel.reshard()
+    return everything(parallel, optimizer)
+
+
+def assert_bits(saved: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> None:
+    expected = saved[0]
+    assert any(name.endswith("exp_avg_sq") for name in expected)
+    for seen in [*saved, *loaded]:
+        assert seen.keys() == expected.keys()
+        different = [name for name in expected if not torch.equal(seen[name], expected[name])]
+        assert not different, different[:5]
+
+
+def test_stages_load_what_other_numbers_of_them_saved(tmp_path: Path) -> None:
+    """Two stages, then a partition group, and interleaved ones; tied embeddings; the export is the model."""
+    saved = run_ranks(save, 2, tmp_path / "two", {"stages": 2})
+    assert_bits(saved, run_ranks(load, 2, tmp_path / "two", {"shard": 2}))
+    assert_bits(saved, run_ranks(load, 2, tmp_path / "two", {"stages": 2, "schedule": "interleaved:2"}))
+    consolidate(tmp_path / "two", tmp_path / "exported")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
+    assert all(torch.equal(saved[0][name], value) for name, value in model.state_dict().items())
+
+
+LAYOUTS: dict[str, tuple[int, Layout]] = {
+    "1": (1, {"shard": 1}),
+    "2": (2, {"stages": 2}),
+    "4": (4, {"stages": 4}),
+    "2x2": (4, {"stages": 2, "shard": 2}),
+    "shard 4": (4, {"shard": 4}),
+    "2 x tensor 2": (4, {"stages": 2, "knobs": (("tensor_parallel_degree", 2),)}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["2", "4", "2x2", "shard 4", "2 x tensor 2"])
+def test_every_layout_loads_what_every_other_saved(first: str, tmp_path: Path) -> None:
+    ranks, layout = LAYOUTS[first]
+    saved = run_ranks(save, ranks, tmp_path, layout)
+    for others, other in LAYOUTS.values():
+        assert_bits(saved, run_ranks(load, others, tmp_path, other))
