@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.core.pipeline.cases import example_of, of_all_stages
@@ -58,8 +59,17 @@ def train(
     knobs: dict[str, Any],
     ckpt_path: Path | None = None,
     save: Path | None = None,
+    watched: Path | None = None,
     **flags: Any,
 ) -> Run:
+    """``watched``: the best model by the validation loss is kept there, and the run ends when it does not fall."""
+    callbacks: list[Any] = []
+    if watched is not None:
+        callbacks = [
+            ModelCheckpoint(watched, "{epoch}-{step}", monitor="val_loss", save_top_k=1),
+            EarlyStopping("val_loss", min_delta=10.0, patience=3),
+        ]
+        flags = {"enable_checkpointing": True, "callbacks": callbacks, **flags}
     with Wide():
         module = StagedModule(kind=kind, batch_size=batch_size)
         flags = {"gradient_clip_val": 0.5, "max_epochs": 2, "accumulate_grad_batches": 2, **flags}
@@ -77,7 +87,12 @@ def train(
         weights = whole_weights(module)
     else:
         weights = of_all_stages(parallel, dict(module.named_parameters()))
-    return Run(losses.tolist(), weights, metrics, {"calls": module.calls})
+    extra: dict[str, Any] = {"calls": module.calls, "steps": trainer.global_step}
+    if callbacks:
+        best, stopping = callbacks
+        extra |= {"best": Path(best.best_model_path).stem, "checks": stopping.wait_count, "stop": trainer.should_stop}
+        metrics["best"] = float(best.best_model_score)
+    return Run(losses.tolist(), weights, metrics, extra)
 
 
 def named_once(run: Run) -> Run:
@@ -90,12 +105,17 @@ def knobs_of(stages: int, shard: int = 1, **recipe: Any) -> dict[str, Any]:
     return {"shard_degree": shard, "pipeline_parallel_degree": stages, "pipeline": recipe or "1f1b"}
 
 
-def test_a_fit_equals_one_process() -> None:
-    expected = named_once(train("gpt2", 8, {}))
-    assert expected.metrics.keys() == {"train_loss", "train_loss_step", "train_loss_epoch", "twice", "val_loss"}
-    runs = together(train, "gpt2", 4, knobs_of(2, shard=2))
+def test_a_fit_equals_one_process(tmp_path: Path) -> None:
+    """With validation in the middle of epochs, which a ModelCheckpoint and an EarlyStopping watch."""
+    flags: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 2}
+    expected = named_once(train("gpt2", 8, {}, watched=tmp_path / "alone", **flags))
+    assert expected.metrics.keys() == {"train_loss", "train_loss_step", "train_loss_epoch", "twice", "val_loss", "best"}
+    assert expected.extra["steps"] == 4 and expected.extra["stop"], "two epochs of four batches in windows of two"
+    runs = together(train, "gpt2", 4, knobs_of(2, shard=2), watched=tmp_path / "ranks", **flags)
     assert_same(runs, expected)
-    assert [run.extra["calls"] for run in runs] == [2 * 8] * 4, "training_step runs once for each micro-batch"
+    assert [run.extra.pop("calls") for run in runs] == [2 * 8] * 4, "training_step runs once for each micro-batch"
+    expected.extra.pop("calls")
+    assert all(run.extra == expected.extra for run in runs), "callbacks agree everywhere"
 
 
 def test_checkpoints_go_on_with_other_numbers_of_stages(tmp_path: Path) -> None:
