@@ -260,8 +260,8 @@ def _leave_out_calls(block: nn.Module, instead: Callable[..., Any], is_left_out:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_left_out():
             return instead(*args, **kwargs)
-        return super(left_out, self).__call__(*args, **kwargs)
+        return kind.__call__(self, *args, **kwargs)
 
-    kind = type(block)
+    kind: Any = type(block)
     left_out = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
     block.__class__ = left_out
