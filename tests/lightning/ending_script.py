@@ -1,6 +1,6 @@
 """A training script, as a user would write one, in which something happens in the middle of a step.
 
-    python -m tests.lightning.ending_script RANKS EVENT RANK FOLDER [TIMEOUT]
+    python -m tests.lightning.ending_script RANKS EVENT RANK FOLDER [TIMEOUT] [STAGES]
 
 In the third step RANK raises an exception ("raise"), is killed ("kill") or stopped ("stop"), leaves by sys.exit
 ("exit") or because it has no more batches ("short"), or presses Ctrl-C for the main process ("interrupt") or for all at
@@ -35,11 +35,25 @@ from lightning_smp import SmpShardedStrategy
 TIMEOUT = 200.0
 
 
+class Layers(nn.Module):
+    """Two blocks, for as many stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Model(LightningModule):
     def __init__(self, event: str, rank: int, folder: Path) -> None:
         super().__init__()
         self.event, self.rank, self.folder = event, rank, folder
-        self.layer = nn.Linear(4, 4)
+        self.example_input_array = torch.zeros(2, 4)
+        self.layer = Layers()
 
     def on_train_start(self) -> None:
         if self.event != "launcher":
@@ -90,11 +104,19 @@ class Stream(IterableDataset[torch.Tensor]):
 def main() -> None:
     ranks, event, rank, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
     timeout = timedelta(seconds=float(sys.argv[5]) if len(sys.argv) > 5 else TIMEOUT)
+    stages = int(sys.argv[6]) if len(sys.argv) > 6 else 1
+    torch.manual_seed(0)  # stages read the same samples
     checkpoint = "async" if event == "stop-in-save" else "sharded"
     trainer = Trainer(
         accelerator="cpu",
         devices=ranks,
-        strategy=SmpShardedStrategy(shard_degree=ranks, timeout=timeout, checkpoint=checkpoint),
+        strategy=SmpShardedStrategy(
+            shard_degree=ranks // stages,
+            pipeline_parallel_degree=stages,
+            units=["Linear"],
+            timeout=timeout,
+            checkpoint=checkpoint,
+        ),
         max_epochs=1,
         default_root_dir=folder.parent,
         logger=False,

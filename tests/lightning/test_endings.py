@@ -10,6 +10,7 @@ import pytest
 
 from smp_core.checkpoint import is_checkpoint
 from tests.harness import free_port, going_on, run_script
+from tests.lightning.ending_script import TIMEOUT
 
 # Lightning's launcher looks every 5 s for dead ranks and kills the others then, perhaps before they have had the 2 s
 # that the watch takes; its own line names the rank too.
@@ -17,10 +18,12 @@ BY_LIGHTNING = r"|\[rank: {rank}\] Child process with PID \d+ terminated with co
 
 
 def end(
-    launcher: str, ranks: int, event: str, rank: int, folder: Path, timeout: float | None = None
+    launcher: str, ranks: int, event: str, rank: int, folder: Path, timeout: float | None = None, stages: int = 1
 ) -> subprocess.CompletedProcess[str]:
     """Run the script; it must not come to its own end on all ranks, nor leave one behind."""
     arguments = [str(ranks), event, str(rank), str(folder), *([] if timeout is None else [str(timeout)])]
+    if stages > 1:
+        arguments = [*arguments[:4], str(timeout or TIMEOUT), str(stages)]
     done = run_script(
         ["-m", "tests.lightning.ending_script", *arguments],
         nproc=ranks if launcher == "torchrun" else None,
@@ -45,6 +48,19 @@ def assert_lost(launcher: str, rank: int, stderr: str) -> None:
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     """Under torchrun, which ends the survivors if they take too long to find out."""
     assert_lost("torchrun", 1, end("torchrun", 2, "kill", 1, tmp_path).stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_other_pipeline_stage(rank: int, tmp_path: Path) -> None:
+    assert_lost("torchrun", rank, end("torchrun", 2, "kill", rank, tmp_path, stages=2).stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_in_one_pipeline_stage_ends_the_other(rank: int, tmp_path: Path) -> None:
+    stderr = end("torchrun", 2, "raise", rank, tmp_path, stages=2).stderr
+    assert "ArithmeticError: the user's own mistake" in stderr
 
 
 @pytest.mark.slow
