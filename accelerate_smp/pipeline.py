@@ -49,7 +49,7 @@ class PipelinedAccelerator(Accelerator):
 
     @property
     def process_index(self) -> int:
-        """This rank; inside ``prepare_data_loader`` its place in its stage."""
+        """The place of this rank in the run; inside ``prepare_data_loader`` the one in its stage."""
         return super().process_index if self._reads_as is None else self._reads_as[1]
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:

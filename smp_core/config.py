@@ -88,7 +88,7 @@ class SmpConfig:
             tokens split between the layers.
         pipeline_parallel_degree: Stages the layers are dealt out to, of consecutive ranks: whole nodes, or equal parts
             of one. The other degrees are those inside a stage. Integer >= 1; default 1 (off).
-        pipeline: How a batch goes through the stages. "1f1b" or "gpipe", or fields of Pipeline ({"microbatches": 8}).
+        pipeline: How a batch goes through the stages. "1f1b", "gpipe" or "interleaved:2", or fields of Pipeline.
             Default Pipeline(): one forward, one backward, as many micro-batches as stages.
         reshard_after_forward: Whether a unit frees its gathered parameters after forward and gathers them again in
             backward. True (least memory), False (kept until backward: one gather less), "node" (each node keeps a copy
