@@ -35,12 +35,21 @@ from lightning_smp import SmpShardedStrategy
 TIMEOUT = 200.0
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
 class Layers(nn.Module):
     """Two blocks, for as many stages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -113,7 +122,7 @@ def main() -> None:
         strategy=SmpShardedStrategy(
             shard_degree=ranks // stages,
             pipeline_parallel_degree=stages,
-            units=["Linear"],
+            units=["Block"],
             timeout=timeout,
             checkpoint=checkpoint,
         ),
