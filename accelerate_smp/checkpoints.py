@@ -97,13 +97,18 @@ def _keep_newest(root: str, limit: int) -> None:
 
 
 def write(
-    accelerator: BackgroundSavingAccelerator, path: str, facts: dict[str, Any], schedulers: list[Any] | None = None
+    accelerator: BackgroundSavingAccelerator,
+    path: str,
+    facts: dict[str, Any],
+    schedulers: list[Any] | None = None,
+    random: dict[str, Any] | None = None,
 ) -> None:
     """Write the objects that the accelerator has prepared to ``path``. Collective.
 
     Args:
         facts: for the manifest; ``step`` is the optimizer step.
         schedulers: those to save; default the prepared ones.
+        random: this rank's random states; default the present ones.
     """
     models = _models(accelerator)
     state: dict[str, Any] = {}
@@ -133,7 +138,11 @@ def write(
         state[FP8_STATE], *state["more_" + FP8_STATE] = scales
     files = config_files(models[0]) if models else {}
     metadata = {"module_prefix": "", "trainer": "accelerate", **facts}
-    options: dict[str, Any] = {"metadata": metadata, "extra_files": files, "per_rank": {"random": random_state()}}
+    options: dict[str, Any] = {
+        "metadata": metadata,
+        "extra_files": files,
+        "per_rank": {"random": random or random_state()},
+    }
     if accelerator.smp_config.checkpoint.async_save and accelerator.background_saves is None:
         accelerator.background_saves = AsyncCheckpointer()
     if accelerator.background_saves is None:

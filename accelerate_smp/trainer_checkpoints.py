@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer, TrainerState
 from transformers import trainer as trainer_module
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, has_length, sort_checkpoints
 
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
@@ -74,7 +74,10 @@ class CheckpointingTrainerMixin(_Base):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         facts: dict[str, Any] = {"step": self.state.global_step, **self._data_position()}
-        checkpoints.write(self.accelerator, os.path.join(output_dir, STATE_FOLDER), facts, [self.lr_scheduler])
+        random = None
+        if self.leaves is not None:
+            facts["lacks_evaluation"], random = self.leaves.lacks_evaluation, self.leaves.random
+        checkpoints.write(self.accelerator, os.path.join(output_dir, STATE_FOLDER), facts, [self.lr_scheduler], random)
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: the state folder has it."""
@@ -242,7 +245,10 @@ class CheckpointingTrainerMixin(_Base):
         if checkpoint is None or not _has_state(checkpoint):
             super()._load_rng_state(checkpoint)
             return
-        checkpoints.restore_random(self.accelerator, self._state_of(checkpoint), self.args.seed)
+        opened = self._state_of(checkpoint)
+        checkpoints.restore_random(self.accelerator, opened, self.args.seed)
+        if opened.manifest.metadata.get("lacks_evaluation") and self.args.eval_strategy != IntervalStrategy.NO:
+            self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
 
     def _load_best_model(self) -> None:
         self.accelerator.wait_for_save()

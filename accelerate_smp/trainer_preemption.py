@@ -1,6 +1,8 @@
 """What transformers' Trainer does when its job is about to be ended: it saves on all ranks after the same step, and
-leaves. In an evaluation that takes too long it does so after a batch, if all ranks have as many of them; the rest of
-the evaluation is lost then.
+leaves. In an evaluation that takes too long it does so after a batch, if all ranks have as many of them.
+
+Trainer goes on behind the evaluation that followed a checkpoint's step. So a checkpoint says whether it lacks one, and
+the resumed run begins with it: its metrics count, and it draws the random numbers that it would have drawn.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import IntervalStrategy, has_length
 
+from smp_core.checkpoint.random_state import random_state
 from smp_core.preemption import Preemption
 
 
@@ -26,14 +29,18 @@ class LeavesWhenTold(TrainerCallback):
         self._preemption: Preemption = self._trainer.accelerator.preemption
         self._leaves = False
         self._in_evaluation = False
+        self._before_evaluation: dict[str, Any] | None = None
+        self._evaluation_follows = False
         self._preemption.install()
         self._preemption.begin_phase()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> TrainerControl:
+        self._evaluation_follows = _evaluates_now(args, state)
         if self._preemption.agreed():
             self._leaves = control.should_save = True
+            self._evaluation_follows |= control.should_evaluate
             control.should_evaluate = False
         return control
 
@@ -43,16 +50,28 @@ class LeavesWhenTold(TrainerCallback):
 
     # Evaluations in the middle of training.
 
+    @property
+    def lacks_evaluation(self) -> bool:
+        """Tell whether a checkpoint of this instant lacks an evaluation that belongs to its step."""
+        return self._evaluation_follows or self._before_evaluation is not None
+
+    @property
+    def random(self) -> dict[str, Any] | None:
+        """This rank's random states from before the evaluation in progress; None where there is none."""
+        return self._before_evaluation
+
     def begin_evaluation(self, loader: Any) -> None:
         """Note that an evaluation over a loader begins. Collective."""
         counts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(counts, len(loader) if has_length(loader) else None)
         self._in_evaluation = None not in counts and len(set(counts)) == 1
+        self._before_evaluation = random_state()
         self._preemption.begin_phase()
 
     def end_evaluation(self) -> None:
         """Note that it has ended, well or not."""
-        self._in_evaluation = False
+        self._in_evaluation = self._evaluation_follows = False
+        self._before_evaluation = None
         self._preemption.begin_phase()
 
     def on_prediction_step(
@@ -61,3 +80,10 @@ class LeavesWhenTold(TrainerCallback):
         if self._in_evaluation and self._preemption.agreed(whole_step=False):
             self._trainer.save_training()
             self._trainer.accelerator.leave()
+
+
+def _evaluates_now(args: TrainingArguments, state: TrainerState) -> bool:
+    """Tell whether an epoch ends with this step, and with an evaluation."""
+    epoch = state.epoch or 0.0
+    at_end = abs(epoch - round(epoch)) < 1e-6 and epoch > 0
+    return at_end and args.eval_strategy == IntervalStrategy.EPOCH and args.eval_delay <= epoch

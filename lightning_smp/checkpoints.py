@@ -118,7 +118,9 @@ def _can_resume(checkpoint: dict[str, Any]) -> bool:
 
 def _own_part(strategy: SteppingStrategy) -> dict[str, Any]:
     assert strategy.lightning_module is not None
-    return random_of_rank(strategy.lightning_module.trainer, strategy.open_window)
+    trainer = strategy.lightning_module.trainer
+    start = None if strategy.open_window is None else strategy.open_window.random
+    return random_of_rank(trainer, start or strategy.before_validation.random_states(trainer))
 
 
 def _save_full(strategy: SteppingStrategy, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:

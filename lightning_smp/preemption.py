@@ -2,7 +2,7 @@
 
 A callback, the last one, because a checkpoint that resumes exactly is taken where ModelCheckpoint takes its own: in
 ``on_train_batch_end``. In a validation that takes too long it is taken after a batch, if all ranks have as many of
-them; the rest of the validation is lost then, because Lightning does not go back to it.
+them; the resumed run begins with this validation (lightning_smp/due_validation.py).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ others never. Here the place is counted in samples, which holds on other numbers
     in a checkpoint    smp_data: batches of the epoch that were trained on, samples in each over all ranks, accumulation
     while training     the sampler inside each loader's BatchSampler is wrapped, so that an epoch can begin later
     at a resume        on_train_start: accumulation settled, counters and samplers put to the place, generators restored
+                       (before the validation that the run begins with: lightning_smp/due_validation.py)
 
 Private names: ``FitLoop._data_fetcher``, because Lightning makes the iterators of an epoch before ``on_train_start``
 and has no public way to make them anew or to leave batches out.
@@ -26,6 +27,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from lightning_smp.due_validation import begins_with_it
 from smp_core.checkpoint.random_state import random_state, set_random_state
 
 logger = logging.getLogger("smp")
@@ -93,14 +95,23 @@ class PlacedSampler(Sampler[Any]):
         self.random_at_start: dict[str, Any] | None = None
         self._skip = 0
         self._random: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
+        self._keep = False
 
-    def begin_after(self, samples: int, at_start: dict[str, Any] | None, then: dict[str, Any] | None) -> None:
-        """Leave samples out of the next epoch; set random states for its start and after the gap (None: no change)."""
-        self._skip, self._random = samples, (at_start, then)
+    def begin_after(
+        self, samples: int, at_start: dict[str, Any] | None, then: dict[str, Any] | None, keep: bool = False
+    ) -> None:
+        """Leave samples out of the next epoch; set random states for its start and after the gap (None: no change).
+
+        Args:
+            keep: the states after the gap are those from before the epoch's start.
+        """
+        self._skip, self._random, self._keep = samples, (at_start, then), keep
 
     def __iter__(self) -> Iterator[Any]:
         skip, (at_start, then) = self._skip, self._random
-        self._skip, self._random = 0, (None, None)
+        if self._keep:
+            then = random_state()
+        self._skip, self._random, self._keep = 0, (None, None), False
         if at_start is not None:
             set_random_state(at_start)
         self.random_at_start = None if isinstance(self.sampler, DistributedSampler) else random_state()
@@ -175,14 +186,16 @@ def accumulation(trainer: Trainer) -> int | None:
     return trainer.accumulate_grad_batches
 
 
-def random_of_rank(trainer: Trainer, start: WindowStart | None) -> dict[str, Any]:
-    """Return a rank's random states for a checkpoint: the present ones or, in an open window, those at its start, whose
-    batches are seen again; and those at the start of its samplers' epoch.
+def random_of_rank(trainer: Trainer, earlier: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a rank's random states for a checkpoint, and those at the start of its samplers' epoch.
+
+    Args:
+        earlier: the states from where the resumed run begins, if that is not here: at the start of an open window,
+            whose batches are seen again, or before a validation in progress.
     """
     starts = [getattr(sampler_of(loader), "random_at_start", None) for loader in training_loaders(trainer)]
     kept = {} if all(start is None for start in starts) else {"epoch_random": starts}
-    now = random_state() if start is None or start.random is None else start.random
-    return {"random": now, **kept}
+    return {"random": earlier or random_state(), **kept}
 
 
 class Resume:
@@ -231,7 +244,12 @@ class Resume:
                 set_epoch = getattr(sampler, "set_epoch", None)
                 if set_epoch is not None:  # Lightning does it later, when workers have begun to fetch
                     set_epoch(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
-        self._go_to(trainer, loaders, batches)
+        validates_first, ends_epoch_first = begins_with_it(trainer), _ends_epoch_first(trainer)
+        if not ends_epoch_first:
+            self._go_to(trainer, loaders, batches, validates_first)
+        if (validates_first or ends_epoch_first) and self.random is not None:
+            set_random_state(self.random)
+            self.random = None
 
     def _settle_global_batch(self, trainer: Trainer, sizes: list[int | None]) -> None:
         """Keep the global batch, by another accumulation if needed; warn of a change or refuse it."""
@@ -300,12 +318,11 @@ class Resume:
             setattr(progress.current, counter, getattr(progress.current, counter) + batches - before)
         return batches
 
-    def _go_to(self, trainer: Trainer, loaders: list[Any], batches: int) -> None:
+    def _go_to(self, trainer: Trainer, loaders: list[Any], batches: int, validates_first: bool) -> None:
         """Move samplers or fetchers to the place, and restore the generators where no sampler does."""
-        if not batches and self.random is not None and not self.in_window:
-            # An epoch's start: no sample is left out, and making the iterators draws the numbers of the run that saved.
-            set_random_state(self.random)
-            self.random = None
+        at_epoch_start = not batches and not self.in_window
+        if at_epoch_start and self.random is not None:
+            set_random_state(self.random)  # making the iterators draws the numbers of the run that saved
         elif batches:
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
         fetcher = trainer.fit_loop._data_fetcher
@@ -313,29 +330,52 @@ class Resume:
             return  # they know their place, and Lightning has told them
         samplers = [sampler for loader in loaders if (sampler := sampler_of(loader)) is not None]
         by_sampler = len(samplers) == len(loaders)
-        if batches and by_sampler:
-            self._skip(loaders, samplers, batches)
+        if by_sampler and not at_epoch_start:
+            self._skip(loaders, samplers, batches, validates_first)
         iter(fetcher)
         if batches and not by_sampler:
             logger.warning("%d batches are read and dropped: the data loader has no sampler to begin later", batches)
             for _ in range(batches):
                 next(fetcher)
             fetcher.fetched -= batches  # Lightning adds them
+        if at_epoch_start and self.random is not None:
+            self._hold_until_fetched(loaders, samplers)
 
-    def _skip(self, loaders: list[Any], samplers: list[PlacedSampler], batches: int) -> None:
+    def _hold_until_fetched(self, loaders: list[Any], samplers: list[PlacedSampler]) -> None:
+        """Go on with the present random states when the first batch is read: Lightning may draw until then, for the
+        iterator of a validation that it takes for past.
+        """
+        self.random = random_state()
+        if samplers and _read_when_needed(loaders):
+            samplers[0].begin_after(0, self.random, None)
+            self.random = None
+
+    def _skip(self, loaders: list[Any], samplers: list[PlacedSampler], batches: int, validates_first: bool) -> None:
         starts = self.epoch_random or [None] * len(loaders)
-        # Without workers an epoch's first sample is read when it is needed, and reading may draw: restored just before.
-        lazy = not self.in_window and all(loader.num_workers == 0 for loader in loaders)
+        lazy = _read_when_needed(loaders) and not self.in_window
         for loader, sampler, start in zip(loaders, samplers, starts, strict=True):
-            then = self.random if lazy else None
-            sampler.begin_after(batches % len(loader) * loader.batch_sampler.batch_size, start, then)
-        if lazy:
+            then = self.random if lazy and not validates_first else None
+            samples = batches % len(loader) * loader.batch_sampler.batch_size
+            sampler.begin_after(samples, start, then, keep=lazy and validates_first)
+        if lazy and not validates_first:
             self.random = None
 
     def on_train_batch_start(self) -> None:
         """Restore the generators before the first training step, unless fetching the batch has done it."""
         if self.random is not None:
             set_random_state(self.random)
+
+
+def _read_when_needed(loaders: list[Any]) -> bool:
+    """Tell whether samples are read just before the step that needs them, in this process; reading may draw."""
+    return all(loader.num_workers == 0 for loader in loaders)
+
+
+def _ends_epoch_first(trainer: Trainer) -> bool:
+    """Tell whether the rest of an epoch, after its last batch, is to be done; the next one makes its iterators then."""
+    loop = trainer.fit_loop
+    trained = loop.epoch_loop.batch_progress.is_last_batch and not loop.epoch_loop.restarted_on_train_batch_end
+    return trained and loop.restarted_mid_epoch
 
 
 def _listed(sizes: list[int]) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_smp.batches import require_equal_evaluation
+from lightning_smp.due_validation import BeforeValidation
 from lightning_smp.pipeline import PipelinedSteps
 from lightning_smp.precision import adapt_precision
 from lightning_smp.processes import ProcessGroupStrategy
@@ -36,6 +37,10 @@ class SteppingStrategy(ProcessGroupStrategy):
     _window_start: WindowStart | None = None
     _pipelined: PipelinedSteps | None = None
     _in_window = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.before_validation = BeforeValidation()
 
     # The attributes for callbacks and LightningModules
 

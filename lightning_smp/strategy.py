@@ -34,6 +34,7 @@ from lightning_smp import checkpoints
 from lightning_smp.averaging import make_averages, take_over_callbacks
 from lightning_smp.background import BackgroundSaves
 from lightning_smp.batches import require_equal_training
+from lightning_smp.due_validation import begin_with_it, is_lacking
 from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading
 from lightning_smp.pipeline import PipelinedSteps, check_module
@@ -268,6 +269,7 @@ class SmpShardedStrategy(SteppingStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
+        self.before_validation.step_has_ended(self._trainer)
         if self.background_saves is not None:
             self.background_saves.settle()
         self._remember_loaders()
@@ -295,10 +297,12 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        trainer = self._trainer
         if self.open_window is not None:
             self.open_window.rewind(checkpoint)
-        assert self.lightning_module is not None
-        place = describe_place(self.lightning_module.trainer, checkpoint, self.mesh.data_size)
+        elif is_lacking(trainer):
+            begin_with_it(checkpoint, in_progress=trainer.validating)
+        place = describe_place(trainer, checkpoint, self.mesh.data_size)
         if place is not None:
             checkpoint["smp_data"] = place
         if self.parallel.fp8 is not None:

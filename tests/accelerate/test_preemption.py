@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from smp_core import preemption
 from smp_core.preemption import Preempted
 from tests.accelerate.running import full_weights, prepared
-from tests.accelerate.trainers import Run, make_trainer, whole_weights
+from tests.accelerate.trainers import Run, make_model, make_trainer, whole_weights
 from tests.core.models import loss_of
 from tests.harness import run_ranks
 
@@ -36,6 +37,8 @@ class Tells(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 3:
             self.tell("step")
+        if state.global_step == 5:
+            self.tell("step before an evaluation")
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 3:
@@ -53,7 +56,17 @@ def train(folder: Path, case: dict[str, Any] | None = None, resume: bool = False
     case = dict(case or {})
     tells = Tells(case.pop("place", ""), case.pop("ranks", ()), case.pop("number", TERM))
     micro_batches = case.pop("micro_batches", 1)
-    flags = {"eval_strategy": "steps", "eval_steps": 6, "per_device_eval_batch_size": 1, "save_steps": 5}
+    model = make_model(dist.get_rank())
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    flags = {
+        "model": model,
+        "eval_strategy": "steps",
+        "eval_steps": 6,
+        "per_device_eval_batch_size": 1,
+        "save_steps": 5,
+    }
     trainer, recorder = make_trainer(
         folder, 4, micro_batches, {"shard_degree": 2, **case}, save_strategy="steps", num_train_epochs=2, **flags
     )
@@ -71,6 +84,7 @@ def train(folder: Path, case: dict[str, Any] | None = None, resume: bool = False
         "saved": found[-1],
         "predicted": tells.predicted,
         "handler": signal.getsignal(TERM) is signal.SIG_DFL,
+        "evaluated": [seen["eval_loss"] for seen in trainer.state.log_history if "eval_loss" in seen],
     }
     return run
 
@@ -78,6 +92,7 @@ def train(folder: Path, case: dict[str, Any] | None = None, resume: bool = False
 def interrupted(folder: str, cases: list[dict[str, Any]]) -> list[tuple[Run, Run, Run]]:
     """For each case an uninterrupted run, one that is told, and the one that goes on from it."""
     seen = []
+    preemption._EVERY_CALLS = 1  # ranks agree at each step, however long the steps take here
     for number, case in enumerate(cases):
         rest = {key: value for key, value in case.items() if key not in ("place", "ranks", "number")}
         place = Path(folder, str(number))
@@ -94,16 +109,22 @@ def check(case: dict[str, Any], runs: list[tuple[Run, Run, Run]]) -> None:
         assert left.extra["handler"] and resumed.extra["handler"]
         step = left.extra["step"]
         assert 3 <= step == left.extra["saved"] < plain.extra["step"] == resumed.extra["step"]
+        if case["place"] == "step before an evaluation":
+            assert step == 6 and not left.extra["evaluated"]
         if case["place"] == "evaluation":
             in_time = case["checkpoint"] == "sharded"
             assert (step > 6) if in_time else (step == 6 and 0 < left.extra["predicted"] < 16)
         assert left.losses + resumed.losses == plain.losses
+        assert resumed.extra["evaluated"] == plain.extra["evaluated"]
         for name, value in plain.weights.items():
             assert torch.equal(value, resumed.weights[name]), name
 
 
 HASTE = {"async_save": True, "preemption_grace_s": 0.01}
-FIRST: list[dict[str, Any]] = [{"place": "evaluation", "ranks": (1,), "checkpoint": HASTE}]
+FIRST: list[dict[str, Any]] = [
+    {"place": "evaluation", "ranks": (1,), "checkpoint": HASTE},
+    {"place": "step before an evaluation", "ranks": (0,), "checkpoint": "sharded"},
+]
 MORE: list[dict[str, Any]] = [
     {"place": place, "ranks": ranks, "number": number, "micro_batches": micro_batches, "checkpoint": checkpoint}
     for place in ("step", "window", "evaluation", "save")

@@ -125,11 +125,11 @@ def check(case: tuple[dict[str, Any], dict[str, Any]], runs: list[tuple[Run, Run
 
 
 FIRST = [
+    ({"place": "step", "ranks": (0, 1), "number": USR1}, {"accumulate": 4, "checkpoint": "async"}),
     ({"place": "step", "ranks": (1,)}, {}),
     ({"place": "validation", "ranks": (1,), "at": 4}, {"checkpoint": {"preemption_grace_s": 0.01}}),
 ]
 MORE = [
-    ({"place": "step", "ranks": (0, 1), "number": USR1}, {"accumulate": 4, "checkpoint": "async"}),
     *(
         ({"place": place, "ranks": ranks, "number": number}, {"accumulate": accumulate, "checkpoint": checkpoint})
         for place in ("step", "optimizer", "validation", "save")
