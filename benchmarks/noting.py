@@ -4,7 +4,8 @@
 
 One rank of torch's fake process group steps a model of 24 blocks, by turns with noting and without it. Each figure is
 processor time of the main thread (``time.thread_time``), which other programs on the machine do not take part in; what
-is reported is the median over pairs of (with - without), as a share of the median step without.
+is reported is the median over pairs of (with - without) with its uncertainty, and as a share of a step of 50 ms. On a
+machine that is busy with something else the uncertainty is larger than the goal, and the figure says nothing.
 """
 
 from __future__ import annotations
@@ -105,12 +106,16 @@ def main() -> int:
     asked = arguments.parse_args()
     torch.set_num_threads(1)
     ours, bare = measured(asked.pairs)
-    difference = statistics.median(one - other for one, other in zip(ours, bare, strict=True))
+    differences = [one - other for one, other in zip(ours, bare, strict=True)]
+    difference = statistics.median(differences)
+    # Of a median, where differences are about normal: 1.25 standard errors of the mean.
+    uncertainty = 1.25 * statistics.stdev(differences) / len(differences) ** 0.5
     result = {
         "pairs": asked.pairs,
         "units": BLOCKS,
         "step_ms": round(1e3 * statistics.median(bare), 2),
         "difference_ms": round(1e3 * difference, 4),
+        "uncertainty_ms": round(1e3 * uncertainty, 4),
         "share_of_50_ms": round(1e3 * difference / STEP_MS, 5),
         "torch": torch.__version__,
         "machine": platform.machine(),
