@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor  # _subclasses: torch's documentation of fake tensors has it
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -35,6 +36,9 @@ from smp_core import streams
 from smp_core.activations.host_pool import HostBuffer, HostPool
 from smp_core.module_names import compiled_of
 from smp_core.planning.checkpointed import CheckpointedModule
+
+# A fake tensor stands for a plain one, in dry runs.
+_PLAIN = (torch.Tensor, FakeTensor)
 
 
 class _Parked:
@@ -130,7 +134,7 @@ class Offloader:
 
     def _may_leave(self, given: Any) -> bool:
         """Tell whether a module's argument may be offloaded; see this module's docstring."""
-        if type(given) is not torch.Tensor or not given.requires_grad or given.device.type != self.device.type:
+        if type(given) not in _PLAIN or not given.requires_grad or given.device.type != self.device.type:
             return False
         if given.numel() * given.element_size() < self.min_bytes or not _is_dense(given):
             return False

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from smp_core.command_line import console
+from smp_core.planning.dry_run import compared, dry_run_of
 from smp_core.planning.explain import as_json, as_yaml, front_table, table
 from smp_core.planning.hardware import Hardware
 from smp_core.planning.planner import NothingFits
@@ -30,6 +31,7 @@ def plan(
     tokens: Annotated[float | None, typer.Option(help="of the whole training, for days and cost")] = None,
     links: Annotated[Path | None, typer.Option(help="what `smp topology --measure --store` wrote there")] = None,
     why_not: Annotated[list[str] | None, typer.Option(help="why not this knob, as tensor=8; may be repeated")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="run the chosen plan without values, and compare")] = False,
     front: Annotated[bool, typer.Option("--front", help="also show step times of fewer nodes")] = False,
     as_json_: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
     out: Annotated[Path | None, typer.Option(help="write the configuration here, as YAML")] = None,
@@ -56,6 +58,8 @@ def plan(
         console().print(front_table(found))
     for knob, value in questions:
         typer.echo(f"why not {found.why_not(**{knob: value})}")
+    if dry_run:
+        console().print(compared(found, dry_run_of(found)))
     if out is not None:
         typer.echo(f"written to {out}: SmpConfig.from_yaml, SMP_CONFIG_FILE={out}, accelerate-smp launch")
 

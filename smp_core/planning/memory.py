@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from smp_core.planning.cluster import GIB
 from smp_core.planning.decide import Plan
 from smp_core.planning.optimizers import OPTIMIZERS, OptimizerStates
 from smp_core.planning.shapes import ParameterShape
+from smp_core.planning.units import PlannedUnit
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -115,6 +116,52 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
         gathered=_gathered_bytes(plan),
         budget=budget(plan),
     )
+
+
+@dataclass(frozen=True)
+class GradientBytes:
+    """Bytes of gradients on one device, by where in a step they are.
+
+    Attributes:
+        sums: partial sums of all units, reduced inside the partition group, and of replicated parameters.
+        held: unsharded gradients that are added up over micro-batches (`keep_between_micro_batches="gradients"`).
+        of_masters: gradients of float32 masters, which an estimate counts among optimizer states.
+    """
+
+    sums: int
+    held: int
+    of_masters: int
+
+
+def gradient_bytes(plan: Plan) -> GradientBytes:
+    """Return the bytes of gradients of one model on one device."""
+    of_units = {name for unit in plan.sharded_units for name in unit.parameters}
+    sums = held = of_masters = 0
+    over_world = plan.knobs.optimizer_shard == "world" and plan.layout.replicate > 1
+    for parameter in plan.shapes.parameters:
+        if not parameter.trainable:
+            continue
+        is_sharded = parameter.name in of_units
+        elements = _shard_elements(parameter, plan) if is_sharded else parameter.elements
+        reduced = plan.dtypes.of_reduced(parameter).itemsize
+        sums += elements * reduced
+        if plan.keeps_gradients and is_sharded:
+            held += _row_elements(parameter, plan) * parameter.shape[0] * reduced
+        if over_world and parameter.shape and (is_sharded or plan.shard_degree == 1):
+            of_masters += -(-elements // plan.layout.replicate) * max(parameter.dtype.itemsize, 4)
+    return GradientBytes(sums, held, 0 if plan.knobs.state_offload else of_masters)
+
+
+def unit_bytes(plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced"]) -> int:
+    """Return the bytes of a unit's full parameters as they are gathered, or of the gradients of its trainable ones as
+    they are reduced, padded as FSDP2 pads; of what one tensor rank holds of each layer."""
+    total = 0
+    for name in unit.parameters:
+        parameter = plan.shapes.of_name(name)
+        dtype = plan.dtypes.of_gathered(parameter) if what == "gathered" else plan.dtypes.of_reduced(parameter)
+        if parameter.trainable or what == "gathered":
+            total += _shard_elements(parameter, plan) * plan.shard_degree * dtype.itemsize
+    return total
 
 
 def assumptions(plan: Plan, optimizer: OptimizerStates) -> str:

@@ -3,7 +3,9 @@ Measured by :mod:`smp_core.planning.trace`, which says what is counted."""
 
 from __future__ import annotations
 
+import difflib
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -19,8 +21,7 @@ class Figures:
     Attributes:
         full_attention: FLOPs of attention in forward with those above the diagonal, by the convention of MFU.
         keys: bytes of keys and values that forward's attention reads.
-        kept: the highest bytes until backward reaches the last block.
-        working: the highest bytes after that.
+        kept: the highest bytes of activations until backward reaches the last block.
     """
 
     forward_products: float = 0.0
@@ -32,7 +33,6 @@ class Figures:
     full_attention: float = 0.0
     keys: float = 0.0
     kept: float = 0.0
-    working: float = 0.0
 
     def combined(self, other: Figures, weigh: Callable[[float, float], float]) -> Figures:
         names = [field.name for field in fields(self)]
@@ -69,6 +69,84 @@ def _at(curve: Curve, samples: int, tokens: float) -> Figures:
     return Figures(**{field.name: value(field.name) for field in fields(Figures)})
 
 
+# Batches, sequences (as shares of the traced one), and shares of activations that a rank holds, for which the highest
+# instants are looked for.
+_SAMPLES = (1, 2, 4, 16, 64)
+_LENGTHS = (1 / 8, 1 / 2, 1.0)
+_SHARES = (1.0, 0.25, 1 / 16)
+
+
+Instant = tuple[int, int, int, str]
+"""After an operation: blocks that backward has come to, bytes of activations and of gradients, the operation."""
+
+LEFT = 3
+"""Stands for backward that has left the first block."""
+
+
+@dataclass(frozen=True)
+class Instants:
+    """The instants of a step of two blocks at which memory can be at its highest.
+
+    Attributes:
+        points: for 0, 1 and 2 blocks that backward has come to, from the last, and after it has left both: bytes of
+            activations for (1, s), (2, s) and (1, s / 2) samples and tokens, and bytes of gradients, which depend on
+            neither.
+    """
+
+    tokens: int
+    points: tuple[tuple[tuple[float, float, float, float], ...], ...]
+
+    @classmethod
+    def of(cls, tokens: int, *runs: list[Instant]) -> Instants:
+        """Keep what can be the highest of what three runs had after each operation that all of them have."""
+        found = []
+        for reached in range(LEFT + 1):
+            each = _of_the_same([[instant for instant in run if instant[0] == reached] for run in runs])
+            if not each[0]:
+                found.append(((0.0, 0.0, 0.0, 0.0),))
+                continue
+            lives = list(zip(*([live for _, live, *_ in run] for run in each), strict=True))
+            held = [gradients for _, _, gradients, _ in each[0]]
+            highest = set()
+            for samples, length, share in itertools.product(_SAMPLES, _LENGTHS, _SHARES):
+                x, y, z = (share * weight for weight in _weights(samples, length))
+                totals = [x * a + y * b + z * c + one for (a, b, c), one in zip(lives, held, strict=True)]
+                highest.add(totals.index(max(totals)))
+            found.append(tuple((*map(float, lives[at]), float(held[at])) for at in sorted(highest)))
+        return cls(tokens, tuple(found))
+
+    def highest(self, reached: int, samples: int, tokens: float) -> tuple[float, float]:
+        """Return the bytes of activations and of gradients at the highest instant after backward has come to so many
+        blocks."""
+        return _highest(self, reached, samples, tokens)
+
+
+def _of_the_same(runs: list[list[Instant]]) -> list[list[Instant]]:
+    """Leave out what not all runs have: operations that depend on the number of samples or tokens."""
+    names = [[name for *_, name in run] for run in runs]
+    places = {place: [place] for place in range(len(runs[0]))}
+    for other in names[1:]:
+        matches = difflib.SequenceMatcher(None, names[0], other, autojunk=False).get_matching_blocks()
+        match = {first + i: second + i for first, second, size in matches for i in range(size)}
+        places = {place: [*found, match[place]] for place, found in places.items() if place in match}
+    return [[run[found[number]] for found in places.values()] for number, run in enumerate(runs)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _highest(instants: Instants, reached: int, samples: int, tokens: float) -> tuple[float, float]:
+    one, two, half = _weights(samples, tokens / instants.tokens)
+    found = [(one * a + two * b + half * c, held) for a, b, c, held in instants.points[reached]]
+    return max(found, key=sum)
+
+
+def _weights(samples: int, length: float) -> tuple[float, float, float]:
+    """Return what (1, s), (2, s) and (1, s / 2) count for at b samples of ``length`` s tokens: s (a + b (c + d s))
+    through all three."""
+    bend = samples * (length * length - length)
+    of_two = (samples - 1) * length
+    return 2 * length - samples * length + 2 * bend, of_two, -4 * bend
+
+
 @dataclass(frozen=True)
 class ModelTrace:
     """A model as the planner sees it.
@@ -78,6 +156,7 @@ class ModelTrace:
         blocks: how many.
         block, rest: curves of one block, and of all else, by recomputation mode.
         block_parameters: elements of all blocks together.
+        instants: at which memory can be at its highest, by recomputation mode.
         heads: what tensor and context degrees have to divide: the heads of keys; 0: the model is not split over such
             ranks by itself.
         vocabulary: rows of the largest parameter outside blocks.
@@ -88,6 +167,7 @@ class ModelTrace:
     block: Mapping[str, Curve]
     rest: Mapping[str, Curve]
     block_parameters: int
+    instants: Mapping[str, Instants]
     heads: int = 0
     vocabulary: int = 1
 

@@ -302,7 +302,7 @@ class _Search:
         samples = self.workload.global_batch // data
         for size in sizes:
             self.found.considered += 1
-            memory = peak_memory(plan, states, self.trace, size, self.workload.sequence)
+            memory = peak_memory(plan, states, self.trace, size, samples // size, self.workload.sequence)
             time = model.step(size, samples // size)
             candidate = Candidate(
                 asked,

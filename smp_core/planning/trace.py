@@ -6,8 +6,8 @@ what is left is the rest (embeddings, head, loss). Nothing about an architecture
     products     FLOPs of matrix products and convolutions (torch's table, a multiply-add is two)
     attention    FLOPs of attention, those above the diagonal left out where it is causal
     moved        bytes that all other operators read and write
-    live         bytes of all storages but parameters and their gradients, and the highest they come to: until the loss
-                 has gone backward to the last block, and after that
+    live         bytes of all storages but parameters, gradients of parameters apart, after each operation: until the
+                 loss has gone backward to the last block, in that block's backward, and in the one's before it
 
 for each way of recomputation, which really happens, so that its work is counted in backward. Each figure is measured
 for 1 sample of s tokens, 2 of s and 1 of s / 2, and is taken to be s (a + b (c + d s)) for b samples: a of what all
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +42,7 @@ from torch.utils.flop_counter import flop_registry
 from smp_core.config import SmpConfig
 from smp_core.planning.kept_operators import is_kept
 from smp_core.planning.model_source import Source, build
-from smp_core.planning.model_trace import Curve, Figures, ModelTrace, in_dtype
+from smp_core.planning.model_trace import LEFT, Curve, Figures, Instant, Instants, ModelTrace, in_dtype
 from smp_core.planning.shapes import Shapes
 
 Recomputation = Literal["none", "selective", "full"]
@@ -53,8 +53,11 @@ class _Meter(TorchDispatchMode):
     """Counts what runs inside, by phase, and follows the storages that are made there.
 
     Args:
-        gradients: shapes of gradients that are not followed: those of embeddings and heads with more
-            rows than there are tokens, which no activation has.
+        gradients: shapes of gradients of embeddings and heads with more rows than there are tokens, which no
+            activation has.
+
+    Attributes:
+        instants: after each operation, as :class:`smp_core.planning.model_trace.Instants` takes them.
     """
 
     def __init__(self, gradients: set[torch.Size]) -> None:
@@ -65,8 +68,10 @@ class _Meter(TorchDispatchMode):
         self.counts: dict[str, float] = {field.name: 0.0 for field in fields(Figures)}
         self._sizes: dict[int, int] = {}
         self._watchers: dict[int, Any] = {}
-        self._live = 0
-        self._highest = 0
+        self._live = {False: 0, True: 0}  # of activations, of gradients
+        self._of_gradients: set[int] = set()
+        self.instants: list[Instant] = []
+        self.blocks_reached = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -75,17 +80,22 @@ class _Meter(TorchDispatchMode):
             self._count(func, args, kwargs or {}, result, tensors)
         for tensor in tensors:
             self._follow(tensor)
+        if tensors:  # questions about devices are asked, or not, as fake tensors remember the answers
+            self.instants.append((self.blocks_reached, self._live[False], self._live[True], str(func)))
         return result
-
-    def pass_loss(self) -> None:
-        """Begin the second of the two highest: backward has come to the last block."""
-        self.counts["kept"] = max(self.counts["kept"], self._highest)
-        self._highest = self._live
 
     def finish(self) -> Figures:
         """Return the counts, after backward."""
-        self.counts["working"] = self._highest
+        self.counts["kept"] = max(live for reached, live, *_ in self.instants if not reached)
         return Figures(**self.counts)
+
+    def is_gradient(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage with gradients from here on."""
+        address = id(tensor.untyped_storage())
+        if address in self._sizes and address not in self._of_gradients:
+            self._of_gradients.add(address)
+            self._live[False] -= self._sizes[address]
+            self._live[True] += self._sizes[address]
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> None:
         packet = func.overloadpacket
@@ -117,12 +127,11 @@ class _Meter(TorchDispatchMode):
         if id(storage) in self._sizes:
             return
         size, address = storage.nbytes(), id(storage)
-        if tensor.shape in self._gradients:
-            size = 0
         self._sizes[address] = size
         self._watchers[address] = weakref.ref(storage, lambda _: self._forget(address))
-        self._live += size
-        self._highest = max(self._highest, self._live)
+        if tensor.shape in self._gradients:
+            self._of_gradients.add(address)
+        self._live[address in self._of_gradients] += size
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Leave the tensor's storage out of what is live."""
@@ -131,14 +140,15 @@ class _Meter(TorchDispatchMode):
         self._watchers[id(storage)] = storage  # held: its address is not given to another one
 
     def _forget(self, address: int) -> None:
-        self._live -= self._sizes.pop(address, 0)
+        self._live[address in self._of_gradients] -= self._sizes.pop(address, 0)
+        self._of_gradients.discard(address)
         self._watchers.pop(address, None)
 
 
 @contextlib.contextmanager
-def _scores_kept() -> Iterator[None]:
-    """Let attention drop no scores. Dropping them has no flash kernel on a CPU, where this runs; on a GPU it keeps
-    nothing. (A TorchFunctionMode would not see what backward computes again.)"""
+def scores_kept() -> Iterator[None]:
+    """Let attention drop no scores. Dropping them has no flash kernel on a CPU, where runs without values are; on a GPU
+    it keeps nothing. (A TorchFunctionMode would not see what backward computes again.)"""
     real = nn.functional.scaled_dot_product_attention
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
@@ -164,7 +174,7 @@ def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None)
             write instead.
     """
     before = torch.get_default_dtype()
-    with FakeTensorMode(allow_non_fake_inputs=True), _scores_kept():
+    with FakeTensorMode(allow_non_fake_inputs=True), scores_kept():
         torch.set_default_dtype(torch.bfloat16)
         try:
             source = build(words, tokens, given)
@@ -180,9 +190,11 @@ def _traced(source: Source, tokens: int, words: str) -> ModelTrace:
     shapes: dict[str, Shapes] = {mode: in_dtype(each, torch.float32) for mode, each in found.items()}
     inside = {p for name in lists for p in model.get_submodule(name).parameters()}
     outside = [p for p in model.parameters() if p not in inside and p.ndim > 1]
+    tokens = _told_apart(tokens, {size for parameter in outside for size in parameter.shape})
     vocabulary = max((p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,))[0]
     of_blocks = sum(parameter.numel() for parameter in inside)
     counted: dict[int, dict[str, list[Figures]]] = {}
+    instants: dict[str, Instants] = {}
     heads = 0
     for blocks in (2, 1):
         for name in lists:
@@ -197,14 +209,23 @@ def _traced(source: Source, tokens: int, words: str) -> ModelTrace:
                     f"model {words!r} does not run without values ({type(error).__name__}: {error}); leave out of its "
                     "forward what depends on values, or write package.module:function with a model that does"
                 ) from error
-            counted[blocks][mode], heads = [figures for figures, _ in runs], runs[0][1]
+            counted[blocks][mode], heads = [meter.finish() for meter in runs], runs[0].heads
+            if blocks == 2:
+                instants[mode] = Instants.of(tokens, *(meter.instants for meter in runs))
     block: dict[str, Curve] = {}
     rest: dict[str, Curve] = {}
     for mode in MODES:
         pairs = list(zip(counted[1][mode], counted[2][mode], strict=True))
         block[mode] = Curve(tokens, *(one.combined(two, lambda a, b: b - a) for one, two in pairs))
         rest[mode] = Curve(tokens, *(one.combined(two, lambda a, b: 2 * a - b) for one, two in pairs))
-    return ModelTrace(shapes, count, block, rest, of_blocks, heads if source.splits else 0, vocabulary)
+    return ModelTrace(shapes, count, block, rest, of_blocks, instants, heads if source.splits else 0, vocabulary)
+
+
+def _told_apart(tokens: int, sizes: set[int]) -> int:
+    """Return a length, a little shorter if need be, at which logits do not have the shape of a head's gradient."""
+    while any(n in sizes for n in (tokens, 2 * tokens, tokens // 2)) and tokens > 4:
+        tokens -= 2
+    return tokens
 
 
 def _lists_of_blocks(model: nn.Module, shapes: Shapes) -> tuple[list[str], int]:
@@ -224,8 +245,8 @@ def _lists_of_blocks(model: nn.Module, shapes: Shapes) -> tuple[list[str], int]:
     return list(names), sizes.pop()
 
 
-def _counted(source: Source, lists: list[str], mode: Recomputation, samples: int, tokens: int) -> tuple[Figures, int]:
-    """Run one step and return what was counted, and the heads of its keys."""
+def _counted(source: Source, lists: list[str], mode: Recomputation, samples: int, tokens: int) -> _Meter:
+    """Run one step and return what counted it."""
     model = source.model
     blocks = [block for name in lists for block in model.get_submodule(name).children()]
     of_blocks = {parameter for block in blocks for parameter in block.parameters()}
@@ -235,15 +256,41 @@ def _counted(source: Source, lists: list[str], mode: Recomputation, samples: int
         meter.ignore(tensor)
     model.train()
 
-    def of_last_block(module: nn.Module, args: Any, output: Any) -> None:
-        first = next(each for each in _flat(output) if isinstance(each, torch.Tensor))
-        if first.requires_grad:
-            first.register_hook(lambda _: meter.pass_loss())
+    def note_backward(reached: int) -> Callable[[torch.Tensor], None]:
+        """Note when backward comes to a block, or has left the last; gradients of blocks after it are reduced, and
+        gone, by then."""
 
-    handles = [blocks[-1].register_forward_hook(of_last_block)]
+        def arrived(gradient: torch.Tensor) -> None:
+            meter.blocks_reached = max(meter.blocks_reached, reached)
+            for block in blocks[-(reached - 1) :] if reached > 1 else ():
+                for parameter in block.parameters():
+                    parameter.grad = None
+
+        return arrived
+
+    def of_block(reached: int) -> Callable[..., None]:
+        def called(module: nn.Module, args: Any, output: Any) -> None:
+            first = next(each for each in _flat(output) if isinstance(each, torch.Tensor))
+            if first.requires_grad:
+                first.register_hook(note_backward(reached))
+
+        return called
+
+    def accumulated(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            meter.is_gradient(parameter.grad)
+
+    def note_end(module: nn.Module, args: Any, kwargs: Any) -> None:
+        first = next((each for each in _flat([args, kwargs]) if isinstance(each, torch.Tensor)), None)
+        if first is not None and first.requires_grad:
+            first.register_hook(note_backward(LEFT))
+
+    last = blocks[-2:][::-1]
+    handles = [block.register_forward_hook(of_block(i + 1)) for i, block in enumerate(last)]
+    handles.append(last[-1].register_forward_pre_hook(note_end, with_kwargs=True))
     for parameter in model.parameters():
         if parameter.requires_grad:
-            handles.append(parameter.register_post_accumulate_grad_hook(_drop_gradient))
+            handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
     for block in blocks:
         if mode != "none":
             contexts: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
@@ -258,11 +305,9 @@ def _counted(source: Source, lists: list[str], mode: Recomputation, samples: int
             handle.remove()
         for block in blocks:
             vars(block).pop("forward", None)
-    return meter.finish(), meter.heads
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
+        for parameter in model.parameters():
+            parameter.grad = None
+    return meter
 
 
 def _selective() -> Any:

@@ -129,12 +129,16 @@ class AccumulationWindow:
         """Tell whether gradients are held that no ``.grad`` shows yet."""
         return self.micro_batches > 0
 
+    def held(self) -> list[torch.Tensor]:
+        """List the partial sums, unsharded gradients and masters' gradients: what no parameter's ``.grad`` shows."""
+        found = [tensor for each in self._units for tensor in each.held()]
+        for shard in [] if self.world is None else self.world.shards:
+            found += shard.gradients()
+        return found
+
     def held_bytes(self) -> int:
-        """Return the bytes of partial sums, of unsharded gradients and of masters' gradients: what no parameter's
-        ``.grad`` shows."""
-        sums = sum(each.sum_bytes + each.unit.held_bytes() for each in self._units)
-        parts = [] if self.world is None else self.world.shards
-        return sums + sum(shard.gradient_bytes for shard in parts)
+        """Return the bytes of :meth:`held`."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.held())
 
     @contextlib.contextmanager
     def accumulate(self, enabled: bool = True) -> Iterator[None]:

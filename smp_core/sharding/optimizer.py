@@ -92,11 +92,10 @@ class FlatShard:
         """Bytes of masters on the device."""
         return 0 if self.on_host else sum(each.numel() * each.element_size() for each in self.masters)
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of this rank's sums and of the masters' gradients."""
+    def gradients(self) -> list[torch.Tensor]:
+        """List this rank's sum and the masters' gradients."""
         held = [self._sum, *(master.grad for master in self.masters)]
-        return sum(each.numel() * each.element_size() for each in held if each is not None)
+        return [each for each in held if each is not None]
 
     @torch.no_grad()
     def follow_parameters(self) -> None:

@@ -74,10 +74,9 @@ class UnitWindow:
         self._pending: Pending | None = None
         unit.listener = self
 
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of the sum."""
-        return 0 if self.flat is None else self.flat.numel() * self.flat.element_size()
+    def held(self) -> list[torch.Tensor]:
+        """List the sum and the unsharded gradients that wait for their reduction."""
+        return [*([] if self.flat is None else [self.flat]), *self.unit.held()]
 
     @property
     def is_complete(self) -> bool:

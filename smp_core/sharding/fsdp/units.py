@@ -175,10 +175,15 @@ class ShardedUnit:
             elif parameter.unsharded_accumulated_grad is not None:
                 parameter.unsharded_accumulated_grad.zero_()
 
-    def held_bytes(self) -> int:
-        """Return the bytes of unsharded gradients that wait for their reduction."""
+    def held(self) -> list[torch.Tensor]:
+        """List the unsharded gradients that wait for their reduction."""
         held = (parameter.unsharded_accumulated_grad for parameter in self.fsdp_parameters)
-        return sum(gradient.numel() * gradient.element_size() for gradient in held if gradient is not None)
+        return [gradient for gradient in held if gradient is not None]
+
+    def unsharded(self) -> list[torch.Tensor]:
+        """List the unsharded parameters, also those that are freed at the moment: their storages have no bytes."""
+        found = (getattr(parameter, "_unsharded_param", None) for parameter in self.fsdp_parameters)
+        return [each.to_local() if isinstance(each, DTensor) else each for each in found if each is not None]
 
     def forget_held(self) -> None:
         """Drop all that is held: nothing awaits its reduction."""
@@ -232,9 +237,7 @@ class ShardedUnit:
         return {storage.data_ptr() for storage in self._gathered_storages()}
 
     def _gathered_storages(self) -> list[torch.UntypedStorage]:
-        whole = (getattr(parameter, "_unsharded_param", None) for parameter in self.fsdp_parameters)
-        found = [each.to_local() if isinstance(each, DTensor) else each for each in whole if each is not None]
-        return [storage for each in found if (storage := each.untyped_storage()).nbytes()]
+        return [storage for each in self.unsharded() if (storage := each.untyped_storage()).nbytes()]
 
     def beside_parameters(self, flat: torch.Tensor) -> torch.Tensor:
         """Bring ``flat`` to the device of the sharded parameters: another one where they are offloaded, and then

@@ -1,0 +1,134 @@
+"""Allocations: the memory that a rank would take, followed storage by storage while fake tensors run.
+
+A dispatch mode sees each tensor that an operation returns, follows its storage until it is freed, and adds up what is
+alive. Storages that FSDP2 frees by resizing them count with the size they have. Run the same step twice: the first run
+finds the operation after which most is alive, the second run stops there and asks which storages these are, and what
+each is.
+
+Collectives of c10d are counted on the way: kind, ranks of the group, bytes of the full tensor. They communicate
+nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork  # what torch's own fake collectives return
+from torch._guards import active_fake_mode  # no public way to tell a step's operations from DTensor's own trial runs
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
+
+# operator of c10d: (kind, which argument is the full tensor, which is the group)
+_COLLECTIVES = {
+    "_allgather_base_": ("all_gather", 0, 2),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0, 2),
+    "_reduce_scatter_base_": ("reduce_scatter", 1, 2),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, 2),
+    "allreduce_": ("all_reduce", 0, 1),
+    "alltoall_base_": ("all_to_all", 1, 2),
+    "broadcast_": ("broadcast", 0, 1),
+}
+_RETURNS_WORK_ONLY = ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")  # fake mode lacks them
+
+
+class Allocations(TorchDispatchMode):
+    """Follows what operations inside a ``with`` block allocate.
+
+    Args:
+        before: storages that exist already.
+        at: the operation after which ``on_peak`` is called with the storages that are alive; None: never.
+
+    Attributes:
+        highest: the most bytes that were alive at one time.
+        highest_at: the operation after which they were.
+        collectives: (kind, ranks of the group, bytes of the full tensor) -> calls.
+    """
+
+    def __init__(
+        self,
+        before: Iterable[torch.UntypedStorage],
+        at: int | None = None,
+        on_peak: Callable[[Mapping[int, int]], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.highest = self.highest_at = 0
+        self.collectives: Counter[tuple[str, tuple[int, ...], int]] = Counter()
+        self._at, self._on_peak = at, on_peak
+        self._operations = 0
+        self._live = 0
+        self._sizes: dict[int, int] = {}
+        self._watchers: dict[int, Any] = {}
+        self._mode: Any = None
+        self._resize: Any = None
+        for storage in before:
+            self._follow(storage)
+
+    def __enter__(self) -> Allocations:
+        self._mode = active_fake_mode()
+        self._resize = torch.UntypedStorage.resize_
+        resize = self._resize
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self._follow(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # so that its local operations come here
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if active_fake_mode() is not self._mode:
+            return result  # DTensor tries an operation on whole shapes
+        for tensor in _tensors(result):
+            self._follow(tensor.untyped_storage())
+        self._operations += 1
+        if self._live > self.highest:
+            self.highest, self.highest_at = self._live, self._operations
+        if self._operations == self._at:
+            assert self._on_peak is not None
+            self._on_peak(dict(self._sizes))
+        return result
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _COLLECTIVES:
+            kind, tensors, group = _COLLECTIVES[name]
+            ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[group])))
+            n_bytes = sum(each.numel() * each.itemsize for each in _tensors(args[tensors]))
+            if len(ranks) > 1:
+                self.collectives[kind, ranks, n_bytes] += 1
+        return FakeWork().boxed() if name in _RETURNS_WORK_ONLY else func(*args, **kwargs)
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        address, size = id(storage), storage.nbytes()
+        self._live += size - self._sizes.get(address, 0)
+        self._sizes[address] = size
+        if address not in self._watchers:
+            self._watchers[address] = weakref.ref(storage, lambda _: self._forget(address))
+
+    def _forget(self, address: int) -> None:
+        self._live -= self._sizes.pop(address, 0)
+        self._watchers.pop(address, None)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [inner for each in value for inner in _tensors(each)]
+    return []

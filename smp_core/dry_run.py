@@ -1,0 +1,298 @@
+"""A dry run: a step of the real sharded model on rank 0 of a fake process group, without values, on one CPU.
+
+    python -m smp_core.dry_run QUESTION ANSWER     files of :mod:`smp_core.planning.dry_run`
+
+The model is built with fake tensors, made parallel by the ``parallelize_model`` that a training uses, and trained for
+three steps: the first makes optimizer states and FSDP2's buffers, the second finds where most is allocated, the third
+stops there and asks what each storage is (:mod:`smp_core.allocations`). The process group's backend is torch's fake
+one, whose collectives do nothing and which takes the way of an accelerator's through our communication objects.
+
+Differs from a GPU: memory of several streams that the allocator cannot use again, temporaries of the optimizer (one
+tensor at a time here), kernels that keep other tensors for backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import resource
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import (  # _subclasses: torch's documentation of fake tensors has it
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from smp_core.activations.host_pool import HostPool
+from smp_core.allocations import Allocations
+from smp_core.comm.background import Background, Pending
+from smp_core.comm.flat import CommObject
+from smp_core.config import SmpConfig
+from smp_core.mesh import SmpMesh
+from smp_core.parallel_model import ParallelModel
+from smp_core.parallelize import parallelize_model
+from smp_core.planning.decide import Plan, decide
+from smp_core.planning.dry_run import RUN_KINDS, DryRun, Question
+from smp_core.planning.model_source import Source, build
+from smp_core.planning.shapes import Shapes
+from smp_core.planning.trace import scores_kept
+from smp_core.sharding.accumulation import AccumulationWindow
+
+
+@dataclass
+class _Rank:
+    """The rank that runs.
+
+    Attributes:
+        allocated: storage -> "gathered" or "other", of buffers that communication objects allocated.
+    """
+
+    source: Source
+    parallel: ParallelModel
+    optimizer: torch.optim.Optimizer
+    question: Question
+    allocated: dict[int, str]
+
+    def step(self) -> None:
+        question = self.question
+        for number in range(question.count):
+            with self.parallel.window.accumulate(number < question.count - 1):
+                self.source.loss(question.micro_batch, question.sequence).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    # The storages of each kind
+
+    def parameters(self) -> list[torch.Tensor]:
+        parallel = self.parallel
+        if not parallel.units:
+            return list(parallel.module.parameters())
+        named = dict(parallel.module.named_parameters())
+        sharded = [parameter for unit in parallel.units for parameter in unit.parameters()]
+        return [*sharded, *(named[name] for name in parallel.plan.replicated)]
+
+    def states(self) -> list[torch.Tensor]:
+        entries = [value for state in self.optimizer.state.values() for name, value in state.items() if name != "step"]
+        world = self.parallel.window.world
+        shards = [] if world is None else world.shards
+        masters = [master for shard in shards if not shard.on_host for master in shard.masters]
+        return [*(value for value in entries if isinstance(value, torch.Tensor)), *masters]
+
+    def unsharded(self) -> list[torch.Tensor]:
+        return [tensor for unit in self.parallel.units for tensor in unit.unsharded()]
+
+    def gradients(self) -> list[torch.Tensor]:
+        found = [*(each.grad for each in self.parameters()), *(each.grad for each in self.unsharded())]
+        window = self.parallel.window
+        assert isinstance(window, AccumulationWindow)
+        return [*(each for each in found if each is not None), *window.held()]
+
+    def _root_sizes(self) -> set[int]:
+        """Return the bytes of embeddings and heads: their gradients wait in autograd's buffers where they are tied."""
+        roots = [unit for unit in self.parallel.units if unit.is_root]
+        found = (tensor for unit in roots for tensor in unit.unsharded() if tensor.ndim > 1)
+        return {tensor.numel() * tensor.element_size() for tensor in found}
+
+    def _copy_sizes(self) -> set[int]:
+        """Return the bytes of parts of matrices that are kept between forward and backward."""
+        keep = self.parallel.config.reshard_after_forward
+        if type(keep) is not int:
+            return set()
+        blocks = [unit for unit in self.parallel.units if not unit.is_root]
+        found = (tensor for unit in blocks for tensor in unit.unsharded() if tensor.ndim > 1)
+        return {tensor.numel() * tensor.element_size() // keep for tensor in found}
+
+    def kinds_of(self, sizes: Mapping[int, int]) -> dict[str, int]:
+        """Add up storages by kind; what nothing else claims is activations. Host memory is left out."""
+        config = self.parallel.config
+        parameters = "host" if config.state_offload == "all" else "parameters"
+        optimizer = "host" if config.state_offload else "optimizer"
+        known: dict[int, str] = dict(self.allocated)
+        for kind, tensors in (
+            ("gathered", self.unsharded()),
+            ("gradients", self.gradients()),
+            ("other", list(self.parallel.module.buffers())),
+            (optimizer, self.states()),
+            (parameters, self.parameters()),
+        ):
+            known |= dict.fromkeys(map(id, _storages(tensors)), kind)
+        found = Counter[str]()
+        roots, copies = self._root_sizes(), self._copy_sizes()
+        for address, size in sizes.items():
+            kind = known.get(address, "activations")
+            if kind == "activations":
+                kind = "gradients" if size in roots else "gathered" if size in copies else kind
+            found[kind] += size
+        return {kind: found[kind] for kind in RUN_KINDS}
+
+
+def rehearse(question: Question) -> DryRun:
+    """Run a configuration in this process, which gets a process group of its own.
+
+    Raises:
+        ValueError: knobs or a model that cannot be run.
+    """
+    asked = SmpConfig(**question.knobs)
+    if asked.fp8 is not None or asked.pipeline_parallel_degree > 1:
+        raise ValueError("a dry run has no FP8 and no pipeline stages yet; leave fp8 and pipeline_parallel_degree out")
+    hardware, began = question.hardware, time.process_time()
+    dist.init_process_group("fake", rank=0, world_size=hardware.devices)
+    before = torch.get_default_dtype()
+    try:
+        return replace(_rehearsed(question, asked), seconds=time.process_time() - began)
+    finally:
+        torch.set_default_dtype(before)
+        dist.destroy_process_group()
+
+
+def _rehearsed(question: Question, asked: SmpConfig) -> DryRun:
+    hardware = question.hardware
+    allocated: dict[int, str] = {}
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _at_once(), _real_meshes(), _noted(allocated), scores_kept():
+        with fake:
+            torch.set_default_dtype(torch.float32 if question.precision == "mixed" else torch.bfloat16)
+            source = build(question.model, question.sequence, question.fields)
+            plan = decide(Shapes.of(source.model, asked, source.entry), asked, hardware.cluster())
+        mesh = _mesh_of(plan, question)  # of real tensors
+        with fake:
+            parallel = parallelize_model(source.model, mesh, plan)
+            optimizer = torch.optim.AdamW(parallel.module.parameters())
+            parallel.prepare_optimizer(optimizer)
+            rank = _Rank(source, parallel, optimizer, question, allocated)
+            return _watched(rank, hardware.devices)
+
+
+def _watched(rank: _Rank, ranks: int) -> DryRun:
+    with Allocations([]):
+        rank.step()
+    tensors = [*rank.parameters(), *rank.parallel.module.buffers(), *rank.states(), *rank.unsharded()]
+    before = _storages(tensors)
+    with Allocations(before) as first:
+        rank.step()
+    memory: dict[str, int] = {}
+    rank.parallel.meter.close_step()
+    with Allocations(before, first.highest_at, lambda sizes: memory.update(rank.kinds_of(sizes))) as second:
+        rank.step()
+    rank.parallel.meter.close_step()
+    metered = rank.parallel.meter.per_step().items()
+    sent = {name.removesuffix("_bytes"): value for name, value in metered if name.endswith("_bytes") and "/" in name}
+    calls: dict[str, tuple[int, int]] = {}
+    for (kind, group, n_bytes), times in second.collectives.items():
+        count, total = calls.get(f"{kind} over {len(group)}", (0, 0))
+        calls[f"{kind} over {len(group)}"] = (count + times, total + times * n_bytes)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return DryRun(memory, {k: v for k, v in sent.items() if v}, calls, ranks, 0.0, resident)
+
+
+def _mesh_of(plan: Plan, question: Question) -> SmpMesh:
+    knobs, keep = plan.knobs, plan.knobs.reshard_after_forward
+    return SmpMesh.build(
+        plan.layout,
+        question.hardware.cluster().topology,
+        torch.device("cpu"),
+        in_stages=knobs.asked("collectives.hierarchical") is not False,
+        secondary=keep if type(keep) is int else None,
+    )
+
+
+@contextlib.contextmanager
+def _real_meshes() -> Iterator[None]:
+    """Let meshes that are made on the way be made of real tensors: their ranks are values."""
+    secondary = SmpMesh.secondary
+    concatenate = DeviceMesh._concatenate  # of fully_shard on a model that is split already; it looks at ranks
+
+    def real_secondary(self: SmpMesh, degree: int) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return secondary(self, degree)
+
+    def real_concatenate(*args: Any, **kwargs: Any) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return concatenate(*args, **kwargs)
+
+    SmpMesh.secondary = real_secondary  # type: ignore[method-assign]
+    DeviceMesh._concatenate = staticmethod(real_concatenate)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        SmpMesh.secondary = secondary  # type: ignore[method-assign]
+        DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign,assignment]
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _at_once() -> Iterator[None]:
+    """Let what runs behind the computation run at once, in this thread: fake tensors and modes are a thread's own."""
+    submit = Background.submit
+
+    def run_now(self: Background, run: Callable[[], None]) -> Pending:
+        with torch.no_grad():
+            run()
+        return _Done()
+
+    Background.submit = run_now  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Background.submit = submit  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _noted(allocated: dict[int, str]) -> Iterator[None]:
+    """Note buffers that communication objects and the pool of host memory allocate."""
+    allocate, take = CommObject.allocate, HostPool.take
+
+    def note(tensor: torch.Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        allocated[id(storage)] = kind
+        weakref.finalize(storage, allocated.pop, id(storage), None)  # another storage may get its address
+
+    def noting(self: CommObject, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made = allocate(self, size, dtype=dtype, device=device)
+        note(made, "gathered" if "Gather" in type(self).__name__ else "other")
+        return made
+
+    def taken(self: HostPool, n_bytes: int) -> Any:
+        buffer = take(self, n_bytes)
+        note(buffer.bytes, "host")
+        return buffer
+
+    CommObject.allocate, HostPool.take = noting, taken  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CommObject.allocate, HostPool.take = allocate, take  # type: ignore[method-assign]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    return [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in tensors]
+
+
+def _main(asked: str, out: str) -> None:
+    torch.set_num_threads(1)
+    found: list[DryRun | ValueError] = []
+    for question in pickle.loads(Path(asked).read_bytes()):
+        try:
+            found.append(rehearse(question))
+        except (ValueError, NotImplementedError) as error:
+            found.append(ValueError(str(error)))
+    Path(out).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

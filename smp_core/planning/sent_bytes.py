@@ -1,0 +1,134 @@
+"""Bytes that leave rank 0 in a step, by kind of collective and class of link, from shapes alone.
+
+Kinds, classes and the arithmetic of rings are those of :class:`smp_core.comm.meter.CommMeter`, so that a plan, a dry
+run and a training can be compared number by number. A unit of a partition group of P = M K ranks, K on each of M nodes,
+with F bytes of full parameters (or of gradients, in the dtype that they are reduced in):
+
+    one stage     (P - 1) / P F to the right neighbour
+    two stages    (M - 1) / M F / K between nodes, (K - 1) / K F inside
+
+Sums across replicas are of what a rank holds of a unit. Compressed payloads are not counted here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from smp_core.planning.decide import Plan
+from smp_core.planning.memory import unit_bytes
+from smp_core.planning.model_trace import ModelTrace
+from smp_core.planning.units import PlannedUnit
+
+
+def sent_bytes(plan: Plan, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> dict[str, float]:
+    """Return the bytes by "kind/link", as in "all_gather/inter".
+
+    Args:
+        micro_batch, count: samples of a micro-batch on each rank, and micro-batches of a step.
+        tokens: of a whole sequence.
+    """
+    sent = _Sent(plan)
+    for unit in plan.sharded_units:
+        sent.gathers(unit, count)
+        sent.reductions(unit, count)
+    for names in plan.replicated_parameters:
+        sent.replicated(names)
+    if plan.layout.context > 1:
+        sent.context(trace, micro_batch, count, tokens)
+    return {name: n_bytes for name, n_bytes in sorted(sent.bytes.items()) if n_bytes}
+
+
+class _Sent:
+    """What has been counted."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.bytes: defaultdict[str, float] = defaultdict(float)
+        layout = plan.layout
+        self.per_node = plan.cluster.topology.ranks_per_node
+        self.shard = plan.shard_degree
+        self.stride = layout.tensor  # from a rank to its neighbour in the partition group
+
+    def gathers(self, unit: PlannedUnit, count: int) -> None:
+        """Count gathers of a unit: in forward, and in backward where it was freed."""
+        full = unit_bytes(self.plan, unit, "gathered")
+        times = 1 if self.plan.keeps_parameters else count
+        self._over_partition("all_gather", full * times)
+        kept = self.plan.knobs.reshard_after_forward
+        if unit.is_root or kept is False:
+            return
+        if type(kept) is int:  # a copy that neighbours hold between forward and backward
+            self._ring("all_gather", kept, self.stride, full * times)
+        else:
+            self._over_partition("all_gather", full * times)
+
+    def reductions(self, unit: PlannedUnit, count: int) -> None:
+        """Count reductions inside the partition group, and the sum across replicas."""
+        full = unit_bytes(self.plan, unit, "reduced")
+        self._over_partition("reduce_scatter", full * (1 if self.plan.keeps_gradients else count))
+        replicas, stride = self.plan.layout.replicate, self.shard * self.stride
+        held = full / self.shard
+        if self.plan.knobs.optimizer_shard == "world":
+            self._in_stages("all_reduce", replicas, stride, held, 1)
+            self._in_stages("all_gather", replicas, stride, unit_bytes(self.plan, unit, "gathered") / self.shard, 1)
+        else:
+            self._over_replicas(replicas, stride, held)
+
+    def replicated(self, names: tuple[str, ...]) -> None:
+        """Count the sum of parameters that every rank holds whole, over all ranks whose gradients are added up."""
+        found = [self.plan.shapes.of_name(name) for name in names]
+        trainable = [each for each in found if each.trainable]
+        full = sum(each.elements * self.plan.dtypes.of_reduced(each).itemsize for each in trainable)
+        ranks = self.plan.layout.replicate * self.shard
+        if self.plan.knobs.optimizer_shard == "world" and self.shard == 1:
+            stepped = sum(each.elements * self.plan.dtypes.of_gathered(each).itemsize for each in trainable)
+            self._in_stages("all_reduce", ranks, self.stride, full, 1)
+            self._in_stages("all_gather", ranks, self.stride, stepped, 1)
+        else:
+            self._over_replicas(ranks, self.stride, full)
+
+    def context(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> None:
+        """Count gathers of keys and values, in forward, where that is made again, and in backward, and the sum of
+        their gradients."""
+        degree = self.plan.layout.context
+        whole = trace.block["none"].at(micro_batch, tokens / degree).keys * degree * trace.blocks * count
+        again = self.plan.knobs.activations.checkpoint == "full"
+        self._ring("context_gather", degree, self.stride, whole * (3 if again else 2))
+        self._ring("context_reduce", degree, self.stride, whole)
+
+    def _over_partition(self, kind: str, full: float) -> None:
+        inside = max(self.per_node // self.stride, 1)
+        if self.plan.hierarchical:
+            self._add(kind, "inter", (self.shard - inside) / self.shard * full / inside)
+            self._add(kind, "intra", (inside - 1) / inside * full)
+        else:
+            self._ring(kind, self.shard, self.stride, full)
+
+    def _over_replicas(self, ranks: int, stride: int, held: float) -> None:
+        inside = self._on_node(ranks, stride)
+        if 1 < inside < ranks and self.plan.knobs.collectives.hierarchical:
+            self._in_stages("all_reduce", ranks, stride, held, 2)
+        else:
+            self._ring("all_reduce", ranks, stride, 2 * held)
+
+    def _in_stages(self, kind: str, ranks: int, stride: int, held: float, ways: int) -> None:
+        """A scatter or a gather inside nodes and between them, or (two ways) both."""
+        if ranks == 1:
+            return
+        inside = self._on_node(ranks, stride)
+        if not self.plan.knobs.collectives.hierarchical and 1 < inside < ranks:
+            inside = 1
+        nodes = ranks // inside
+        self._add(kind, "intra", ways * (inside - 1) / inside * held)
+        if nodes > 1:
+            self._add(kind, "inter", ways * (nodes - 1) / nodes * held / inside)
+
+    def _on_node(self, ranks: int, stride: int) -> int:
+        return max(min(self.per_node // stride, ranks), 1)
+
+    def _ring(self, kind: str, ranks: int, stride: int, full: float) -> None:
+        if ranks > 1:
+            self._add(kind, "intra" if stride < self.per_node else "inter", (ranks - 1) / ranks * full)
+
+    def _add(self, kind: str, link: str, n_bytes: float) -> None:
+        self.bytes[f"{kind}/{link}"] += n_bytes
