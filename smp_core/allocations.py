@@ -7,6 +7,9 @@ each is.
 
 Collectives of c10d are counted on the way: kind, ranks of the group, bytes of the full tensor. They communicate
 nothing.
+
+Torch has no public names for which fake mode is active (torch._guards), which a step's operations are told from
+DTensor's own trial runs by, and for the work that its own fake collectives return (torch._C._distributed_c10d).
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork  # what torch's own fake collectives return
-from torch._guards import active_fake_mode  # no public way to tell a step's operations from DTensor's own trial runs
+from torch._C._distributed_c10d import FakeWork
+from torch._guards import active_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
 

@@ -11,6 +11,7 @@ from smp_core.command_line import console
 from smp_core.planning.dry_run import compared, dry_run_of
 from smp_core.planning.explain import as_json, as_yaml, front_table, table
 from smp_core.planning.hardware import Hardware
+from smp_core.planning.plan_picture import draw_plans
 from smp_core.planning.planner import NothingFits
 from smp_core.planning.planner import plan as plan_model
 from smp_core.planning.workload import Workload
@@ -34,9 +35,12 @@ def plan(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="run the chosen plan without values, and compare")] = False,
     front: Annotated[bool, typer.Option("--front", help="also show step times of fewer nodes")] = False,
     as_json_: Annotated[bool, typer.Option("--json", help="print JSON instead of the table")] = False,
+    picture: Annotated[Path | None, typer.Option(help="draw the plans here, as SVG or PNG")] = None,
     out: Annotated[Path | None, typer.Option(help="write the configuration here, as YAML")] = None,
 ) -> None:
     """Choose the degrees, recomputation and micro-batch of a run, and say why."""
+    if as_json_ and (front or why_not or dry_run):
+        raise ValueError("--json prints the plans alone; ask for --front, --why-not and --dry-run without it")
     hardware = Hardware.parse(cluster)
     if links is not None:
         hardware = hardware.with_links(links)
@@ -50,6 +54,8 @@ def plan(
         raise typer.Exit(NOTHING_FITS) from None
     if out is not None:
         out.write_text(as_yaml(found), encoding="utf-8")
+    if picture is not None:
+        draw_plans(found, picture)
     if as_json_:
         typer.echo(as_json(found), nl=False)
         return

@@ -256,6 +256,29 @@ def _counted(source: Source, lists: list[str], mode: Recomputation, samples: int
         meter.ignore(tensor)
     model.train()
 
+    handles = _follow_backward(model, blocks, meter)
+    for block in blocks:
+        if mode != "none":
+            contexts: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+    try:
+        with meter:
+            loss = source.loss(samples, tokens)
+            meter.phase = "backward"
+            loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for block in blocks:
+            vars(block).pop("forward", None)
+        for parameter in model.parameters():
+            parameter.grad = None
+    return meter
+
+
+def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: _Meter) -> list[Any]:
+    """Let the meter know which gradients are there, and how far backward is; return the hooks that do."""
+
     def note_backward(reached: int) -> Callable[[torch.Tensor], None]:
         """Note when backward comes to a block, or has left the last; gradients of blocks after it are reduced, and
         gone, by then."""
@@ -291,23 +314,7 @@ def _counted(source: Source, lists: list[str], mode: Recomputation, samples: int
     for parameter in model.parameters():
         if parameter.requires_grad:
             handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
-    for block in blocks:
-        if mode != "none":
-            contexts: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **contexts)
-    try:
-        with meter:
-            loss = source.loss(samples, tokens)
-            meter.phase = "backward"
-            loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-        for block in blocks:
-            vars(block).pop("forward", None)
-        for parameter in model.parameters():
-            parameter.grad = None
-    return meter
+    return handles
 
 
 def _selective() -> Any:

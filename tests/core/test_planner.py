@@ -321,10 +321,15 @@ def test_the_command_prints_a_table_json_and_a_file(
     for words in ("replicas x shard", "memory, GiB", "MFU", "why not tensor=8", "node for each 3 billion"):
         assert words in shown.output
     assert SmpConfig.from_yaml(out).shard_degree > 1
+    picture = tmp_path / "plan.svg"
+    assert CliRunner().invoke(app, [*typed, "--picture", str(picture)]).exit_code == 0
+    assert "</svg>" in picture.read_text(encoding="utf-8")
     told = json.loads(CliRunner().invoke(app, [*typed, "--json", "--fix", "shard=64"]).output)
     assert told["chosen"]["smp_config"]["shard_degree"] == 64 and 1 <= len(told["alternatives"]) <= 5
     memory = told["chosen"]["memory_bytes"]
     assert sum(value for kind, value in memory.items() if kind not in ("total", "capacity")) == memory["total"]
+    silent = CliRunner().invoke(app, [*typed, "--json", "--dry-run"])
+    assert silent.exit_code == 1 and "without it" in silent.stderr
     wrong = CliRunner().invoke(app, [*typed, "--fix", "shard"])
     assert wrong.exit_code == 1 and "write it as shard=16" in wrong.stderr
 
