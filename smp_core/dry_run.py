@@ -144,8 +144,11 @@ def rehearse(question: Question) -> DryRun:
         ValueError: knobs or a model that cannot be run.
     """
     asked = SmpConfig(**question.knobs)
-    if asked.fp8 is not None or asked.pipeline_parallel_degree > 1:
-        raise ValueError("a dry run has no FP8 and no pipeline stages yet; leave fp8 and pipeline_parallel_degree out")
+    for knob in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):
+        if getattr(asked, knob) > 1:
+            raise ValueError(f"{knob}={getattr(asked, knob)}: a dry run has no such groups yet; leave --dry-run out")
+    if asked.fp8 is not None:
+        raise ValueError("fp8: a dry run has no FP8 yet; leave --dry-run out")
     hardware, began = question.hardware, time.process_time()
     dist.init_process_group("fake", rank=0, world_size=hardware.devices)
     before = torch.get_default_dtype()

@@ -99,7 +99,7 @@ class Instants:
     @classmethod
     def of(cls, tokens: int, *runs: list[Instant]) -> Instants:
         """Keep what can be the highest of what three runs had after each operation that all of them have."""
-        found = []
+        found: list[tuple[tuple[float, float, float, float], ...]] = []
         for reached in range(LEFT + 1):
             each = _of_the_same([[instant for instant in run if instant[0] == reached] for run in runs])
             if not each[0]:
@@ -112,13 +112,19 @@ class Instants:
                 x, y, z = (share * weight for weight in _weights(samples, length))
                 totals = [x * a + y * b + z * c + one for (a, b, c), one in zip(lives, held, strict=True)]
                 highest.add(totals.index(max(totals)))
-            found.append(tuple((*map(float, lives[at]), float(held[at])) for at in sorted(highest)))
+            places = sorted(highest)
+            found.append(tuple((*_three(lives[at]), float(held[at])) for at in places))
         return cls(tokens, tuple(found))
 
     def highest(self, reached: int, samples: int, tokens: float) -> tuple[float, float]:
         """Return the bytes of activations and of gradients at the highest instant after backward has come to so many
         blocks."""
         return _highest(self, reached, samples, tokens)
+
+
+def _three(values: tuple[int, ...]) -> tuple[float, float, float]:
+    one, two, half = values
+    return float(one), float(two), float(half)
 
 
 def _of_the_same(runs: list[list[Instant]]) -> list[list[Instant]]:

@@ -1,14 +1,15 @@
 """The peak of a step's memory by kind, for a plan and a traced model: model states by
 :mod:`smp_core.planning.memory`, activations and gradients on their way from the trace.
 
-A step has six points that can be the highest. L blocks, of which L (or as many as stay on the device) keep something:
+A step has seven points that can be the highest. L blocks, of which L (or as many as stay on the device) keep something:
 
-    loss        all that blocks keep, the rest's highest (logits), the root unit
+    loss        all that blocks keep, the rest's highest (logits), the root unit, the last block's gather
     last        the last block's backward: what it makes (after it was computed again, where it is), two gathered
                 blocks, gradients of the block and of the root
     next        the same in the block before it, while the last block's gradients are reduced: the reduction's input
     first       the same in the first block, which alone keeps something by then, and the sums of all units
-    rest        after it, in what comes before the blocks: gradients of the root, and the sums of all units
+    rest        after it, in what comes before the blocks: gradients of the root, and the sums of all blocks
+    root        no activations, while the root's gradients are reduced
     step        all gradients and optimizer states, and no activations
 
 Sums of earlier micro-batches are there in the first three. Context ranks hold 1 / c of each sequence. Tensor ranks hold
@@ -108,7 +109,7 @@ class _Point:
 
 
 class _Points:
-    """The six points of a step of ``count`` micro-batches, of ``held`` tokens of each sample on a rank."""
+    """The seven points of a step of ``count`` micro-batches, of ``held`` tokens of each sample on a rank."""
 
     def __init__(
         self, plan: Plan, states: MemoryEstimate, trace: ModelTrace, micro_batch: int, count: int, held: float
@@ -135,36 +136,54 @@ class _Points:
         states = self.states
         at_work = states.optimizer_states - self.sums.of_masters
         earlier = 0 if self.count == 1 else self.sums.held if self.plan.keeps_gradients else self.sums.sums
-        root, copies = self._root_and_copies()
-        # A plan that keeps parameters after forward has them all at every point.
-        at_work_gathered = states.gathered - copies
-        reduced = self.sizes.reduced if self.plan.shard_degree > 1 else 0.0
-        points = [_Point(self._loss(blocks), root + copies, earlier + self._held(0), at_work)]
+        points = [_Point(self._loss(blocks), self._gathered(0), earlier + self._held(0), at_work)]
         for reached in (1, 2):
             # The last block's input is gone in the next one's backward; where inputs are on the host, another came.
             inputs = min(blocks + reached - 1, self.trace.blocks)
             activations = self._working(reached) + inputs * self.kept
-            # Copies of blocks that backward has come to are gone.
-            gathered = at_work_gathered + copies * max(1 - reached / self.trace.blocks, 0.0)
-            own = reduced * (reached == 2) * (not self.plan.keeps_gradients or self.count == 1)
+            own = self._reduced() if reached == 2 else 0.0
             of_last = own / self.plan.shard_degree if self.count == 1 else 0.0  # else it is added to earlier sums
-            points.append(_Point(activations, gathered, earlier + of_last + self._held(reached), at_work, own))
-        sums = max(self.sums.sums, earlier)
-        first = self._working(2) + min(2, blocks) * self.kept
-        points.append(_Point(first, at_work_gathered, sums + self._held(2), at_work, reduced))
+            gradients = earlier + of_last + self._held(reached)
+            points.append(_Point(activations, self._gathered(reached), gradients, at_work, own))
+        return [*points, *self._late(min(2, blocks), at_work)]
+
+    def _late(self, blocks: int, at_work: float) -> list[_Point]:
+        """Return the points at which all blocks but the first, or all, are reduced."""
+        states, of_root = self.states, self.sizes.root_share
+        reduced, root = self._reduced(), self._gathered(self.trace.blocks + 1)
+        # The sum of the root is there if earlier micro-batches had one.
+        sums = self.sums.sums * (1.0 if self.count > 1 and not self.plan.keeps_gradients else 1 - of_root)
+        held = of_root * self.sums.held if self.count > 1 else 0.0
+        first = self._working(2) + blocks * self.kept
         rest = self.instants[LEFT][0] / self.tensor
-        points.append(_Point(rest, root, sums + self._held(LEFT), at_work, reduced))
         at_step = states.gradients + states.partial_sums - self.sums.held
-        points.append(_Point(0.0, 0.0, at_step, states.optimizer_states))
+        points = [
+            _Point(first, self._gathered(self.trace.blocks), sums + held + self._held(2), at_work, reduced),
+            _Point(rest, root, sums + held + self._held(LEFT), at_work, reduced),
+            _Point(0.0, 0.0, at_step, states.optimizer_states),
+        ]
+        if self.plan.gathers and self.plan.shard_degree > 1:
+            unsharded = held or self.sizes.root_gathered * self.of_gradient
+            points.append(_Point(0.0, root, sums + unsharded, at_work, self.sizes.root_reduced))
         return points
 
-    def _root_and_copies(self) -> tuple[float, float]:
-        """Return the bytes that are gathered while no block is, and of them the copies between forward and backward."""
-        if not self.plan.gathers or self.plan.knobs.reshard_after_forward is False:
-            return self.states.gathered, 0.0
-        kept = self.plan.knobs.reshard_after_forward
-        copies = self.trace.blocks * self.sizes.gathered / kept if type(kept) is int else 0.0
-        return max(self.states.gathered - copies - 2 * self.sizes.gathered, 0.0), copies
+    def _reduced(self) -> float:
+        return self.sizes.reduced if self.plan.shard_degree > 1 else 0.0
+
+    def _gathered(self, reached: int) -> float:
+        """Return the bytes that are gathered when backward has come to so many blocks; one more: it has left all."""
+        if not self.plan.gathers:
+            return self.states.gathered
+        blocks, block, kept = self.trace.blocks, self.sizes.gathered, self.plan.knobs.reshard_after_forward
+        if kept is False:  # each is freed after its backward
+            return self.states.gathered - max(reached - 1, 0) * block
+        copies = block / kept if type(kept) is int else 0.0
+        root = max(self.states.gathered - blocks * copies - 2 * block, 0.0)
+        if reached > blocks:
+            return root
+        # FSDP2 holds on to the last gather's buffer until the next one; in backward there are two blocks.
+        at_work = 2 if reached else 1
+        return root + at_work * block + copies * (blocks - reached)
 
     def _loss(self, blocks: int) -> float:
         """Return the activations when the logits are there, or as many of them as are made at a time."""
@@ -197,14 +216,19 @@ def kept_blocks(plan: Plan, blocks: int) -> int:
 
 @dataclass(frozen=True)
 class _UnitBytes:
-    """Bytes of one block as it is gathered and reduced."""
+    """Bytes of one block and of the root as they are gathered and reduced, and the root's share of all elements."""
 
     gathered: float
     reduced: float
+    root_gathered: float
+    root_reduced: float
+    root_share: float
 
     @classmethod
     def of(cls, plan: Plan, trace: ModelTrace) -> _UnitBytes:
         block = trace.block_parameters / trace.blocks / plan.layout.tensor
+        root = (trace.parameters - trace.block_parameters) / plan.layout.tensor
         first = plan.shapes.parameters[0]
         gathered, reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
-        return cls(block * gathered, block * reduced)
+        share = 1 - trace.block_parameters / trace.parameters
+        return cls(block * gathered, block * reduced, root * gathered, root * reduced, share)

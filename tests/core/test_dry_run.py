@@ -21,7 +21,7 @@ from smp_core.planning.sent_bytes import sent_bytes
 from smp_core.planning.step_memory import peak_memory
 from smp_core.planning.trace import trace_model
 
-TOKENS = 256
+TOKENS = 192
 FIELDS = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -29,7 +29,7 @@ FIELDS = {
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "vocab_size": 2048,
+    "vocab_size": 2336,
     "tie_word_embeddings": False,
 }
 DEVICE = Device("small", 4.0, 1e12, 1e11, 1e10, "no data sheet", 1e13)
