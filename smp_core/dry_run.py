@@ -48,6 +48,7 @@ from smp_core.planning.model_source import Source, build
 from smp_core.planning.shapes import Shapes
 from smp_core.planning.trace import scores_kept
 from smp_core.sharding.accumulation import AccumulationWindow
+from smp_core.sharding.received_gradients import Told
 
 
 @dataclass
@@ -163,7 +164,7 @@ def _rehearsed(question: Question, asked: SmpConfig) -> DryRun:
     hardware = question.hardware
     allocated: dict[int, str] = {}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _at_once(), _real_meshes(), _noted(allocated), scores_kept():
+    with _at_once(), _undivided(), _real_meshes(), _noted(allocated), scores_kept():
         with fake:
             torch.set_default_dtype(torch.float32 if question.precision == "mixed" else torch.bfloat16)
             source = build(question.model, question.sequence, question.fields)
@@ -253,6 +254,17 @@ def _at_once() -> Iterator[None]:
         yield
     finally:
         Background.submit = submit  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _undivided() -> Iterator[None]:
+    """Let ranks be told to agree: whether they do is a question of values, and here is one rank."""
+    divergence = Told.divergence
+    Told.divergence = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Told.divergence = divergence  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
