@@ -17,7 +17,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-accelerate bench-cluster gpu-check test quick test-slow lint clean
+.PHONY: help venv demo demo-accelerate bench-cluster gpu-check test quick test-slow lint style types suite clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,13 +45,21 @@ bench-cluster: $(STAMP) ## ours and the peers on an emulated cluster: Linux, roo
 gpu-check: $(STAMP) ## check the CUDA paths on one GPU, half an hour; results for docs/gpu.md
 	$(BIN)/python benchmarks/gpu/run.py
 
-lint: $(STAMP) ## style and types
+lint: style types ## style and types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy
 
-test: lint ## style, types and the tests of every change (without those marked slow)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+suite: $(STAMP)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# mypy runs on one core for most of a minute: beside the tests, so that no core waits for it.
+test: style ## style, types and the tests of every change (without those marked slow)
+	@$(MAKE) --no-print-directory -j 2 types suite
 
 quick: $(STAMP) ## the tests that start no processes, for the desk
 	QUICK_TESTS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)

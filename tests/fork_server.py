@@ -159,9 +159,11 @@ def main(descriptor: int) -> None:
     """
     die_with_parent()
     pipe = Connection(descriptor)
+    gc.disable()  # imports leave next to no garbage, which is looked for all the same
     for name in PRELOADED:
         importlib.import_module(name)
     explain_asserts()
+    gc.enable()
     gc.collect()
     gc.freeze()  # else collecting garbage in a rank would copy the pages that all share
     while True:
