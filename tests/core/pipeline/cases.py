@@ -89,21 +89,21 @@ class Case:
 def together(case: Case, max_norm: float = 0.5) -> Training:
     """The training over the ranks of the default group."""
     seen = Training()
-    with Wide():
-        parallel = case.parallel()
-        model, mesh = parallel.module, parallel.mesh
-        optimizer = optimizer_of(model)
-        parallel.prepare_optimizer(optimizer)
-        for step, micro in enumerate(batches(case.windows)):
+    parallel = case.parallel()
+    model, mesh = parallel.module, parallel.mesh
+    optimizer = optimizer_of(model)
+    parallel.prepare_optimizer(optimizer)
+    for step, micro in enumerate(batches(case.windows)):
+        with Wide():
             losses = [case.backward(parallel, tokens.chunk(mesh.data_size)[mesh.data_rank]) for tokens in micro]
-            seen.losses.append(float(sum(losses)))
-            seen.norms.append(float(parallel.clip_grad_norm_(max_norm)))
-            if step in (0, STEPS - 1):
-                gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-                seen.gradients |= {f"{step} {name}": g for name, g in of_all_stages(parallel, gradients).items()}
-            optimizer.step()
-            optimizer.zero_grad()
-        seen.weights = of_all_stages(parallel, dict(model.named_parameters()))
+        seen.losses.append(float(sum(losses)))
+        seen.norms.append(float(parallel.clip_grad_norm_(max_norm)))
+        if step in (0, STEPS - 1):
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            seen.gradients |= {f"{step} {name}": g for name, g in of_all_stages(parallel, gradients).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.weights = of_all_stages(parallel, dict(model.named_parameters()))
     return seen
 
 

@@ -1,5 +1,5 @@
-"""Training through pipeline stages equals one process: losses, norms, clipped gradients and weights of five AdamW steps
-in float64, to 1e-12: a few hundred rounding errors of sums in another order."""
+"""Training through pipeline stages equals one process: losses, norms, clipped gradients and weights of two AdamW
+steps in float64, to 1e-12: a few hundred rounding errors of sums in another order."""
 
 from __future__ import annotations
 
