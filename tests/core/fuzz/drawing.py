@@ -22,7 +22,7 @@ NORMAL = 60
 ATTEMPTS = 2_000
 
 # (ranks, ranks per node) and how often.
-LAYOUTS = {(1, 1): 4, (2, 1): 7, (2, 2): 7, (4, 2): 5, (4, 1): 1, (4, 4): 2}
+LAYOUTS = {(1, 1): 4, (2, 1): 9, (2, 2): 8, (4, 2): 3, (4, 1): 1, (4, 4): 1}
 
 # Knobs that mean something only beside others; where those are not there, they are seldom drawn.
 _NEEDS = {
