@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-VOCABULARY, LENGTH, STEPS, BATCH = 41, 21, 20, 4
+VOCABULARY, LENGTH, STEPS, BATCH = 41, 21, 8, 4
 
 
 def make_rows(samples: int, seed: int, packed: bool = True) -> list[dict[str, torch.Tensor]]:

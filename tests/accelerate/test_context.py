@@ -43,7 +43,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None = None, **flags: Any) -> Run:
-    """Evaluate, train for 20 steps, evaluate, predict with labels and without."""
+    """Evaluate, train for `STEPS` steps, evaluate, predict with labels and without."""
     context = (knobs or {}).get("context_parallel_degree", 1)
     data_ranks = dist.get_world_size() // context if dist.is_initialized() else 1
     function = flags.pop("compute_loss_func", None)
@@ -99,7 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shard", "context", "micro_batches", "more"), CASES)
-def test_twenty_steps_of_trainer_equal_one_process(
+def test_steps_of_trainer_equal_one_process(
     tmp_path: Path, shard: int, context: int, micro_batches: int, more: dict[str, Any]
 ) -> None:
     """float32: losses and norms to 1e-6 + 2e-7 per step (summation order), evaluation likewise; logits, which grow with

@@ -33,7 +33,7 @@ def rows(batches: int, seed: int) -> list[dict[str, torch.Tensor]]:
 class HfModule(LightningModule):
     """A Transformers model as it is written without context parallelism, but for where the targets are."""
 
-    def __init__(self, context: int = 1, batches: int = 20, **options: Any) -> None:
+    def __init__(self, context: int = 1, batches: int = 8, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(2)
         self.context, self.batches, self.options = context, batches, options

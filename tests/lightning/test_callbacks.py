@@ -111,7 +111,7 @@ def fit_summarised(knobs: dict[str, Any] | None = None) -> Run:
     return report(trainer, module, **summary.kept)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_model_summary_counts_whole_parameters(degree: int) -> None:
     expected = fit_summarised().extra
     assert expected["all"] > expected["trainable"] > 0

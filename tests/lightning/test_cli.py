@@ -38,8 +38,14 @@ def config_of(*arguments: str) -> SmpConfig:
             {"activations": {"checkpoint": {"*.mlp": "full"}}},
         ),
         ([SAID, NAME, f"{SAID}.config.shard_degree", "node"], {"shard_degree": "node"}),
-        ([SAID, NAME, f"{SAID}.config.compression", "int8"], {"compression": "int8"}),
-        ([SAID, NAME, f"{SAID}.config.activations.checkpoint", "full"], {"activations": "full"}),
+        pytest.param(
+            [SAID, NAME, f"{SAID}.config.compression", "int8"], {"compression": "int8"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            [SAID, NAME, f"{SAID}.config.activations.checkpoint", "full"],
+            {"activations": "full"},
+            marks=pytest.mark.slow,
+        ),
         ([SAID, NAME, f"{SAID}.activations.checkpoint", "full"], {"activations": "full"}),
         (["--trainer.strategy", "smp_sharded_node"], {"shard_degree": "node"}),
     ],

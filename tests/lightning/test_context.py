@@ -133,14 +133,14 @@ DEGREES = [(4, 2), (2, 2), (4, 4)]
 @pytest.mark.parametrize(
     ("shard", "context"), [pytest.param(*pair, marks=() if pair == (2, 2) else pytest.mark.slow) for pair in DEGREES]
 )
-def test_twenty_steps_of_a_transformers_model_equal_one_process(shard: int, context: int) -> None:
+def test_steps_of_a_transformers_model_equal_one_process(shard: int, context: int) -> None:
     """float32: losses to 1e-6 + 2e-7 per step, which is summation order; then validation, accuracy and predictions."""
     expected = life(HfModule, {})
     knobs = {"shard_degree": shard, "context_parallel_degree": context}
     check(together(life, HfModule, {}, knobs), expected, context, 1e-6, 2e-7)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_pairs_and_torchs_own_attention_equal_one_process(weighted: bool) -> None:
     """float64, in windows of two micro-batches: the loss that the step returns is a mean over its own targets; it is
     weighted before backward, or by the module, which can log it then."""

@@ -58,7 +58,10 @@ def evaluate_around_fit(knobs: dict[str, Any] | None = None) -> Run:
     return report(trainer, module, **seen)
 
 
-@pytest.mark.parametrize("knobs", [{"shard_degree": 2}, {"shard_degree": 4, "reshard_after_forward": False}])
+@pytest.mark.parametrize(
+    "knobs",
+    [{"shard_degree": 2}, pytest.param({"shard_degree": 4, "reshard_after_forward": False}, marks=pytest.mark.slow)],
+)
 def test_evaluation_around_and_inside_fit_equals_one_process(knobs: dict[str, Any]) -> None:
     expected = evaluate_around_fit()
     assert expected.extra["before"] != expected.extra["after"]
@@ -97,7 +100,7 @@ def normalised_by_rank(ranks: int) -> Run:
     return Run(per_batch, weights, {"val_loss": sum(parts) / len(parts)})
 
 
-@pytest.mark.parametrize("degree", [1, 4])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_every_rank_evaluates_with_the_batch_norm_statistics_of_rank_0(degree: int) -> None:
     assert_same(together(fit, PictureModule, knobs={"shard_degree": degree}, **EXACT), normalised_by_rank(4))
 
@@ -110,7 +113,7 @@ def validate_and_fit(knobs: dict[str, Any] | None = None, **flags: Any) -> Run:
     return report(trainer, module)
 
 
-@pytest.mark.parametrize("degree", [1, 4])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_sync_batchnorm_normalises_by_the_global_batch(degree: int) -> None:
     """The flag alone makes the ranks' BatchNorm that of one process, running statistics included, and also when the
     module was evaluated, and so sharded, before."""

@@ -138,7 +138,7 @@ def fit_halved(knobs: dict[str, Any], **flags: Any) -> Run:
     return report(trainer, module)
 
 
-@pytest.mark.parametrize("knobs", [1, 5])
+@pytest.mark.parametrize("knobs", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_weights_that_are_put_in_place_for_an_evaluation_are_evaluated(knobs: int) -> None:
     """And those that are put back are trained on; also inside a window through which units stay gathered. Half and
     twice are exact."""
@@ -183,7 +183,10 @@ def fit_by_name(name: str, **flags: Any) -> Run:
     return report(trainer, module, degree=config.shard_degree)
 
 
-@pytest.mark.parametrize("name, degree", [("smp_sharded", 2), ("smp_sharded_node", 2), ("smp_sharded_world", 4)])
+NAMED = [("smp_sharded", 2), pytest.param("smp_sharded_node", 2, marks=pytest.mark.slow), ("smp_sharded_world", 4)]
+
+
+@pytest.mark.parametrize("name, degree", NAMED)
 def test_strategies_chosen_by_name_train_like_one_process(name: str, degree: int) -> None:
     """On CPU the automatic degree is one node, here 2 ranks."""
     runs = together(fit_by_name, name, **EXACT)
@@ -205,7 +208,9 @@ class BlowsUp(LanguageModule):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("flags", [{}, {"gradient_clip_val": 0.1}], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param({}, marks=pytest.mark.slow), {"gradient_clip_val": 0.1}], ids=["unclipped", "clipped"]
+)
 def test_a_step_with_a_gradient_that_is_not_finite_is_left_out_on_all_ranks(flags: dict[str, Any]) -> None:
     expected = fit(BlowsUp, {"skip": True}, **EXACT, **flags)
     assert all(bool(value.isfinite().all()) for value in expected.weights.values())
@@ -238,7 +243,7 @@ def fit_and_drop(degree: int) -> list[str]:
     return [name for name, reference in references.items() if reference() is not None]
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_finished_run_is_freed(degree: int) -> None:
     """Notebooks and sweeps fit one model after another in one process."""
     for left in run_ranks(fit_and_drop, 2, degree):

@@ -52,7 +52,12 @@ class VisionTransformer(PictureModule):
 
 
 @pytest.mark.parametrize(
-    "kind, degree", [(Convolutions, 2), (Convolutions, 4), pytest.param(VisionTransformer, 4, marks=pytest.mark.slow)]
+    "kind, degree",
+    [
+        pytest.param(Convolutions, 2, marks=pytest.mark.slow),
+        (Convolutions, 4),
+        pytest.param(VisionTransformer, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_vision_models_train_like_one_process(kind: type[PictureModule], degree: int) -> None:
     flags = {**EXACT, "max_epochs": 2}
@@ -96,7 +101,7 @@ def fit_thawing(knobs: dict[str, Any] | None = None) -> Run:
     return report(trainer, module)
 
 
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_blocks_that_are_thawed_later_train_like_one_process(degree: int) -> None:
     expected = fit_thawing()
     assert_same(together(fit_thawing, {"shard_degree": degree}), expected)
