@@ -11,7 +11,7 @@ from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
 from tests.core.models import Trajectory, TroubledModel, global_batches, loss_of
 
-STEPS, SAMPLES = 5, 8
+STEPS, SAMPLES = 3, 8
 
 KEPT = {"reshard_after_forward": False, "keep_between_micro_batches": "parameters"}
 

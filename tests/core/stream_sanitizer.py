@@ -42,7 +42,7 @@ from torch.utils import _pytree as pytree  # the public one comes with optree
 from torch.utils._python_dispatch import TorchDispatchMode  # torch's only hook below autograd
 
 WORLD, RANKS_PER_NODE = 4, 2
-WIDTH, BLOCKS, STEPS = 64, 3, 3
+WIDTH, BLOCKS = 64, 3
 # Files whose lines are worth naming.
 _OURS = ("/smp_core/", "/_fully_shard/", "/amp/grad_scaler.py")
 
@@ -408,6 +408,7 @@ class Case:
         scales: the loss is scaled, as for float16.
         saves: after each step model and optimizer are staged for a checkpoint, which the host reads.
         without: one of ``WITHOUT``.
+        steps: how many; what the host is asked in the first is not counted.
     """
 
     knobs: dict[str, Any]
@@ -420,6 +421,7 @@ class Case:
     scales: bool = False
     saves: bool = False
     without: str | None = None
+    steps: int = 3
 
 
 class Chain(nn.Module):
@@ -456,7 +458,7 @@ def run(case: Case) -> dict[str, Any]:
     scaler = ShardedGradScaler("cpu", enabled=case.scales)
     sanitizer.found.clear()
     with sanitizer:
-        for step in range(STEPS):
+        for step in range(case.steps):
             if step == 1:
                 sanitizer.asked.clear()
             if case.evaluates:
@@ -481,7 +483,7 @@ def run(case: Case) -> dict[str, Any]:
             parallel.meter.close_step()
             if case.saves:
                 _save(parallel.model_state(), buffers)
-    asked = {line: count / (STEPS - 1) for line, count in sanitizer.asked.items()}
+    asked = {line: count / (case.steps - 1) for line, count in sanitizer.asked.items()}
     return {"found": dict(sanitizer.found), "asked": asked}
 
 

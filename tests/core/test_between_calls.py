@@ -266,7 +266,14 @@ def on_ranks(name: str) -> dict[str, list[torch.Tensor]]:
 
 
 # The random runs draw these as well.
-OFTEN_DRAWN = ("unsharded after forward", "whole gradients held", "a copy in the node", "world", "kept through windows")
+OFTEN_DRAWN = (
+    "unsharded after forward",
+    "whole gradients held",
+    "a copy in the node",
+    "world",
+    "kept through windows",
+    "replicas",
+)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,9 @@ def reordered_alone(dtype: torch.dtype, batches: torch.Tensor) -> Trajectory:
     return train_alone(dtype, batches[:, :, order])
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize(
+    "degree", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_float32_training_stays_within_summation_order(degree: int) -> None:
     """Losses and norms to 1e-6 + 2e-7 per step; weights to 5x what one process differs from itself by when it adds up
     in another order (AdamW divides noise by noise where a gradient is zero up to rounding)."""
@@ -174,7 +176,15 @@ def test_float32_training_stays_within_summation_order(degree: int) -> None:
         assert_close(seen, expected, lambda step: 1e-6 + 2e-7 * step, 5 * noise)
 
 
-@pytest.mark.parametrize("mutation", ["no replica hop", "one parameter left out", "gathered for ever", "held for ever"])
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        "no replica hop",
+        pytest.param("one parameter left out", marks=pytest.mark.slow),
+        pytest.param("gathered for ever", marks=pytest.mark.slow),
+        "held for ever",
+    ],
+)
 def test_the_proof_fails_for_a_broken_engine(mutation: str) -> None:
     expected = train_alone(torch.float64, global_batches(STEPS, 2, SAMPLES))
     knobs = {"shard_degree": 2, **(BOTH if mutation == "held for ever" else KEPT)}

@@ -235,7 +235,8 @@ class AttentionBlock(nn.Module):
         return x + self.o(mixed.transpose(1, 2).reshape(1, 16, 32))
 
 
-def test_compiled_blocks_that_recompute_record_the_same() -> None:
+@pytest.mark.parametrize("probed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_blocks_that_recompute_record_the_same(probed: bool) -> None:
     """The state is all layers', and other blocks and micro-batches record between a block's forward and its backward.
     Probed too, in the last step."""
     torch.manual_seed(0)
@@ -245,7 +246,7 @@ def test_compiled_blocks_that_recompute_record_the_same() -> None:
     torch.compiler.reset()
     for block in traced:
         block.compile(backend="aot_eager", fullgraph=True)
-    for step in range(3):
+    for step in range(3 if probed else 2):
         for fp8 in (ours, theirs) if step == 2 else ():
             fp8.state.counts = torch.zeros(len(fp8.state.names), 3, 3, dtype=torch.float64)
         batches = [torch.randn(1, 16, 32) for _ in range(2)]
@@ -257,7 +258,8 @@ def test_compiled_blocks_that_recompute_record_the_same() -> None:
         assert (theirs.state.current[:, [0, 2]] > 0).all()
         ours.step()
         theirs.step()
-    assert theirs.state.counts is not None and (theirs.state.counts[:, [0, 2], 2] > 0).all()
+    if probed:
+        assert theirs.state.counts is not None and (theirs.state.counts[:, [0, 2], 2] > 0).all()
 
 
 def test_a_copied_state_records_for_itself() -> None:

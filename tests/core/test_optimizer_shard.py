@@ -116,12 +116,18 @@ def gradients_of_scenarios(names: list[str], **knobs: Any) -> dict[str, Gradient
 
 @pytest.mark.parametrize(
     "knobs",
-    [{"shard_degree": 1}, *(pytest.param({"shard_degree": 2, **more}, marks=pytest.mark.slow) for more in ({}, HELD))],
+    [
+        {"shard_degree": 1, "every": 2},
+        *(pytest.param(knobs, marks=pytest.mark.slow) for knobs in ({"shard_degree": 1}, {"shard_degree": 2})),
+        pytest.param({"shard_degree": 2, **HELD}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_conditional_and_repeated_parameters_have_the_gradients_of_one_process(knobs: dict[str, Any]) -> None:
-    """Also None where one process has None. Thawing is another test's."""
-    names = [name for name in allowed(knobs["shard_degree"]) if "frozen" not in name and "thawed" not in name]
+    """Also None where one process has None. Thawing is another test's. ``every``: a sample of the scenarios."""
+    knobs = dict(knobs)
+    every = knobs.pop("every", 1)
+    names = [name for name in allowed(knobs["shard_degree"]) if "frozen" not in name and "thawed" not in name][::every]
     expected = {name: alone(SCENARIOS[name], 4) for name in names}
     ranks = run_ranks(gradients_of_scenarios, 4, names, ranks_per_node=2, timeout=600, **knobs)
     for seen in ranks:
@@ -195,7 +201,7 @@ MOVES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("before", "later"),
-    [pytest.param(*move, marks=() if move in MOVES[:6:2] else pytest.mark.slow) for move in MOVES],
+    [pytest.param(*move, marks=() if move in MOVES[2:5:2] else pytest.mark.slow) for move in MOVES],
     ids=str,
 )
 def test_a_run_goes_on_with_other_degrees_and_without(before: dict, later: dict, tmp_path: Path) -> None:
@@ -223,9 +229,9 @@ def half_precision(steps: int) -> list[float]:
 
 
 def test_half_precision_parameters_have_float32_masters() -> None:
-    """250 steps of 4e-5 move weights of up to 1/8 by 1e-2; in bfloat16 itself most would not move at all."""
-    for moved, _ in run_ranks(half_precision, 4, 250, ranks_per_node=2):
-        assert moved == pytest.approx(1e-2, rel=0.05)
+    """100 steps of 4e-5 move weights of up to 1/8 by 4e-3; in bfloat16 itself most would not move at all."""
+    for moved, _ in run_ranks(half_precision, 2, 100):
+        assert moved == pytest.approx(4e-3, rel=0.05)
 
 
 # bfloat16 to compute with, float32 to step: every rank's gradients are those of a bfloat16 copy of the float32 weights,
@@ -321,7 +327,7 @@ def assert_near(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert (seen[name] - value).abs().max() <= 2e-6, name
 
 
-@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("recipe", [pytest.param("bfloat16 model", marks=pytest.mark.slow), "mixed"])
 def test_half_precision_training_equals_one_process_with_float32_masters(recipe: str) -> None:
     world = [{"shard_degree": degree, "optimizer_shard": "world"} for degree in (2, 1)]
     expected = one_process_with_masters(recipe)

@@ -525,9 +525,10 @@ MOVES = [
 ]
 
 
-def test_whatever_an_optimizer_keeps_is_there_after_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moves", [MOVES[1:4:2], pytest.param(MOVES, marks=pytest.mark.slow)], ids=len)
+def test_whatever_an_optimizer_keeps_is_there_after_a_resume(moves: list[Any], tmp_path: Path) -> None:
     """Tensors in groups, alone and in tuples; tensors like parameters and others in nested states; numbers, flags."""
-    assert run_ranks(resumed, WORLD, str(tmp_path), MOVES) == [[]] * WORLD
+    assert run_ranks(resumed, WORLD, str(tmp_path), moves) == [[]] * WORLD
 
 
 def kernels_after_loading() -> list[tuple[Any, Any]]:

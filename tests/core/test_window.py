@@ -84,10 +84,11 @@ def test_all_of_them_do_when_they_stay_gathered(degree: int, old_torch: bool) ->
 @pytest.mark.parametrize(
     "options",
     [
-        {"degree": 2},
+        {"degree": 2, "every": 3},
         *(
             pytest.param(options, marks=pytest.mark.slow)
             for options in (
+                {"degree": 2},
                 {"degree": 4, "by_hand": True, **BOTH},
                 {"degree": 1},
                 {"degree": 4},
@@ -101,7 +102,10 @@ def test_all_of_them_do_when_they_stay_gathered(degree: int, old_torch: bool) ->
     ids=str,
 )
 def test_all_of_them_do_when_whole_gradients_are_held(options: dict[str, Any]) -> None:
-    check_scenarios(allowed(options["degree"]), **{**HELD, **options})
+    """``every``: a sample of the scenarios, which all are trained without this knob in the same run."""
+    knobs = {**HELD, **options}
+    names = allowed(options["degree"])[:: knobs.pop("every", 1)]
+    check_scenarios(names, **knobs)
 
 
 @pytest.mark.slow  # in the normal run: windows with whole gradients, which are closed by hand too
@@ -197,10 +201,13 @@ TWO_PASSES: list[tuple[dict[str, Any], float]] = [
 ]
 
 
-def test_a_second_use_after_another_pass_is_sent_once() -> None:
+EVERY = [(retained, knobs) for retained in (True, False) for knobs, _ in TWO_PASSES]
+
+
+@pytest.mark.parametrize("cases", [EVERY[::2], pytest.param(EVERY[1::2], marks=pytest.mark.slow)], ids=["half", "rest"])
+def test_a_second_use_after_another_pass_is_sent_once(cases: list[tuple[bool, dict[str, Any]]]) -> None:
     """A cell used twice waits for its second use also where an earlier backward pass of the same graph, or of a graph
     made before, lies in between; replicas that use it once wait for nobody's second message."""
-    cases = [(retained, knobs) for retained in (True, False) for knobs, _ in TWO_PASSES]
     bounds = {str(knobs): bound for knobs, bound in TWO_PASSES}
     ranks = run_ranks(two_passes_together, 4, cases, ranks_per_node=2)
     for number, (retained, knobs) in enumerate(cases):
@@ -357,7 +364,7 @@ def frozen_before_backward(**knobs) -> list[Gradients]:
     return found
 
 
-@pytest.mark.parametrize("held", [{}, HELD], ids=str)
+@pytest.mark.parametrize("held", [{}, pytest.param(HELD, marks=pytest.mark.slow)], ids=str)
 def test_parameters_frozen_before_backward_or_thawed_later(held: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Net().double()
@@ -388,7 +395,7 @@ def several_closed_passes(**knobs) -> Gradients:
     return gradients(parallel.module)
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("degree", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_closed_backward_passes_before_a_step_add_up(degree: int) -> None:
     torch.manual_seed(0)
     model = Net().double()
@@ -421,7 +428,9 @@ def decay_unused(**knobs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return {name: (before[name], after[name]) for name in before}
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize(
+    "degree", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_weight_decay_leaves_unused_parameters_alone(degree: int) -> None:
     unused = ("never", "cells.0.right", "cells.1.left")
     for seen in run_ranks(decay_unused, 4, shard_degree=degree, ranks_per_node=2):
@@ -539,7 +548,11 @@ def evaluate_in_the_middle(**knobs) -> Gradients:
 
 @pytest.mark.parametrize(
     "knobs",
-    [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 4}, {"shard_degree": 4, "reshard_after_forward": 2}],
+    [
+        {"shard_degree": 2},
+        {"shard_degree": 4, "reshard_after_forward": 2},
+        *(pytest.param({"shard_degree": degree}, marks=pytest.mark.slow) for degree in (1, 4)),
+    ],
     ids=str,
 )
 def test_evaluation_before_and_inside_a_window_changes_nothing(knobs: dict[str, Any]) -> None:

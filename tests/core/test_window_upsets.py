@@ -124,8 +124,20 @@ DISTURBANCES = [
 ]
 
 
-def steps_after(old_torch: bool, **knobs) -> None:
-    for disturbance in DISTURBANCES:
+# One of each kind, and of each place where passes fail.
+SAMPLE = [
+    "open window",
+    "forward without backward",
+    "failed forward at root",
+    "failed first backward at 1",
+    "failed last backward at 0",
+    "failed last backward at root",
+]
+assert set(SAMPLE) < set(DISTURBANCES)
+
+
+def steps_after(disturbances: list[str], old_torch: bool, **knobs) -> None:
+    for disturbance in disturbances:
         try:
             step_after(disturbance, old_torch, **knobs)
         except Exception as error:
@@ -140,7 +152,7 @@ def steps_after(old_torch: bool, **knobs) -> None:
         pytest.param(2, False, {}, marks=pytest.mark.slow),
         pytest.param(2, True, {}, marks=pytest.mark.slow),
         pytest.param(4, True, {}, marks=pytest.mark.slow),
-        pytest.param(2, False, BOTH),
+        pytest.param(2, False, BOTH, marks=pytest.mark.slow),
         pytest.param(4, False, KEPT, marks=pytest.mark.slow),
         pytest.param(4, True, KEPT, marks=pytest.mark.slow),
         pytest.param(4, False, HELD, marks=pytest.mark.slow),
@@ -149,7 +161,11 @@ def steps_after(old_torch: bool, **knobs) -> None:
     ids=str,
 )
 def test_nothing_of_an_abandoned_window_reaches_the_next_step(degree: int, old_torch: bool, knobs: dict) -> None:
-    run_ranks(steps_after, 4, old_torch, shard_degree=degree, ranks_per_node=2, timeout=600, **knobs)
+    run_ranks(steps_after, 4, DISTURBANCES, old_torch, shard_degree=degree, ranks_per_node=2, timeout=600, **knobs)
+
+
+def test_nothing_of_an_abandoned_window_of_each_kind_reaches_the_next_step() -> None:
+    run_ranks(steps_after, 4, SAMPLE, False, shard_degree=2, ranks_per_node=2, **BOTH)
 
 
 def steps_after_different_sums(cases: list[dict[str, Any]]) -> None:
@@ -183,7 +199,7 @@ def go_on_after_failure(**knobs) -> list[str]:
     return refused
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_going_on_after_a_failed_backward_without_abandon_is_refused(degree: int) -> None:
     for refused in run_ranks(go_on_after_failure, 4, shard_degree=degree, ranks_per_node=2):
         assert len(refused) == 4
@@ -226,7 +242,12 @@ def zero_in_the_middle_alone(which: str) -> Gradients:
 
 @pytest.mark.parametrize(
     "knobs",
-    [{"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 4}, {"shard_degree": 2, **BOTH}],
+    [
+        pytest.param({"shard_degree": 1}, marks=pytest.mark.slow),
+        {"shard_degree": 2},
+        pytest.param({"shard_degree": 4}, marks=pytest.mark.slow),
+        {"shard_degree": 2, **BOTH},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("which", ["left", "both"])
