@@ -53,6 +53,8 @@ def diverges(ways: list[list[str]], knobs: dict[str, Any]) -> str:
         window(parallel, ways[dist.get_rank()], step=1)
     assert all(map(torch.equal, before, state_of(parallel, optimizer)))
     assert not parallel.window.is_open and all(p.grad is None for p in parallel.module.parameters())
+    loss_of(parallel.module, batch_of(0, 0, 0), "lr"[dist.get_rank()])
+    parallel.window.abandon()  # what is given up is not compared
     for each, stepped in ((parallel, optimizer), (fresh, its_optimizer)):
         window(each, ["lr", "rl"], step=2)
         stepped.step()
