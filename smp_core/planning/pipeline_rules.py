@@ -209,8 +209,6 @@ def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
             f"units.optional={list(knobs.units.optional)!r}",
             "leave it out: stages take every batch through all blocks",
         )
-    if not isinstance(knobs.reshard_after_forward, bool) and knobs.reshard_after_forward != "auto":
-        yield f"reshard_after_forward={knobs.reshard_after_forward!r}", "write true or false"
     if knobs.collectives.symmetric_memory:
         yield "collectives.symmetric_memory=True", "leave it out"
     if knobs.delayed_init is not None:
