@@ -269,7 +269,7 @@ class LocalTransaction(Transaction):
             extra = os.path.join(self.path, "extra")
             if os.path.islink(extra):
                 os.unlink(extra)  # nothing is written through it
-            names = [name for name in LocalFolder(self.temporary).names() if name != MANIFEST]
+            names = [name for name in _all_files(self.temporary) if name != MANIFEST]
             for name in names:
                 os.makedirs(os.path.dirname(os.path.join(self.path, name)), exist_ok=True)
                 os.rename(os.path.join(self.temporary, name), os.path.join(self.path, name))
@@ -294,6 +294,16 @@ class LocalTransaction(Transaction):
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _all_files(path: str) -> list[str]:
+    """List the files in a folder; an error is raised, where ``os.walk`` by itself would leave files out."""
+
+    def failed(error: OSError) -> None:
+        raise error
+
+    walk = os.walk(path, onerror=failed)
+    return sorted(os.path.relpath(os.path.join(where, name), path) for where, _, names in walk for name in names)
 
 
 def _is_half(path: str) -> bool:
