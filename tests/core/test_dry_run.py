@@ -102,7 +102,8 @@ def test_planned_memory_and_bytes_are_those_of_the_real_model(
 def test_what_is_picked_fits_in_its_own_dry_run(runs: tuple[Any, list[tuple[Candidate, DryRun]]]) -> None:
     for candidate, ran in runs[1]:
         assert ran.total <= candidate.memory.capacity, candidate.knobs
-        assert ran.total <= candidate.memory.total
+        # Also without the margin, but for what a trace of two blocks rounds.
+        assert ran.total <= 1.02 * (candidate.memory.total - candidate.memory.margin)
 
 
 def test_a_dry_run_says_what_it_has_not() -> None:
