@@ -103,7 +103,6 @@ SETTLED: list[tuple[dict[str, Any], str, Any, str]] = [
         *("activations.offload_host_gib", 2.0, "four fifths"),
     ),
     ({"delayed_init": True}, "delayed_init", None, "nothing was on the meta device"),
-    ({"compile": True, "units": lambda name, module: False}, "compile", None, "there are no blocks"),
     ({}, "collectives.forward_prefetch", 0, "no measured links"),
     (
         {"shard_degree": 1, "collectives": {"reduce_scatter_buffers": 2}},
@@ -136,6 +135,12 @@ DROPPED = [
 def test_what_has_no_effect_is_a_warning(knobs: dict[str, Any], knob: str) -> None:
     [said] = [line for line in plan_of(**knobs).warnings if line.startswith(f"{knob}=")]
     assert "has no effect" in said
+
+
+def test_there_has_to_be_something_to_compile() -> None:
+    plan = plan_of(compile=True, units=lambda name, module: False)
+    assert plan.knobs.compile is None and "there are no blocks" in plan.knobs.why("compile")
+    assert any(line.startswith("compile=") and "has no effect" in line for line in plan.warnings)
 
 
 # (nodes, ranks of a node, ranks of a partition group), whatever divides what.
