@@ -57,7 +57,7 @@ class LeavesWhenTold(TrainerCallback):
 
     @property
     def random(self) -> dict[str, Any] | None:
-        """This rank's random states from before the evaluation in progress; None where there is none."""
+        """Random states of this rank from before the evaluation in progress; None where there is none."""
         return self._before_evaluation
 
     def begin_evaluation(self, loader: Any) -> None:

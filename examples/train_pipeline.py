@@ -25,6 +25,7 @@ import calm  # noqa: F401
 import lightning as L
 import torch
 from corpus import build_corpus
+from memory_flags import add_memory_flags, memory_knobs
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -66,6 +67,7 @@ def read_flags() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--cache-dir", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=None, help="write the losses as JSON")
+    add_memory_flags(parser)
     return parser.parse_args()
 
 
@@ -82,7 +84,7 @@ def main() -> None:
         recipe = {"microbatches": flags.microbatches, "schedule": flags.schedule}
         stages = {"pipeline_parallel_degree": flags.stages, "pipeline": recipe}
     trainer = L.Trainer(
-        strategy=SmpShardedStrategy(shard_degree=shard, tensor_parallel_degree=tensor, **stages),
+        strategy=SmpShardedStrategy(shard_degree=shard, tensor_parallel_degree=tensor, **stages, **memory_knobs(flags)),
         devices=flags.ranks,
         accelerator="auto",
         max_epochs=1,

@@ -58,7 +58,6 @@ def test_the_settings_of_the_issue_are_shipped() -> None:
         ({**CPU}, ["no `smp_config:` section", "accelerate launch"]),
         ({**CPU, "smp_config": {"shard_degre": 2}}, ["shard_degre", "shard_degree"]),
         ({**CPU, "smp_config": {"shard_degree": 3}}, ["shard_degree=3", "num_processes=4", "1, 2, 4"]),
-        ({**CPU, "smp_config": {"pipeline_parallel_degree": 2}}, ["pipeline_parallel_degree=2", "not built yet"]),
         (
             {**CPU, "smp_config": {}, "parallelism_config": {"dp_shard_size": 3}},
             ["dp_shard_size=3 makes 3", "num_processes=4"],

@@ -37,7 +37,6 @@ NODES = Hardware(4, 4, DEVICE, 100.0)
 
 # samples, micro-batches, knobs: each way to recompute, both windows, a copy on the node, the optimizer over the world
 CASES: list[tuple[int, int, dict[str, Any]]] = [
-    (2, 1, {"shard_degree": 4}),
     (2, 2, {"shard_degree": 16, "activations": "selective", "reshard_after_forward": "node"}),
     (2, 2, {"shard_degree": 8, "activations": "full", "keep_between_micro_batches": "gradients"}),
     (1, 2, {"shard_degree": 2, "activations": "full", "keep_between_micro_batches": "parameters"}),
@@ -54,7 +53,7 @@ def traced() -> ModelTrace:
 def drawn_picks(traced: ModelTrace) -> list[Candidate]:
     """Plan for clusters and batches drawn from a seed, with so little memory that it decides."""
     seeded, found = random.Random(7), []
-    while len(found) < 2:
+    while not found:
         memory = seeded.uniform(1.6, 2.2)  # 1.5 GiB are the margin
         small = Device("small", memory, 1e12, 1e11, 1e10, "no data sheet", 1e13)
         hardware = Hardware(seeded.choice([1, 2, 4]), 4, small, 100.0)

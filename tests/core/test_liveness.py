@@ -240,7 +240,7 @@ def keepers_are_gone(lost: list[int]) -> Report:
     return after(lambda watching, rank: lose_keepers(watching, lost), reporting=[1, 2], alive=alive)
 
 
-@pytest.mark.parametrize("lost", [[0], [3], [0, 3]])
+@pytest.mark.parametrize("lost", [pytest.param([0], marks=pytest.mark.slow), [3], [0, 3]])
 def test_the_loss_of_who_keeps_the_signs_of_life_is_told_by_what_the_other_keeps(lost: list[int]) -> None:
     for found, text in run_ranks(keepers_are_gone, 4, lost)[1:3]:
         assert found is not None and (not text or found in text)
@@ -392,7 +392,7 @@ def nobody_meets_an_exception(lost: int) -> tuple[str, list[int]]:
     return stderr.getvalue(), ended
 
 
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_where_nothing_is_raised_a_lost_rank_is_named_all_the_same_and_the_others_end_in_time(lost: int) -> None:
     results = run_ranks(nobody_meets_an_exception, 4, lost)
     survivors = [result for rank, result in enumerate(results) if rank != lost]
