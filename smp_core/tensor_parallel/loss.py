@@ -115,7 +115,7 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
 
     def finish(module: nn.Module, args: Any, output: Any) -> Any:
         split, axis.whole_logits = not axis.whole_logits, True
-        if not split:
+        if not split or isinstance(output, torch.Tensor):  # a pipeline stage that is not the last hands on a tensor
             return None
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])
