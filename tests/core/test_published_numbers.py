@@ -116,3 +116,10 @@ def test_context_parallel_memory_is_that_of_the_result() -> None:
     assert f"{activations[0]}, {activations[1]} and {activations[2]} MiB of activations" in page(
         "docs/context-parallelism.md"
     )
+
+
+def test_the_cost_of_noting_is_that_of_the_result() -> None:
+    found = result("noting")
+    said = f"{found['difference_ms']:.2f} +- {found['uncertainty_ms']:.2f} ms of the main thread"
+    text = page("docs/ranks.md")
+    assert said in text and f"{found['share_of_50_ms']:.1%}".replace("%", " %") in text
