@@ -152,7 +152,7 @@ class _Call:
 
 
 class _Logged:
-    """What a module logs in the micro-batches of one step."""
+    """The values that a module logs in the micro-batches of one step."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module

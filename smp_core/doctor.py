@@ -47,7 +47,7 @@ _TIME_ERROR = 5  # of adjtimex(2): the clock is not synchronised
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found.
+    """A check's result.
 
     Attributes:
         topic: what was looked at.
@@ -97,26 +97,22 @@ def devices() -> Iterator[Finding]:
         ("FlashAttention", (8, 0), "attention takes torch's math kernels"),
         ("FP8", (8, 9), "leave fp8 out; products are emulated"),
     ):
-        works = capability >= least
-        yield Finding(
-            name,
-            "ok" if works else "note",
-            "yes" if works else f"needs {least[0]}.{least[1]}",
-            "" if works else instead,
-        )
+        if capability >= least:
+            yield Finding(name, "ok", "yes", "")
+        else:
+            yield Finding(name, "note", f"needs {least[0]}.{least[1]}", instead)
     yield Finding("cuDNN", "ok" if torch.backends.cudnn.is_available() else "note", str(torch.backends.cudnn.version()))
 
 
 def kernels() -> Iterator[Finding]:
     """Look for what compiles and provides kernels."""
     triton = importlib.util.find_spec("triton") is not None
-    wanted = torch.cuda.is_available() and not triton
-    yield Finding(
-        "Triton",
-        "problem" if wanted else "ok" if triton else "note",
-        "yes" if triton else "not installed",
-        "pip install triton" if wanted else "",
-    )
+    if triton:
+        yield Finding("Triton", "ok", "yes", "")
+    elif torch.cuda.is_available():
+        yield Finding("Triton", "problem", "not installed", "pip install triton")
+    else:
+        yield Finding("Triton", "note", "not installed", "")
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     yield Finding(
         "C compiler",

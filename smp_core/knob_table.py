@@ -18,7 +18,7 @@ _LOG_WIDTH = 160
 
 
 class Knobs(Protocol):
-    """What is shown of a :class:`smp_core.config.SmpConfig`, whose attributes are the values in effect."""
+    """The part of a :class:`smp_core.config.SmpConfig` that is shown; its attributes are the values in effect."""
 
     def asked(self, knob: str) -> Any: ...
 

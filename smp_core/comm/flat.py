@@ -22,7 +22,7 @@ from smp_core.compat import all_gather_single, reduce_scatter_single
 
 
 class CommObject:
-    """What every communication object shares: the meter, plain allocation and the global ranks of a group.
+    """The base of communication objects: the meter, plain allocation and the global ranks of a group.
 
     Args:
         prefix: of the kinds that it is metered as.

@@ -24,7 +24,7 @@ from smp_core.planning.decide import Plan
 
 
 class Unit(Protocol):
-    """What a communication object has to know of a sharded unit."""
+    """A sharded unit, as far as communication objects have to know it."""
 
     name: str
 

@@ -27,7 +27,7 @@ _MOST_DIMS = 8
 
 @dataclass(frozen=True)
 class Format:
-    """What an activation is like."""
+    """The form of an activation."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

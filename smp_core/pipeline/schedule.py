@@ -25,7 +25,7 @@ Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """What a stage does with one micro-batch: computes a chunk, or sends or receives its activation or gradient.
+    """One thing that a stage does with a micro-batch: compute a chunk, or send or receive its activation or gradient.
 
     Attributes:
         chunk: that is computed, or that gave the activation, or whose input's gradient it is.
