@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu.device import Device
+from benchmarks.gpu.device import Device, NotHere
 from benchmarks.gpu.items import Rows
 from smp_core.context_parallel import kernels
 from smp_core.context_parallel.attention import attention
+from smp_core.context_parallel.fastest import Kernel
 from smp_core.context_parallel.key_value_exchange import register_group
 from smp_core.context_parallel.sequence_plan import SequencePlan
 
@@ -35,12 +37,15 @@ CASES: dict[str, tuple[int, int, int, int, tuple[tuple[int, int], ...], bool, in
 
 
 def correctness(on: Device) -> Rows:
-    for dtype in (torch.bfloat16,) if on.rehearsal else (torch.bfloat16, torch.float16):
-        for name in CASES:
-            yield f"{name}, {dtype}", partial(_against_plain, on, name, dtype)
+    """Yield every case with every kernel that may be chosen for it."""
+    names = ("cpu",) if on.rehearsal else ("flash", "cuDNN", "FA3")
+    for kernel in names:
+        for dtype in (torch.bfloat16,) if on.rehearsal else (torch.bfloat16, torch.float16):
+            for name in CASES:
+                yield f"{name}, {dtype}, {kernel}", partial(_against_plain, on, name, dtype, kernel)
 
 
-def _against_plain(on: Device, name: str, dtype: torch.dtype) -> dict[str, Any]:
+def _against_plain(on: Device, name: str, dtype: torch.dtype, kernel: str) -> dict[str, Any]:
     """Compare output, LSE and gradients with plain products of the same numbers in float64: no further than four times
     the dtype's own rounding of the largest value (gradients pass twice as many)."""
     heads, groups, d, e, segments, causal, window = CASES[name]
@@ -48,21 +53,26 @@ def _against_plain(on: Device, name: str, dtype: torch.dtype) -> dict[str, Any]:
     queries, keys = (sum(each) for each in zip(*segments, strict=True))
     shapes = ((2, queries, heads, d), (2, keys, groups, d), (2, keys, groups, e), (2, queries, heads, e))
     q, k, v, grad = (torch.randn(shape, device=on.device, dtype=dtype) for shape in shapes)
-    options: dict[str, Any] = {"scale": d**-0.5, "causal": causal, "window": window}
-    out, lse = kernels.forward(q, k, v, segments, **options)
-    gradients = kernels.backward(grad, q, k, v, out, lse, segments, **options)
-    wide = [tensor.double() for tensor in (q, k, v)]
-    expected = kernels.forward(*wide, segments, **options)
-    expected += kernels.backward(grad.double(), *wide, *expected, segments, **options)
-    found: dict[str, Any] = {"ok": True, "kernel": kernels.kernel_for(q, v)}
+    taken = {each.name: each for each in kernels.kernels_for(q, k, v, segments, causal, window)}
+    if kernel not in taken:
+        raise NotHere(f"{kernel} does not take it")
+
+    def both_ways(kernel: Kernel, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        q, k, v, grad = tensors
+        options: dict[str, Any] = {"scale": d**-0.5, "causal": causal, "window": window}
+        with mock.patch.object(kernels, "kernels_for", lambda *_: (kernel,)):
+            out, lse = kernels.forward(q, k, v, segments, **options)
+            return [out, lse, *kernels.backward(grad, q, k, v, out, lse, segments, **options)]
+
+    results = both_ways(taken[kernel], q, k, v, grad)
+    expected = both_ways(kernels.PRODUCTS, *(tensor.double() for tensor in (q, k, v, grad)))
+    found: dict[str, Any] = {"ok": True}
     names = ("output", "LSE", "queries", "keys", "values")
-    for name, seen, right in zip(names, (out, lse, *gradients), expected, strict=True):
+    for name, seen, right in zip(names, results, expected, strict=True):
         worst = ((seen.double() - right).abs().max() / right.abs().max()).item()
         limit = 1e-3 if name == "LSE" else (4 if name == "output" else 8) * torch.finfo(dtype).eps
         found["ok"] &= worst <= limit and tuple(seen.shape) == tuple(right.shape)
         found[name] = worst
-    if not on.rehearsal:
-        found["ok"] &= found["kernel"] == "flash"
     return found
 
 
@@ -108,6 +118,9 @@ def _operator(on: Device, length: int) -> dict[str, Any]:
             found[name] = round(flop / on.milliseconds(run, 5, 2) / 1e9, 3)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    with kernels.count_attention_work() as work:
+        ours()
+    found["taken"] = sorted(work.calls)
     others = [rate for name, rate in found.items() if not name.startswith("ours") and isinstance(rate, float)]
     if isinstance(found["ours"], float) and others:
         ratio = found["ours"] / max(others)

@@ -5,14 +5,16 @@ keys of several documents one after another, each document's queries aligned wit
 Backward gets the output and LSE of the unsplit row, so the gradients of a piece are exact (FlashAttention-2, arXiv
 2307.08691, section 3.1).
 
-    CUDA, half precision    torch's flash attention, several documents in one call (smp_core/context_parallel/flash.py)
-    CPU                     ``_scaled_dot_product_flash_attention_for_cpu`` and
-                            ``_scaled_dot_product_flash_attention_for_cpu_backward``, private because no public function
-                            returns the LSE. Their causal mask is aligned at the start and they die on an empty range,
-                            so a causal rectangle is a full block and a square, merged by their LSE.
+    CUDA, half precision    the fastest of torch's flash attention and FlashAttention 3 (flash.py) and of cuDNN's
+                            attention (start_aligned.py), measured once for each kind of call (fastest.py)
+    CPU                     torch's flash attention for CPU (start_aligned.py)
     anything else           plain matrix products, one document at a time (float32 and float64 on CUDA, heads of more
-                            than 256 and devices older than Ampere there; on CPU value heads of another size than the
-                            keys')
+                            than 256 and devices older than Ampere there)
+
+Heads of sizes that a kernel does not take are padded with zeros. On CUDA nothing is measured, and torch's flash
+attention taken, where algorithms have to be deterministic, where ``activate_flash_attention_impl`` has settled what
+runs behind it, and while a CUDA graph records. ``torch.backends.cuda.enable_cudnn_sdp``, ``enable_flash_sdp`` and
+``torch.nn.attention.sdpa_kernel`` say between which kernels the choice is.
 
 Shape letters: B rows, L queries, M keys, H query heads, K key and value heads (H a multiple of K), D head size, E head
 size of values.
@@ -21,16 +23,17 @@ size of values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import current_flash_attention_impl
 
-from smp_core.context_parallel.flash import flash_backward, flash_forward
-
-Segments = Sequence[tuple[int, int]]
-aten = torch.ops.aten
+from smp_core.context_parallel.fastest import FastestKernel, Kernel, Segments, kind_of
+from smp_core.context_parallel.flash import FLASH, FLASH_3
+from smp_core.context_parallel.start_aligned import CPU, CUDNN, backward_by_document, forward_by_document, hidden
 
 
 @dataclass(eq=False)
@@ -84,12 +87,37 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def kernel_for(q: torch.Tensor, v: torch.Tensor) -> str:
-    """Return the kernel for queries [.., D] and values [.., E]: "flash", "cpu" or "math"."""
-    if q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16):
-        fits = max(q.shape[-1], v.shape[-1]) <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
-        return "flash" if fits else "math"
-    return "cpu" if q.device.type == "cpu" and q.shape[-1] == v.shape[-1] else "math"
+def kernels_for(
+    q_BLHD: torch.Tensor,
+    k_BMKD: torch.Tensor,
+    v_BMKE: torch.Tensor,
+    segments: Segments,
+    causal: bool,
+    window: int | None,
+) -> Sequence[Kernel]:
+    """Return the kernels that take a call, of which the fastest is to be found where there are several; the first is
+    the one that the others are compared with."""
+    if q_BLHD.device.type == "cpu":
+        return (CPU,)
+    if not _flash_takes(q_BLHD, v_BMKE):
+        return (PRODUCTS,)
+    settled = current_flash_attention_impl() is not None or torch.are_deterministic_algorithms_enabled()
+    if settled or torch.cuda.is_current_stream_capturing():
+        return (FLASH,)
+    flash = (FLASH, FLASH_3) if torch.backends.cuda.flash_sdp_enabled() else ()
+    call = (q_BLHD, k_BMKD, v_BMKE, segments, causal, window)
+    return tuple(kernel for kernel in (*flash, CUDNN) if kernel.takes(*call)) or (FLASH,)
+
+
+def _flash_takes(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Tell whether flash attention takes queries [.., D] and values [.., E] on their device."""
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return max(q.shape[-1], v.shape[-1]) <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+FASTEST = FastestKernel()
+"""The choices of this process."""
 
 
 def forward(
@@ -103,17 +131,9 @@ def forward(
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output [B, L, H, E] and the LSE [B, H, L] (:func:`lse_dtype`)."""
-    name = kernel_for(q_BLHD, v_BMKE)
-    _count(name, len(q_BLHD), q_BLHD.shape[2], segments, causal, window)
-    if name == "flash":
-        return flash_forward(q_BLHD, k_BMKD, v_BMKE, segments, scale, causal, window)
-    outs, lses = [], []
-    for q, k, v in _by_segment(segments, (q_BLHD,), (k_BMKD, v_BMKE)):
-        heads_first = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        out, lse = (_cpu_forward if name == "cpu" else _math_forward)(*heads_first, scale, causal, window)
-        outs.append(out.transpose(1, 2))
-        lses.append(lse)
-    return torch.cat(outs, 1), torch.cat(lses, 2)
+    tensors, masks = (q_BLHD, k_BMKD, v_BMKE), (segments, scale, causal, window)
+    result: tuple[torch.Tensor, torch.Tensor] = _with_a_kernel(tensors, masks, lambda k: _forward(k, tensors, masks))
+    return result
 
 
 def backward(
@@ -130,102 +150,50 @@ def backward(
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of queries [B, L, H, D], keys [B, M, K, D] and values [B, M, K, E]."""
-    name = kernel_for(q_BLHD, v_BMKE)
-    _count(name, len(q_BLHD), q_BLHD.shape[2], segments, causal, window)
-    if name == "flash":
-        return flash_backward(grad_BLHE, q_BLHD, k_BMKD, v_BMKE, out_BLHE, lse_BHL, segments, scale, causal, window)
-    one = _cpu_backward if name == "cpu" else _math_backward
-    grads: tuple[list[torch.Tensor], ...] = ([], [], [])
-    of_queries = (grad_BLHE, q_BLHD, out_BLHE, lse_BHL.transpose(1, 2))
-    for grad, q, out, lse, k, v in _by_segment(segments, of_queries, (k_BMKD, v_BMKE)):
-        grad, q, k, v, out, lse = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out, lse))
-        for collected, gradient in zip(grads, one(grad, q, k, v, out, lse, scale, causal, window), strict=True):
-            collected.append(gradient.transpose(1, 2))
-    return torch.cat(grads[0], 1), torch.cat(grads[1], 1), torch.cat(grads[2], 1)
-
-
-def _by_segment(
-    segments: Segments, of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the tensors of each document in turn: those over queries [B, L, ...], then those over keys [B, M, ...]."""
-    q_sizes, k_sizes = [q for q, _ in segments], [k for _, k in segments]
-    yield from zip(
-        *(tensor.split(q_sizes, 1) for tensor in of_queries),
-        *(tensor.split(k_sizes, 1) for tensor in of_keys),
-        strict=True,
+    tensors, masks = (q_BLHD, k_BMKD, v_BMKE), (segments, scale, causal, window)
+    results = (grad_BLHE, out_BLHE, lse_BHL)
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _with_a_kernel(
+        tensors, masks, lambda kernel: _backward(kernel, tensors, masks, *results)
     )
+    return gradients
 
 
-# Torch's flash attention for CPU; heads first: [B, H, L, D]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Masks = tuple[Segments, float, bool, int | None]
+"""Segments, scale, causal, window."""
 
 
-def _cpu_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, window: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the output [B, H, L, E] and the LSE [B, H, L]."""
-    attend = aten._scaled_dot_product_flash_attention_for_cpu
-    before = k.shape[2] - q.shape[2]
-    if not causal:
-        return attend(q, k, v, scale=scale)
-    if window is not None and window < k.shape[2]:
-        return attend(q, k, v, attn_mask=_additive_mask(q, k, window), scale=scale)
-    square = attend(q, k[:, :, before:], v[:, :, before:], is_causal=True, scale=scale)
-    if not before:
-        return square
-    block = attend(q, k[:, :, :before], v[:, :, :before], scale=scale)
-    return _merged(block, square)
+def _with_a_kernel(tensors: Tensors, masks: Masks, work: Callable[[Kernel], Any]) -> Any:
+    """Return ``work(kernel)`` with the fastest of the kernels that take the call, and count it."""
+    segments, _, causal, window = masks
+    call = (*tensors, segments, causal, window)
+    kernels = kernels_for(*call)
+
+    def counted(kernel: Kernel) -> Any:
+        _count(kernel.name, len(tensors[0]), tensors[0].shape[2], segments, causal, window)
+        return work(kernel)
+
+    if len(kernels) == 1:
+        return counted(kernels[0])
+
+    def both_ways(kernel: Kernel) -> tuple[torch.Tensor, ...]:
+        out, lse = _forward(kernel, tensors, masks)
+        return out, lse, *_backward(kernel, tensors, masks, out, out, lse)  # any gradient will do
+
+    return FASTEST.run(kind_of(*call, kernels), kernels, both_ways, counted)
 
 
-def _merged(
-    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the softmax over two sets of keys from (output, LSE) over each."""
-    lse = torch.logaddexp(one[1], other[1])
-    shares = [torch.exp(part - lse).unsqueeze(-1) for part in (one[1], other[1])]
-    out = one[0].to(lse.dtype) * shares[0] + other[0].to(lse.dtype) * shares[1]
-    return out.to(one[0].dtype), lse
+def _forward(kernel: Kernel, tensors: Tensors, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = kernel.forward(*kernel.padded(*tensors), *masks)
+    return out[..., : tensors[2].shape[-1]], lse
 
 
-def _cpu_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    def gradients(k: torch.Tensor, v: torch.Tensor, is_causal: bool, mask: torch.Tensor | None = None) -> Any:
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
-
-    before = k.shape[2] - q.shape[2]
-    if not causal:
-        return gradients(k, v, False)
-    if window is not None and window < k.shape[2]:
-        return gradients(k, v, False, _additive_mask(q, k, window))
-    # The square, then the block of keys before it.
-    dq, dk, dv = gradients(k[:, :, before:], v[:, :, before:], True)
-    if not before:
-        return dq, dk, dv
-    dq_block, dk_block, dv_block = gradients(k[:, :, :before], v[:, :, :before], False)
-    return dq + dq_block, torch.cat([dk_block, dk], 2), torch.cat([dv_block, dv], 2)
-
-
-def _additive_mask(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Return [L, M], minus infinity where a causal query does not see the key."""
-    return torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(_hidden(q, k, window), float("-inf"))
-
-
-def _hidden(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Return [L, M], True where a causal query does not see the key."""
-    queries = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
-    keys = torch.arange(k.shape[2], device=q.device)[None]
-    hidden = keys > queries
-    return hidden if window is None else hidden | (keys <= queries - window)
+def _backward(
+    kernel: Kernel, tensors: Tensors, masks: Masks, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> Tensors:
+    gradients = kernel.backward(*kernel.padded(grad, *tensors, out), lse, *masks)
+    dq, dk, dv = (gradient[..., : tensor.shape[-1]] for gradient, tensor in zip(gradients, tensors, strict=True))
+    return dq, dk, dv
 
 
 # Plain products; heads first: [B, H, L, D]
@@ -237,7 +205,7 @@ def _math_scores(
     """Return the queries as [B, K, H/K, L, D] and the scores [B, K, H/K, L, M], both in the dtype of the LSE."""
     wide = q.to(lse_dtype(q.dtype)).unflatten(1, (k.shape[1], -1))
     scores = wide @ k.to(wide.dtype).unsqueeze(2).transpose(-1, -2) * scale
-    return wide, scores.masked_fill(_hidden(q, k, window), float("-inf")) if causal else scores
+    return wide, scores.masked_fill(hidden(q, k, window), float("-inf")) if causal else scores
 
 
 def _math_forward(
@@ -271,3 +239,6 @@ def _math_backward(
     dk = (grad_scores.transpose(-1, -2) @ wide).sum(2)
     dv = (weights.transpose(-1, -2) @ grad_out).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+PRODUCTS = Kernel("math", partial(forward_by_document, _math_forward), partial(backward_by_document, _math_backward))

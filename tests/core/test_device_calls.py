@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from smp_core.context_parallel import flash
+from smp_core.context_parallel import flash, kernels
+from smp_core.context_parallel.fastest import Kernel, Segments
 from smp_core.fp8 import casting, products
 from smp_core.fp8.casting import Quantized
 from smp_core.fp8.scaling import E4M3, E5M2
@@ -23,19 +24,42 @@ DOCUMENTS = ((30, 40), (34, 56))
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(("d", "e"), [(128, 128), (192, 128), (100, 64)])
 def test_flash_attention_takes_what_it_is_given(
-    dtype: torch.dtype, segments: flash.Segments, window: int | None, d: int, e: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, segments: Segments, window: int | None, d: int, e: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lengths(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(len(values), dtype=dtype, device=META)
 
     monkeypatch.setattr(flash.streams, "on_device", lengths)
     monkeypatch.setattr(flash, "_varlen", flash._varlen.__wrapped__)  # nothing of this stays in the cache
+    takes_all_of(kernels.FLASH, dtype, segments, window, d, e, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("d", "e"), [(128, 128), (192, 128), (100, 64)])
+def test_cudnn_attention_takes_what_it_is_given(
+    dtype: torch.dtype, d: int, e: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes_all_of(kernels.CUDNN, dtype, ((64, 96),), None, d, e, monkeypatch)
+
+
+def takes_all_of(
+    kernel: Kernel,
+    dtype: torch.dtype,
+    segments: Segments,
+    window: int | None,
+    d: int,
+    e: int,
+    patch: pytest.MonkeyPatch,
+) -> None:
+    """Call a kernel forward and backward, with heads padded as it wants them."""
+    patch.setattr(kernels, "kernels_for", lambda *_: (kernel,))
     q, grad = (torch.empty(2, 64, 8, size, device=META, dtype=dtype) for size in (d, e))
     k, v = (torch.empty(2, 96, 2, size, device=META, dtype=dtype) for size in (d, e))
-    out, lse = flash.flash_forward(q, k, v, segments, 0.1, True, window)
+    options: dict[str, Any] = {"scale": 0.1, "causal": True, "window": window}
+    out, lse = kernels.forward(q, k, v, segments, **options)
     assert (out.shape, out.dtype) == (grad.shape, dtype)
     assert (tuple(lse.shape), lse.dtype) == ((2, 8, 64), torch.float32)
-    gradients = flash.flash_backward(grad, q, k, v, out, lse, segments, 0.1, True, window)
+    gradients = kernels.backward(grad, q, k, v, out, lse, segments, **options)
     assert [(each.shape, each.dtype) for each in gradients] == [(each.shape, dtype) for each in (q, k, v)]
 
 

@@ -61,7 +61,8 @@ def sample(seed: int = 0, per_mask: int = 1) -> list[Case]:
     for mask in MASKS:
         chosen += random.Random(f"{seed} {mask}").sample([case for case in matrix() if case.mask == mask], per_mask)
     chosen += [Case(mask, sinks=True, head_groups=2) for mask in ("causal", "window", "packed", "bidirectional")]
-    return [*chosen, Case("causal", value_size=32, sinks=True), Case("packed window", value_size=48)]
+    latent = Case("packed", heads=(4, 4), size=192, value_size=128)  # multi-head latent attention
+    return [*chosen, latent, Case("causal", value_size=32, sinks=True), Case("packed window", value_size=48)]
 
 
 def document_ids(case: Case) -> torch.Tensor:

@@ -1,0 +1,228 @@
+"""Which of several attention kernels is the fastest for calls of one kind: measured once on the device, then known.
+
+Kernels differ by tens of percent, and which one wins depends on the device, the lengths and the heads. The first call
+of a kind runs every kernel that takes it, forward and backward, on the call's own tensors: what differs from the first
+kernel's numbers by more than rounding, or raises, is left out with a warning; of the others the fastest is kept until
+the process ends. No random numbers are drawn. This makes the host wait for the device, once for each kind.
+
+torch's own switches decide between which kernels there is a choice (:mod:`smp_core.context_parallel.kernels`).
+
+Shape letters: B rows, L queries, M keys, H query heads, K key and value heads, D head size, E head size of values.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+logger = logging.getLogger("smp")
+
+Segments = Sequence[tuple[int, int]]
+# Largest difference between two kernels over the largest value, in units of the dtype's own rounding: the output once,
+# gradients twice as much.
+_OUTPUT, _GRADIENTS, _LSE = 4, 8, 1e-3
+_RESULTS = ("output", "LSE", "gradient of queries", "gradient of keys", "gradient of values")
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One way to compute attention.
+
+    Attributes:
+        forward: (queries [B, L, H, D], keys [B, M, K, D], values [B, M, K, E], segments, scale, causal, window) ->
+            output [B, L, H, E] and LSE [B, H, L].
+        backward: (gradient, queries, keys, values, output, LSE, segments, scale, causal, window) -> the gradients of
+            queries, keys and values.
+        takes: whether it can be called with (queries, keys, values, segments, causal, window), whatever their head
+            sizes, which are padded.
+        multiple: of which the head sizes have to be multiples.
+        one_size: whether D and E have to be the same.
+    """
+
+    name: str
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    takes: Callable[..., bool] = lambda *_: True
+    multiple: int = 1
+    one_size: bool = False
+
+    def padded(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Pad every head with zeros to a size that the kernel takes.
+
+        Zeros behind shorter heads change no score and no sum; their results are cut off again.
+        """
+        largest = max(tensor.shape[-1] for tensor in tensors)
+        found = []
+        for tensor in tensors:
+            wanted = largest if self.one_size else tensor.shape[-1]
+            missing = -(-wanted // self.multiple) * self.multiple - tensor.shape[-1]
+            found.append(F.pad(tensor, (0, missing)) if missing else tensor)
+        return found
+
+
+class Kind(NamedTuple):
+    """Calls that one measurement holds for. Numbers of tokens are rounded up to a power of two: batches of other
+    lengths are no reason to measure again."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rows: int
+    queries: int
+    keys: int
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+    documents: bool
+    causal: bool
+    window: bool
+    kernels: tuple[str, ...]
+
+    def __str__(self) -> str:
+        masks = [name for name in ("causal", "window", "documents") if getattr(self, name)]
+        return (
+            f"attention of up to {self.queries} x {self.keys} tokens, {self.rows} rows, heads {self.heads} of "
+            f"{self.sizes}, {self.dtype}{''.join(f', {mask}' for mask in masks)}, on {self.device}"
+        )
+
+
+def kind_of(
+    q_BLHD: torch.Tensor,
+    k_BMKD: torch.Tensor,
+    v_BMKE: torch.Tensor,
+    segments: Segments,
+    causal: bool,
+    window: int | None,
+    kernels: Sequence[Kernel],
+) -> Kind:
+    """Return the kind of a call."""
+    queries, keys = (1 << (tensor.shape[1] - 1).bit_length() for tensor in (q_BLHD, k_BMKD))
+    return Kind(
+        q_BLHD.device,
+        q_BLHD.dtype,
+        len(q_BLHD),
+        queries,
+        keys,
+        (q_BLHD.shape[2], k_BMKD.shape[2]),
+        (q_BLHD.shape[3], v_BMKE.shape[3]),
+        len(segments) > 1,
+        causal,
+        window is not None,
+        tuple(kernel.name for kernel in kernels),
+    )
+
+
+def milliseconds_on_device(work: Callable[[], object]) -> float:
+    """Measure the present stream's milliseconds for ``work``, the median of three."""
+    times = []
+    for _ in range(3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+class FastestKernel:
+    """The kernels that were chosen so far.
+
+    Args:
+        milliseconds: measures a function.
+
+    Attributes:
+        measured: kind -> kernel's name -> milliseconds forward and backward, or why it was left out.
+    """
+
+    def __init__(self, milliseconds: Callable[[Callable[[], object]], float] = milliseconds_on_device) -> None:
+        self.measured: dict[Kind, dict[str, float | str]] = {}
+        self._chosen: dict[Kind, Kernel] = {}
+        self._milliseconds = milliseconds
+
+    def run(
+        self,
+        kind: Kind,
+        kernels: Sequence[Kernel],
+        both_ways: Callable[[Kernel], Sequence[torch.Tensor]],
+        work: Callable[[Kernel], Any],
+    ) -> Any:
+        """Return ``work(kernel)`` with the fastest kernel; with the first, if another raises all at once.
+
+        Args:
+            kernels: the first is the one to trust.
+            both_ways: runs forward and backward; the results in the order of ``_RESULTS``.
+        """
+        if kind not in self._chosen:
+            try:
+                self._chosen[kind] = self._choose(kind, kernels, both_ways)
+            except torch.OutOfMemoryError:
+                logger.warning("%s: no memory to measure kernels side by side: %s", kind, kernels[0].name)
+                self._chosen[kind], self.measured[kind] = kernels[0], {}
+        kernel = self._chosen[kind]
+        try:
+            return work(kernel)
+        except RuntimeError as error:
+            if kernel is kernels[0] or isinstance(error, torch.OutOfMemoryError):
+                raise
+            logger.warning("%s: %s raised, %s takes its place: %s", kind, kernel.name, kernels[0].name, _short(error))
+            self.measured[kind][kernel.name] = _short(error)
+            self._chosen[kind] = kernels[0]
+            return work(kernels[0])
+
+    def _choose(
+        self, kind: Kind, kernels: Sequence[Kernel], both_ways: Callable[[Kernel], Sequence[torch.Tensor]]
+    ) -> Kernel:
+        """Measure all kernels, and say which one it is to be."""
+        first, *others = kernels
+        found: dict[str, float | str] = {}
+        expected = both_ways(first)
+        found[first.name] = self._milliseconds(lambda: both_ways(first))
+        best = first
+        for kernel in others:
+            found[kernel.name] = self._tried(kernel, both_ways, expected)
+            if isinstance(found[kernel.name], str):
+                logger.warning("%s: %s is left out: %s", kind, kernel.name, found[kernel.name])
+            elif found[kernel.name] < found[best.name]:  # type: ignore[operator]
+                best = kernel
+        self.measured[kind] = found
+        times = ", ".join(f"{name} {ms:.3f} ms" for name, ms in found.items() if not isinstance(ms, str))
+        is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        logger.log(logging.INFO if is_first_rank else logging.DEBUG, "%s: %s, of %s", kind, best.name, times)
+        return best
+
+    def _tried(
+        self,
+        kernel: Kernel,
+        both_ways: Callable[[Kernel], Sequence[torch.Tensor]],
+        expected: Sequence[torch.Tensor],
+    ) -> float | str:
+        """Return a kernel's milliseconds, or why it is none to choose."""
+        try:
+            wrong = difference(both_ways(kernel), expected)
+            return wrong or self._milliseconds(lambda: both_ways(kernel))
+        except RuntimeError as error:
+            return _short(error)
+
+
+def difference(seen: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str:
+    """Say which result is further from what was expected than two kernels' rounding explains; "": none."""
+    for name, one, other in zip(_RESULTS, seen, expected, strict=True):
+        rounding = torch.finfo(other.dtype).eps
+        limit = _LSE if name == "LSE" else (_OUTPUT if name == "output" else _GRADIENTS) * rounding
+        wide = torch.promote_types(other.dtype, torch.float32)
+        largest = other.abs().max().to(wide).clamp(min=torch.finfo(torch.float32).tiny)
+        apart = (one.to(wide) - other.to(wide)).abs().max() / largest
+        if not apart <= limit:  # nan is wrong too
+            return f"its {name} is off by {apart.item():.2g} of the largest value"
+    return ""
+
+
+def _short(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

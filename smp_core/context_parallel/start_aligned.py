@@ -1,0 +1,248 @@
+"""Kernels that take one document at a time, and whose causal mask is aligned at the first query and key: torch's flash
+attention for CPU, and cuDNN's attention.
+
+A causal rectangle is aligned at its end (:mod:`smp_core.context_parallel.kernels`): for these it is the block of the
+earlier keys, which every query sees, and a square, whose two masks are the same. Their outputs are merged by their
+LSE; in backward each gets the output and LSE of both together.
+
+    CPU     ``_scaled_dot_product_flash_attention_for_cpu`` and
+            ``_scaled_dot_product_flash_attention_for_cpu_backward``; they die on an empty range.
+    cuDNN   ``_scaled_dot_product_cudnn_attention`` and ``_scaled_dot_product_cudnn_attention_backward``, which torch's
+            own context parallelism calls with an LSE from outside too. No windows, and the LSE has a last dim of 1.
+
+All four are private, and used because no public function returns the LSE.
+
+Shape letters: B rows, L queries, M keys, H query heads, K key and value heads, D head size, E head size of values;
+heads first: [B, H, L, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+
+from smp_core.context_parallel.fastest import Kernel, Segments
+
+aten = torch.ops.aten
+
+
+def forward_by_document(
+    one: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    q_BLHD: torch.Tensor,
+    k_BMKD: torch.Tensor,
+    v_BMKE: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the output [B, L, H, E] and the LSE [B, H, L] with a function of one document, heads first."""
+    outs, lses = [], []
+    for q, k, v in _by_document(segments, (q_BLHD,), (k_BMKD, v_BMKE)):
+        out, lse = one(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, causal, window)
+        outs.append(out.transpose(1, 2))
+        lses.append(lse)
+    return torch.cat(outs, 1), torch.cat(lses, 2)
+
+
+def backward_by_document(
+    one: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    grad_BLHE: torch.Tensor,
+    q_BLHD: torch.Tensor,
+    k_BMKD: torch.Tensor,
+    v_BMKE: torch.Tensor,
+    out_BLHE: torch.Tensor,
+    lse_BHL: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of queries, keys and values with a function of one document, heads first."""
+    grads: tuple[list[torch.Tensor], ...] = ([], [], [])
+    of_queries = (grad_BLHE, q_BLHD, out_BLHE, lse_BHL.transpose(1, 2))
+    for grad, q, out, lse, k, v in _by_document(segments, of_queries, (k_BMKD, v_BMKE)):
+        grad, q, k, v, out, lse = (tensor.transpose(1, 2) for tensor in (grad, q, k, v, out, lse))
+        for collected, gradient in zip(grads, one(grad, q, k, v, out, lse, scale, causal, window), strict=True):
+            collected.append(gradient.transpose(1, 2))
+    return torch.cat(grads[0], 1), torch.cat(grads[1], 1), torch.cat(grads[2], 1)
+
+
+def _by_document(
+    segments: Segments, of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the tensors of each document in turn: those over queries [B, L, ...], then those over keys [B, M, ...]."""
+    q_sizes, k_sizes = [q for q, _ in segments], [k for _, k in segments]
+    yield from zip(
+        *(tensor.split(q_sizes, 1) for tensor in of_queries),
+        *(tensor.split(k_sizes, 1) for tensor in of_keys),
+        strict=True,
+    )
+
+
+def hidden(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return [L, M], True where a causal query does not see the key."""
+    queries = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)[:, None]
+    keys = torch.arange(k.shape[2], device=q.device)[None]
+    late = keys > queries
+    return late if window is None else late | (keys <= queries - window)
+
+
+# A rectangle as a block and a square
+
+
+def _forward(
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the output [B, H, L, E] and the LSE [B, H, L] with ``attend(q, k, v, scale, causal)``."""
+    before = k.shape[2] - q.shape[2] if causal else 0
+    if not before:
+        return attend(q, k, v, scale, causal)
+    square = attend(q, k[:, :, before:], v[:, :, before:], scale, True)
+    block = attend(q, k[:, :, :before], v[:, :, :before], scale, False)
+    return _merged(block, square)
+
+
+def _merged(
+    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the softmax over two sets of keys from (output, LSE) over each."""
+    lse = torch.logaddexp(one[1], other[1])
+    shares = [torch.exp(part - lse).unsqueeze(-1) for part in (one[1], other[1])]
+    out = one[0].to(lse.dtype) * shares[0] + other[0].to(lse.dtype) * shares[1]
+    return out.to(one[0].dtype), lse
+
+
+def _backward(
+    gradients: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of queries, keys and values with ``gradients(k, v, causal)``."""
+    before = k.shape[2] - q.shape[2] if causal else 0
+    if not before:
+        return gradients(k, v, causal)
+    dq, dk, dv = gradients(k[:, :, before:], v[:, :, before:], True)
+    dq_block, dk_block, dv_block = gradients(k[:, :, :before], v[:, :, :before], False)
+    return dq + dq_block, torch.cat([dk_block, dk], 2), torch.cat([dv_block, dv], 2)
+
+
+# Torch's flash attention for CPU
+
+
+def _cpu_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the output [B, H, L, D] and the LSE [B, H, L]."""
+    attend = aten._scaled_dot_product_flash_attention_for_cpu
+    if causal and window is not None and window < k.shape[2]:
+        return attend(q, k, v, attn_mask=_additive_mask(q, k, window), scale=scale)
+    return _forward(
+        lambda q, k, v, scale, causal: attend(q, k, v, is_causal=causal, scale=scale), q, k, v, scale, causal
+    )
+
+
+def _cpu_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def gradients(k: torch.Tensor, v: torch.Tensor, is_causal: bool, mask: torch.Tensor | None = None) -> Any:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+
+    if causal and window is not None and window < k.shape[2]:
+        return gradients(k, v, False, _additive_mask(q, k, window))
+    return _backward(gradients, q, k, v, causal)
+
+
+def _additive_mask(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return [L, M], minus infinity where a causal query does not see the key."""
+    return torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(hidden(q, k, window), float("-inf"))
+
+
+CPU = Kernel(
+    "cpu", partial(forward_by_document, _cpu_forward), partial(backward_by_document, _cpu_backward), one_size=True
+)
+
+
+# cuDNN
+
+
+def _cudnn_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, _: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the output [B, H, L, E] and the LSE [B, H, L], float32."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Any:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return out, lse.view(q.shape[:3])
+
+    return _forward(attend, q, k, v, scale, causal)
+
+
+def _cudnn_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    causal: bool,
+    _: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    no_dropout = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
+    lse = lse.contiguous().unsqueeze(-1)
+
+    def gradients(k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+        layout = (None, None, q.shape[2], k.shape[2])  # no lengths of documents
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse, *no_dropout, None, *layout, 0.0, causal, scale=scale
+        )
+
+    return _backward(gradients, q, k, v, causal)
+
+
+def _cudnn_takes(
+    q_BLHD: torch.Tensor,
+    k_BMKD: torch.Tensor,
+    v_BMKE: torch.Tensor,
+    segments: Segments,
+    causal: bool,
+    window: int | None,
+) -> bool:
+    """Tell whether a call is of one document without a window, and torch would take cuDNN for its heads."""
+    if len(segments) > 1 or (window is not None and window < k_BMKD.shape[1]):
+        return False
+    q, k, v = (tensor.transpose(1, 2) for tensor in CUDNN.padded(q_BLHD, k_BMKD, v_BMKE))
+    grouped = q_BLHD.shape[2] != k_BMKD.shape[2]
+    square = causal and q_BLHD.shape[1] == k_BMKD.shape[1]
+    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, square, grouped))
+
+
+CUDNN = Kernel(
+    "cuDNN",
+    partial(forward_by_document, _cudnn_forward),
+    partial(backward_by_document, _cudnn_backward),
+    _cudnn_takes,
+    multiple=8,
+)
