@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.harness import close_pools
-from tests.rank_worker import seed_all
+from tests.rank_worker import YOUNG_OBJECTS, seed_all
 
 # The same examples every time, however long a busy machine takes over one: a change is judged by what it changes.
 settings.register_profile(
@@ -48,6 +48,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported by now stays: the garbage collector need not walk over it again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -38,10 +38,8 @@ def test_a_killed_rank_ends_the_run_and_is_named(kind: str, ranks: int, rank: in
     assert re.search(rf"torch-smp, rank (?!{rank}:)\d: .*rank {rank} was lost", stderr), stderr
 
 
-RAISING = [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in [("trainer", 2, 1), *CASES[1:]])]
-
-
-@pytest.mark.parametrize(("kind", "ranks", "rank"), RAISING)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks", "rank"), [*CASES, ("trainer", 2, 1)])
 def test_an_exception_in_user_code_ends_all_ranks(kind: str, ranks: int, rank: int, tmp_path: Path) -> None:
     assert "ArithmeticError: the user's own mistake" in end(kind, ranks, "raise", rank, tmp_path)
 
