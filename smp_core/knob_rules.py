@@ -139,6 +139,12 @@ def _of_memory(asked: Any) -> Iterator[str]:
             "by all ranks while training waits; write checkpoint='full', or checkpoint='async' and bring a file back "
             "with `smp checkpoint consolidate`"
         )
+    if asked.checkpoint.memory_every_n_steps and asked.checkpoint.full_state_dict:
+        yield (
+            f"checkpoint.memory_every_n_steps={asked.checkpoint.memory_every_n_steps} keeps each rank's shards, and "
+            "checkpoint.full_state_dict=True saves whole tensors; write full_state_dict=false, or leave "
+            "memory_every_n_steps out"
+        )
 
 
 def _of_fp8(asked: Any) -> Iterator[str]:

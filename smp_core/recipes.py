@@ -358,6 +358,9 @@ class Checkpoint(Recipe):
         preemption_grace_s: Seconds between a notice of the job's end (SIGTERM, SIGUSR1) and that end, in which all
             ranks save a checkpoint at the same step and leave. A number >= 0; default 30.0, as torchrun, Kubernetes and
             SLURM give. 0 leaves signals alone.
+        memory_every_n_steps: Optimizer steps between two copies of the newest state in shared host memory, from which a
+            run that is started again goes on: ranks whose node is still there read nothing from disk, a lost node's
+            part comes from another node. Integer >= 0; default 0 (off).
     """
 
     KNOB: ClassVar[str] = "checkpoint"
@@ -374,6 +377,7 @@ class Checkpoint(Recipe):
     verify: Literal["auto", "sizes", "digests"] = setting("auto", read.word("auto", "sizes", "digests"))
     allow_batch_change: bool = setting(False, _BOOLEAN)
     preemption_grace_s: float = setting(30.0, read.number(0.0, include_lowest=True))
+    memory_every_n_steps: int = setting(0, _COUNT)
 
 
 RECIPES: dict[str, type[Recipe]] = {

@@ -39,11 +39,13 @@ class OpenCheckpoint:
         folder: where it lies.
         manifest: what it is.
         check_bytes: compare tensors with their digests while they are read.
+        agreed: all ranks have opened the same save and checked its files; this is not done again.
     """
 
     folder: Folder
     manifest: Manifest
     check_bytes: bool = True
+    agreed: bool = False
 
     def __fspath__(self) -> str:
         return self.address

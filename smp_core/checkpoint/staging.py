@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
@@ -23,6 +22,9 @@ from smp_core import streams
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor, StagedTensor, tie_key
 from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, name_tensors
+
+Place = tuple[str, int]
+"""A slice of a tensor that this rank holds: the tensor's name, the slice's number."""
 
 
 @dataclass(eq=False)
@@ -106,41 +108,49 @@ class HostBuffers:
     """The host memory for staged tensors, kept for the next save of the same shapes."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], torch.Tensor] = {}
+        self._kept: dict[Place, torch.Tensor] = {}
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | StagedTensor | LazyTensor]:
         """Copy this rank's slices, and return when all values have arrived. Tied tensors are copied once."""
-        staged: dict[str, torch.Tensor | StagedTensor | LazyTensor] = {}
-        copied: dict[Any, list[torch.Tensor]] = {}
-        used: dict[tuple[str, int], torch.Tensor] = {}
-        devices: set[torch.device] = set()
+        items = {name: _write_items(name, tensor) for name, tensor in tensors.items()}
+        keys = {name: tie_key(tensor) if _can_tie(tensor) else None for name, tensor in tensors.items()}
+        first: dict[Any, str] = {}
+        sources: dict[Place, torch.Tensor] = {}
         for name, tensor in tensors.items():
-            key = tie_key(tensor) if _can_tie(tensor) else None
-            items = _write_items(name, tensor)
-            slices = [_slice(tensor, item.index) for item in items]
-            if key is None or key not in copied:
-                hosts = [self._copy((name, number), part, used) for number, part in enumerate(slices)]
-                devices |= {part.device for part in slices if streams.run_behind(part.device)}
-                if key is not None:
-                    copied[key] = hosts
-            else:
-                hosts = copied[key]
-            by_offset = {item.index.offset: host for item, host in zip(items, hosts, strict=True)}
-            staged[name] = StagedTensor(items, by_offset, key, can_tie=_can_tie(tensor))
-        for device in devices:
-            torch.accelerator.synchronize(device)
-        self._kept = used
+            if keys[name] is None or first.setdefault(keys[name], name) == name:
+                for number, item in enumerate(items[name]):
+                    sources[name, number] = find_tensor_shard(tensor, item.index).detach()
+        hosts = self._hosts(sources)
+        self._copy(sources, hosts)
+
+        staged: dict[str, torch.Tensor | StagedTensor | LazyTensor] = {}
+        for name, tensor in tensors.items():
+            owner = name if keys[name] is None else first[keys[name]]
+            slices = {item.index.offset: hosts[owner, number] for number, item in enumerate(items[name])}
+            staged[name] = StagedTensor(items[name], slices, keys[name], can_tie=_can_tie(tensor))
         return staged
 
-    def _copy(self, place: tuple[str, int], source: torch.Tensor, used: dict[Any, torch.Tensor]) -> torch.Tensor:
-        source = source.detach()
-        behind = streams.run_behind(source.device)
-        host = self._kept.get(place)
-        if host is None or (host.shape, host.dtype) != (source.shape, source.dtype):
-            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=streams.pins(source.device))
-        host.copy_(source, non_blocking=behind)
-        used[place] = host
-        return host
+    def _hosts(self, sources: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
+        """Return host tensors of the same shapes and dtypes; those of the last save where they fit."""
+        hosts = {}
+        for place, source in sources.items():
+            host = self._kept.get(place)
+            if host is None or (host.shape, host.dtype) != (source.shape, source.dtype):
+                host = torch.empty(source.shape, dtype=source.dtype, pin_memory=streams.pins(source.device))
+            hosts[place] = host
+        self._kept = hosts
+        return hosts
+
+    def _copy(self, sources: Mapping[Place, torch.Tensor], hosts: Mapping[Place, torch.Tensor]) -> None:
+        copy_to_hosts([(hosts[place], source) for place, source in sources.items()])
+
+
+def copy_to_hosts(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second tensor into the first one, and return when all values have arrived."""
+    for host, source in pairs:
+        host.copy_(source, non_blocking=streams.run_behind(source.device))
+    for device in {source.device for _, source in pairs if streams.run_behind(source.device)}:
+        torch.accelerator.synchronize(device)
 
 
 def _can_tie(tensor: torch.Tensor) -> bool:
@@ -149,7 +159,3 @@ def _can_tie(tensor: torch.Tensor) -> bool:
 
 def _write_items(name: str, tensor: torch.Tensor) -> list[WriteItem]:
     return list(create_default_local_save_plan({name: tensor}, is_coordinator=True).items)
-
-
-def _slice(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
-    return find_tensor_shard(tensor, index)

@@ -30,6 +30,9 @@ def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks,
         CheckpointError: on every rank: missing, half, damaged or foreign.
     """
 
+    if isinstance(path, OpenCheckpoint) and path.agreed:
+        return path
+
     def opened_here() -> OpenCheckpoint:
         if verify not in ("auto", "sizes", "digests", None):
             raise CheckpointError(f"verify={verify!r} is not known; allowed: 'auto', 'sizes', 'digests', None")

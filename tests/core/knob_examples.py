@@ -86,6 +86,7 @@ FIELDS: dict[type[Recipe], dict[str, Any]] = {
         "verify": st.sampled_from(["auto", "sizes", "digests"]),
         "allow_batch_change": st.booleans(),
         "preemption_grace_s": st.floats(0, 1e4),
+        "memory_every_n_steps": st.integers(0, 1000),
     },
 }
 

@@ -88,6 +88,7 @@ NOT_DRAWN: dict[str, str] = {
     "checkpoint.async_save": _FACES,
     "checkpoint.allow_batch_change": _FACES,
     "checkpoint.preemption_grace_s": _FACES,
+    "checkpoint.memory_every_n_steps": _FACES,
 }
 
 

@@ -1,0 +1,300 @@
+"""The saves into shared memory: staged beside training, committed by all ranks together, kept on two nodes.
+
+In the thread of a save: (1) copy what was not copied at once; (2) digests, and the layout of each rank to all; (3) the
+rest and all ranks' own parts, merged by rank 0, to a file on each node; (4) where no rank of another node has the same
+layout, that is the same tensors, a copy of the tensors goes to the next node; (5) records, which are the commit. Only
+then may the state before be written over, so that at every instant one state is complete on all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_core.checkpoint.file_system import new_save_id
+from smp_core.checkpoint.layout import FORMAT, CheckpointError, digest_of
+from smp_core.checkpoint.memory_folder import NodeMemory
+from smp_core.checkpoint.memory_records import Record, digests_of_blocks, layout_name, record_name
+from smp_core.checkpoint.memory_slots import SharedSlots, Slot, slot_name
+from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.staging import Staged, stage
+from smp_core.checkpoint.tree import EncodedRest, merge_rest
+
+logger = logging.getLogger("smp")
+
+PIECE_BYTES = 64 << 20  # of one message
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """This rank's part of a save, in its file but without a record.
+
+    Attributes:
+        layout, layout_digest: names and places of the slices.
+        blocks: digests of the file's blocks.
+        changed: tensors that changed while they were copied.
+    """
+
+    own: EncodedRest
+    layout: bytes
+    layout_digest: str
+    blocks: str
+    changed: list[str]
+
+
+class MemorySaver:
+    """A writer of states into shared memory, at most one in flight.
+
+    Args:
+        folder: the node's folder.
+        ranks: all ranks, over a gloo group that only this saver and the search use.
+        nodes: ranks of each node.
+        sequence: returns the sequence number of a save now; asked on rank 0.
+
+    Attributes:
+        stall_seconds: the time for which training has waited for saves, in all.
+    """
+
+    def __init__(
+        self, folder: NodeMemory, ranks: Ranks, nodes: Sequence[Sequence[int]], sequence: Callable[[], int]
+    ) -> None:
+        self.folder = folder
+        self.slots = SharedSlots(folder, ranks.rank)
+        self.stall_seconds = 0.0
+        self._ranks = ranks
+        self._nodes = nodes
+        self._node = next(number for number, node in enumerate(nodes) if ranks.rank in node)
+        self._sequence = sequence
+        self._of_slot: dict[int, list[str]] = {}
+        self._copies: dict[int, Slot] = {}
+        self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._error: BaseException | None = None
+        self._is_first = True
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes what its node has once."""
+        return self._ranks.rank == self._nodes[self._node][0]
+
+    def go_on_from(self, file: str, names: list[str]) -> None:
+        """Keep the state that a resumed run was read from until the next but one save.
+
+        Args:
+            file: this rank's file of tensors.
+            names: files to be removed when that file is written anew.
+        """
+        self.slots.keep(file)
+        self._of_slot[self.slots.number] = names
+
+    def save(self, state: Mapping[str, Any], step: int, metadata: dict[str, Any], per_rank: Any) -> None:
+        """Stage a state and return. Collective; parameters and optimizer states may change after
+        :meth:`before_update`, everything else at once.
+
+        Raises:
+            CheckpointError: on all ranks: the save before this one failed; or the first one did, which is waited for.
+        """
+        begin = time.perf_counter()
+        self.wait()
+        self.folder.remove(self._of_slot.pop(self.slots.turn(), []))
+        staged: Staged | None = None
+        problem: Exception | None = None
+        try:
+            staged = stage(state, per_rank, self._ranks.rank, False, self.slots)
+        except Exception as error:  # told to the other ranks by the thread
+            problem = error
+        self._copied.clear()
+        facts = (step, metadata)
+        self._thread = threading.Thread(
+            target=self._write, args=(staged, problem, facts), name="smp-memory-checkpoint", daemon=True
+        )
+        self._thread.start()
+        if self._is_first:
+            self._is_first = False
+            self.wait()
+        self.stall_seconds += time.perf_counter() - begin
+
+    def before_update(self) -> None:
+        """Wait until parameters and optimizer states have been copied. Call it before they change."""
+        if self._thread is not None and not self._copied.is_set():
+            begin = time.perf_counter()
+            self._copied.wait()
+            self.stall_seconds += time.perf_counter() - begin
+
+    def wait(self) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            CheckpointError: it failed; on all ranks.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(str(error)) from error
+
+    # In the thread
+
+    def _write(self, staged: Staged | None, problem: Exception | None, facts: tuple[int, dict[str, Any]]) -> None:
+        try:
+            self._write_together(staged, problem, *facts)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._copied.set()
+
+    def _write_together(
+        self, staged: Staged | None, problem: Exception | None, step: int, metadata: dict[str, Any]
+    ) -> None:
+        what = f"step {step} was not kept in memory"
+
+        def prepare() -> Prepared:
+            if problem is not None:
+                raise problem
+            assert staged is not None
+            changed = self.slots.copy_rest()
+            self._copied.set()
+            layout, digest = self.slots.layout_of(staged)
+            blocks = digests_of_blocks(self.slots.slot.memory)
+            return Prepared(staged.own, layout, digest, blocks, changed)
+
+        part, shared = self._ranks.together(what, prepare, lambda it: (it.layout_digest, it.changed, it.own))
+        changed = [f"{name} on rank {rank}" for rank, (_, names, _) in enumerate(shared) for name in names]
+        if changed:
+            self._say_that_it_changed(step, changed)
+            return
+
+        def rest_of_all() -> tuple[str, int, dict[str, bytes]]:
+            assert staged is not None and staged.rest is not None
+            save = new_save_id()
+            return save, self._sequence(), _rest_files(save, merge_rest(staged.rest, [own for _, _, own in shared]))
+
+        assert staged is not None
+        save, sequence, rest = self._ranks.on_first(what, rest_of_all)
+        slot = self.slots.slot
+        record = Record(
+            save=save,
+            step=step,
+            sequence=sequence,
+            rank=self._ranks.rank,
+            world=self._ranks.size,
+            metadata=metadata,
+            meshes=staged.meshes,
+            layouts=[digest for digest, _, _ in shared],
+            file=slot.name,
+            size=len(slot.memory),
+            blocks=part.blocks,
+            rest={name: (len(content), digest_of(content, "xxh3")) for name, content in rest.items()},
+        )
+        records = [(record, part.layout)]
+        if any(self._only_on_its_node(record.layouts)):
+            records += self._copy_of_neighbour(what, record, part)
+        names, _ = self._ranks.together(what, lambda: self._commit(records, rest))
+        self._of_slot[self.slots.number] = names
+
+    def _commit(self, records: list[tuple[Record, bytes]], rest: dict[str, bytes]) -> list[str]:
+        """Write what belongs to the save, records last; return the names of the files to remove with it."""
+        names = []
+        if self.leads:
+            for name, content in rest.items():
+                self.folder.write(name, content)
+                names.append(name)
+        for record, layout in records:
+            name = layout_name(record.layout)
+            if not self.folder.holds(name):
+                self.folder.write(name, layout)
+        for record, _ in records:
+            content = record.to_bytes()
+            self.folder.write(record_name(record, content), content)
+            names.insert(0, record_name(record, content))
+        return names
+
+    def _say_that_it_changed(self, step: int, changed: list[str]) -> None:
+        if self._ranks.rank == 0:
+            logger.warning(
+                "step %d is not kept in memory: %d tensors changed between two optimizer steps, e.g. %s; change "
+                "parameters before the batch's last hook, or save to disk",
+                step,
+                len(changed),
+                changed[0],
+            )
+
+    # Copies on another node
+
+    def _only_on_its_node(self, layouts: list[str]) -> list[bool]:
+        """Tell of each rank whether no rank of another node has the same tensors; none where there is one node."""
+        if len(self._nodes) == 1:
+            return [False] * len(layouts)
+        node_of = {rank: number for number, node in enumerate(self._nodes) for rank in node}
+        nodes: dict[str, set[int]] = {}
+        for rank, layout in enumerate(layouts):
+            nodes.setdefault(layout, set()).add(node_of[rank])
+        return [len(nodes[layout]) == 1 for layout in layouts]
+
+    def _neighbour(self, distance: int) -> int:
+        place = self._nodes[self._node].index(self._ranks.rank)
+        return self._nodes[(self._node + distance) % len(self._nodes)][place]
+
+    def _copy_of_neighbour(self, what: str, record: Record, part: Prepared) -> list[tuple[Record, bytes]]:
+        """Send this rank's part to the next node, and take that of the node before. Collective."""
+        alone = self._only_on_its_node(record.layouts)
+        to, source = self._neighbour(1), self._neighbour(-1)
+        head = (record, part.layout) if alone[record.rank] else None
+        heads = self._ranks.gather(head)  # small beside the tensors
+        copy: Slot | None = None
+
+        theirs = heads[source]
+
+        def room() -> None:
+            nonlocal copy
+            if theirs is not None:
+                copy = self._room_for_copy(source, theirs[0].size)
+
+        self._ranks.together(what, room)
+        sent = [] if head is None else pieces(self.slots.slot.memory)
+        taken = [] if copy is None else pieces(copy.memory)
+        for number in range(max(len(sent), len(taken))):
+            works = []
+            if number < len(sent):
+                works.append(dist.isend(sent[number], to, group=self._ranks.group))
+            if number < len(taken):
+                works.append(dist.irecv(taken[number], source, group=self._ranks.group))
+            for work in works:
+                assert work is not None
+                work.wait()
+        if copy is None or theirs is None:
+            return []
+        return [(dataclasses.replace(theirs[0], file=copy.name), theirs[1])]
+
+    def _room_for_copy(self, source: int, size: int) -> Slot:
+        number = self.slots.number
+        slot = self._copies.get(number)
+        if slot is None or len(slot.memory) != size:
+            name = slot_name(source, number)
+            slot = self._copies[number] = Slot(name, self.folder.allocate(name, size))
+        return slot
+
+
+def pieces(memory: torch.Tensor) -> list[torch.Tensor]:
+    """Cut the bytes of a file into messages."""
+    return [memory[begin : begin + PIECE_BYTES] for begin in range(0, len(memory), PIECE_BYTES)]
+
+
+def _rest_files(save: str, rest: EncodedRest) -> dict[str, bytes]:
+    files = {f"rest-{save}.json": json.dumps({"format": FORMAT, "tree": rest.tree}).encode()}
+    if rest.plain:
+        buffer = io.BytesIO()
+        torch.save(rest.plain, buffer)
+        files[f"rest-{save}.pt"] = buffer.getvalue()
+    return files

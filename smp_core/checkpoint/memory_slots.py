@@ -1,0 +1,156 @@
+"""The host memory of states that outlive their process: each rank's slices, staged into two shared files by turns.
+
+A state is staged straight into its file, so that the memory tier holds two copies of a rank's shards and no third one.
+Slices of parameters and optimizer states stay as they are until the optimizer's next step; they are copied beside the
+next step's forward and backward pass (:meth:`SharedSlots.copy_rest`), everything else at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from smp_core import streams
+from smp_core.checkpoint.layout import TensorRecord, digest_of
+from smp_core.checkpoint.memory_folder import NodeMemory
+from smp_core.checkpoint.memory_records import in_layout, layout_bytes
+from smp_core.checkpoint.save_plan import StagedTensor
+from smp_core.checkpoint.staging import HostBuffers, Place, Staged, copy_to_hosts
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A file of tensors of one rank.
+
+    Attributes:
+        name: of the file.
+        memory: all its bytes, uint8.
+    """
+
+    name: str
+    memory: torch.Tensor
+
+
+def slot_name(rank: int, number: int) -> str:
+    """Return the name of a file of a rank's tensors."""
+    return f"rank-{rank:05d}-{number}.tensors"
+
+
+class SharedSlots(HostBuffers):
+    """The two files of a rank.
+
+    Private names: a tensor's ``_version``, the count of its in-place changes, which nothing public tells.
+
+    Args:
+        folder: the node's.
+        rank: of the run.
+    """
+
+    def __init__(self, folder: NodeMemory, rank: int) -> None:
+        super().__init__()
+        self._folder = folder
+        self._rank = rank
+        self._slots: dict[int, Slot] = {}
+        self._number = 0
+        self._sharded: dict[str, torch.Tensor] = {}
+        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._versions: dict[str, int] = {}
+        self._staged_at: torch.Event | None = None
+
+    @property
+    def number(self) -> int:
+        """The number of the newest state's file, 0 or 1."""
+        return self._number
+
+    @property
+    def slot(self) -> Slot:
+        """The newest state's file."""
+        return self._slots[self._number]
+
+    def turn(self) -> int:
+        """Turn to the other file and return its number; its record is to be gone before anything is staged."""
+        self._number = 1 - self._number
+        return self._number
+
+    def keep(self, file: str) -> None:
+        """Take ``file``, which an earlier process has left, for the newest state's."""
+        self._number = [slot_name(self._rank, number) for number in range(2)].index(file)
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Copy what may change before the optimizer steps; :meth:`copy_rest` copies what may not."""
+        self._sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        return super().fill(tensors)
+
+    def _hosts(self, sources: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
+        ranges, end = {}, 0
+        for place, source in sources.items():
+            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = begin + source.numel() * source.element_size()
+            ranges[place] = (begin, end)
+        for number in (self._number, 1 - self._number):
+            slot = self._slots.get(number)
+            if slot is None and number != self._number and self._folder.holds(slot_name(self._rank, number)):
+                continue  # an earlier process's, which is still the newest state that is complete
+            if slot is None or (number == self._number and len(slot.memory) != end):
+                self._slots.pop(number, None)
+                name = slot_name(self._rank, number)
+                self._slots[number] = Slot(name, self._folder.allocate(name, end))
+                self._pin(self._slots[number], sources)
+        hosts, memory = {}, self.slot.memory
+        for place, source in sources.items():
+            begin, end = ranges[place]
+            hosts[place] = memory[begin:end].view(source.dtype).view(source.shape)
+        return hosts
+
+    def _pin(self, slot: Slot, sources: Mapping[Place, torch.Tensor]) -> None:
+        """Register a file's memory with the driver, so that copies from a CUDA device do not pass through another."""
+        if any(streams.pins(source.device) for source in sources.values()) and len(slot.memory):
+            torch.cuda.cudart().cudaHostRegister(slot.memory.data_ptr(), len(slot.memory), 0)
+
+    def _copy(self, sources: Mapping[Place, torch.Tensor], hosts: Mapping[Place, torch.Tensor]) -> None:
+        now = [(hosts[place], source) for place, source in sources.items() if place[0] not in self._sharded]
+        self._later = [(hosts[place], source) for place, source in sources.items() if place[0] in self._sharded]
+        self._versions = {name: tensor._version for name, tensor in self._sharded.items()}
+        behind = [source.device for _, source in self._later if streams.run_behind(source.device)]
+        self._staged_at = None if not behind else torch.accelerator.current_stream(behind[0]).record_event()
+        copy_to_hosts(now)
+
+    def copy_rest(self) -> list[str]:
+        """Copy the slices of sharded tensors, on any thread, before the optimizer steps.
+
+        Returns:
+            names of tensors that changed meanwhile: what was copied of them is of no one instant.
+        """
+        if self._staged_at is not None:
+            beside = torch.Stream(self._later[0][1].device)
+            torch.accelerator.set_stream(beside)  # of this thread: it does not wait for what training is given next
+            beside.wait_event(self._staged_at)
+        copy_to_hosts(self._later)
+        changed = [name for name, tensor in self._sharded.items() if tensor._version != self._versions[name]]
+        self._later, self._sharded = [], {}
+        return changed
+
+    def layout_of(self, staged: Staged) -> tuple[bytes, str]:
+        """Return the layout of what was staged, and its digest."""
+        tensors = {}
+        base = self.slot.memory.data_ptr()
+        for name, tensor in staged.tensors.items():
+            assert isinstance(tensor, StagedTensor) and tensor.items
+            chunks = []
+            for item in tensor.items:
+                host = tensor.slices[item.index.offset]
+                begin = host.data_ptr() - base if host.numel() else 0
+                end = begin + host.numel() * host.element_size()
+                chunks.append(in_layout(tuple(item.index.offset or ()), tuple(host.shape), begin, end))
+            data = tensor.items[0].tensor_data
+            assert data is not None
+            path = staged.paths.get(name, (name,))
+            tensors[name] = TensorRecord(tuple(data.size), data.properties.dtype, path, tuple(chunks))
+        content = layout_bytes(tensors)
+        return content, digest_of(content, "xxh3")
