@@ -50,7 +50,7 @@ class CheckpointFolder:
     """A sharded checkpoint."""
 
     def __init__(self, path: Any, verify: str, module: nn.Module) -> None:
-        self._path = path
+        self._path = os.fspath(path)
         self._opened = open_checked(path, verify, Ranks(), f"checkpoint {os.fspath(path)} was not loaded")
         self._places = self._opened.index.by_path()
         content = read_rest(self._opened, tensors=["*"], exclude=[*_NOT_READ, f"{REMAINDERS}.*"])
@@ -64,7 +64,7 @@ class CheckpointFolder:
         if "loops" not in content:
             content.setdefault("pytorch-lightning_version", lightning.__version__)
             content.setdefault("global_step", 0)
-            logger.warning("%s was not saved by Lightning: weights and optimizers go on, loops start anew", path)
+            logger.warning("%s was not saved by Lightning: weights and optimizers go on, loops start anew", self._path)
 
         # Weights, averages of weights and optimizer states, which are read when a hook looks at them.
         for key in MODELS:

@@ -31,6 +31,7 @@ from smp_core.checkpoint import (
     save_full_state,
 )
 from smp_core.checkpoint.addresses import is_address
+from smp_core.checkpoint.memory_tier import MemoryTier
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.comm.remainder_state import remainder_state
 from smp_core.config import SmpConfig
@@ -96,12 +97,11 @@ def save(
             f"{path} is a file, perhaps of a run with checkpoint='full'; a sharded checkpoint is a folder: "
             "give another path or remove the file"
         )
-    module = strategy.parallel.module
-    prefix, inner = main_module(module)
+    _, inner = main_module(strategy.parallel.module)
     if _can_resume(checkpoint):
         checkpoint = {**checkpoint, **remainder_state(strategy.parallel.traffic)}
     options: dict[str, Any] = {
-        "metadata": {"step": checkpoint["global_step"], "module_prefix": prefix, "trainer": "lightning"},
+        "metadata": _facts(strategy, checkpoint),
         "extra_files": _model_files(inner),
         "per_rank": _own_part(strategy) if _can_resume(checkpoint) else None,
     }
@@ -110,6 +110,18 @@ def save(
             save_checkpoint(path, checkpoint, **options)
         else:
             behind_training.save(path, checkpoint, **options)
+
+
+def save_in_memory(strategy: SteppingStrategy, checkpoint: dict[str, Any], tier: MemoryTier) -> None:
+    """Keep a checkpoint dictionary in shared memory. Collective; an error on one rank is raised on all."""
+    state = {**checkpoint, **remainder_state(strategy.parallel.traffic)}
+    with in_lightning_words():
+        tier.save(state, checkpoint["global_step"], _facts(strategy, checkpoint), _own_part(strategy))
+
+
+def _facts(strategy: SteppingStrategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    prefix, _ = main_module(strategy.parallel.module)
+    return {"step": checkpoint["global_step"], "module_prefix": prefix, "trainer": "lightning"}
 
 
 def _can_resume(checkpoint: dict[str, Any]) -> bool:

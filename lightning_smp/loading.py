@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_smp.background import in_lightning_words
 from lightning_smp.checkpoint_sources import CheckpointFile, CheckpointFolder, Place
+from lightning_smp.memory import KeepsInMemory
 from lightning_smp.resume import Resume
 from lightning_smp.steps import SteppingStrategy
 from smp_core.averaging import fill
@@ -59,6 +60,7 @@ class Loading:
 
     Args:
         weights_only: as of ``torch.load``; for a file.
+        memory: the states in shared memory, where the knob is set.
 
     Attributes:
         content: the checkpoint dictionary for Lightning and its hooks.
@@ -67,11 +69,15 @@ class Loading:
         CheckpointError: the checkpoint is broken or missing, or it has no optimizer states and training is to go on.
     """
 
-    def __init__(self, strategy: SteppingStrategy, path: Any, weights_only: bool | None) -> None:
+    def __init__(
+        self, strategy: SteppingStrategy, path: Any, weights_only: bool | None, memory: KeepsInMemory | None
+    ) -> None:
         verify = strategy.config.checkpoint.verify
         if _means_newest(strategy, path):
-            path, verify = _newest_undamaged(path, verify), "sizes"
-        self.path = path
+            path, verify = _newest(path, verify, memory), "sizes"
+        if memory is not None:
+            memory.begins_from(path)
+        self.path = os.fspath(path)
         module = strategy.lightning_module
         assert module is not None
         self._source: CheckpointFolder | CheckpointFile
@@ -220,6 +226,16 @@ def _means_newest(strategy: SteppingStrategy, path: Any) -> bool:
             if os.path.abspath(callback.dirpath) == folder and callback.CHECKPOINT_NAME_LAST in parts:
                 return True
     return False
+
+
+def _newest(path: Any, verify: str, memory: KeepsInMemory | None) -> Any:
+    """Return the newest unbroken one of the checkpoints beside ``path`` and the states in memory. Collective."""
+    found = None if memory is None else memory.newer_than(path)
+    if found is not None:
+        return found
+    path = _newest_undamaged(path, verify)
+    found = None if memory is None or os.path.isfile(path) else memory.newer_than_undamaged(path)
+    return path if found is None else found
 
 
 def _newest_undamaged(path: Any, verify: str) -> str:

@@ -171,6 +171,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             if on_nonfinite != "ignore":
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
                 settle_nonfinite(parameters, self.parallel.grad_norm(parameters=parameters), on_nonfinite)
+            self._before_update()
             return result
 
         result = super().optimizer_step(optimizer, closure_and_close, model, **kwargs)
@@ -179,11 +180,15 @@ class SteppingStrategy(ProcessGroupStrategy):
             self._watch.step += 1
         return result
 
+    def _before_update(self) -> None:
+        """Wait for whoever still reads parameters or optimizer states; they are about to change."""
+
     # An evaluation computes with rank 0's BatchNorm statistics on every rank, and with the weights at its beginning
     # (averages may have replaced them, also in the middle of a window), and leaves no stale unsharded ones.
 
     def _begin_evaluation(self, limit: str, batches: Any) -> None:
         require_equal_evaluation(limit, batches, self.mesh)
+        self._before_update()
         self.parallel.reshard()
         self.parallel.broadcast_buffers()
 

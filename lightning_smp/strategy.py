@@ -37,6 +37,7 @@ from lightning_smp.batches import require_equal_training
 from lightning_smp.due_validation import begin_with_it, is_lacking
 from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading
+from lightning_smp.memory import IN_MEMORY, KeepsInMemory
 from lightning_smp.pipeline import PipelinedSteps, check_module
 from lightning_smp.preemption import LeavesWhenTold
 from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, place_sampler
@@ -116,6 +117,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self._run = contextlib.ExitStack()
         self.background_saves: BackgroundSaves | None = None
         self._leaves: LeavesWhenTold | None = None
+        self._memory: KeepsInMemory | None = None
 
     @property
     @override
@@ -201,6 +203,9 @@ class SmpShardedStrategy(SteppingStrategy):
         if self.config.checkpoint.async_save and self.background_saves is None:
             self.background_saves = BackgroundSaves(self.is_global_zero)
 
+        if self.memory is not None:
+            self.memory.begins_from(None)  # unless a checkpoint was loaded
+            trainer.callbacks.append(self.memory)  # type: ignore[attr-defined]
         grace = self.config.checkpoint.preemption_grace_s
         if trainer.state.fn == TrainerFn.FITTING and grace:
             self._leaves = self._leaves or LeavesWhenTold(grace)
@@ -269,11 +274,18 @@ class SmpShardedStrategy(SteppingStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
+        if self._memory is not None:
+            self._memory.tier.after_step(self._trainer.global_step)
         self.before_validation.step_has_ended(self._trainer)
         if self.background_saves is not None:
             self.background_saves.settle()
         self._remember_loaders()
         return result
+
+    @override
+    def _before_update(self) -> None:
+        if self._memory is not None:
+            self._memory.tier.before_update()
 
     def _remember_loaders(self) -> None:
         """Remember the data loaders' state between windows; a save inside the next one resumes from it."""
@@ -307,9 +319,23 @@ class SmpShardedStrategy(SteppingStrategy):
             checkpoint["smp_data"] = place
         if self.parallel.fp8 is not None:
             checkpoint[FP8_STATE] = self.parallel.fp8.state_dict()
+        if filepath is IN_MEMORY:
+            assert self._memory is not None
+            checkpoints.save_in_memory(self, checkpoint, self._memory.tier)
+            return
         checkpoints.save(self, checkpoint, self.broadcast(filepath), storage_options, self.background_saves)
         if self.background_saves is not None and not self._is_running():
             self.background_saves.wait()
+
+    @property
+    def memory(self) -> KeepsInMemory | None:
+        """What keeps the newest state in shared memory; None outside of fit and without the knob. Collective, once."""
+        trainer = self._trainer
+        every = self.config.checkpoint.memory_every_n_steps
+        if self._memory is None and every and trainer.state.fn == TrainerFn.FITTING:
+            assert self._topology is not None
+            self._memory = KeepsInMemory(trainer, self.config, self._topology)
+        return self._memory
 
     def _is_running(self) -> bool:
         """Tell whether training hides a save; after training, a save has to be complete when it returns."""
@@ -319,7 +345,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self.loading = Loading(self, self.broadcast(checkpoint_path), weights_only)
+        self.loading = Loading(self, self.broadcast(checkpoint_path), weights_only, self.memory)
         return self.loading.content
 
     @override
@@ -351,6 +377,9 @@ class SmpShardedStrategy(SteppingStrategy):
         """Tear the run down after the save in flight. The module stays sharded."""
         if self._leaves is not None:
             self._leaves.restore()
+        if self._memory is not None:
+            memory, self._memory = self._memory, None
+            memory.close(self._trainer, ended_well=not self._failed)
         try:
             if self.background_saves is not None:
                 self.background_saves.wait()

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from smp_core.checkpoint.addresses import is_address
 from smp_core.checkpoint.file_system import host_id, new_save_id, remove_tree
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.local_folder import LocalFolder, open_regular
@@ -43,7 +44,7 @@ _OWN_NAME = re.compile(r"rank-\d{5,}-(\d\.tensors|step-\d{8,}-[0-9a-f]{32}\.reco
 
 def run_name(root: str) -> str:
     """Return the name of the run that saves to a folder on disk: a new process goes on with the same run there."""
-    path = os.path.abspath(root)
+    path = root if is_address(root) else os.path.abspath(root)
     return (
         f"{re.sub(r'[^A-Za-z0-9]+', '-', os.path.basename(path))[:40]}-{hashlib.sha256(path.encode()).hexdigest()[:12]}"
     )

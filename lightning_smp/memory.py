@@ -1,0 +1,118 @@
+"""The memory tier under a Trainer: when the newest state goes to shared memory, and when a run goes on from there.
+
+A callback, because a state that resumes exactly is taken where ModelCheckpoint takes its own: in
+``on_train_batch_end``. ``fit(ckpt_path="last")`` goes on from the newest of memory and disk; any other ``ckpt_path``, or
+none, means that a run begins from there, and what memory has of a run before is removed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from smp_core.checkpoint import CheckpointError, find_checkpoints
+from smp_core.checkpoint.memory_records import MemoryCheckpoint
+from smp_core.checkpoint.memory_search import Found
+from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint.opening import open_checkpoint
+from smp_core.checkpoint.ranks import Ranks
+from smp_core.config import SmpConfig
+from smp_core.topology import RANKS_PER_NODE_VARIABLE, Topology
+
+IN_MEMORY = "the newest state, in shared memory"
+"""The path, by identity, that ``trainer.save_checkpoint`` gets for a state that goes to memory."""
+
+_LAYOUT = ("shard_degree", "pipeline_parallel_degree", "tensor_parallel_degree", "optimizer_shard")
+
+
+class KeepsInMemory(Callback):
+    """Keeps the newest state in shared memory. The strategy adds it. Its construction is collective.
+
+    Attributes:
+        tier: the states.
+    """
+
+    def __init__(self, trainer: Trainer, config: SmpConfig, topology: Topology) -> None:
+        layout = ", ".join(f"{knob}={getattr(config, knob)!r}" for knob in _LAYOUT)
+        self.tier = MemoryTier(
+            config.checkpoint.memory_every_n_steps,
+            _saves_to(trainer),
+            topology.nodes,
+            posed=RANKS_PER_NODE_VARIABLE in os.environ,
+            layout=layout,
+        )
+        self._found: Found | None = None
+        self._is_settled = False
+
+    # The start
+
+    def newer_than(self, path: Any) -> MemoryCheckpoint | None:
+        """Return the newest state in memory if it is not older than the newest checkpoint beside ``path``. Collective.
+
+        Only rank 0 looks at the disk, and reads no more there than manifests.
+        """
+        self._found = self.tier.find()
+        if self._found is None:
+            return None
+        ours = self._found.age
+
+        def is_newest() -> bool:
+            folder = os.path.dirname(os.path.abspath(path))
+            try:
+                names = find_checkpoints(folder)
+            except CheckpointError:
+                return True
+            return not names or ours >= _age(os.path.join(folder, names[-1]))
+
+        return self._take() if Ranks().on_first(f"{path} was not loaded", is_newest) else None
+
+    def newer_than_undamaged(self, path: Any) -> MemoryCheckpoint | None:
+        """Return the state that :meth:`newer_than` found, if newer checkpoints on disk have turned out to be broken."""
+        ours = None if self._found is None else self._found.age
+        return self._take() if ours is not None and Ranks().on_first("", lambda: ours >= _age(path)) else None
+
+    def _take(self) -> MemoryCheckpoint:
+        assert self._found is not None
+        self._is_settled = True
+        return self.tier.take(self._found)
+
+    def begins_from(self, path: Any) -> None:
+        """Note that the run begins from ``path``, or from nothing, unless it goes on from memory. Collective."""
+        if not self._is_settled:
+            self._is_settled = True
+            self.tier.leave("" if path is None else os.fspath(path))
+
+    # Training
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.tier.begin(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        strategy: Any = trainer.strategy
+        if not strategy.window.is_open and self.tier.is_due(trainer.global_step):
+            trainer.save_checkpoint(IN_MEMORY)
+
+    def close(self, trainer: Trainer, ended_well: bool) -> None:
+        """Free the memory if the run ended well; otherwise the state stays, and a line says so."""
+        callbacks = cast(Any, trainer).callbacks
+        if self in callbacks:
+            callbacks.remove(self)
+        self.tier.close(ended_well)
+
+
+def _age(path: Any) -> tuple[int, int]:
+    sequence, step, _ = open_checkpoint(path).manifest.age
+    return sequence, step
+
+
+def _saves_to(trainer: Trainer) -> str:
+    """Return the folder that names the run: ModelCheckpoint's, where ``ckpt_path="last"`` looks."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            return os.fspath(callback.dirpath)
+    return os.fspath(trainer.default_root_dir)
