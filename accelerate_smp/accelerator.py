@@ -130,6 +130,11 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         if self.smp_config.checkpoint.full_state_dict:
             why = "save_state writes folders; unsharded weights: save_model, or `smp checkpoint consolidate`"
             self.smp_config = self.smp_config.with_resolved("checkpoint.full_state_dict", False, why)
+        if self.smp_config.checkpoint.memory_every_n_steps:
+            raise ValueError(
+                f"checkpoint.memory_every_n_steps={self.smp_config.checkpoint.memory_every_n_steps} works under "
+                "Lightning; leave it out here, and save with checkpoint='async'"
+            )
         self._asked = self.smp_config
 
         # Accelerate, without a sharding engine of its own.

@@ -1,8 +1,8 @@
 """The memory tier under a Trainer: when the newest state goes to shared memory, and when a run goes on from there.
 
 A callback, because a state that resumes exactly is taken where ModelCheckpoint takes its own: in
-``on_train_batch_end``. ``fit(ckpt_path="last")`` goes on from the newest of memory and disk; any other ``ckpt_path``, or
-none, means that a run begins from there, and what memory has of a run before is removed.
+``on_train_batch_end``. ``fit(ckpt_path="last")`` goes on from the newest of memory and disk; any other ``ckpt_path``,
+or none, means that a run begins from there, and what memory has of a run before is removed.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ class KeepsInMemory(Callback):
         if not self._is_settled:
             self._is_settled = True
             self.tier.leave("" if path is None else os.fspath(path))
+
+    def begin_run(self, trainer: Trainer) -> None:
+        """Look after a run that goes on from memory, or begins from a checkpoint or from nothing. Collective."""
+        self.begins_from(None)
+        cast(Any, trainer).callbacks.append(self)
 
     # Training
 

@@ -204,8 +204,7 @@ class SmpShardedStrategy(SteppingStrategy):
             self.background_saves = BackgroundSaves(self.is_global_zero)
 
         if self.memory is not None:
-            self.memory.begins_from(None)  # unless a checkpoint was loaded
-            trainer.callbacks.append(self.memory)  # type: ignore[attr-defined]
+            self.memory.begin_run(trainer)
         grace = self.config.checkpoint.preemption_grace_s
         if trainer.state.fn == TrainerFn.FITTING and grace:
             self._leaves = self._leaves or LeavesWhenTold(grace)
@@ -329,7 +328,7 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @property
     def memory(self) -> KeepsInMemory | None:
-        """What keeps the newest state in shared memory; None outside of fit and without the knob. Collective, once."""
+        """The keeper of the newest state in shared memory; None outside of fit and without the knob. Collective."""
         trainer = self._trainer
         every = self.config.checkpoint.memory_every_n_steps
         if self._memory is None and every and trainer.state.fn == TrainerFn.FITTING:

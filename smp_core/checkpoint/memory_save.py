@@ -84,7 +84,7 @@ class MemorySaver:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes what its node has once."""
+        """Tell whether this rank writes what its node has once."""
         return self._ranks.rank == self._nodes[self._node][0]
 
     def go_on_from(self, file: str, names: list[str]) -> None:

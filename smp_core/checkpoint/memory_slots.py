@@ -24,7 +24,7 @@ from smp_core.checkpoint.staging import HostBuffers, Place, Staged, copy_to_host
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slot:
     """A file of tensors of one rank.
 

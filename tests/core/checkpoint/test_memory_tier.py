@@ -11,21 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_core.checkpoint import load_checkpoint, read_per_rank
+from smp_core.checkpoint import CheckpointError, load_checkpoint, read_per_rank
+from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint.progress import Past, report_of
 from tests.core.checkpoint.states import differences, gathered, sharded_state
 from tests.harness import run_ranks
 
 
 def nodes() -> list[list[int]]:
-    per_node = int(os.environ["SMP_RANKS_PER_NODE"])
-    world = dist.get_world_size()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    per_node = int(os.environ.get("SMP_RANKS_PER_NODE", world))
     return [list(range(first, first + per_node)) for first in range(0, world, per_node)]
 
 
 def tier(folder: str, layout: str = "shard 2") -> MemoryTier:
     os.environ["SMP_MEMORY_FOLDER"] = folder
-    return MemoryTier(1, f"{folder}/disk", nodes(), posed=True, layout=layout)
+    return MemoryTier(1, f"{folder}/disk", nodes(), posed=len(nodes()) > 1, layout=layout)
 
 
 def keep(folder: str, degree: int, steps: int = 3) -> list[Any]:
@@ -42,7 +44,19 @@ def keep(folder: str, degree: int, steps: int = 3) -> list[Any]:
             clear(state[name])
         kept.after_step(step)
     kept._saver.wait()
+    changes_are_seen(kept._saver.slots, sharded_state(degree))
     return expected
+
+
+def changes_are_seen(slots: SharedSlots, state: Any) -> None:
+    """What changes between the call and the copy is named: the copy would be of no one instant."""
+    slots.turn()
+    for change in ([], ["one_row", "wide.weight"]):
+        slots.fill(state["state_dict"])
+        for name in change:
+            state["state_dict"][name].mul_(2)
+        ties = ["tied.weight"] if change else []  # the same memory as wide.weight
+        assert sorted(slots.copy_rest()) == sorted(change + ties)
 
 
 def clear(state: Any) -> None:
@@ -75,8 +89,166 @@ def folder_of(folder: Path, node: int) -> Path:
 def test_a_lost_node_is_given_its_part_by_a_replica_or_from_the_copy(tmp_path: Path, degree: int) -> None:
     """Groups of 2 fill a node, so that the other one has the same shards; of 4 they do not, and a copy is kept."""
     expected = run_ranks(keep, 4, str(tmp_path), degree, ranks_per_node=2)[0]
+    sizes = [len(list(folder_of(tmp_path, node).glob("*.tensors"))) for node in range(2)]
+    assert sizes == ([4, 4] if degree == 2 else [8, 8])  # two of each rank, and of each rank of the node before
     shutil.rmtree(folder_of(tmp_path, 1))
     for step, state, own, sent in run_ranks(resume, 4, str(tmp_path), degree, ranks_per_node=2):
         assert (step, sent) == (3, [2, 3])
         assert differences(state, expected[-1]) == []
         assert own == [{"rank": rank, "step": 3} for rank in range(4)]
+
+
+# One process
+
+STATE = {"weights": torch.arange(6.0), "rest": {"epoch": 1, "names": {"a"}, "sizes": torch.Size([2])}}
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {**STATE, "weights": torch.arange(6.0) + step}
+
+
+def kept_until(folder: Path, steps: int) -> MemoryTier:
+    kept = tier(str(folder))
+    kept.leave("")
+    kept.begin(0)
+    for step in range(1, steps + 1):
+        kept.save(state_of(step), step, {}, step)
+        kept.after_step(step)
+    kept._saver.wait()
+    return kept
+
+
+def found_in(folder: Path, **options: Any) -> int | None:
+    """The step of the state that a new process finds; its values are those of the step."""
+    kept = tier(str(folder), **options)
+    found = kept.find()
+    if found is None:
+        return None
+    state = {"weights": torch.zeros(6), "rest": {}}
+    opened = kept.take(found)
+    load_checkpoint(opened, state)
+    assert differences(state, state_of(found.step)) == []
+    assert read_per_rank(opened) == [found.step]
+    return found.step
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SMP_MEMORY_FOLDER", str(tmp_path))
+    return tmp_path
+
+
+def files(folder: Path, pattern: str = "*") -> list[Path]:
+    return sorted(folder.glob(f"torch-smp-*/*/{pattern}"))
+
+
+def test_two_states_are_kept_and_none_after_a_good_end(alone: Path) -> None:
+    kept = kept_until(alone, 5)
+    endings = [path.name.rpartition(".")[2] for path in files(alone)]
+    assert sorted(endings) == ["json"] * 3 + ["progress-00000"] + ["pt"] * 2 + ["record"] * 2 + ["tensors"] * 2
+    assert [path.name.split("-")[3] for path in files(alone, "*.record")] == ["00000004", "00000005"]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(alone))
+    assert found_in(alone) == 5
+    kept.close(ended_well=True)
+    assert files(alone, "") == []
+
+
+def test_what_stays_after_a_bad_end_is_named_and_so_is_what_others_left(
+    alone: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept_until(alone, 1).close(ended_well=False)
+    assert "stays in memory" in caplog.text and f"rm -r {alone}" in caplog.text
+    os.environ["SMP_MEMORY_FOLDER"] = str(alone)
+    other = MemoryTier(1, f"{alone}/another", [[0]], posed=False, layout="")
+    assert "holds 0.0 MiB of memory for a run that has ended" not in caplog.text, "its process still lives"
+    other.close(ended_well=True)
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("pattern", ["*.record", "*.tensors", "rest-*.json", "rest-*.pt"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "open to others", "link"])
+def test_what_is_damaged_or_not_ours_is_as_if_it_were_not_there(alone: Path, pattern: str, damage: str) -> None:
+    kept_until(alone, 4)
+    record = files(alone, "*step-00000004-*.record")[0].read_text()
+    (victim,) = [path for path in files(alone, pattern) if "step-00000004" in path.name or f'"{path.name}"' in record]
+    if damage == "flip":
+        flip(victim, 20)
+    elif damage == "cut":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    elif damage == "open to others":
+        victim.chmod(0o644)
+    else:
+        content = victim.read_bytes()
+        victim.unlink()
+        if damage == "link":
+            (alone / "elsewhere").write_bytes(content)
+            victim.symlink_to(alone / "elsewhere")
+    assert found_in(alone) == 3
+
+
+def test_a_save_that_ends_in_the_middle_leaves_the_state_before(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = kept_until(alone, 2)
+
+    def killed(*_: Any) -> None:
+        raise OSError("killed")
+
+    monkeypatch.setattr(type(kept._saver), "_commit", killed)
+    kept.save(state_of(3), 3, {}, 3)
+    with pytest.raises(CheckpointError, match="step 3 was not kept in memory: OSError: killed"):
+        kept.save(state_of(4), 4, {}, 4)
+    assert len(files(alone, "*.record")) == 1, "the tensors of step 1 have been written over"
+    assert found_in(alone) == 2
+
+
+def test_states_of_other_ranks_or_degrees_are_not_used(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_until(alone, 1)
+    assert found_in(alone, layout="shard 4") is None
+    assert found_in(alone) == 1
+
+
+def test_a_folder_that_others_can_write_to_is_refused(alone: Path) -> None:
+    kept_until(alone, 1)
+    (top,) = alone.glob("torch-smp-*")
+    top.chmod(0o777)
+    with pytest.raises(CheckpointError, match=r"drwxrwxrwx, and states .* remove it, or set SMP_MEMORY_FOLDER"):
+        tier(str(alone))
+
+
+def test_too_little_memory_is_said_at_the_first_save(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    kept = tier(str(alone))
+    with pytest.raises(CheckpointError, match=r"no room for 0\.0 MiB .*docker run --shm-size.*memory_every_n_steps"):
+        kept.save(state_of(1), 1, {}, 1)
+    assert files(alone, "*.tensors") == []
+
+
+def test_what_a_failure_has_cost_is_said_once(alone: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept_until(alone, 4)
+    kept = tier(str(alone))
+    kept.leave("step-2.ckpt")
+    kept.begin(2)
+    kept.after_step(3)
+    kept.after_step(4)
+    reports = [record.message for record in caplog.records if "RESUMED" in record.message]
+    assert len(reports) == 1
+    assert "RESUMED at step 2 from step-2.ckpt: 2 steps lost, " in reports[0] and "have trained (ETTR)" in reports[0]
+
+
+def test_the_share_that_trained_counts_no_lost_steps_and_no_restarts() -> None:
+    """100 s of training until step 10 of 10; a restart of 20 s at step 5; 50 s until step 10 again."""
+    first = Past(began=0.0, trained=0.0, started=0.0, ended=100.0, first=0, last=10)
+    assert first.trained_until(5) == 50.0
+    second = Past(began=0.0, trained=50.0, started=120.0, ended=170.0, first=5, last=10)
+    assert second.trained_until(10) == 100.0
+    assert "100 s" not in report_of(second, 8, "memory", 180.0)
+    assert "2 steps lost, 10.0 s from the last step before to the next one, 44.4% of the 180 s" in report_of(
+        second, 8, "memory", 180.0
+    )
