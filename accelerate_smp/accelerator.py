@@ -68,7 +68,7 @@ from smp_core.engine import build_mesh
 from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
-from smp_core.planning.auto_degree import missed
+from smp_core.planning.auto_degree import missed, smallest_layout
 from smp_core.rank_watch import count_forwards, stop_watching, watch_ranks
 from smp_core.sharding.grad_norm import settle_nonfinite
 from smp_core.sharding.grad_scaler import ShardedGradScaler
@@ -158,6 +158,8 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             if self.smp_config.shard_degree != "auto":
                 mesh, self.smp_config = build_mesh(self._asked, self._topology, self.device)
                 self._adopt_mesh(mesh)
+            else:
+                self.layout = smallest_layout(self._asked, self._topology)
         elif self.smp_config != SmpConfig():
             lost = "nothing is sharded" + (" or computed in FP8" if self.smp_config.fp8 is not None else "")
             lost += ", no loss is chunked" if self.smp_config.chunked_cross_entropy is not None else ""
@@ -182,7 +184,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
 
         Groups, threads and prepared objects are left out.
         """
-        own = ("smp_mesh", "background_saves", "_topology", "_parallelism", "_watch", "_preemption")
+        own = ("smp_mesh", "layout", "background_saves", "_topology", "_parallelism", "_watch", "_preemption")
         prepared = ("_models", "_optimizers", "_schedulers", "_dataloaders")
         left_out: dict[str, Any] = {**dict.fromkeys(own), **{name: [] for name in prepared}}
         return {**self.__dict__, **{name: value for name, value in left_out.items() if name in self.__dict__}}
@@ -235,7 +237,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         return handle
 
     def _adopt_mesh(self, mesh: SmpMesh) -> None:
-        self.smp_mesh, self._parallelism = mesh, SmpParallelism.of(mesh)
+        self.smp_mesh, self.layout, self._parallelism = mesh, mesh.layout, SmpParallelism.of(mesh)
 
     @property
     def mesh(self) -> SmpMesh:
@@ -253,10 +255,12 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """A mesh with the axes of :attr:`parallelism_config`; those of one rank are left out."""
+        """A mesh with the axes of :attr:`parallelism_config`; those of one rank are left out. Loaders, which are told
+        who reads what, see none.
+        """
         if not self.sharding:
             return super().torch_device_mesh
-        return None if self._parallelism is None else self._parallelism.device_mesh
+        return None if self._parallelism is None or self._reads_as is not None else self._parallelism.device_mesh
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Give an optimizer made from the unsharded parameters the sharded ones, in the same groups."""

@@ -82,12 +82,6 @@ def resolve_config(
             )
     if any(knob not in asked for knob in translated):
         base = SmpConfig.from_dict(nested({**translated, **asked}))
-    for knob in ("context_parallel_degree", "tensor_parallel_degree", "pipeline_parallel_degree"):
-        if getattr(base, knob) > 1 and base.shard_degree == "auto":
-            raise ValueError(
-                f"{knob}={getattr(base, knob)} with shard_degree='auto': data loaders have to know who shares samples "
-                "before the model is there; write shard_degree: 8 (or 'node', 'world')"
-            )
     return base
 
 

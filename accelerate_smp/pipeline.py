@@ -4,7 +4,7 @@ A function under ``@accelerator.pipeline_step`` runs once for each micro-batch o
 at the call of the model on all but the last. Backward passes are over when it returns; ``accelerator.backward(loss)``
 closes the window then, and refuses a loss that was changed in between. Without stages the function is called as it is.
 
-    prepare_data_loader   the same ranks of all stages read the same samples
+    prepare_data_loader   ranks that share a batch read the same samples
     pipeline_step         forward and backward of a batch, in micro-batches
     backward, gather      what is refused around and inside of such a step
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from smp_core.mesh import SmpMesh
+from smp_core.layout import DATA, Layout
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
 from smp_core.pipeline.results import loss_of, mean_of
@@ -28,8 +28,14 @@ _NAME = "a function under @accelerator.pipeline_step"
 
 
 class PipelinedAccelerator(Accelerator):
-    """An Accelerator for ranks that hold stages of a model. With one stage it is Accelerate's own."""
+    """An Accelerator for ranks that hold stages of a model. With one stage it is Accelerate's own.
 
+    Attributes:
+        layout: the axes of the run; None: nothing is sharded. While ``shard_degree="auto"`` waits for the first model,
+            with the smallest partition groups: who shares a batch does not depend on them.
+    """
+
+    layout: Layout | None = None
     _reads_as: tuple[int, int] | None = None
     _stepped: ParallelModel | None = None
     _is_inside_step = False
@@ -37,25 +43,24 @@ class PipelinedAccelerator(Accelerator):
     @property
     def stages(self) -> int:
         """The pipeline stages of this run."""
-        mesh: SmpMesh | None = getattr(self, "smp_mesh", None)
-        return 1 if mesh is None else mesh.pipeline_degree
+        return 1 if self.layout is None else self.layout.pipeline
 
     # Accelerate's loaders deal samples out to `num_processes`, by `process_index`.
 
     @property
     def num_processes(self) -> int:
-        """The ranks of the run; inside ``prepare_data_loader`` those of a stage."""
+        """The ranks of the run; inside ``prepare_data_loader`` those that read different samples."""
         return super().num_processes if self._reads_as is None else self._reads_as[0]
 
     @property
     def process_index(self) -> int:
-        """The place of this rank in the run; inside ``prepare_data_loader`` the one in its stage."""
+        """The place of this rank in the run; inside ``prepare_data_loader`` among those that read different samples."""
         return super().process_index if self._reads_as is None else self._reads_as[1]
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader as Accelerate does; the same ranks of all stages read the same samples."""
-        of_stage = self.num_processes // self.stages
-        self._reads_as = (of_stage, self.process_index % of_stage)
+        """Prepare a loader as Accelerate does; ranks that share a batch read the same samples."""
+        if self.layout is not None:
+            self._reads_as = (self.layout.size(*DATA), self.layout.coordinate(self.process_index, *DATA))
         try:
             return super().prepare_data_loader(*args, **kwargs)
         finally:

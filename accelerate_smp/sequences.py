@@ -1,7 +1,7 @@
 """The sequences that several ranks share, under Accelerate: the further work of SmpAccelerator for them.
 
-prepare_data_loader    context peers read the same samples (Accelerate's loaders see the axis "cp"), and a loader
-                       yields this rank's part of the first peer's batch
+prepare_data_loader    context peers read the same samples, and a loader yields this rank's part of the first peer's
+                       batch
 prepared models        run with that batch active
 backward               likewise, from this rank's part of the mean over all ranks' targets
 gather_for_metrics     unsplit sequences, each sample once
@@ -24,7 +24,6 @@ from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.context_parallel.transformers_models import shifts_labels
 from smp_core.layout import DATA, Ranks
-from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
 
 
@@ -49,14 +48,12 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
     @property
     def context_degree(self) -> int:
         """The ranks that share a sequence."""
-        mesh = getattr(self, "smp_mesh", None)
-        return 1 if mesh is None else mesh.context_degree
+        return 1 if self.layout is None else self.layout.context
 
     @property
     def batch_degree(self) -> int:
         """The ranks that read the same batch."""
-        mesh = getattr(self, "smp_mesh", None)
-        return 1 if mesh is None else mesh.batch_degree
+        return 1 if self.layout is None else self.layout.world_size // self.layout.size(*DATA)
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader as Accelerate does; it yields this rank's part of each batch."""
@@ -139,8 +136,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
     @property
     def _readers(self) -> Ranks:
         """One rank for each batch that is read."""
-        mesh: SmpMesh = self.smp_mesh  # type: ignore[attr-defined]
-        return mesh.layout.ranks(0, *DATA)
+        assert self.layout is not None
+        return self.layout.ranks(0, *DATA)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather unsplit sequences, each sample once; a number becomes the mean over the ranks that share it."""

@@ -41,8 +41,8 @@ class TensorParallel(Recipe):
 
     Args:
         plan: Which layer is split how. "auto" (default; by the plan that a Transformers model carries, or ours for
-            GPT-2, OPT and BERT) or a mapping from globs over module names to roles
-            ({"*.q_proj": "column", "*.o_proj": "row"}): "column", "column:N" (N equal blocks in one weight),
+            GPT-2, OPT and BERT), "infer" (by running the model once and looking at which layers feed which) or a
+            mapping from globs over module names to roles ({"*.q_proj": "column", "*.o_proj": "row"}): "column", "column:N" (N equal blocks in one weight),
             "column_gather", "row", "row_split", "vocabulary", "experts", "sum", "whole", "replicate"; the first glob
             that matches decides about a module.
         sequence_parallel: Whether what stands between split layers (norms, residuals) holds 1/T of the tokens. True
@@ -52,15 +52,15 @@ class TensorParallel(Recipe):
 
     KNOB: ClassVar[str] = "tensor_parallel"
     MAIN: ClassVar[str | None] = "plan"
-    ALLOWED: ClassVar[str] = "'auto'"
+    ALLOWED: ClassVar[str] = "'auto', 'infer'"
     EXAMPLE: ClassVar[str] = '{"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
 
-    plan: Literal["auto"] | Mapping[str, str] = setting(
+    plan: Literal["auto", "infer"] | Mapping[str, str] = setting(
         "auto",
         read.either(
-            read.word("auto"),
+            read.word("auto", "infer"),
             read.mapping(read.pattern(r"[a-z_]+(:[0-9]+)?")),
-            allowed="'auto', a mapping from globs over module names to roles",
+            allowed="'auto', 'infer', a mapping from globs over module names to roles",
         ),
     )
     sequence_parallel: bool = setting(True, _BOOLEAN)

@@ -15,13 +15,42 @@ from dataclasses import replace
 import torch
 
 from smp_core.config import SmpConfig
+from smp_core.layout import Layout
 from smp_core.planning.cluster import GIB, Cluster
 from smp_core.planning.decide import TRAINERS_OWN, Plan, decide
+from smp_core.planning.draft import Draft
 from smp_core.planning.dtype_rules import Precision
+from smp_core.planning.layout_rules import settle_layout
 from smp_core.planning.memory import device_memory, estimate, fitting
 from smp_core.planning.optimizers import OPTIMIZERS, planned_states
 from smp_core.planning.shapes import Shapes
 from smp_core.planning.tensor_rules import require_tensor_degree
+from smp_core.topology import Topology
+
+
+def smallest_layout(asked: SmpConfig, topology: Topology) -> Layout:
+    """Return the layout with the smallest allowed partition groups.
+
+    Raises:
+        ValueError: none is allowed with these degrees.
+    """
+    (smallest, *_) = _degrees(asked, topology)
+    return settle_layout(Draft(asked.with_resolved("shard_degree", smallest, "the smallest")), topology)
+
+
+def _degrees(asked: SmpConfig, topology: Topology) -> list[int]:
+    """Return the allowed shard degrees, in order."""
+    stage = topology.of_stage(asked.pipeline_parallel_degree)
+    require_tensor_degree(asked, stage)
+    groups, context = stage.of_groups(asked.tensor_parallel_degree), asked.context_parallel_degree
+    degrees = [degree for degree in groups.allowed_shard_degrees() if degree % context == 0]
+    if not degrees:
+        raise ValueError(
+            f"context_parallel_degree={context} fits no partition group of {groups.num_nodes} x "
+            f"{groups.ranks_per_node} ranks; it must divide one of: "
+            f"{', '.join(map(str, groups.allowed_shard_degrees()))}"
+        )
+    return degrees
 
 
 def plans_of_all_degrees(
@@ -32,18 +61,8 @@ def plans_of_all_degrees(
     Raises:
         ValueError: none is allowed with these knobs.
     """
-    require_tensor_degree(asked, cluster.topology)
-    topology = cluster.topology.of_stage(asked.pipeline_parallel_degree).of_groups(asked.tensor_parallel_degree)
-    context = asked.context_parallel_degree
-    degrees = [degree for degree in topology.allowed_shard_degrees() if degree % context == 0]
-    if not degrees:
-        raise ValueError(
-            f"context_parallel_degree={context} fits no partition group of {topology.num_nodes} x "
-            f"{topology.ranks_per_node} ranks; it must divide one of: "
-            f"{', '.join(map(str, topology.allowed_shard_degrees()))}"
-        )
     plans, refused = [], []
-    for degree in degrees:
+    for degree in _degrees(asked, cluster.topology):
         try:
             plans.append(
                 decide(shapes, asked.with_resolved("shard_degree", degree, "tried"), cluster, precision=precision)

@@ -64,9 +64,9 @@ def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise ValueError(refusal + "it is on the meta device; build it with values, and write delayed_init=False")
     _refuse_kinds(model, refusal)
-    args, kwargs = _example(model, module, refusal)
+    args, kwargs = example_of(model, module, refusal)
     blocks = {model.get_submodule(name): name for name in names_of_blocks}
-    with _as_in_training(module):
+    with as_in_training(module):
         first = _Calls(module, blocks)
         with first.recorded():
             module(*args, **kwargs)
@@ -145,12 +145,17 @@ def _refuse_kinds(model: nn.Module, refusal: str) -> None:
             )
 
 
-def _example(model: nn.Module, module: nn.Module, refusal: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def example_of(model: nn.Module, module: nn.Module, refusal: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments for one call of ``module``: ``example_input_array`` of the model, or ``dummy_inputs`` of either.
+
+    Raises:
+        ValueError: there are none; begins with ``refusal``.
+    """
     example = getattr(model, "example_input_array", None)
     if example is None:
         example = getattr(module, "dummy_inputs", None)
     if example is None:
-        raise ValueError(f"{refusal}its blocks are found by running it once; {_EXAMPLE}")
+        raise ValueError(f"{refusal}it is run once to see what its blocks do; {_EXAMPLE}")
     device = next(module.parameters()).device
     if isinstance(example, Mapping):
         return (), {key: _on(value, device) for key, value in example.items()}
@@ -163,7 +168,7 @@ def _on(value: Any, device: torch.device) -> Any:
 
 
 @contextlib.contextmanager
-def _as_in_training(module: nn.Module) -> Iterator[None]:
+def as_in_training(module: nn.Module) -> Iterator[None]:
     """Require a gradient of every parameter inside, so that backward can reach all of them; restore random states
     after."""
     frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]

@@ -57,6 +57,12 @@ def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
         yield "compile.fullgraph=True", "write compile={'fullgraph': false}: split layers are not compiled"
     if knobs.fp8 is not None and knobs.fp8.backend != "native":
         yield f"fp8.backend={knobs.fp8.backend!r}", "write fp8={'backend': 'native'}"
+    if knobs.tensor_parallel.plan == "infer":
+        said = "write globs for tensor_parallel.plan, or leave it out"
+        if knobs.fp8 is not None:
+            yield "tensor_parallel.plan='infer' and fp8", said
+        if knobs.pipeline_parallel_degree > 1:
+            yield "tensor_parallel.plan='infer' and pipeline_parallel_degree", said
     if knobs.collectives.symmetric_memory:
         yield "collectives.symmetric_memory=True", "leave it out"
 

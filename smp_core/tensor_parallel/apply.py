@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from smp_core.tensor_parallel.adapters import around, with_adapters
+from smp_core.tensor_parallel.inspection import Inspected, settle_splits
 from smp_core.tensor_parallel.layers import (
     AttentionForward,
     BlockForward,
@@ -45,12 +47,12 @@ from smp_core.tensor_parallel.roles import (
     arguments_of_heads,
     divided_attributes,
     has_heads,
+    head_size,
     holds,
     is_conv1d,
     looks_at_one_token,
     reads_other_tokens,
     rows_in_use,
-    splits_of,
     stacks_of,
     transformers_model,
 )
@@ -108,7 +110,8 @@ def apply_tensor_parallel(
     Args:
         model: with equal values on all ranks of the axis.
         mesh: 1-D, the tensor axis.
-        plan: "auto", or globs over module names -> roles (:mod:`smp_core.tensor_parallel.roles`).
+        plan: "auto", globs over module names -> roles (:mod:`smp_core.tensor_parallel.roles`), or "infer"
+            (:mod:`smp_core.tensor_parallel.inspection`).
         sequence_parallel: hold 1/T of the tokens in blocks.
         whole: names of parameters that "auto" replicates.
         chunked_loss: the loss is left to the code that computes it in chunks, from :attr:`SplitModel.split_vocabulary`.
@@ -116,10 +119,13 @@ def apply_tensor_parallel(
     Raises:
         ValueError: a model that cannot be split so; says what to write.
     """
-    splits = [each for split in splits_of(model, plan, axis.degree, whole) for each in with_adapters(split)]
+    found, inspected = settle_splits(model, plan, axis.degree, sequence_parallel, whole)
+    if inspected is not None and dist.get_rank() == 0:
+        logger.warning("tensor_parallel.plan='infer': %s", inspected.describe())
+    splits = [each for split in found for each in with_adapters(split)]
     refuse_wrapped(model)
     refuse_whole_states(model)
-    splitting = _Splitting(model, mesh, axis, splits, sequence_parallel)
+    splitting = _Splitting(model, mesh, axis, splits, sequence_parallel, inspected)
     refuse_hooks(model, splitting.blocks)
     settle_random(model, axis, bool(splitting.blocks))
     splitting.split_all()
@@ -138,8 +144,15 @@ class _Splitting:
     """One model while it is split."""
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, axis: TensorAxis, splits: list[Split], sequence_parallel: bool
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        axis: TensorAxis,
+        splits: list[Split],
+        sequence_parallel: bool,
+        inspected: Inspected | None,
     ) -> None:
+        self.inspected = inspected
         self.model, self.mesh, self.axis, self.splits = model, mesh, axis, splits
         self.stacks = stacks_of(model, splits) if sequence_parallel else []
         self.blocks = [name for stack in self.stacks for name in stack]
@@ -155,9 +168,9 @@ class _Splitting:
         by_name = {split.name: split for split in self.splits}
         self._refuse_what_the_plan_misses(by_name)
         attention = self._attention = self._attention_modules()
-        for module, attribute in divided_attributes(self.model):
+        for module, attribute in self._divided_attributes():
             setattr(module, attribute, getattr(module, attribute) // self.axis.degree)
-        for module, argument in arguments_of_heads(self.model):
+        for module, argument in arguments_of_heads(self.model) if self.inspected is None else ():
             heads: Any = module.num_heads
             module.forward = OwnHeadsForward(module.forward, self.axis, argument, heads)
         for split in self.splits:
@@ -193,6 +206,11 @@ class _Splitting:
                 block = self.model.get_submodule(name)
                 block.forward = RandomForward(block, block.forward, self.axis)
 
+    def _divided_attributes(self) -> Iterator[tuple[nn.Module, str]]:
+        if self.inspected is None:
+            return divided_attributes(self.model)
+        return ((self.model.get_submodule(name), attribute) for name, attribute in self.inspected.divided)
+
     def _splits_tokens(self, name: str, itself_whole: bool = False) -> bool:
         """Tell whether a module's inputs hold 1/T of the tokens."""
         others = [each for each in self.whole if not (itself_whole and each == name)]
@@ -209,7 +227,8 @@ class _Splitting:
         outputs = layer.weight.shape[dim]
         rows = None
         if outputs % self.axis.degree or parent is not self.model:
-            rows = rows_in_use(split, parent, outputs, self._query_outputs(above), self.axis.degree)
+            head = head_size(parent) if self.inspected is None else None
+            rows = rows_in_use(split, head, outputs, self._query_outputs(above), self.axis.degree)
         if rows is not None and split.role == "column_gather":
             rows = None  # gathered in the order in which they are stored
         if rows is not None and split.blocks == 1:
@@ -319,6 +338,8 @@ class _Splitting:
     def _attention_modules(self) -> dict[str, bool]:
         """Return modules with heads and column layers -> whether what is between these sees the rank's own heads
         only."""
+        if self.inspected is not None:
+            return dict.fromkeys(self.inspected.attention, True)
         found: dict[str, bool] = {}
         for split in self.splits:
             above, parent = self._parent(split.name)

@@ -101,6 +101,10 @@ _HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_d
 _NUMBERS_OF_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
 
 
+class NoPlan(ValueError):
+    """A model for which no plan is known."""
+
+
 @dataclass(frozen=True)
 class Split:
     """What happens to one module.
@@ -183,7 +187,7 @@ def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Ite
         'write globs over module names, for example tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
     )
     if known is None:
-        raise ValueError(f"tensor_parallel.plan='auto': {kind} is no Transformers model; {instead}")
+        raise NoPlan(f"tensor_parallel.plan='auto': {kind} is no Transformers model; {instead}")
     if getattr(known.config, "is_encoder_decoder", False) and known.config.model_type not in _OWN:
         raise ValueError(
             f"tensor_parallel.plan='auto': {kind} is an encoder-decoder, which is not built yet; write "
@@ -202,7 +206,7 @@ def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Ite
         role = next((role for glob, role in globs.items() if fnmatch.fnmatchcase(name[len(prefix) :], glob)), None)
         if role is not None:
             yield Split(name, module, *_read(name, role))
-    yield from _vocabulary(model, words, head, degree, whole)
+    yield from vocabulary_of(model, words, head, degree, whole)
 
 
 def _beyond_plan(config: Any, degree: int) -> str | None:
@@ -222,7 +226,7 @@ def _beyond_plan(config: Any, degree: int) -> str | None:
     return ", ".join(found) or None
 
 
-def _vocabulary(model: nn.Module, words: Any, head: Any, degree: int, whole: Container[str]) -> Iterator[Split]:
+def vocabulary_of(model: nn.Module, words: Any, head: Any, degree: int, whole: Container[str]) -> Iterator[Split]:
     """Yield the splits of the embedding and the head, where the vocabulary can be split; both or neither, as they may
     be tied."""
     candidates = [module for module, kind in ((words, nn.Embedding), (head, nn.Linear)) if isinstance(module, kind)]
@@ -242,7 +246,7 @@ def _plan_of_transformers(known: Any, kind: str, instead: str) -> dict[str, str]
     """Return globs -> roles of the plan that the model carries."""
     carried = dict(known.tp_plan or {})
     if not carried:
-        raise ValueError(f"tensor_parallel.plan='auto': {kind} carries no plan, and none is known for it; {instead}")
+        raise NoPlan(f"tensor_parallel.plan='auto': {kind} carries no plan, and none is known for it; {instead}")
     unknown = sorted(set(carried.values()) - set(_OF_TRANSFORMERS))
     if unknown:
         raise ValueError(
@@ -307,13 +311,19 @@ def has_heads(module: nn.Module) -> bool:
     return any(hasattr(module, name) for name in (*_HEAD_SIZES, *_NUMBERS_OF_HEADS))
 
 
-def rows_in_use(split: Split, parent: nn.Module, outputs: int, query_outputs: int, degree: int) -> RowsInUse | None:
+def head_size(module: nn.Module) -> int | None:
+    """Return the features of a head of attention, if the module has them under a known name."""
+    found = next((size for name in _HEAD_SIZES if (size := getattr(module, name, None))), None)
+    return found if isinstance(found, int) else None
+
+
+def rows_in_use(split: Split, head: int | None, outputs: int, query_outputs: int, degree: int) -> RowsInUse | None:
     """Return which outputs of a column layer each rank computes; None: equal stretches, in order.
 
     Outputs of attention are cut between heads. Keys and values of fewer heads than ranks are used by several ranks.
 
     Args:
-        parent: the module that the layer is in; its ``head_dim`` says what a head is.
+        head: the features of a head; None: the layer is not known to have any.
         outputs: of the layer.
         query_outputs: of the largest column layer of the same module.
 
@@ -321,8 +331,7 @@ def rows_in_use(split: Split, parent: nn.Module, outputs: int, query_outputs: in
         ValueError: a number of heads or outputs that ranks cannot share.
     """
     block = outputs // split.blocks
-    head = next((size for name in _HEAD_SIZES if (size := getattr(parent, name, None))), None)
-    heads = block // head if isinstance(head, int) and block % head == 0 else None
+    heads = block // head if head and block % head == 0 else None
     by_rank: list[list[int]] = [[] for _ in range(degree)]
     for start in range(0, outputs, block):
         for rank in range(degree):

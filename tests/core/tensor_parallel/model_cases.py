@@ -138,6 +138,7 @@ class PlainAttention(nn.Module):
 class PlainModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.example_input_array = torch.arange(12).view(2, 6)
         self.words = nn.Embedding(VOCABULARY, 32, padding_idx=3)
         self.blocks = nn.ModuleList(PlainBlock() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, VOCABULARY)
@@ -164,6 +165,7 @@ class EncoderModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.example_input_array = torch.arange(12).view(2, 6)
         self.words = nn.Embedding(VOCABULARY, 32)
         layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -171,6 +173,54 @@ class EncoderModel(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.encoder(self.words(tokens)))
+
+
+class StrangeBlock(nn.Module):
+    """Names and numbers that nobody knows: attention in the block's own attributes, a weight between the halves of
+    the perceptron, a norm of each head, a filter over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.core = StrangeCore()
+        self.wide, self.narrow, self.bend = nn.Linear(32, 48), nn.Linear(48, 32), nn.PReLU()
+        self.smooth = Smooth()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.core(self.one(x))
+        x = x + self.smooth(x)
+        return x + self.narrow(self.bend(self.wide(self.two(x))))
+
+
+class StrangeCore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lot, self.span = 4, 32
+        self.a, self.b, self.c, self.d = (nn.Linear(32, 32) for _ in range(4))
+        self.level = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = (part(x).view(batch, tokens, self.lot, 8).transpose(1, 2) for part in (self.a, self.b, self.c))
+        mixed = F.scaled_dot_product_attention(self.level(q), k, v)
+        return self.d(mixed.transpose(1, 2).reshape(batch, tokens, self.span))
+
+
+class Smooth(nn.Module):
+    """Every token with the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.roll(1, 1) * self.weight
+
+
+class StrangeModel(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(StrangeBlock() for _ in range(2))
 
 
 ENCODER_GLOBS = {"*.linear1": "column", "*.linear2": "row", "*.self_attn": "whole"}
@@ -195,6 +245,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2_deep": functools.partial(_gpt2, 4),
     "plain": PlainModel,
     "encoder": EncoderModel,
+    "strange": StrangeModel,
     "opt": _opt,
     "bert": _bert,
     "gemma2": _causal("Gemma2", head_dim=8),
@@ -223,7 +274,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2_lora": _lora("gpt2", ["c_attn", "c_proj", "c_fc"]),
     "glm": _causal("Glm", head_dim=8, attention_dropout=0.0),
 }
-PLANS: dict[str, Any] = {"plain": GLOBS, "encoder": ENCODER_GLOBS}
+PLANS: dict[str, Any] = {"plain": GLOBS, "encoder": ENCODER_GLOBS, "strange": "infer"}
 
 
 class Wide(TorchFunctionMode):

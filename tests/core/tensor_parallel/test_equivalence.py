@@ -71,6 +71,25 @@ def test_heads_in_groups_and_biases_of_heads_train_like_one_process() -> None:
     assert_like_one_process([Case("falcon", sequence=False), Case("bloom")], 2)
 
 
+def inferred(kind: str, tensor: int = 2, sequence: bool = True, **more: Any) -> Case:
+    found = (("tensor_parallel", {"plan": "infer", "sequence_parallel": sequence}),)
+    return Case(kind, tensor, knobs=found, **more)
+
+
+def test_inspected_models_train_like_one_process() -> None:
+    """Modules that torch wrote, attention that knows its sizes by other names than ours, a Transformers model whose
+    plan is not looked at; on four ranks keys and values of two heads, and so attention, stay whole."""
+    assert_like_one_process([inferred("encoder"), inferred("strange"), inferred("gpt2", sequence=False)], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "encoder", "strange", "llama", "gpt2", "opt", "bert", "qwen3", "gpt_neox"])
+def test_inspected_models_train_like_one_process_on_more_layouts(kind: str) -> None:
+    layouts = itertools.product((2, 4), (True, False))
+    cases = [inferred(kind, tensor, sequence, shard=4 // tensor, micro_batches=3) for tensor, sequence in layouts]
+    assert_like_one_process(cases, 4)
+
+
 def test_an_encoder_and_a_decoder_train_like_one_process() -> None:
     """Keys and values of other tokens than queries, position biases of heads, one embedding in four modules."""
     assert_like_one_process([Case("t5"), Case("t5_gated", sequence=False)], 2)

@@ -1,0 +1,292 @@
+"""A plan for a model that carries none, found without looking at names (``tensor_parallel.plan="infer"``).
+
+The model runs once, and the graph of autograd says which linear layers feed which. Inside a block, layers that read the
+block's stream and feed nothing but one further layer or several of these are columns, and what they feed are rows:
+queries, keys and values before the output of attention, the halves of an MLP. That is a guess: whether what lies
+between can be computed head by head or feature by feature, how many blocks of a packed weight there are, and which
+numbers of heads a forward reads, is tried out in :mod:`smp_core.tensor_parallel.trial`. What does not pass stays whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.planning.chain_recording import as_in_training, example_of
+from smp_core.tensor_parallel.adapters import around, has_adapters
+from smp_core.tensor_parallel.roles import (
+    NoPlan,
+    Split,
+    is_conv1d,
+    looks_at_one_token,
+    splits_of,
+    transformers_model,
+    vocabulary_of,
+)
+from smp_core.tensor_parallel.trial import Block, Group, Trial, mixes_tokens
+
+logger = logging.getLogger("smp")
+
+_REFUSAL = "tensor_parallel.plan='infer': "
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """What was found.
+
+    Attributes:
+        plan: module -> role.
+        divided: (module, attribute) of numbers that forwards read and that count what is split.
+        attention: modules whose tokens are gathered as a whole: what lies between their layers looks at all of them.
+        left: linear layers of blocks that stay whole.
+    """
+
+    plan: Mapping[str, str]
+    divided: tuple[tuple[str, str], ...]
+    attention: tuple[str, ...]
+    left: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Return the plan, with one entry for all blocks, and what stays whole."""
+        roles = {_glob(name): role for name, role in self.plan.items()}
+        left = ", ".join(dict.fromkeys(map(_glob, self.left)))
+        return f"{roles}" + (f"; whole on every rank: {left}" if left else "")
+
+
+def _glob(name: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1)
+
+
+def settle_splits(
+    model: nn.Module, plan: str | Mapping[str, str], degree: int, sequence_parallel: bool, whole: Container[str]
+) -> tuple[list[Split], Inspected | None]:
+    """Return what happens to which modules, and what was found if the model was inspected.
+
+    Raises:
+        ValueError: as :func:`smp_core.tensor_parallel.roles.splits_of`, with what inspection proposes where no plan is
+            known; as :func:`infer_plan`.
+    """
+    if plan == "infer":
+        inspected = infer_plan(model, degree, sequence_parallel, whole)
+        return splits_of(model, inspected.plan, degree, whole), inspected
+    try:
+        return splits_of(model, plan, degree, whole), None
+    except NoPlan as error:
+        try:
+            proposed = infer_plan(model, degree, sequence_parallel, whole).describe()
+        except ValueError:
+            raise error from None
+        raise ValueError(
+            f"{error}; or write tensor_parallel={{'plan': 'infer'}}, which is to split it so: {proposed}"
+        ) from None
+
+
+def infer_plan(model: nn.Module, degree: int, sequence_parallel: bool, whole: Container[str] = ()) -> Inspected:
+    """Find which layers can be split, by running the model. Random numbers, flags and gradients stay as they were.
+
+    Args:
+        model: with values, equal on all ranks.
+        sequence_parallel: tokens are split between the layers of blocks.
+        whole: names of parameters that stay whole.
+
+    Raises:
+        ValueError: nothing to run it with, no layer that can be split, blocks that cannot do with a part of the tokens.
+    """
+    blocks = record(model)
+    plan: dict[str, str] = {}
+    divided: list[tuple[str, str]] = []
+    attention: list[str] = []
+    known: dict[tuple[str, ...], tuple[int, tuple[tuple[str, str], ...]]] = {}
+    for block in blocks:
+        groups = list(_groups(block))
+        trial = Trial(block, degree)
+        passed = [found for group in groups if (found := trial.fitted(group, known)) is not None]
+        for group in passed:
+            plan |= dict.fromkeys(group.columns, "column" if group.pieces == 1 else f"column:{group.pieces}")
+            plan |= dict.fromkeys(group.rows, "row")
+            plan |= dict.fromkeys(group.between, "sum")
+            divided += [(name, attribute) for name, attribute in group.divided if (name, attribute) not in divided]
+            attention += [group.gathered] if group.gathered else []
+        if sequence_parallel and passed:
+            others = dict(_other_modules(block, passed))
+            plan |= others
+            trial.require_part_of_the_tokens(passed, [name for name, role in others.items() if role == "whole"])
+    if not plan:
+        raise ValueError(
+            f"{_REFUSAL}no layer of {type(model).__name__} was found that {degree} ranks can share; write globs over "
+            'module names, for example tensor_parallel={"plan": {"*.q_proj": "column", "*.o_proj": "row"}}'
+        )
+    plan |= {split.name: split.role for split in vocabulary_of(model, *_ends(model, blocks), degree, whole)}
+    left = [name for block in blocks for name in block.linears.values() if name not in plan]
+    return Inspected(plan, tuple(divided), tuple(attention), tuple(left))
+
+
+def record(model: nn.Module) -> list[Block]:
+    """Run the model once; return the blocks of its outermost lists, with the calls of their modules.
+
+    Raises:
+        ValueError: nothing to run it with.
+    """
+    refusal = f"{_REFUSAL}{type(model).__name__} cannot be inspected: "
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        raise ValueError(refusal + "it is on the meta device; build it with values, and write delayed_init=False")
+    known = transformers_model(model)
+    module = model if known is None else known
+    args, kwargs = example_of(model, module, refusal)
+    names = {module: name for name, module in model.named_modules()}
+    blocks = {each: Block(names[each], each, names) for each in _blocks(model)}
+    cached = getattr(getattr(known, "config", None), "use_cache", None)
+    training = [each for each in model.modules() if each.training]
+    handles = [handle for block in blocks.values() for handle in block.watch()]
+    try:
+        if cached:
+            known.config.use_cache = False  # type: ignore[union-attr]
+        model.eval()  # without dropout
+        with as_in_training(module):
+            module(*args, **kwargs)
+    except Exception as error:
+        raise ValueError(f"{refusal}its example cannot be run: {type(error).__name__}: {error}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+        for each in training:
+            each.training = True
+        if cached:
+            known.config.use_cache = cached  # type: ignore[union-attr]
+    return [block for block in blocks.values() if block.calls == 1]
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of the outermost lists that hold linear layers."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and module not in inside:
+            inside |= set(module.modules())
+            yield from (each for each in module if any(map(is_linear, each.modules())))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Tell whether a module is a linear layer that can be split; adapters' base layers are not."""
+    return (isinstance(module, nn.Linear) or is_conv1d(module)) and not has_adapters(module)
+
+
+@dataclass
+class _Flow:
+    """Which layers feed which, in one block."""
+
+    sources: dict[str, set[str]] = field(default_factory=dict)
+    parameters: dict[str, set[nn.Parameter]] = field(default_factory=dict)
+
+
+_STREAM = ""
+"""Stands for what enters a block, among the names of layers."""
+
+
+def _flow(block: Block) -> tuple[_Flow, set[nn.Parameter], set[str]]:
+    """Return the flow between the linear layers of a block, and what reaches its output around them."""
+    made = {call.made: block.linears[layer] for layer, call in block.of_linears()}
+    flow = _Flow()
+    for layer, call in block.of_linears():
+        name = block.linears[layer]
+        flow.sources[name], flow.parameters[name] = _reached(call.taken, made, block.entered)
+    sources, parameters = _reached(block.output.grad_fn, made, block.entered)
+    return flow, parameters, sources
+
+
+def _reached(start: Any, made: Mapping[Any, str], entered: torch.Tensor) -> tuple[set[str], set[nn.Parameter]]:
+    """Return the layers whose outputs a node of the graph is computed from, and the parameters on the way; None is the
+    block's stream as it came."""
+    found: set[str] = {_STREAM} if start is None else set()
+    parameters: set[nn.Parameter] = set()
+    left = [] if start is None else [start]
+    seen = set(left)
+    while left:
+        node: Any = left.pop()
+        if node in made:
+            found.add(made[node])
+            continue
+        variable = getattr(node, "variable", None)
+        if variable is entered:
+            found.add(_STREAM)
+        elif isinstance(variable, nn.Parameter):
+            parameters.add(variable)
+        for further, _ in node.next_functions:
+            if further is not None and further not in seen:
+                seen.add(further)
+                left.append(further)
+    return found, parameters
+
+
+def _groups(block: Block) -> Iterator[Group]:
+    """Yield layers that may be split together: columns, the rows that they feed, and nothing else."""
+    flow, outside, ends = _flow(block)
+    rows: dict[str, set[str]] = {}
+    for name, sources in flow.sources.items():  # in the order of calls
+        if sources and not any(source == _STREAM or source in rows for source in sources):
+            rows[name] = sources
+    groups: list[tuple[set[str], set[str]]] = []
+    for row, columns in rows.items():
+        overlapping = [group for group in groups if group[0] & columns]
+        merged = (columns.union(*(group[0] for group in overlapping)), {row}.union(*(g[1] for g in overlapping)))
+        groups = [group for group in groups if group not in overlapping] + [merged]
+    owners = {
+        parameter: name
+        for name, module in block.inside.items()
+        for parameter in module.parameters(recurse=False)
+    }
+    for columns, members in groups:
+        fed = {name for name, sources in flow.sources.items() if sources & columns}
+        between = set().union(*(flow.parameters[name] for name in members))
+        alone = fed <= members and not ends & columns and not between & outside
+        if alone and len({around(name) for name in columns}) == 1 and between <= owners.keys():
+            order = list(block.linears.values())
+            yield Group(
+                tuple(name for name in order if name in columns),
+                tuple(name for name in order if name in members),
+                tuple(sorted({owners[parameter] for parameter in between})),
+            )
+
+
+def _other_modules(block: Block, groups: list[Group]) -> Iterator[tuple[str, str]]:
+    """Yield roles of modules with parameters that see split tokens and are no norms or linear layers: whole if they
+    look at several tokens."""
+    split = {name for group in groups for name in (*group.columns, *group.rows, *group.between)}
+    gathered = [group.gathered for group in groups if group.gathered]
+
+    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
+        holds_split = any(each == name or each.startswith(f"{name}.") for each in split)
+        call = block.call_of(module)
+        if name in gathered or name in split or not any(True for _ in module.parameters()):
+            return
+        if not holds_split and call is not None and mixes_tokens(call.hidden, call.output):
+            yield name, "whole"
+            return
+        if not holds_split and any(True for _ in module.parameters(recurse=False)) and not looks_at_one_token(module):
+            yield name, "sum"
+        for child, each in module.named_children():
+            yield from visit(f"{name}.{child}", each)
+
+    for child, each in block.module.named_children():
+        yield from visit(f"{block.name}.{child}", each)
+
+
+def _ends(model: nn.Module, blocks: list[Block]) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the embedding and the head: a Transformers model names them; of another it is the largest embedding
+    outside of the blocks, and the linear layer with as many outputs as that has rows."""
+    known = transformers_model(model)
+    if known is not None:
+        return known.get_input_embeddings(), known.get_output_embeddings()
+    inside = {module for block in blocks for module in block.module.modules()}
+    outside = [module for module in model.modules() if module not in inside]
+    embeddings = [each for each in outside if isinstance(each, nn.Embedding) and each.max_norm is None]
+    if not embeddings:
+        return None, None
+    words = max(embeddings, key=lambda each: each.num_embeddings)
+    heads = [each for each in outside if type(each) is nn.Linear and each.out_features == words.num_embeddings]
+    return words, heads[0] if len(heads) == 1 else None

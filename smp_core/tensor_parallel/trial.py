@@ -1,0 +1,351 @@
+"""Trials of split layers on one rank, without the others: whether a block computes the same where some of its layers
+are split, tried out rank by rank.
+
+Column layers return this rank's part of outputs that were drawn at random. What arrives at row layers has to be this
+rank's part of what arrives there in the whole block; these return random outputs too, of this rank's tokens. Weights
+are neither read nor copied, so a trial costs what lies between the layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.tensor_parallel.adapters import around
+from smp_core.tensor_parallel.layers import with_hidden, with_output
+from smp_core.tensor_parallel.roles import is_conv1d
+
+_PIECES = (1, 2, 3)
+_MOST_ATTRIBUTES = 8  # 2^8 trials
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers of one block that are split together.
+
+    Attributes:
+        columns, rows: names of layers.
+        between: names of modules with parameters between them.
+        pieces: equal blocks in the weight of each column.
+        divided: (module, attribute) of numbers that count what is split.
+        gathered: the module whose tokens are gathered as a whole; "": each column gathers its own.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    between: tuple[str, ...]
+    pieces: int = 1
+    divided: tuple[tuple[str, str], ...] = ()
+    gathered: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a module was given and returned: its first tensor [..., N, H], and the first one of its output; with their
+    nodes in the graph at that time, which what is done in place changes."""
+
+    hidden: torch.Tensor
+    output: torch.Tensor
+    taken: Any
+    made: Any
+
+
+class Block:
+    """One block, and the calls of its modules in one run of the model.
+
+    Attributes:
+        inside: name -> module.
+        linears: linear layer -> name, in the order in which they were called.
+        entered: what the block took, a leaf of the graph.
+        calls: of the block in one run.
+    """
+
+    entered: torch.Tensor
+    output: torch.Tensor
+
+    def __init__(self, name: str, module: nn.Module, names: Mapping[nn.Module, str]) -> None:
+        self.name, self.module = name, module
+        self.inside = {names[each]: each for each in module.modules()}
+        self._names = names
+        self.linears: dict[nn.Module, str] = {}
+        self.calls = 0
+        self._seen: dict[nn.Module, list[Call]] = {}
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def watch(self) -> Iterator[Any]:
+        """Register hooks that note calls; yield their handles."""
+        yield self.module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        for module in self.inside.values():
+            yield module.register_forward_hook(self._note, with_kwargs=True)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.calls += 1
+        args, kwargs = with_hidden(args, kwargs, lambda hidden: hidden.detach().requires_grad_())
+        self._arguments = args, kwargs
+        self.entered = _hidden_of(args, kwargs)
+        return args, kwargs
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if not tensors or not isinstance(first, torch.Tensor):
+            return
+        hidden = _hidden_of(args, kwargs)
+        self._seen.setdefault(module, []).append(Call(hidden, first, hidden.grad_fn, first.grad_fn))
+        if isinstance(module, nn.Linear) or is_conv1d(module):
+            self.linears.setdefault(module, self._names[module])
+        if module is self.module:
+            self.output = first
+
+    def of_linears(self) -> Iterator[tuple[nn.Module, Call]]:
+        """Yield the linear layers that were called once, with their calls."""
+        for module in self.linears:
+            call = self.call_of(module)
+            if call is not None:
+                yield module, call
+
+    def call_of(self, module: nn.Module) -> Call | None:
+        """Return a module's call; None: there was none, or there were several."""
+        seen = self._seen.get(module, [])
+        return seen[0] if len(seen) == 1 else None
+
+    def play(self, tokens: slice) -> torch.Tensor:
+        """Call the block again, with some of the tokens that it was given; return the first tensor of its output."""
+        args, kwargs = self._arguments
+        args, kwargs = with_hidden(args, kwargs, lambda hidden: hidden[..., tokens, :])
+        output = self.module(*args, **kwargs)
+        first: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
+        return first
+
+
+def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+
+    def take(hidden: torch.Tensor) -> torch.Tensor:
+        found.append(hidden)
+        return hidden
+
+    with_hidden(args, kwargs, take)
+    return found[0]
+
+
+def mixes_tokens(hidden: torch.Tensor, output: torch.Tensor) -> bool:
+    """Tell whether an output's first or last token depends on other tokens [..., N, H] of the input, in its graph."""
+    if not hidden.requires_grad or not output.requires_grad or hidden.ndim < 3 or output.ndim != hidden.ndim:
+        return False
+    for end, others in ((0, slice(1, None)), (-1, slice(0, -1))):
+        (grad,) = torch.autograd.grad(output[..., end, :].sum(), hidden, retain_graph=True, allow_unused=True)
+        if grad is not None and bool(grad[..., others, :].count_nonzero()):
+            return True
+    return False
+
+
+class _Differs(Exception):
+    """What arrives at a row layer, or leaves a block, is not a part of the whole."""
+
+
+class Trial:
+    """Trials of one block.
+
+    Args:
+        degree: the ranks that share its layers.
+    """
+
+    def __init__(self, block: Block, degree: int) -> None:
+        self.block, self.degree = block, degree
+        self._generator = torch.Generator().manual_seed(0)
+        self._samples = block.entered.shape[0]
+
+    def fitted(self, group: Group, known: dict[Any, Any]) -> Group | None:
+        """Return the group with what has to be done for it; None: it cannot be split.
+
+        Args:
+            known: what was found for alike groups of other blocks, tried first.
+        """
+        start = len(self.block.name)
+        alike = tuple(name[start:] for name in (*group.columns, *group.rows))
+        if alike in known:
+            pieces, divided = known[alike]
+            here = tuple((f"{self.block.name}{name}", attribute) for name, attribute in divided)
+            tried = replace(group, pieces=pieces, divided=here)
+            if self._passes(tried):
+                return self._with_gathering(tried)
+        for tried in self._possible(group):
+            if self._passes(tried):
+                known[alike] = tried.pieces, tuple((name[start:], attribute) for name, attribute in tried.divided)
+                return self._with_gathering(tried)
+        return None
+
+    def require_part_of_the_tokens(self, groups: Sequence[Group], whole: Sequence[str]) -> None:
+        """Require that the block computes the same with a part of the tokens between its layers.
+
+        Raises:
+            ValueError: it does not; says what to write.
+        """
+        tokens = self.block.entered.shape[-2]
+        parts = min(self.degree, tokens)
+        try:
+            for rank in range(self.degree):
+                part = min(rank, parts - 1)
+                self._compare(groups, rank, slice(part * tokens // parts, (part + 1) * tokens // parts), whole)
+        except Exception as error:
+            raise ValueError(
+                f"tensor_parallel.plan='infer': {self.block.name} does not compute the same with a part of the tokens "
+                "between its layers; write tensor_parallel={'plan': 'infer', 'sequence_parallel': false}"
+            ) from error
+
+    def _possible(self, group: Group) -> Iterator[Group]:
+        """Yield what may have to be done for a group, the least first."""
+        outputs = [self._output(name).shape[-1] for name in group.columns]
+        inputs = [self._call(name).hidden.shape[-1] for name in group.rows]
+        counting = list(self._counting(group, outputs))[:_MOST_ATTRIBUTES]
+        if any(size % self.degree for size in inputs):
+            return
+        for number in range(len(counting) + 1):
+            for divided in itertools.combinations(counting, number):
+                for pieces in _PIECES:
+                    if all(size % (pieces * self.degree) == 0 for size in outputs):
+                        yield replace(group, pieces=pieces, divided=divided)
+
+    def _counting(self, group: Group, outputs: Sequence[int]) -> Iterator[tuple[str, str]]:
+        """Yield the numbers that modules around the layers have, and that may count heads or features."""
+        layers = (*group.columns, *group.rows)
+        for name, module in self.block.inside.items():
+            if any(layer.startswith(f"{name}.") for layer in layers):
+                for attribute, value in vars(module).items():
+                    if type(value) is int and value > 1 and value % self.degree == 0:
+                        if any(size % value == 0 for size in outputs):
+                            yield name, attribute
+
+    def _passes(self, group: Group) -> bool:
+        everything = slice(None)
+        try:
+            for rank in range(self.degree):
+                self._compare([group], rank, everything, ())
+        except Exception:  # whatever a forward says to sizes that it does not expect
+            return False
+        return True
+
+    def _with_gathering(self, group: Group) -> Group | None:
+        """Find out whether what lies between the layers looks at several tokens, which are gathered then."""
+        drawn = {name: self._drawn(name).requires_grad_() for name in (*group.columns, *group.rows)}
+        arrived: dict[str, torch.Tensor] = {}
+        with self._playing([group], drawn.__getitem__, arrived.__setitem__, slice(None), ()):
+            self.block.play(slice(None))
+        mixes = any(mixes_tokens(drawn[name], hidden) for name in group.columns for hidden in arrived.values())
+        return replace(group, gathered=around(group.columns[0])) if mixes else group
+
+    @torch.no_grad()
+    def _compare(self, groups: Sequence[Group], rank: int, tokens: slice, whole: Sequence[str]) -> None:
+        """Play the block whole and as one rank.
+
+        Raises:
+            _Differs: something differs; any other error of a forward whose sizes do not fit.
+        """
+        drawn = {name: self._drawn(name) for group in groups for name in (*group.columns, *group.rows)}
+        expected: dict[str, torch.Tensor] = {}
+        with self._playing(groups, drawn.__getitem__, expected.__setitem__, slice(None), whole):
+            output = self.block.play(slice(None))
+
+        def part(name: str) -> torch.Tensor:
+            group = next(group for group in groups if name in (*group.columns, *group.rows))
+            if name in group.rows:
+                return drawn[name]
+            pieces = drawn[name].chunk(group.pieces, -1)
+            return torch.cat([piece.chunk(self.degree, -1)[rank] for piece in pieces], -1)
+
+        def arrive(name: str, hidden: torch.Tensor) -> None:
+            _require_close(hidden, expected[name].chunk(self.degree, -1)[rank])
+
+        divided = [each for group in groups for each in group.divided]
+        with self._divided(divided), self._playing(groups, part, arrive, tokens, whole):
+            _require_close(self.block.play(tokens), output[..., tokens, :])
+
+    @contextlib.contextmanager
+    def _playing(
+        self,
+        groups: Sequence[Group],
+        given: Callable[[str], torch.Tensor],
+        arrive: Callable[[str, torch.Tensor], None],
+        tokens: slice,
+        whole: Sequence[str],
+    ) -> Iterator[None]:
+        """Let columns and rows return what is given, rows show what arrives, and modules that need all tokens have
+        them."""
+
+        def column(name: str) -> Callable[..., Any]:
+            return lambda hidden: given(name).clone()  # forwards may change it in place
+
+        def row(name: str) -> Callable[..., Any]:
+            def forward(hidden: torch.Tensor) -> torch.Tensor:
+                arrive(name, hidden)
+                total = given(name).clone()
+                if total.ndim == 2:  # all samples' tokens in one row
+                    return total.unflatten(0, (self._samples, -1))[:, tokens].flatten(0, 1)
+                return total[..., tokens, :]
+
+            return forward
+
+        def gathering(name: str) -> Callable[..., Any]:
+            module, original = self.block.inside[name], self.block.inside[name].forward
+            call = self.block.call_of(module)
+            assert call is not None
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = with_hidden(args, kwargs, lambda _: call.hidden)
+                output = original(*args, **kwargs)
+                return with_output(output, lambda out: out[..., tokens, :]) if name in whole else output
+
+            return forward
+
+        changed = {name: column(name) for group in groups for name in group.columns}
+        changed |= {name: row(name) for group in groups for name in group.rows}
+        gathered = [group.gathered for group in groups if group.gathered and tokens != slice(None)]
+        changed |= {name: gathering(name) for name in (*whole, *gathered)}
+        with _changed([(self.block.inside[name], "forward", forward) for name, forward in changed.items()]):
+            yield
+
+    def _divided(self, attributes: Sequence[tuple[str, str]]) -> contextlib.AbstractContextManager[None]:
+        found = [(self.block.inside[name], attribute) for name, attribute in dict.fromkeys(attributes)]
+        return _changed([(each, name, getattr(each, name) // self.degree) for each, name in found])
+
+    def _call(self, name: str) -> Call:
+        call = self.block.call_of(self.block.inside[name])
+        assert call is not None
+        return call
+
+    def _output(self, name: str) -> torch.Tensor:
+        return self._call(name).output
+
+    def _drawn(self, name: str) -> torch.Tensor:
+        output = self._output(name).detach()
+        return torch.randn(output.shape, generator=self._generator).to(output)
+
+
+@contextlib.contextmanager
+def _changed(attributes: Sequence[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Set attributes of modules inside the block."""
+    before = [(module, name, name in vars(module), vars(module).get(name)) for module, name, _ in attributes]
+    try:
+        for module, name, value in attributes:
+            vars(module)[name] = value
+        yield
+    finally:
+        for module, name, had, value in before:
+            if had:
+                vars(module)[name] = value
+            else:
+                del vars(module)[name]
+
+
+def _require_close(seen: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = _TOLERANCE.get(expected.dtype, 3e-2)
+    if seen.shape != expected.shape or not torch.allclose(seen, expected, rtol=tolerance, atol=tolerance):
+        raise _Differs
