@@ -12,7 +12,9 @@ JSON.
                                                 micro-batch only
     alone                                       the same steps without communication: what the arithmetic takes
     ds3, mics                                   DeepSpeed ZeRO-3 and MiCS (in the node); need DeepSpeed installed
-    ours-...                                    this project: sharded over the world, over the node, or not at all
+    ours-...                                    this project: sharded over the world, over the node, or not at all;
+                                                tensor: layers split over two ranks of a node, between nodes replicas,
+                                                or world: shards
 
 ``--compute-ms`` sleeps that long in each block's forward and twice that in its backward instead of computing much:
 overlap shows on few cores.
@@ -42,6 +44,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 KEPT = {"keep_between_micro_batches": "parameters"}
 ONCE = {"keep_between_micro_batches": "gradients"}
+ROLES = {
+    "*.qkv": "column:3",
+    "*.up": "column",
+    **dict.fromkeys(("*.out", "*.down"), "row"),
+    "embed": "vocabulary",
+    "head": "column_gather",
+}
+# Attention is a part of the block's own forward, whose tokens are not split then. Bytes are the same.
+IN_NODE = {"tensor_parallel_degree": 2, "tensor_parallel": {"plan": ROLES, "sequence_parallel": False}}
 OURS: dict[str, dict[str, Any]] = {
     "ours-world": {"shard_degree": "world"},
     "ours-world-int8": {"shard_degree": "world", "compression": {"gather": "int8"}},
@@ -55,6 +66,8 @@ OURS: dict[str, dict[str, Any]] = {
     "ours-node-int8": {"shard_degree": "node", "compression": {"reduce": "int8"}},
     "ours-node-optimizer": {"shard_degree": "node", "optimizer_shard": "world"},
     "ours-replicas": {"shard_degree": 1},
+    "ours-tensor": {"shard_degree": 1, **IN_NODE},
+    "ours-tensor-world": {"shard_degree": "world", **IN_NODE},
 }
 ALONE = "alone"
 PEERS = ("ddp", "fsdp", "fsdp-ring", "hsdp", "hsdp-two-hop")
@@ -91,9 +104,10 @@ class Block(nn.Module):
         if self.compute:
             x = Sleep.apply(x, self.compute)
         b, length, width = x.shape
-        q, k, v = (y.view(b, length, 8, -1).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        # As many of the eight heads as this rank computes.
+        q, k, v = (y.view(b, length, -1, width // 8).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, length, width))
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, length, -1))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -147,6 +161,7 @@ class Run:
         self.before: Callable[[bool], Any] = contextlib.nullcontext
         self.after: Callable[[], None] = int  # nothing
         model: Any = Model(compute, width)
+        self.read = [self.rank]
         if scheme in OURS:
             # Here and not above: DeepSpeed's environment runs this file too, without what smp_core needs.
             from smp_core.config import SmpConfig
@@ -155,6 +170,8 @@ class Run:
             config = SmpConfig(**OURS[scheme], param_dtype=param_dtype, collectives={"forward_prefetch": 1})
             parallel = parallelize(model, config)
             mesh = parallel.mesh
+            # Tensor ranks read the samples of all of them.
+            self.read = [mesh.data_rank * mesh.tensor_degree + place for place in range(mesh.tensor_degree)]
             self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
             parallel.prepare_optimizer(self.optimizer)
             self.before = lambda last: parallel.window.accumulate(not last)
@@ -191,7 +208,7 @@ class Run:
         total = 0.0
         for micro in range(micro_batches):
             with self.before(micro == micro_batches - 1):
-                loss = self.model(batch(number, micro, self.rank))
+                loss = self.model(torch.cat([batch(number, micro, rank) for rank in self.read]))
                 (loss / micro_batches).backward()
             total += loss.item() / micro_batches
         self.optimizer.step()
@@ -304,7 +321,7 @@ def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool,
     if scheme in ("hsdp", "hsdp-two-hop", "mics"):
         times = 1 if scheme != "hsdp" else micro_batches
         return 2 * across * m * times
-    if scheme.startswith("ours-world"):
+    if scheme.startswith("ours-world") or scheme == "ours-tensor-world":
         gather = code * (2 if half else 1) if "int8" in scheme else 1.0
         if "secondary" in scheme or "once" in scheme:
             gathered = m * (0.5 if half else 1.0)

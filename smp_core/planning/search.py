@@ -207,7 +207,7 @@ class _Search:
                 continue
             several = self.workload.global_batch // data > sizes[0]
             for knobs in self._states_of(layout, several):
-                choices = list(self._activations(layout))  # the sparest is the last
+                choices = list(self._activations())  # the sparest is the last
                 if not any(each.memory.fits for each in self._candidates({**knobs, **choices[-1]}, sizes[:1], data)):
                     continue
                 for others in choices:
@@ -234,7 +234,7 @@ class _Search:
 
     def _contexts(self, tensor: int, shard: int) -> list[int]:
         found = [1]
-        while tensor == 1 and self.trace.heads and found[-1] * 2 <= self.hardware.ranks_per_node:
+        while self.trace.heads and found[-1] * 2 * tensor <= self.hardware.ranks_per_node:
             degree = found[-1] * 2
             if shard % degree or self.workload.sequence // degree < _TOKENS_OF_A_PIECE:
                 break
@@ -256,15 +256,11 @@ class _Search:
         k = self.hardware.ranks_per_node // layout["tensor_parallel_degree"]
         kept = ["shards", *(["parameters", "gradients"] if gathers and several else [])]
         replicas = layout["shard_degree"] * layout["tensor_parallel_degree"] < self.hardware.devices
-        wide = replicas and layout["tensor_parallel_degree"] == 1
-        copies = [
-            "auto",
-            *(["node"] if layout["shard_degree"] > k > 1 and layout["tensor_parallel_degree"] == 1 else []),
-        ]
+        copies = ["auto", *(["node"] if layout["shard_degree"] > k > 1 else [])]
         dtype = "bfloat16" if self.workload.precision == "mixed" else None
         for keep in self._open("keep_between_micro_batches", kept):
             for copy in self._open("reshard_after_forward", copies if keep == "shards" else ["auto"]):
-                for states in self._open("optimizer_shard", ["shard", *(["world"] if wide else [])]):
+                for states in self._open("optimizer_shard", ["shard", *(["world"] if replicas else [])]):
                     named = {
                         **layout,
                         "param_dtype": dtype,
@@ -274,11 +270,9 @@ class _Search:
                     }
                     yield {**named, **self.fixed}
 
-    def _activations(self, layout: dict[str, int]) -> Iterator[dict[str, Any]]:
-        modes: list[Any] = ["none", "selective", "full"]
-        if layout["tensor_parallel_degree"] == 1:
-            modes.append({"checkpoint": "full", "offload": True})
-        chunks = [None, 1024] if self.trace.heads and layout["tensor_parallel_degree"] == 1 else [None]
+    def _activations(self) -> Iterator[dict[str, Any]]:
+        modes: list[Any] = ["none", "selective", "full", {"checkpoint": "full", "offload": True}]
+        chunks = [None, 1024] if self.trace.heads else [None]
         fixed = self.fixed
         for mode in [fixed["activations"]] if "activations" in fixed else modes:
             for chunk in [fixed["chunked_cross_entropy"]] if "chunked_cross_entropy" in fixed else chunks:

@@ -159,14 +159,15 @@ class StepModel:
         degree = self.plan.layout.context
         if degree == 1:
             return 0.0
-        whole = block.keys * degree
+        whole = block.keys * degree / self.plan.layout.tensor
         return 2 * self.collectives.context("all_gather", whole) + self.collectives.context("reduce_scatter", whole)
 
     def _copying_seconds(self, micro_batch: int, held: float, forward: float) -> float:
         """Return what copies of inputs to the host and back add to a block's two passes."""
         if self.plan.activations.offloaded_bytes is None:
             return 0.0
-        copy = self.trace.block["full"].at(micro_batch, held).kept / self.hardware.device.host_link
+        inputs = self.trace.block["full"].at(micro_batch, held).kept / self.plan.layout.tensor
+        copy = inputs / self.hardware.device.host_link
         return 2 * exposed_seconds(forward, copy, self.fitted.exposed)
 
     def _optimizer_seconds(self) -> float:

@@ -30,6 +30,7 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
     if not sharded:
         return None
     kind, first = type(model).__name__.removeprefix("FSDP"), next(iter(sharded.values()))
+    _refuse_split_layers(model, kind)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(f"{kind} has DTensor parameters that are not FSDP2's; load it without them")
     for name, parameter in sharded.items():
@@ -52,6 +53,17 @@ def given_sharding(model: nn.Module) -> GivenSharding | None:
     if ranks.ndim != 1:
         raise ValueError(f"{kind} is sharded over {mesh}, whose axes have no names; give it mesh_dim_names")
     return GivenSharding(tuple(ranks.tolist()), two, policy.param_dtype, policy.reduce_dtype)
+
+
+def _refuse_split_layers(model: nn.Module, kind: str) -> None:
+    """Refuse a model whose layers Transformers has split over tensor ranks."""
+    degrees = (getattr(module, "tp_size", None) for module in model.modules())
+    degree = next((size for size in degrees if isinstance(size, int) and size > 1), None)
+    if degree is not None:
+        raise ValueError(
+            f"{kind} came with its layers split over {degree} ranks (DistributedConfig(tp_size={degree}), or tp_plan=); "
+            f"load it without, and write tensor_parallel_degree={degree}: torch-smp splits it"
+        )
 
 
 class NativeWindow:

@@ -29,10 +29,8 @@ from tests.harness import run_ranks
         ({"async_save": True}, ["async_save=True is now written checkpoint='async'"]),
         ({"smp_config": {"wrap": ["Block"]}}, ["wrap=['Block'] is now written units=['Block']"]),
         ({"smp_config": {"shard_degree": 2}, "shard_degree": 4}, ["smp_config", "shard_degree"]),
-        ({"context_parallel_degree": 2}, ["context_parallel_degree=2", "write shard_degree"]),
         ({"mixed_precision": "fp8"}, ["FP8 plugin", "bf16"]),
         ({"parallelism_config": ParallelismConfig(dp_shard_size=2), "shard_degree": 4}, ["shard_degree=4", "=2"]),
-        ({"tensor_parallel_degree": 2}, ["tensor_parallel_degree=2", "write shard_degree"]),
     ],
     ids=[
         "unknown",
@@ -41,10 +39,8 @@ from tests.harness import run_ranks
         "former knob",
         "former knob in config",
         "both",
-        "not built",
         "fp8",
         "contradiction",
-        "tensor parallel",
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], words: list[str]) -> None:

@@ -226,8 +226,9 @@ def test_replicas_of_a_hand_sharded_model_agree() -> None:
             assert (seen[name] - value).abs().max().item() <= 1e-12, name
 
 
-def refusals() -> dict[str, str]:
+def refusals(folder: Path) -> dict[str, str]:
     from torch.distributed.tensor import Replicate, distribute_tensor
+    from transformers.distributed import DistributedConfig
 
     said = {}
 
@@ -250,11 +251,17 @@ def refusals() -> dict[str, str]:
     strided = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["a"]
     refused("strided", fully_shard(torch.nn.Linear(4, 4), mesh=strided))
     assert isinstance(next(apart.parameters()), DTensor)
+    for name, sizes in (("split", {"tp_size": 4}), ("split and sharded", {"tp_size": 2, "fsdp_size": 2})):
+        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
+        refused(name, model)
     return said
 
 
-def test_what_cannot_be_taken_over_is_refused() -> None:
-    for said in run_ranks(refusals, 4, ranks_per_node=2):
+def test_what_cannot_be_taken_over_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, True)
+    for said in run_ranks(refusals, 4, tmp_path, ranks_per_node=2):
+        assert "came with its layers split over 4 ranks (DistributedConfig(tp_size=4), or tp_plan=)" in said["split"]
+        assert "write tensor_parallel_degree=2: torch-smp splits it" in said["split and sharded"]
         assert "shard_degree=2, but the model came sharded over ranks [0, 1, 2, 3]" in said["degree"]
         assert "activations.checkpoint='full' has to be applied before" in said["too late"]
         assert "not FSDP2's" in said["not fsdp"]

@@ -28,8 +28,9 @@ from tests.core.tensor_parallel.model_cases import (
 from tests.harness import run_ranks
 
 BATCH = 8
-# Sequences of 9 tokens, and a vocabulary of 61 words: neither can be split.
-KNOBS = {"shard_degree": 2, "tensor_parallel_degree": 2, "tensor_parallel": {"sequence_parallel": False}}
+# Sequences of 9 tokens, and a vocabulary of 61 words: neither can be split. Trainer prepares loaders before the model,
+# which decides about the shard degree.
+KNOBS = {"tensor_parallel_degree": 2, "tensor_parallel": {"sequence_parallel": False}}
 
 
 def test_trainer_evaluates_trains_saves_and_predicts_as_in_one_process(tmp_path: Path) -> None:
