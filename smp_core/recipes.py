@@ -42,9 +42,9 @@ class TensorParallel(Recipe):
     Args:
         plan: Which layer is split how. "auto" (default; by the plan that a Transformers model carries, or ours for
             GPT-2, OPT and BERT), "infer" (by running the model once and looking at which layers feed which) or a
-            mapping from globs over module names to roles ({"*.q_proj": "column", "*.o_proj": "row"}): "column", "column:N" (N equal blocks in one weight),
-            "column_gather", "row", "row_split", "vocabulary", "experts", "sum", "whole", "replicate"; the first glob
-            that matches decides about a module.
+            mapping from globs over module names to roles ({"*.q_proj": "column", "*.o_proj": "row"}): "column",
+            "column:N" (N equal blocks in one weight), "column_gather", "row", "row_split", "vocabulary", "features",
+            "experts", "sum", "whole", "replicate"; the first glob that matches decides about a module.
         sequence_parallel: Whether what stands between split layers (norms, residuals) holds 1/T of the tokens. True
             (default) or False.
         across_nodes: Whether a tensor group may be larger than a node. True or False (default; refused).

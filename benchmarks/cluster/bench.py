@@ -187,8 +187,6 @@ def summary(rows: list[dict[str, Any]]) -> str:
         "node, once": "ours-node-once",
         "node, bf16": "ours-node-bf16",
         "node, int8": "ours-node-int8",
-        "tensor": "ours-tensor",
-        "tensor, world": "ours-tensor-world",
     }
     lines = ["| nodes x ranks | link | micro-batches | dtype | " + " | ".join(columns) + " |"]
     lines.append("|---" * (len(columns) + 4) + "|")

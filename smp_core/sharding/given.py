@@ -61,8 +61,8 @@ def _refuse_split_layers(model: nn.Module, kind: str) -> None:
     degree = next((size for size in degrees if isinstance(size, int) and size > 1), None)
     if degree is not None:
         raise ValueError(
-            f"{kind} came with its layers split over {degree} ranks (DistributedConfig(tp_size={degree}), or tp_plan=); "
-            f"load it without, and write tensor_parallel_degree={degree}: torch-smp splits it"
+            f"{kind} came with its layers split over {degree} ranks (DistributedConfig(tp_size={degree}), or tp_plan=)"
+            f"; load it without, and write tensor_parallel_degree={degree}: torch-smp splits it"
         )
 
 

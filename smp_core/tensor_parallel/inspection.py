@@ -176,7 +176,7 @@ def is_linear(module: nn.Module) -> bool:
     return (isinstance(module, nn.Linear) or is_conv1d(module)) and not has_adapters(module)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Flow:
     """Which layers feed which, in one block."""
 
@@ -236,15 +236,15 @@ def _groups(block: Block) -> Iterator[Group]:
         merged = (columns.union(*(group[0] for group in overlapping)), {row}.union(*(g[1] for g in overlapping)))
         groups = [group for group in groups if group not in overlapping] + [merged]
     owners = {
-        parameter: name
-        for name, module in block.inside.items()
-        for parameter in module.parameters(recurse=False)
+        parameter: name for name, module in block.inside.items() for parameter in module.parameters(recurse=False)
     }
     for columns, members in groups:
         fed = {name for name, sources in flow.sources.items() if sources & columns}
         between = set().union(*(flow.parameters[name] for name in members))
         alone = fed <= members and not ends & columns and not between & outside
-        if alone and len({around(name) for name in columns}) == 1 and between <= owners.keys():
+        # What comes from elsewhere (an encoder's output, a table of positions) would get a part of its gradient.
+        of_stream = all(flow.sources[name] and flow.parameters[name] <= owners.keys() for name in columns)
+        if alone and of_stream and len({around(name) for name in columns}) == 1 and between <= owners.keys():
             order = list(block.linears.values())
             yield Group(
                 tuple(name for name in order if name in columns),

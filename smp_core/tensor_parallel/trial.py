@@ -46,7 +46,7 @@ class Group:
     gathered: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """What a module was given and returned: its first tensor [..., N, H], and the first one of its output; with their
     nodes in the graph at that time, which what is done in place changes."""

@@ -93,14 +93,14 @@ def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None =
 
 KEPT = {"keep_between_micro_batches": "parameters"}
 CASES = [
-    pytest.param(*case, marks=() if case == (2, 2, 2, {}) else pytest.mark.slow)
-    for case in ((2, 2, 2, {}), (4, 2, 1, {}), (4, 4, 1, {}), (2, 2, 1, {}), (4, 2, 2, KEPT))
+    pytest.param(*case, marks=() if case[0] == "auto" else pytest.mark.slow)
+    for case in (("auto", 2, 2, {}), (2, 2, 2, {}), (4, 2, 1, {}), (4, 4, 1, {}), (2, 2, 1, {}), (4, 2, 2, KEPT))
 ]
 
 
 @pytest.mark.parametrize(("shard", "context", "micro_batches", "more"), CASES)
 def test_steps_of_trainer_equal_one_process(
-    tmp_path: Path, shard: int, context: int, micro_batches: int, more: dict[str, Any]
+    tmp_path: Path, shard: int | str, context: int, micro_batches: int, more: dict[str, Any]
 ) -> None:
     """float32: losses and norms to 1e-6 + 2e-7 per step (summation order), evaluation likewise; logits, which grow with
     weights that Adam moves by its own noise, to 2e-4. Every prediction is there, in order, of whole sequences. The

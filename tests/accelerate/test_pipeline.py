@@ -125,7 +125,7 @@ def test_trainer_on_four_ranks(tmp_path: Path) -> None:
     expected = life(tmp_path / "alone", BATCH, 3)
     noise = noise_between(expected, fit(tmp_path / "other", BATCH // 2, 6))
     flags = {"per_device_train_batch_size": BATCH // 2}
-    results = run_ranks(life, 4, tmp_path / "ranks", BATCH, 3, {**KNOBS, "shard_degree": 2}, **flags)
+    results = run_ranks(life, 4, tmp_path / "ranks", BATCH, 3, {**KNOBS, "shard_degree": "auto"}, **flags)
     assert_life(results, expected, noise, tmp_path / "ranks")
 
 

@@ -21,7 +21,7 @@ from smp_core.planning.fitted import FITTED
 from smp_core.planning.hardware import Hardware
 from smp_core.planning.memory import estimate
 from smp_core.planning.model_trace import ModelTrace
-from smp_core.planning.search import TIE
+from smp_core.planning.search import TIE, search
 from smp_core.planning.step_memory import peak_memory
 from smp_core.planning.time import StepModel, exposed_seconds
 from smp_core.planning.trace import trace, trace_model
@@ -287,6 +287,21 @@ def test_the_file_that_is_written_decides_the_plan_that_was_shown(large: ModelTr
 def test_contradictions_are_refused(large: ModelTrace, fixed: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan(large, *SETTING, fixed=fixed)
+
+
+def test_tensor_degrees_are_planned_with_everything_else(tiny: ModelTrace) -> None:
+    hardware = Hardware.parse("4x8:a100-40g@400gbps")
+    found = search(tiny, hardware, Workload(4096, 512), {"tensor_parallel_degree": 2, "micro_batch": 1})
+    plans = [each.plan for each in found.ranked]
+    together = {
+        "optimizer over the world": [plan.knobs.optimizer_shard == "world" for plan in plans],
+        "a copy in each node": [type(plan.knobs.reshard_after_forward) is int for plan in plans],
+        "inputs on the host": [plan.knobs.activations.offload for plan in plans],
+        "loss in chunks": [plan.knobs.chunked_cross_entropy is not None for plan in plans],
+        "context": [plan.layout.context > 1 for plan in plans],
+    }
+    assert all(plan.layout.tensor == 2 for plan in plans)
+    assert [name for name, seen in together.items() if not any(seen) or all(seen)] == []
 
 
 def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> None:

@@ -13,7 +13,7 @@ from smp_core.config import SmpConfig
 from smp_core.planning.tensor_rules import require_tensor_degree
 from smp_core.tensor_parallel.roles import splits_of
 from smp_core.topology import Topology
-from tests.core.tensor_parallel.model_cases import GLOBS, MODELS, Case, PlainModel
+from tests.core.tensor_parallel.model_cases import GLOBS, MODELS, Case, PlainBlock, PlainModel
 from tests.harness import run_ranks
 
 
@@ -22,6 +22,10 @@ class Unplanned(nn.Module):
         super().__init__()
         self.up = nn.Conv1d(4, 4, 1)
         self.words = nn.Embedding(6, 4, max_norm=1.0)
+        self.dummy_inputs = torch.zeros(1, 4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x.to(self.up.weight))
 
 
 def falcon(**changes: Any) -> nn.Module:
@@ -134,6 +138,26 @@ def with_hook() -> nn.Module:
     return model
 
 
+def without_example() -> nn.Module:
+    model = PlainModel()
+    del model.example_input_array
+    return model
+
+
+class PlacedBlock(PlainBlock):
+    """Adds each token's place, which a part of the tokens does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.arange(x.shape[1])[:, None]
+
+
+def reads_its_shape() -> nn.Module:
+    model = PlainModel()
+    model.blocks[1] = PlacedBlock()
+    return model
+
+
+INFERRED = {"tensor_parallel": {"plan": "infer"}}
 TORCHAO = {"backend": "torchao", "scaling": "dynamic", "fp8_all_gather": False}
 REFUSED = {
     "heads": (heads_that_do_not_fit, {}, "does not divide the 6 heads of model.layers.0.self_attn.q_proj; allowed: 1"),
@@ -151,6 +175,19 @@ REFUSED = {
         {"tensor_parallel": {"plan": {"*.down": "row"}}},
         "a variant of LoRA (use_dora, for example) is not built yet",
     ),
+    "proposed": (
+        PlainModel,
+        {"tensor_parallel": {"plan": "auto"}},
+        "or write tensor_parallel={'plan': 'infer'}, which is to split it so: {'blocks.*.attend.qkv': 'column:3', ",
+    ),
+    "no example": (
+        without_example,
+        INFERRED,
+        "cannot be inspected: it is run once to see what its blocks do; set",
+    ),
+    "no blocks": (Unplanned, INFERRED, "no layer of Unplanned was found that 2 ranks can share; write globs"),
+    "shapes": (reads_its_shape, INFERRED, "blocks.1 does not compute the same with a part of the tokens between its l"),
+    "infer and fp8": (PlainModel, {**INFERRED, "fp8": {}}, "tensor_parallel.plan='infer' and fp8; write globs"),
     "hooks": (with_hook, {"tensor_parallel": {"plan": GLOBS}}, "blocks.1 has forward hooks, which would see 1/T"),
     "fp8": (PlainModel, {"fp8": TORCHAO}, "write fp8={'backend': 'native'}"),
 }
