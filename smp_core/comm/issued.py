@@ -36,11 +36,13 @@ class IssuedCollectives:
 
     Attributes:
         in_backward: tells whether a backward pass runs.
+        windows: how often all ranks began anew: the number of the window that runs.
     """
 
     def __init__(self, peers: Sequence[int], host_waits: bool) -> None:
         self.peers, self.host_waits = tuple(peers), host_waits
         self.in_backward: Callable[[], bool] = lambda: False
+        self.windows = 0
         self._names: list[tuple[str, str]] = []  # kind, unit
         self._recent = array("i")
         self._older = 0  # checksum of what is not kept any more
@@ -79,6 +81,7 @@ class IssuedCollectives:
         """Begin anew, on all ranks alike: they have compared, or what they did is dropped."""
         self._older = 0
         del self._recent[:]
+        self.windows += 1
 
     def recent(self) -> tuple[int, list[int]]:
         """Return the checksum of what is not kept, and the numbers of what is."""

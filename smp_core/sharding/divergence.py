@@ -2,8 +2,9 @@
 
 Each rank tells two numbers of its replica: the checksum of what it issued, and what that lacks to 2^31 - 1. The maxima
 of both over all ranks add up to 2^31 - 1 only where all ranks of the replica have the same checksum. So one MAX
-all-reduce, which carries other flags too, compares any number of groups. Only where they differ do ranks exchange what
-they issued.
+all-reduce, which carries other flags too, compares any number of groups. In the same way all replicas compare which
+window runs: one that gave a window up alone would add its gradients to those of another window. Only where ranks differ
+do they exchange what they issued.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from smp_core.comm.issued import IssuedCollectives, first_to_differ
 from smp_core.mesh import SmpMesh
+from smp_core.whereabouts import ranks_in_words
 
 _GREATEST = 2**31 - 1  # of a checksum, which has 31 bits
 _UNTOLD = 0  # torch's fake groups carry nothing
@@ -27,19 +29,28 @@ _WHAT_TO_DO = (
 )
 
 
+_OTHER_WINDOWS = (
+    "ranks close different accumulation windows: {}. What some of them gave up (window.abandon()) the others did not. "
+    "Gradients of the window are dropped, weights and optimizer states are as before it. Where a micro-batch fails on "
+    "one rank let the others know, and give the window up on all ranks or on none"
+)
+
+
 class RanksDiverged(RuntimeError):
-    """Ranks that share parameters issued different collectives; raised on all ranks, before the optimizer steps."""
+    """Ranks that share parameters issued different collectives, or ranks close different windows; raised on all ranks,
+    before the optimizer steps."""
 
 
 def told_by(issued: IssuedCollectives, mesh: SmpMesh) -> list[int]:
-    """Return what this rank tells: two numbers for each replica, those of the others 0."""
+    """Return what this rank tells: two numbers for each replica, those of the others 0, and two of the window."""
     told, checksum = [0] * (2 * mesh.replicate_degree), issued.checksum()
     told[2 * mesh.replicate_rank : 2 * mesh.replicate_rank + 2] = checksum, _GREATEST - checksum
-    return told
+    return [*told, issued.windows, _GREATEST - issued.windows]
 
 
 def differing(told: torch.Tensor) -> list[bool]:
-    """Return for each replica whether its ranks differ, from the maxima (int32) of what all told."""
+    """Return for each replica whether its ranks differ, and last whether any two ranks are in different windows; from
+    the maxima (int32) of what all told."""
     return [total not in (_GREATEST, _UNTOLD) for total in told.view(-1, 2).sum(1).tolist()]
 
 
@@ -68,15 +79,25 @@ def require_same_collectives(issued: IssuedCollectives, mesh: SmpMesh) -> None:
 
 
 def first_difference(issued: IssuedCollectives, mesh: SmpMesh, differs: Sequence[bool]) -> str:
-    """Ask the ranks of replicas that differ what they issued; say where, and which. Collective over ``model_group``."""
+    """Ask the ranks what they issued; say where they differ, and which. Collective over ``model_group``.
+
+    Args:
+        differs: what :func:`differing` returned.
+    """
     group = mesh.model_group
     own = issued.recent() if differs[mesh.replicate_rank] else None
-    issued.forget()
-    everyone: list[tuple[int, tuple[int, list[int]] | None]] = [(0, None)] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (mesh.replicate_rank, own), group=group)
+    everyone: list[tuple[int, int, tuple[int, list[int]] | None]] = [(0, 0, None)] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (issued.windows, mesh.replicate_rank, own), group=group)
     by_replica: dict[int, dict[int, tuple[int, list[int]]]] = {}
-    for rank, (replica, recent) in zip(dist.get_process_group_ranks(group), everyone, strict=True):
+    by_window: dict[int, list[int]] = {}
+    for rank, (window, replica, recent) in zip(dist.get_process_group_ranks(group), everyone, strict=True):
+        by_window.setdefault(window, []).append(rank)
         if recent is not None:
             by_replica.setdefault(replica, {})[rank] = recent
+    issued.windows = max(by_window)  # from here on in the same one again
+    issued.forget()
+    if len(by_window) > 1:
+        numbers = (f"{ranks_in_words(ranks)} window {window + 1}" for window, ranks in sorted(by_window.items()))
+        return _OTHER_WINDOWS.format("; ".join(numbers))
     found = [text for its in by_replica.values() if (text := first_to_differ(issued, its))]
     return f"{_DIVERGED}: {'; '.join(found)}. {_WHAT_TO_DO}"

@@ -7,6 +7,7 @@ gradient, and drop it together. Its parts, in order, int32:
     of each unit                          whether there is a sum of it
     one                                   whether a rank vetoes the window
     of each replica, two                  what its ranks issued (smp_core/sharding/divergence.py)
+    two                                   which window it is
 """
 
 from __future__ import annotations

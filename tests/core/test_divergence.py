@@ -100,3 +100,26 @@ def test_replicas_may_go_apart_and_a_diverging_one_stops_all() -> None:
     text, dropped = results[0]
     assert dropped
     assert "rank 2: all_gather of 'right.0' in forward; rank 3: all_gather of 'left.0' in forward" in text
+
+
+def given_up_by_one(knobs: dict[str, Any]) -> str:
+    """Rank 0 gives a window up that rank 1 closes, and goes on."""
+    parallel, optimizer = prepared(**knobs)
+    window(parallel, ["l", "r"])
+    optimizer.step()
+    optimizer.zero_grad()
+    before = copy.deepcopy(state_of(parallel, optimizer))
+    if dist.get_rank() == 0:
+        parallel.window.abandon()
+    with pytest.raises(RanksDiverged) as error:
+        window(parallel, ["l", "r"], step=1)
+    assert all(map(torch.equal, before, state_of(parallel, optimizer)))
+    assert not parallel.window.is_open and all(p.grad is None for p in parallel.module.parameters())
+    window(parallel, ["l", "r"], step=2)  # in the same window again
+    optimizer.step()
+    return str(error.value)
+
+
+def test_a_window_that_one_replica_gives_up_alone_is_no_step_of_the_others() -> None:
+    for text in run_ranks(given_up_by_one, 2, {"shard_degree": 1}):
+        assert "rank 1 window 2; rank 0 window 3" in text, text
