@@ -18,8 +18,7 @@ class PreemptibleAccelerator(SavedStatesAccelerator):
         """The notices to all ranks; made, and its signals taken, when it is first asked for. Collective then."""
         if self._preemption is None:
             self._preemption = Preemption(self.smp_config.checkpoint.preemption_grace_s)
-            if self._preemption.grace:
-                self._preemption.install()
+            self._preemption.install()
         return self._preemption
 
     def is_preempted(self) -> bool:
@@ -32,7 +31,7 @@ class PreemptibleAccelerator(SavedStatesAccelerator):
                 accelerator.save_state("checkpoints/last")
                 accelerator.leave()
         """
-        return self.preemption.grace > 0 and self.preemption.agreed()
+        return self.preemption.agreed()
 
     def leave(self) -> NoReturn:
         """Wait for the save in flight and end the process with 128 + the signal's number, 143 for SIGTERM. Collective.

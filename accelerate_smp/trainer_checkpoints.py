@@ -104,7 +104,8 @@ class CheckpointingTrainerMixin(_Base):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
         """Train as Trainer does. ``resume_from_checkpoint=True`` skips broken checkpoints, with a warning that names
-        them.
+        them; ``"last"`` does too, and begins anew where no save has been completed yet, for jobs that are started
+        again and again with the same command.
 
         With another number of ranks or another batch size, gradient accumulation is adapted so that an optimizer step
         keeps its number of samples.
@@ -113,7 +114,9 @@ class CheckpointingTrainerMixin(_Base):
             ValueError: no accumulation keeps it, and ``checkpoint.allow_batch_change`` is not set.
         """
         self._opened = {}
-        if resume_from_checkpoint is True:
+        if resume_from_checkpoint == "last":
+            resume_from_checkpoint = self._newest_undamaged()
+        elif resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest_undamaged() or True
         if isinstance(resume_from_checkpoint, str) and _has_state(resume_from_checkpoint):
             self._keep_global_batch(resume_from_checkpoint)
@@ -132,8 +135,8 @@ class CheckpointingTrainerMixin(_Base):
 
     @contextlib.contextmanager
     def _leaving_when_told(self) -> Iterator[None]:
-        """Take notices of the job's end while training goes on, unless ``preemption_grace_s`` is 0."""
-        if not self.accelerator.sharding or not self.accelerator.preemption.grace:
+        """Take notices of the job's end while training goes on, and keep what checkpoints say of evaluations."""
+        if not self.accelerator.sharding:
             yield
             return
         self.leaves = LeavesWhenTold(self)

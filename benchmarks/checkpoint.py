@@ -58,7 +58,8 @@ def memory(field):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
 open("/proc/self/clear_refs", "w").write("5")  # the peak so far (imports) does not count
 before = memory("VmRSS")
-consolidate(sys.argv[1], sys.argv[2], max_shard_size="500MB", verify="sizes")
+options = {} if sys.argv[3] == "as saved" else {"dtype": sys.argv[3]}
+consolidate(sys.argv[1], sys.argv[2], max_shard_size="500MB", verify="sizes", **options)
 print(memory("VmHWM") - before)
 """
 
@@ -169,6 +170,7 @@ def measure(folder: str, size: float, repeats: int) -> dict[str, Any]:
     loads: dict[str, Callable[[str], None]] = {
         "DCP": lambda path: dcp.load(training.state(), checkpoint_id=path),
         "torch-smp": lambda path: load_checkpoint(path, training.state()),
+        "torch-smp sizes": lambda path: load_checkpoint(path, training.state(), verify="sizes"),
         "torch-smp digests": lambda path: load_checkpoint(path, training.state(), verify="digests"),
     }
     seconds: dict[str, dict[str, list[float]]] = {"save": {}, "load warm": {}, "load cold": {}}
@@ -181,7 +183,7 @@ def measure(folder: str, size: float, repeats: int) -> dict[str, Any]:
             if number:
                 seconds["save"].setdefault(name, []).append(took)
         for name, load in loads.items():
-            path = f"{folder}/{name.split(' digests')[0]}"
+            path = f"{folder}/{name.split()[0]}"  # digests and sizes are ways to check the same checkpoint
             for kind in ("load warm", "load cold"):
                 if kind == "load cold":
                     on_first(lambda path=path: drop_pages(path))  # type: ignore[misc]
@@ -226,12 +228,12 @@ def large_state() -> dict[str, torch.Tensor]:
     return {f"w{number}": torch.full((LARGEST // 4,), float(number)) for number in range(4)}
 
 
-def measure_consolidate(folder: str) -> dict[str, float]:
+def measure_consolidate(folder: str, dtype: str) -> dict[str, float]:
     """Measure the peak memory of consolidate above start-up, with its bound, and its time, for a checkpoint of large
-    tensors."""
+    tensors, which are converted to a dtype or left as they are."""
     source, out = f"{folder}/large", f"{folder}/consolidated"
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-c", MEASURE_CONSOLIDATE, source, out]
+    command = [sys.executable, "-c", MEASURE_CONSOLIDATE, source, out, dtype]
     options = SaveOptions({}, {}, True, "xxh3")
     write_staged(source, lambda: stage({"state_dict": large_state()}, None, 0, False), options, Ranks.alone())
     begin = time.perf_counter()
@@ -253,6 +255,12 @@ def report(results: list[dict[str, Any]]) -> list[Table]:
                 median = statistics.median(values)
                 spread = f"{median:.3f} ({min(values):.3f} to {max(values):.3f})"
                 table.add_row(name, kind, f"{size / median:.0f}", f"{baseline / median:.2f}", spread)
+        for kind in ("load warm", "load cold"):
+            seconds = result["seconds"][kind]
+            pairs = zip(seconds["torch-smp"], seconds["torch-smp sizes"], strict=True)
+            ratios = sorted(checked / unchecked for checked, unchecked in pairs)
+            spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+            table.add_row("every byte checked", f"{kind}, of sizes", "", "", spread)
         stall = statistics.median(result["async"]["stall"])
         sync = statistics.median(result["seconds"]["save"]["torch-smp"])
         table.add_row("torch-smp async", "stall", "", "", f"{stall:.3f} ({stall / sync:.0%} of a synchronous save)")
@@ -269,14 +277,17 @@ def worker(options: argparse.Namespace) -> None:
     on_first(lambda: os.makedirs(folder, exist_ok=True))
     load_before = os.getloadavg()[0]
     results = [measure(folder, size * 1e9, options.repeats) for size in options.gigabytes]
-    memory: dict[str, float] = {}
-    on_first(lambda: memory.update(measure_consolidate(folder)))
+    memory: dict[str, dict[str, float]] = {}
+    for dtype in ("as saved", "bf16"):
+        on_first(lambda dtype=dtype: memory.update({dtype: measure_consolidate(folder, dtype)}))  # type: ignore[misc]
     on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
     if dist.get_rank() == 0:
         for table in report(results):
             Console(width=110).print(table)
-        peak, bound = memory["peak bytes"] / 1e6, memory["bound bytes"] / 1e6
-        print(f"consolidate of 4 tensors of {LARGEST / 1e6:.0f} MB: peak memory {peak:.0f} MB, bound {bound:.0f} MB")
+        for dtype, seen in memory.items():
+            peak, bound = seen["peak bytes"] / 1e6, seen["bound bytes"] / 1e6
+            size = f"4 tensors of {LARGEST / 1e6:.0f} MB, {dtype}"
+            print(f"consolidate of {size}: peak memory {peak:.0f} MB, bound {bound:.0f} MB")
         record = {
             "date": datetime.date.today().isoformat(),
             "ranks": dist.get_world_size(),

@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning.pytorch import Trainer
+
 from smp_core.checkpoint import AsyncCheckpointer, CheckpointError
 from smp_core.checkpoint.addresses import is_address, local_path
 
@@ -32,14 +34,37 @@ def in_lightning_words() -> Iterator[None]:
         raise CheckpointError(text) from error
 
 
+def is_held_place(path: Any) -> bool:
+    """Tell whether a path is an empty folder: the place of a save that has not committed."""
+    return os.path.isdir(path) and not os.listdir(path)
+
+
+def _sweep_places(trainer: Trainer) -> None:
+    """Remove the places of saves that an earlier run did not come to the end of, and links to them: names are free."""
+    for callback in trainer.checkpoint_callbacks:
+        folder = getattr(callback, "dirpath", None)
+        if folder is None or is_address(folder) or not os.path.isdir(folder):
+            continue
+        entries = [entry for entry in os.scandir(folder) if entry.name.endswith(".ckpt") and is_held_place(entry.path)]
+        for entry in entries:
+            with contextlib.suppress(OSError):  # not empty any more
+                if entry.is_symlink():
+                    os.unlink(entry.path)
+                else:
+                    os.rmdir(entry.path)
+
+
 class BackgroundSaves:
     """A writer with at most one save in flight. Its construction is collective.
 
     Args:
         is_first: whether this is the rank that names, links and removes checkpoints.
+        trainer: the run's.
     """
 
-    def __init__(self, is_first: bool) -> None:
+    def __init__(self, is_first: bool, trainer: Trainer) -> None:
+        if is_first:
+            _sweep_places(trainer)
         self.checkpointer = AsyncCheckpointer()
         self._is_first = is_first
         self._path: Any = None

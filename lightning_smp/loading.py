@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -29,8 +30,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_smp.background import in_lightning_words
+from lightning_smp.background import in_lightning_words, is_held_place
 from lightning_smp.checkpoint_sources import CheckpointFile, CheckpointFolder, Place
+from lightning_smp.exception_saves import exception_checkpoints
 from lightning_smp.memory import KeepsInMemory
 from lightning_smp.resume import Resume
 from lightning_smp.steps import SteppingStrategy
@@ -74,7 +76,7 @@ class Loading:
     ) -> None:
         verify = strategy.config.checkpoint.verify
         if _means_newest(strategy, path):
-            path, verify = _newest(path, verify, memory), "sizes"
+            path, verify = _newest(strategy, path, verify, memory), "sizes"
         if memory is not None:
             memory.begins_from(path)
         self.path = os.fspath(path)
@@ -216,43 +218,79 @@ def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: to
     return agreed
 
 
+class NothingSaved(dict[str, Any]):
+    """A checkpoint that counts as empty, so that Lightning restores nothing; it has the version that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__({"pytorch-lightning_version": str(lightning.__version__)})
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def nothing_saved(strategy: SteppingStrategy, path: Any) -> bool:
+    """Tell whether ``ckpt_path="last"`` stands for the place of a first save that has not committed. Collective.
+
+    A run that ends while it writes its first checkpoint behind training leaves the place that was held, and the link
+    ``last.ckpt`` to it. Nothing is lost when the next run begins anew.
+    """
+
+    def held() -> bool:
+        return _means_newest(strategy, path) and is_held_place(path) and not _others(path)
+
+    if not Ranks().on_first(f"{path} was not loaded", held):
+        return False
+    if strategy.is_global_zero:
+        logger.warning("%s: no save has been completed there yet: the run begins anew", path)
+    return True
+
+
 def _means_newest(strategy: SteppingStrategy, path: Any) -> bool:
     """Tell whether a path is the one that ``ckpt_path="last"`` stands for."""
     assert strategy.lightning_module is not None
+    trainer = strategy.lightning_module.trainer
     folder, name = os.path.split(os.path.abspath(path))
-    for callback in strategy.lightning_module.trainer.checkpoint_callbacks:
+    for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
             parts = os.path.splitext(name)[0].split(callback.CHECKPOINT_JOIN_CHAR)
             if os.path.abspath(callback.dirpath) == folder and callback.CHECKPOINT_NAME_LAST in parts:
                 return True
-    return False
+    return os.path.abspath(path) in map(os.path.abspath, exception_checkpoints(trainer))
 
 
-def _newest(path: Any, verify: str, memory: KeepsInMemory | None) -> Any:
+def _newest(strategy: SteppingStrategy, path: Any, verify: str, memory: KeepsInMemory | None) -> Any:
     """Return the newest unbroken one of the checkpoints beside ``path`` and the states in memory. Collective."""
     found = None if memory is None else memory.newer_than(path)
     if found is not None:
         return found
-    path = _newest_undamaged(path, verify)
+    path = _newest_undamaged(strategy, path, verify)
     found = None if memory is None or os.path.isfile(path) else memory.newer_than_undamaged(path)
     return path if found is None else found
 
 
-def _newest_undamaged(path: Any, verify: str) -> str:
+def _newest_undamaged(strategy: SteppingStrategy, path: Any, verify: str) -> str:
     """Return ``path`` or, where that is broken, the newest unbroken checkpoint in its folder. Collective."""
+    assert strategy.lightning_module is not None
+    at_exceptions = [os.path.abspath(each) for each in exception_checkpoints(strategy.lightning_module.trainer)]
 
     def candidates() -> list[str]:
-        folder = os.path.dirname(os.path.abspath(path))
-        folders = [os.path.join(folder, name) for name in reversed(find_checkpoints(folder))]
-        files = sorted((str(file) for file in Path(folder).glob("*.ckpt") if file.is_file()), key=step_of_file)
-        others = [*files[::-1], *folders] if os.path.isfile(path) else [*folders, *files[::-1]]
-        # Lightning takes the one of last.ckpt, last-v1.ckpt, ... that clocks call the newest.
-        lasts = [each for each in others if os.path.isfile(each) == os.path.isfile(path) and _is_last(each)]
+        others = _others(path)
+        # Lightning takes the one of on_exception.ckpt, last.ckpt, last-v1.ckpt, ... that clocks call the newest.
+        named = [each for each in others if _is_last(each) or each in at_exceptions]
+        lasts = [each for each in named if os.path.isfile(each) == os.path.isfile(path)]
         found = dict.fromkeys([*lasts, str(path), *others])
         return list({os.path.realpath(each): each for each in reversed(found)}.values())[::-1]
 
     ordered = Ranks().on_first(f"{path} was not loaded", candidates)
     return first_undamaged(ordered, verify)
+
+
+def _others(path: Any) -> list[str]:
+    """List the checkpoints in the folder of ``path``, itself included, the newest first; those of its kind first."""
+    folder = os.path.dirname(os.path.abspath(path))
+    folders = [os.path.join(folder, name) for name in reversed(find_checkpoints(folder))]
+    files = sorted((str(file) for file in Path(folder).glob("*.ckpt") if file.is_file()), key=step_of_file)
+    return [*files[::-1], *folders] if os.path.isfile(path) else [*folders, *files[::-1]]
 
 
 def _is_last(path: str) -> bool:

@@ -162,6 +162,16 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     # The end
 
+    def all_come(self, place: str, limit: float) -> bool:
+        """Tell whether all ranks come to a place within ``limit`` seconds, outside of collectives."""
+        if self._watch is None:
+            return True
+        try:
+            self._watch.meetings.meet(place, limit=limit)
+        except RuntimeError:
+            return False
+        return True
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True

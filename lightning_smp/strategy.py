@@ -35,8 +35,9 @@ from lightning_smp.averaging import make_averages, take_over_callbacks
 from lightning_smp.background import BackgroundSaves
 from lightning_smp.batches import require_equal_training
 from lightning_smp.due_validation import begin_with_it, is_lacking
+from lightning_smp.exception_saves import take_over_exception_saves
 from lightning_smp.knobs import list_knobs, read_config
-from lightning_smp.loading import FP8_STATE, Loading
+from lightning_smp.loading import FP8_STATE, Loading, NothingSaved, nothing_saved
 from lightning_smp.memory import IN_MEMORY, KeepsInMemory
 from lightning_smp.pipeline import PipelinedSteps, check_module
 from lightning_smp.preemption import LeavesWhenTold
@@ -157,6 +158,7 @@ class SmpShardedStrategy(SteppingStrategy):
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         take_over_callbacks(self.lightning_module.trainer)
+        take_over_exception_saves(self.lightning_module.trainer)
         super().setup_environment()
 
     @override
@@ -201,8 +203,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self.model = module
         self.model_to_device()
         if self.config.checkpoint.async_save and self.background_saves is None:
-            self.background_saves = BackgroundSaves(self.is_global_zero)
-
+            self.background_saves = BackgroundSaves(self.is_global_zero, trainer)
         if self.memory is not None:
             self.memory.begin_run(trainer)
         grace = self.config.checkpoint.preemption_grace_s
@@ -344,7 +345,10 @@ class SmpShardedStrategy(SteppingStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self.loading = Loading(self, self.broadcast(checkpoint_path), weights_only, self.memory)
+        path = self.broadcast(checkpoint_path)
+        if nothing_saved(self, path) and (self.memory is None or self.memory.tier.find() is None):
+            return NothingSaved()
+        self.loading = Loading(self, path, weights_only, self.memory)
         return self.loading.content
 
     @override

@@ -49,12 +49,13 @@ class Meetings:
         if len(ranks) > 1:
             self._held.setdefault(tuple(ranks), 0)
 
-    def meet(self, place: str, ranks: Sequence[int] | None = None) -> None:
+    def meet(self, place: str, ranks: Sequence[int] | None = None, limit: float | None = None) -> None:
         """Wait until every rank is at ``place``. Collective over ``ranks``.
 
         Args:
             place: the call as a user types it, ``"model.save_pretrained(...)"``; the same on all ranks.
             ranks: those that make the call together, this one among them; by default all.
+            limit: seconds to wait for the others; by default :attr:`limit`.
 
         Raises:
             RuntimeError: a rank is at another place, has ended, was lost or goes on with the training; on all ranks
@@ -67,7 +68,7 @@ class Meetings:
         self._held[group] += 1
         try:
             said = "" if self.rank_0_ended else self._arrive(group, place)
-            said = said or self._wait(group, place)
+            said = said or self._wait(group, place, self.limit if limit is None else limit)
         except (dist.DistError, ConnectionError):
             return  # the store went away with rank 0; the collective that comes next says so
         if said != "all":
@@ -112,7 +113,7 @@ class Meetings:
         """Note the verdict: the first one holds, for everybody."""
         return self._store.compare_set(f"{key}/verdict", "", verdict).decode()
 
-    def _wait(self, group: tuple[int, ...], place: str) -> str:
+    def _wait(self, group: tuple[int, ...], place: str, limit: float | None) -> str:
         key = self._key(group, self._held[group])
         neighbour = group[(group.index(self.rank) + 1) % len(group)]
         pause, before, since = 0.001, -1, 0
@@ -130,9 +131,9 @@ class Meetings:
             elif ours["beats"] - since > _SILENCE:
                 lost = f"rank {neighbour} was lost: it gives no sign of life, and rank {self.rank} waits for it at "
                 self._settle(key, lost + place)
-            if self.limit is not None and time.monotonic() - begun > self.limit:
+            if limit is not None and time.monotonic() - begun > limit:
                 others = ", ".join(str(rank) for rank in group if rank != self.rank)
-                missing = f"not all others ({others}) have come there in {self.limit:g} s"
+                missing = f"not all others ({others}) have come there in {limit:g} s"
                 self._settle(key, f"rank {self.rank} is at {place} and {missing}: {_ALL_OF_THEM}")
         # Nobody but rank 0 has the store; where it is one of the group, it has just said so to those that wait.
         return _apart(self.rank, place, 0, _END) if 0 in group else "all"

@@ -45,7 +45,8 @@ class Preemption:
     """Notices to this process and to the other ranks. Its construction is collective over the world.
 
     Args:
-        grace: seconds between a notice and the end, ``checkpoint.preemption_grace_s``.
+        grace: seconds between a notice and the end, ``checkpoint.preemption_grace_s``; 0: signals are left alone, and
+            no rank is ever told.
 
     Attributes:
         signal: the number of the signal that was sent to any rank, once ranks have agreed; 0 before.
@@ -77,7 +78,7 @@ class Preemption:
         Args:
             before: handlers that count as the user's; by default those that are installed.
         """
-        if self._handlers or threading.current_thread() is not threading.main_thread():
+        if not self.grace or self._handlers or threading.current_thread() is not threading.main_thread():
             return
         for number in signals:
             installed = signal.getsignal(number)
@@ -115,7 +116,7 @@ class Preemption:
                 open is waited for as long as a quarter of the grace is not over.
         """
         self._calls += 1
-        if self._calls < self._next:
+        if not self.grace or self._calls < self._next:
             return False
         now = time.monotonic()
         waited = now - self._told_at if self._told else 0.0

@@ -9,6 +9,8 @@ has no hook for exceptions but the interpreter's own.
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import sys
 import weakref
 from collections.abc import Sequence
@@ -22,6 +24,8 @@ from torch import nn
 from smp_core.compat import collective_timeout
 from smp_core.liveness import ENDING, RankWatch, end_within, looks_like_a_lost_peer
 from smp_core.preemption import Preempted
+
+logger = logging.getLogger("smp")
 
 _watch: RankWatch | None = None
 _watched: weakref.ref[dist.ProcessGroup] | None = None
@@ -40,6 +44,7 @@ def watch_ranks(limit: timedelta | None = None) -> RankWatch | None:
             sys.excepthook = _Reporting(sys.excepthook)
             atexit.register(stop_watching)
         stop_watching()
+        _warn_of_shared_store()
         limit = limit or collective_timeout()
         _watch, _watched = RankWatch.start(), weakref.ref(cast(dist.ProcessGroup, dist.group.WORLD))
     if _watch is not None and limit is not None:
@@ -103,6 +108,21 @@ def count_forwards(model: nn.Module, peers: Sequence[int]) -> None:
 
 def _is_current() -> bool:
     return _watched is not None and _watched() is not None and _watched() is dist.group.WORLD
+
+
+def _warn_of_shared_store() -> None:
+    """Warn, on rank 0, where torchrun will start processes anew that meet in the store of the processes before them.
+
+    torch (pytorch/pytorch#135712) gives all attempts one store and one set of keys: a rank may read the address that
+    another one had before, and the attempt fails while connecting.
+    """
+    restarts, shared = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"), os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    if restarts != "0" and shared == "True" and os.environ.get("RANK") == "0":
+        logger.warning(
+            "torchrun --max-restarts=%s: a process that is started anew may read where another one listened before, "
+            "and fail while connecting; export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun",
+            restarts,
+        )
 
 
 class _Reporting:

@@ -28,7 +28,7 @@ _STRATEGY = "sharding strategy"
 
 @dataclass
 class Translation:
-    """A block of SMP options, translated.
+    """What became of a block of SMP options.
 
     Attributes:
         settings: knob of SmpConfig, or field of one ("activations.offload") -> value.

@@ -36,7 +36,7 @@ _SHOWN = 2048
 
 
 class Whereabouts:
-    """The place of this process: what it does, and since when.
+    """This process's.
 
     Attributes:
         least: seconds that nobody is said to wait below.

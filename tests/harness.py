@@ -31,7 +31,17 @@ from tests.fork_server import ROOT, close_servers
 from tests.rank_pool import RankPool, RanksFailed, base_environ
 from tests.rank_worker import STORE_HOST
 
-__all__ = ["ROOT", "RanksFailed", "ScriptTimedOut", "close_pools", "free_port", "going_on", "run_ranks", "run_script"]
+__all__ = [
+    "ROOT",
+    "RanksFailed",
+    "ScriptTimedOut",
+    "close_pools",
+    "free_port",
+    "going_on",
+    "restarts",
+    "run_ranks",
+    "run_script",
+]
 
 T = TypeVar("T")
 
@@ -221,6 +231,11 @@ def run_script(
             f"--- stdout:\n{stdout[-SCRIPT_OUTPUT_TAIL:]}\n--- stderr:\n{stderr[-SCRIPT_OUTPUT_TAIL:]}"
         )
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def restarts(times: int) -> dict[str, str]:
+    """The environment in which torchrun starts its processes anew so many times, with another store each time."""
+    return {"PET_MAX_RESTARTS": str(times), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def going_on(pids: Iterable[int], argument: str, limit: float = 60.0) -> list[int]:

@@ -95,6 +95,8 @@ def sweep(path: str) -> list[str]:
             if same_host or time.time() - _newest_change(entry) > _STALE_SECONDS:
                 remove_tree(entry)
                 removed.append(entry)
+        except OSError:
+            continue  # its age cannot be told: it may be a live save's
         finally:
             os.close(lock)
     removed += [entry for entry in _scratch_left_behind(parent) if remove_tree(entry)]
@@ -105,8 +107,6 @@ def sweep(path: str) -> list[str]:
 
 def _scratch_left_behind(parent: str) -> list[str]:
     """List the entries that have not changed for long: half exports, and folders of a crash before they were locked.
-
-    Such entries have no lock, but their makers write all the time, or take no time at all.
 
     Nobody locks them, but the process that makes them writes all the time, or takes no time at all.
     """
@@ -132,9 +132,18 @@ def _left_behind(parent: str) -> list[str]:
 
 
 def _newest_change(directory: str) -> float:
-    """Return the time of the newest change in a directory."""
+    """Return the time of the newest change in a directory, or of a file.
+
+    Raises:
+        OSError: the directory, or one inside it, cannot be listed.
+    """
+
+    def failed(error: OSError) -> None:
+        if not isinstance(error, NotADirectoryError):
+            raise error
+
     times = [os.path.getmtime(directory)]
-    for where, _, names in os.walk(directory):
+    for where, _, names in os.walk(directory, onerror=failed):
         for name in names:
             try:
                 times.append(os.path.getmtime(os.path.join(where, name)))

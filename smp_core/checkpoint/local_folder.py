@@ -22,6 +22,7 @@ import os
 import re
 import stat
 import time
+from collections.abc import Iterator
 
 from smp_core.checkpoint.file_system import (
     UNNAMED_PREFIX,
@@ -76,7 +77,7 @@ def open_regular(path: str, name: str) -> int:
             for folder_descriptor in opened:
                 os.close(folder_descriptor)
     except (FileNotFoundError, NotADirectoryError) as error:
-        if os.path.islink(os.path.join(path, *folders)):
+        if folders and os.path.islink(os.path.join(path, *folders)):
             raise CheckpointError(f"{where}: {folders[-1]} is a link; {_NO_LINKS}") from None
         raise FileNotFoundError(error.errno, error.strerror, where) from None
     except OSError as error:
@@ -127,12 +128,12 @@ class LocalFolder(Folder):
     def names(self) -> list[str]:
         if not os.path.isdir(self.path):
             return []
-        found = (
-            os.path.relpath(os.path.join(where, name), self.path)
-            for where, _, names in os.walk(self.path)
-            for name in names
-        )
-        return sorted(itertools.islice(found, FOLDER_NAMES))
+        try:
+            return sorted(itertools.islice(_all_files(self.path), FOLDER_NAMES))
+        except FileNotFoundError:
+            return []  # removed meanwhile
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be listed: {error}") from error
 
     def size(self, name: str) -> int:
         descriptor = open_regular(self.path, name)
@@ -179,9 +180,14 @@ class LocalTransaction(Transaction):
         # Locked before it has the name by which another job's sweep would find it.
         unnamed = os.path.join(parent, f"{UNNAMED_PREFIX}{save_id}")
         os.mkdir(unnamed)
-        self._lock = try_lock(unnamed)
+        try:
+            self._lock = try_lock(unnamed)
+            os.rename(unnamed, self._temporary(save_id))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.rmdir(unnamed)
+            raise
         self.temporary = self._temporary(save_id)
-        os.rename(unnamed, self.temporary)
 
     def join(self, save_id: str, mark: str) -> None:
         self.mark = mark
@@ -225,7 +231,8 @@ class LocalTransaction(Transaction):
         sink = self.create(MANIFEST, "xxh3")
         sink.write(manifest)
         sink.close()
-        for where, _, _ in os.walk(self.temporary):
+        files = [os.path.join(self.temporary, name) for name in _all_files(self.temporary)]
+        for where in sorted({os.path.dirname(file) for file in files}):
             fsync_directory(where)
         replaced = self._move_into_place() if self.mark else self._rename_into_place()
         self.temporary = ""  # the rename was the commit: from here on nothing is undone
@@ -269,7 +276,7 @@ class LocalTransaction(Transaction):
             extra = os.path.join(self.path, "extra")
             if os.path.islink(extra):
                 os.unlink(extra)  # nothing is written through it
-            names = [name for name in _all_files(self.temporary) if name != MANIFEST]
+            names = sorted(name for name in _all_files(self.temporary) if name != MANIFEST)
             for name in names:
                 os.makedirs(os.path.dirname(os.path.join(self.path, name)), exist_ok=True)
                 os.rename(os.path.join(self.temporary, name), os.path.join(self.path, name))
@@ -296,14 +303,15 @@ class LocalTransaction(Transaction):
             self._lock = None
 
 
-def _all_files(path: str) -> list[str]:
-    """List the files in a folder; an error is raised, where ``os.walk`` by itself would leave files out."""
+def _all_files(path: str) -> Iterator[str]:
+    """Yield the files in a folder, relative to it; an error is raised, where ``os.walk`` would leave files out."""
 
     def failed(error: OSError) -> None:
         raise error
 
-    walk = os.walk(path, onerror=failed)
-    return sorted(os.path.relpath(os.path.join(where, name), path) for where, _, names in walk for name in names)
+    for where, _, names in os.walk(path, onerror=failed):
+        for name in names:
+            yield os.path.relpath(os.path.join(where, name), path)
 
 
 def _is_half(path: str) -> bool:
@@ -313,8 +321,6 @@ def _is_half(path: str) -> bool:
 
 def remove_local(path: str) -> None:
     """Remove a checkpoint directory; it is renamed first, so that no half of it is ever found under its name.
-
-    A link to a checkpoint is removed as a link.
 
     A link to a checkpoint is removed as a link.
 

@@ -277,7 +277,7 @@ class ContextParallel:
 
 @dataclass(frozen=True, eq=False)
 class _OwnTokens:
-    """The part of a sequence that is this rank's.
+    """This rank's part of a sequence.
 
     Attributes:
         indices: [L], places in the padded sequence.

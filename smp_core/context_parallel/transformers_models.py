@@ -1,4 +1,5 @@
-"""The Transformers models under context parallelism.
+"""The Transformers models under context parallelism; the only file of smp_core that knows Transformers, and only when
+asked.
 
 Transformers' attention interface gets a function named "smp_cp". A hook on every model adds inputs to ``forward`` that
 the model would otherwise derive from the length of its input: positions, shifted labels and the number of targets.

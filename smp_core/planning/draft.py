@@ -9,7 +9,7 @@ from smp_core.config import SmpConfig
 
 
 class Draft:
-    """A Plan in the making: the rules of :mod:`smp_core.planning.decide` write into it.
+    """What the rules of :mod:`smp_core.planning.decide` write into.
 
     Attributes:
         knobs: as they are by now.

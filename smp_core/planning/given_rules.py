@@ -41,7 +41,7 @@ _TORCHS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class GivenSharding:
-    """The sharding that a model came with.
+    """How a model came.
 
     Attributes:
         ranks: of this rank's partition group.

@@ -35,7 +35,7 @@ TOO_LATE = (
 
 
 class Phase(enum.Enum):
-    """The states of a unit's gradients."""
+    """Where a unit's gradients are."""
 
     IDLE = enum.auto()
     COLLECTING = enum.auto()

@@ -62,7 +62,7 @@ logger = logging.getLogger("smp")
 
 @dataclass(frozen=True, eq=False)
 class SplitModel:
-    """A model that was split, and what of it.
+    """What was split.
 
     Attributes:
         splits: every module that has a role.

@@ -38,7 +38,7 @@ _REFUSAL = "tensor_parallel.plan='infer': "
 
 @dataclass(frozen=True)
 class Inspected:
-    """Findings of an inspection.
+    """What was found.
 
     Attributes:
         plan: module -> role.
@@ -178,7 +178,7 @@ def is_linear(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class _Flow:
-    """The layers of one block, and which feed which."""
+    """Which layers feed which, in one block."""
 
     sources: dict[str, set[str]] = field(default_factory=dict)
     parameters: dict[str, set[nn.Parameter]] = field(default_factory=dict)

@@ -107,7 +107,7 @@ class NoPlan(ValueError):
 
 @dataclass(frozen=True)
 class Split:
-    """The roles of one module's tensors.
+    """What happens to one module.
 
     Attributes:
         role: without the number of blocks.

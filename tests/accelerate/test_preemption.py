@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+import smp_core.checkpoint.storage as storage
 from smp_core import preemption
 from smp_core.preemption import Preempted
 from tests.accelerate.running import full_weights, prepared
@@ -23,39 +29,68 @@ TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
 
 
 class Tells(TrainerCallback):
-    """Tells ranks that the job is about to be ended, at step 3 or in the evaluation after step 6."""
+    """Tells ranks that the job is about to be ended when they come to a place from step 3 on; evaluations come at 6."""
 
     def __init__(self, place: str, ranks: tuple[int, ...], number: int) -> None:
         self.place, self.number, self.mine = place, number, dist.get_rank() in ranks
-        self.predicted = 0
+        self.predicted = self.step = 0
 
     def tell(self, place: str) -> None:
-        if place == self.place and self.mine:
+        if place == self.place and self.mine and self.step >= 3:
             self.mine = False
             os.kill(os.getpid(), self.number)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 3:
-            self.tell("step")
+        self.step = state.global_step
+        self.tell("step")
         if state.global_step == 5:
             self.tell("step before an evaluation")
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 3:
-            self.tell("window")
+        self.tell("window")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.tell("gradients")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.tell("optimizer")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.tell("step end")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.tell("epoch end")
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.tell("epoch start")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.predicted += 1
         self.tell("evaluation")
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.tell("evaluation end")
+
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.tell("save")
+
+
+@contextlib.contextmanager
+def telling_while_files_are_written(tells: Tells) -> Iterator[None]:
+    close = storage.Sink.close
+
+    def closed(sink: storage.Sink) -> Any:
+        tells.tell("writing")
+        return close(sink)
+
+    with mock.patch.object(storage.Sink, "close", closed):
+        yield
 
 
 def train(folder: Path, case: dict[str, Any] | None = None, resume: bool = False) -> Run:
     case = dict(case or {})
     tells = Tells(case.pop("place", ""), case.pop("ranks", ()), case.pop("number", TERM))
-    micro_batches = case.pop("micro_batches", 1)
+    micro_batches, options = case.pop("micro_batches", 1), case.pop("flags", {})
     model = make_model(dist.get_rank())
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -66,6 +101,7 @@ def train(folder: Path, case: dict[str, Any] | None = None, resume: bool = False
         "eval_steps": 6,
         "per_device_eval_batch_size": 1,
         "save_steps": 5,
+        **options,
     }
     trainer, recorder = make_trainer(
         folder, 4, micro_batches, {"shard_degree": 2, **case}, save_strategy="steps", num_train_epochs=2, **flags
@@ -73,7 +109,8 @@ def train(folder: Path, case: dict[str, Any] | None = None, resume: bool = False
     trainer.add_callback(tells)
     run, code = recorder.run, None
     try:
-        trainer.train(resume_from_checkpoint=resume or None)
+        with telling_while_files_are_written(tells):
+            trainer.train(resume_from_checkpoint="last" if resume else None)
     except Preempted as end:
         code = end.code
     run.weights = whole_weights(trainer.model)
@@ -93,11 +130,13 @@ def interrupted(folder: str, cases: list[dict[str, Any]]) -> list[tuple[Run, Run
     """For each case an uninterrupted run, one that is told, and the one that goes on from it."""
     seen = []
     preemption._EVERY_CALLS = 1  # ranks agree at each step, however long the steps take here
+    plain: dict[int, Run] = {}
     for number, case in enumerate(cases):
         rest = {key: value for key, value in case.items() if key not in ("place", "ranks", "number")}
-        place = Path(folder, str(number))
-        plain = train(Path(folder, f"plain{number}"), rest)
-        seen.append((plain, train(place, case), train(place, rest, resume=True)))
+        place, window = Path(folder, str(number)), case.get("micro_batches", 1)
+        if window not in plain:
+            plain[window] = train(Path(folder, f"plain{window}"), rest)
+        seen.append((plain[window], train(place, case), train(place, rest, resume=True)))
     return seen
 
 
@@ -112,7 +151,7 @@ def check(case: dict[str, Any], runs: list[tuple[Run, Run, Run]]) -> None:
         if case["place"] == "step before an evaluation":
             assert step == 6 and not left.extra["evaluated"]
         if case["place"] == "evaluation":
-            in_time = case["checkpoint"] == "sharded"
+            in_time = case["checkpoint"] == "sharded" or case["checkpoint"]["preemption_grace_s"] > 1
             assert (step > 6) if in_time else (step == 6 and 0 < left.extra["predicted"] < 16)
         assert left.losses + resumed.losses == plain.losses
         assert resumed.extra["evaluated"] == plain.extra["evaluated"]
@@ -125,13 +164,28 @@ FIRST: list[dict[str, Any]] = [
     {"place": "evaluation", "ranks": (1,), "checkpoint": HASTE},
     {"place": "step before an evaluation", "ranks": (0,), "checkpoint": "sharded"},
 ]
-MORE: list[dict[str, Any]] = [
-    {"place": place, "ranks": ranks, "number": number, "micro_batches": micro_batches, "checkpoint": checkpoint}
-    for place in ("step", "window", "evaluation", "save")
-    for ranks, number in (((0,), USR1), ((1,), TERM), ((0, 1), TERM))
-    for micro_batches, checkpoint in ((1, "sharded"), (2, HASTE))
-    if micro_batches == 2 or place != "window"
-]
+INSTANTS = (
+    *("step", "window", "gradients", "optimizer", "step end", "epoch end", "epoch start"),
+    *("evaluation", "evaluation end", "save", "writing"),
+)
+
+
+def cases_at(place: str) -> list[dict[str, Any]]:
+    """Both signals, one rank or all, saves in training or behind it: eight cases, some in haste."""
+    cases = []
+    for number, (sent, everyone, behind) in enumerate(itertools.product((TERM, USR1), (False, True), (False, True))):
+        one = ((INSTANTS.index(place) + number) % 2,)
+        grace = 0.01 if number % 3 == 0 else 30.0
+        cases.append(
+            {
+                "place": place,
+                "ranks": (0, 1) if everyone else one,
+                "number": sent,
+                "micro_batches": 2 if place == "window" or number % 4 == 3 else 1,
+                "checkpoint": {"async_save": behind, "preemption_grace_s": grace},
+            }
+        )
+    return cases
 
 
 def test_a_trainer_that_is_told_to_end_saves_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
@@ -142,12 +196,31 @@ def test_a_trainer_that_is_told_to_end_saves_and_goes_on_as_if_nothing_had_been(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["step", "window", "evaluation", "save"])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("place", INSTANTS)
 def test_a_trainer_that_is_told_at_any_instant(place: str, tmp_path: Path) -> None:
-    cases = [case for case in MORE if case["place"] == place]
-    by_rank = run_ranks(interrupted, 2, str(tmp_path), cases, timeout=900.0)
+    """11 instants x 2 signals x one rank or all x saves in training or behind it."""
+    cases = cases_at(place)
+    by_rank = run_ranks(interrupted, 2, str(tmp_path), cases, timeout=1000.0)
     for number, case in enumerate(cases):
         check(case, [seen[number] for seen in by_rank])
+
+
+def from_the_end_of_an_epoch(folder: str) -> tuple[Run, Run]:
+    """An uninterrupted run, and one from the checkpoint of an epoch's last step, which came before the evaluation."""
+    case = {"checkpoint": {"preemption_grace_s": 0}, "flags": {"eval_strategy": "epoch", "save_steps": 12}}
+    plain = train(Path(folder), case)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(Path(folder, "checkpoint-24"))
+    dist.barrier()
+    return plain, train(Path(folder), case, resume=True)
+
+
+def test_without_a_grace_a_checkpoint_says_too_that_it_lacks_an_evaluation(tmp_path: Path) -> None:
+    for plain, resumed in run_ranks(from_the_end_of_an_epoch, 2, str(tmp_path)):
+        assert plain.losses[12:] == resumed.losses
+        assert len(plain.extra["evaluated"]) == 2 and resumed.extra["evaluated"] == plain.extra["evaluated"]
 
 
 def loop(folder: str | None, told: int, resume: bool = False) -> tuple[list[float], dict[str, torch.Tensor], Any]:

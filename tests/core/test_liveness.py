@@ -23,6 +23,7 @@ import pytest
 import torch.distributed as dist
 
 import smp_core.liveness as liveness
+import smp_core.rank_watch as rank_watch
 import smp_core.signs as signs
 from smp_core.liveness import RankWatch
 from smp_core.whereabouts import here
@@ -400,3 +401,16 @@ def test_where_nothing_is_raised_a_lost_rank_is_named_all_the_same_and_the_other
     assert all("timeout=0.2 seconds are over" in text for text, _ in survivors)
     named = [text for text, _ in survivors if f"rank {lost} was lost" in text]
     assert named and (lost == 0 or "it was in optimizer step 7" in named[0])
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shared", "warned"), [("3", "True", True), ("3", "False", False), ("0", "True", False)]
+)
+def test_restarts_that_may_fail_while_connecting_are_warned_of(
+    restarts: str, shared: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared, "RANK": "0"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    rank_watch._warn_of_shared_store()
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warned

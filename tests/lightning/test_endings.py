@@ -96,13 +96,48 @@ def test_ctrl_c_ends_all_ranks(event: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("event", "rank", "ranks"), [("stop", 0, 2), ("stop", 1, 3), ("stop-in-save", 1, 2)])
+@pytest.mark.parametrize(("event", "rank", "ranks"), [("stop", 0, 2), ("stop", 1, 3), ("stop-in-behind", 1, 2)])
 def test_a_rank_that_is_stopped_ends_the_run_when_the_timeout_is_over(
     event: str, rank: int, ranks: int, tmp_path: Path
 ) -> None:
     """Its connections stay open; also rank 0, which keeps signs of life, and while a save is in flight."""
     (tmp_path / "pids").mkdir()
     assert_lost("torchrun", rank, end("torchrun", ranks, event, rank, tmp_path / "pids", 20.0).stderr)
+
+
+STRUCK = [
+    (f"{what}-in-{place}", rank) for what in ("kill", "stop", "cut") for place, rank in (("save", 1), ("load", 0))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("event", "rank"), [*STRUCK, ("kill-in-behind", 0), ("cut-in-behind", 1), ("cut", 1), ("cut", 0)]
+)
+def test_a_rank_that_is_lost_in_a_save_or_a_load_ends_the_run(event: str, rank: int, tmp_path: Path) -> None:
+    """A rank that is cut off is lost to the others, as they are to it."""
+    (tmp_path / "pids").mkdir()
+    stderr = end("torchrun", 2, event, rank, tmp_path / "pids", 20.0 if "stop" in event else None).stderr
+    if "cut" in event:
+        assert re.search(r"torch-smp, rank \d: ", stderr), stderr
+    else:
+        assert_lost("torchrun", rank, stderr)
+
+
+@pytest.mark.slow
+def test_a_loss_is_told_when_the_rank_that_looks_first_is_lost_too(tmp_path: Path) -> None:
+    (tmp_path / "pids").mkdir()
+    stderr = end("torchrun", 3, "stop-in-report", 1, tmp_path / "pids", 20.0).stderr
+    assert re.search(r"torch-smp, rank 2: .*rank[s]? .*1.* lost", stderr), stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_does_not_wait_for_others_to_save_with_it(tmp_path: Path) -> None:
+    (tmp_path / "pids").mkdir()
+    stderr = end("torchrun", 2, "raise-saving", 1, tmp_path / "pids").stderr
+    assert "OnExceptionCheckpoint saves no checkpoint" in stderr
+    assert "ArithmeticError: the user's own mistake" in stderr
+    assert not (tmp_path / "on_exception.ckpt").exists()
 
 
 @pytest.mark.slow

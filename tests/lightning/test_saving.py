@@ -55,6 +55,35 @@ def test_the_newest_few_stay_and_the_newest_is_last(async_save: bool, tmp_path: 
         assert last == "step-00000012.ckpt"
 
 
+def hold(folder: str, name: str) -> None:
+    """Leave what a run leaves that is killed while it writes a checkpoint behind training."""
+    if dist.get_rank() == 0:
+        os.makedirs(f"{folder}/{name}")
+        if os.path.lexists(f"{folder}/last.ckpt"):
+            os.unlink(f"{folder}/last.ckpt")
+        os.symlink(name, f"{folder}/last.ckpt")
+    dist.barrier()
+
+
+def after_kills(folder: str) -> list[Any]:
+    hold(folder, "step-00000004.ckpt")
+    first = fit(folder, 1, load="last", checkpoint_interval=4, keep_last=2, async_save=True)
+    between = sorted(os.listdir(folder))
+    dist.barrier()
+    hold(folder, "step-00000010.ckpt")
+    second = fit(folder, 2, load="last", checkpoint_interval=4, keep_last=2, async_save=True)
+    return [first, between, second, sorted(os.listdir(folder))]
+
+
+def test_the_place_of_a_save_that_was_killed_keeps_no_run_from_going_on(tmp_path: Path) -> None:
+    """A run begins anew where its first save was, and otherwise goes on from the save before, under the same names."""
+    for first, between, second, after in run_ranks(after_kills, 2, str(tmp_path)):
+        assert first == [4, 6]
+        assert between == ["last.ckpt", "step-00000004.ckpt", "step-00000006.ckpt"]
+        assert second == [10, 12]
+        assert after == ["last.ckpt", "step-00000010.ckpt", "step-00000012.ckpt"]
+
+
 def at_its_own_interval(folder: str) -> tuple[list[int], list[int]]:
     often = fit(f"{folder}/often", 2, checkpoint_interval="auto", mean_time_between_failures=1e-6)
     seldom = fit(f"{folder}/seldom", 2, checkpoint_interval="auto", mean_time_between_failures=1e12)

@@ -1,7 +1,8 @@
 """Faults at the n-th call that a save or a load makes to the system, by number, so that each can be repeated.
 
 Calls are those of Python's ``os`` that the checkpoint code uses, the renames that it makes by ctypes, and writes to its
-files. A fault is an errno, once or from that call on (a disk stays full), or SIGKILL before or after the call.
+files; of an object store, the methods of its file system. A fault is an error, once or from that call on (a disk stays
+full), SIGKILL before or after the call, or something that somebody else does just then.
 """
 
 from __future__ import annotations
@@ -19,14 +20,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 import smp_core.checkpoint.file_system as file_system
 import smp_core.checkpoint.local_folder as local_folder
+from smp_core.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 
 CALLS = (
     *("open", "stat", "lstat", "fstat", "listdir", "scandir", "mkdir", "rename", "replace", "unlink", "rmdir"),
     *("fsync", "preadv"),
 )
+STORE_CALLS = ("find", "info", "cat_file", "pipe_file", "rm_file", "makedirs", "exists", "modified", "open", "ls")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EDQUOT, errno.ESTALE)
+SEED = 16
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,12 @@ class Fault:
     """What happens at call ``at``, counted from 0.
 
     Attributes:
-        kind: an errno, or "before" or "after": killed then.
+        kind: an errno or an error, which is raised; "before" or "after": killed then; a function: called before.
         stays: whether all later calls fail too.
     """
 
     at: int
-    kind: int | str
+    kind: int | str | Exception | Callable[[], object]
     stays: bool = False
 
 
@@ -49,22 +55,33 @@ class Injector:
     def __init__(self, fault: Fault | None = None) -> None:
         self.fault = fault
         self.calls = 0
+        self.struck = ""  # the call
 
-    def strikes(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def strikes(self, call: Callable[..., Any], name: str = "") -> Callable[..., Any]:
         def called(*arguments: Any, **keywords: Any) -> Any:
             number, fault = self.calls, self.fault
             self.calls += 1
-            hit = fault is not None and (number == fault.at or (fault.stays and number > fault.at))
-            if hit and fault is not None and isinstance(fault.kind, int):
-                raise OSError(fault.kind, os.strerror(fault.kind))
-            if hit and fault is not None and fault.kind == "before":
-                os.kill(os.getpid(), signal.SIGKILL)
+            if fault is None or not (number == fault.at or (fault.stays and number > fault.at)):
+                return call(*arguments, **keywords)
+            self.struck = name
+            self._before(fault)
             result = call(*arguments, **keywords)
-            if hit:
+            if fault.kind == "after":
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
         return called
+
+    def _before(self, fault: Fault) -> None:
+        if isinstance(fault.kind, int):
+            raise OSError(fault.kind, os.strerror(fault.kind))
+        if isinstance(fault.kind, Exception):
+            raise fault.kind
+        if fault.kind == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif callable(fault.kind):
+            self.fault = None  # what it does itself is not struck
+            fault.kind()
 
     @contextlib.contextmanager
     def active(self, exchange: bool = True) -> Iterator[None]:
@@ -85,7 +102,7 @@ class Injector:
             swap = refuse_to_exchange
         with contextlib.ExitStack() as stack:
             for name in CALLS:
-                stack.enter_context(mock.patch.object(os, name, self.strikes(getattr(os, name))))
+                stack.enter_context(mock.patch.object(os, name, self.strikes(getattr(os, name), name)))
             counted = self.strikes(swap)
             for module in (file_system, local_folder):
                 stack.enter_context(mock.patch.object(module, "rename_exchange", counted))
@@ -93,9 +110,43 @@ class Injector:
             stack.enter_context(mock.patch.object(local_folder, "open", opened, create=True))
             yield
 
+    @contextlib.contextmanager
+    def active_in_store(self, kind: type) -> Iterator[None]:
+        """Count, and strike, calls to fsspec's file systems of a class."""
+        with contextlib.ExitStack() as stack:
+            for name in STORE_CALLS:
+                stack.enter_context(mock.patch.object(kind, name, self.strikes(getattr(kind, name), name)))
+            yield
+
     def strikes_method(self, method: Callable[..., Any]) -> Callable[..., Any]:
         struck = self.strikes(method)
         return lambda own, data: struck(own, data)
+
+
+def state(step: int) -> dict[str, Any]:
+    """Numbers that tell one step from another in every element; a value that needs rest.pt."""
+    tensors = {f"w{number}": torch.full((64,), float(10 * step + number)) for number in range(3)}
+    return {"model": tensors, "step": step, "draws": torch.Generator().manual_seed(step).get_state()}
+
+
+def save(path: Path | str, step: int) -> None:
+    save_checkpoint(path, state(step), extra_files={"config.json": f'{{"step": {step}}}'})
+
+
+def loads(path: Path | str) -> int | None:
+    """The step that loads at default settings, exact in every value; None where a CheckpointError says why not."""
+    target = state(0)
+    try:
+        load_checkpoint(path, target)
+    except CheckpointError:
+        return None
+    step = target["step"]
+    assert isinstance(step, int)
+    expected = state(step)
+    assert torch.equal(target["draws"], expected["draws"]), "a mixture of two saves"
+    for name, value in expected["model"].items():
+        assert torch.equal(target["model"][name], value), f"{name} is not of step {step}"
+    return step
 
 
 def refuse_to_exchange(first: str, second: str) -> bool:
