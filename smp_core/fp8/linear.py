@@ -224,8 +224,10 @@ class _ExpertsForward:
         """Compute ``[R, K]`` from ``hidden_states[R, K]``, the chosen experts and their weights ``[R, top_k]``."""
         chosen = top_k_index.reshape(-1)
         order = chosen.argsort(stable=True)
-        # Experts of other ranks have the number after the last one; their rows are left out.
-        counts = torch.bincount(chosen, minlength=self.num_experts + 1)[: self.num_experts].tolist()
+        # Experts of other ranks have the number after the last one; their rows are left out. The host waits for the
+        # counts: products of each expert's rows are launched one by one.
+        experts = torch.arange(self.num_experts + 1, dtype=chosen.dtype, device=chosen.device)
+        counts = torch.searchsorted(chosen[order], experts).diff().tolist()
         order = order[: sum(counts)]
         token = order // top_k_index.shape[-1]
         x = hidden_states[token]

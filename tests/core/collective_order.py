@@ -51,6 +51,10 @@ class Case:
     micro_batches: int = 2
     without: str | None = None
 
+    @property
+    def ranks_of_a_replica(self) -> int:
+        return self.knobs["shard_degree"] * self.knobs.get("tensor_parallel_degree", 1)
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -136,7 +140,7 @@ def steps_of(case: Case, rank: int, answers: Sequence[torch.Tensor] | None = Non
         parallel = parallelize(model, config, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         parallel.prepare_optimizer(optimizer)
-        replica = rank // mesh.shard_degree if case.branches else 0
+        replica = mesh.replicate_rank if case.branches else 0
         for step in range(STEPS):
             for micro in range(case.micro_batches):
                 with parallel.window.accumulate(micro < case.micro_batches - 1):
@@ -205,7 +209,7 @@ def main(cases: str) -> None:
         with mock.patch(*WITHOUT[case.without]) if case.without else contextlib.nullcontext():
             answers = None
             if case.branches:
-                both = (played(case, rank)[1] for rank in (0, case.knobs["shard_degree"]))
+                both = (played(case, rank)[1] for rank in (0, case.ranks_of_a_replica))
                 answers = [torch.maximum(*messages) for messages in zip(*both, strict=True)]
             by_rank = [played(case, rank, answers)[0] for rank in range(case.world)]
         calls = sum(len(sequence) for asked in by_rank for sequence in asked.values())

@@ -41,8 +41,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's onl
 from torch.utils import _pytree as pytree  # the public one comes with optree
 from torch.utils._python_dispatch import TorchDispatchMode  # torch's only hook below autograd
 
+from tests.core.streamed_models import MODELS, WIDTH, loss_of
+
 WORLD, RANKS_PER_NODE = 4, 2
-WIDTH, BLOCKS = 64, 3
+# Operators whose result the host has to know, or whose result's size: it waits for the device.
+_ASKING = (
+    *("aten._local_scalar_dense.", "aten.is_nonzero.", "aten.equal.", "aten.nonzero", "aten.masked_select"),
+    *("aten.bincount", "aten._unique2", "aten.unique_dim", "aten.unique_consecutive", "aten.repeat_interleave.Tensor"),
+)
+_INDEXING = ("aten.index.", "aten.index_put", "aten._index_put")
 # Files whose lines are worth naming.
 _OURS = ("/smp_core/", "/_fully_shard/", "/amp/grad_scaler.py")
 
@@ -224,7 +231,7 @@ class Sanitizer(TorchDispatchMode):
         block.on_host, block.uses = True, []
         return tensor
 
-    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
         block = self._blocks.get(tensor.untyped_storage()._cdata)
         return block is not None and block.on_host and not block.ref.expired()
 
@@ -242,10 +249,10 @@ class Sanitizer(TorchDispatchMode):
             group = next(found for arg in args if (found := _group(arg)) is not None)
             stream = self._of_groups.setdefault(group, Stream(name=f"group {group}"))
             stream.wait_stream(caller)
-        if name.startswith(("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero")):
-            self.host_waits(name.split(".")[1], caller.known)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _counts(leaf)]
-        on_host = bool(given) and all(map(self._is_on_host, given))
+        on_host = bool(given) and all(map(self.is_on_host, given))
+        if not on_host and _asks(name, given):
+            self.host_waits(name.split(".")[1], caller.known)
         if on_host:
             stream = caller = host
         stream.known[stream] += 1
@@ -270,6 +277,12 @@ def _counts(leaf: Any) -> bool:
     if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.is_meta:
         return False
     return leaf.numel() > 0 and leaf.untyped_storage().nbytes() > 0
+
+
+def _asks(name: str, given: list[torch.Tensor]) -> bool:
+    """Whether an operator makes the host wait; places of a mask that is an index are counted first."""
+    masks = name.startswith(_INDEXING) and any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
+    return masks or name.startswith(_ASKING)
 
 
 def _written(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
@@ -349,6 +362,16 @@ def _asking(method: Callable[..., Any], what: str, is_asked: Callable[..., bool]
     return called
 
 
+def _to_host(method: Callable[..., Any]) -> Callable[..., Any]:
+    def called(self: torch.Tensor) -> torch.Tensor:
+        if sanitizer.is_on_host(self):
+            return self
+        sanitizer.host_waits("cpu", current_stream().known)
+        return sanitizer.pin(method(self).clone())
+
+    return called
+
+
 def _pinning(factory: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         made = factory(*args, **kwargs)
@@ -380,8 +403,8 @@ def play_a_device() -> None:
     tensor.record_stream = lambda self, stream: sanitizer.tell(self, stream)
     tensor.pin_memory = lambda self: self.clone()
     whole_torch.empty, whole_torch.empty_like = _pinning(torch.empty), _pinning(torch.empty_like)
-    tensor.tolist = _asking(tensor.tolist, "tolist")
-    tensor.cpu = _asking(tensor.cpu, "cpu")
+    tensor.tolist = _asking(tensor.tolist, "tolist", lambda self: self.numel() > 0 and not sanitizer.is_on_host(self))
+    tensor.cpu = _to_host(tensor.cpu)
     # The copy from memory that is not pinned waits.
     whole_torch.tensor = _asking(torch.tensor, "tensor(device=)", lambda *_, **given: given.get("device") is not None)
     from smp_core import streams
@@ -401,6 +424,7 @@ class Case:
 
     Args:
         knobs: SmpConfig's.
+        model: one of ``MODELS``.
         thaws: one parameter of the last block is frozen in the first micro-batch of a step.
         skips: forward ends before the last block, which is gathered ahead all the same.
         evaluates: before each step a forward like that is evaluated, and what was gathered given up.
@@ -422,21 +446,7 @@ class Case:
     saves: bool = False
     without: str | None = None
     steps: int = 3
-
-
-class Chain(nn.Module):
-    """Blocks, of which the last can be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS)
-        )
-
-    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
-        for block in list(self.blocks)[: BLOCKS - skips]:
-            x = block(x)
-        return x
+    model: str = "chain"
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -449,7 +459,7 @@ def run(case: Case) -> dict[str, Any]:
 
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
-    model = Chain().to(dtype)
+    model: Any = MODELS[case.model]().to(dtype)
     mesh, config = build_mesh(SmpConfig(**case.knobs), Topology.uniform(WORLD, RANKS_PER_NODE), "cpu")
     parallel = parallelize(model, config, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -466,11 +476,11 @@ def run(case: Case) -> dict[str, Any]:
                     parallel.module(torch.randn(8, WIDTH, dtype=dtype), True)
                 parallel.reshard()
             for micro in range(case.micro_batches):
-                model.blocks[-1][0].weight.requires_grad_(micro > 0 or not case.thaws)
+                if case.thaws:
+                    model.blocks[-1][0].weight.requires_grad_(micro > 0)
                 last = micro == case.micro_batches - 1
                 with parallel.window.accumulate(enabled=not last):
-                    x = torch.randn(8, WIDTH, dtype=dtype, requires_grad=True)
-                    loss = parallel.module(x, case.skips).float().pow(2).mean()
+                    loss = loss_of(parallel, case.model, dtype, case.skips)
                     if last and case.twice:
                         with parallel.window.accumulate():
                             loss.backward(retain_graph=True)

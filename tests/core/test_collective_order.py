@@ -33,11 +33,13 @@ KNOBS: dict[str, dict[str, Any]] = {
     "non-finite steps skipped": {"on_nonfinite_grad_norm": "skip"},
     "states on the host": {"state_offload": "optimizer"},
 }
+SPLIT = {"tensor_parallel_degree": 2, "tensor_parallel": {"plan": {"first": "column", "branches.*": "row"}}}
 OWN_COMMUNICATOR = next(iter(WITHOUT))
 SAMPLE = {
     "plain replicas with units": Case(2, 1, {"shard_degree": 1, "param_dtype": "bfloat16"}, branches=True),
     "nodes": Case(4, 2, {"shard_degree": 2}, branches=True),
     "two stages, 8 bits": Case(4, 2, {"shard_degree": 4, **KNOBS["8 bits"]}),
+    "layers over two ranks": Case(4, 2, {"shard_degree": 1, "param_dtype": "bfloat16", **SPLIT}, branches=True),
 }
 BROKEN = Case(2, 1, {"shard_degree": 1, "param_dtype": "bfloat16"}, branches=True, without=OWN_COMMUNICATOR)
 
@@ -56,6 +58,19 @@ def test_ranks_of_a_communicator_ask_for_the_same() -> None:
     # Control messages and sums on one communicator: a replica sends its sum before it has told what it used.
     found = results["broken"]["mismatches"]
     assert any("rank 0 asks" in text and "rank 1 asks" in text and "int32" in text for text in found), found
+
+
+@pytest.mark.slow
+def test_with_layers_over_two_ranks() -> None:
+    cases = {
+        f"{world}/{per_node}, groups of {degree}": Case(
+            world, per_node, {"shard_degree": degree, **SPLIT}, branches=True
+        )
+        for world, per_node, degree in LAYOUTS
+        if per_node > 1 and 2 * degree < world
+    }
+    for layout, result in played(cases).items():
+        assert result["mismatches"] == [] and result["calls"] > 0, (layout, result)
 
 
 @pytest.mark.slow

@@ -34,6 +34,18 @@ CLEAN = {
     "states on the host": Case({"shard_degree": 2, "state_offload": "optimizer"}, dtype="bfloat16"),
     "saves": Case({"shard_degree": 2}, saves=True),
     "once a step": Case({"shard_degree": 4, "keep_between_micro_batches": "gradients"}),
+    "FP8 experts": Case({"shard_degree": 2, "fp8": True}, model="mixture", micro_batches=1),
+    "shared sequences": Case({"shard_degree": 2, "context_parallel_degree": 2}, model="sentences", micro_batches=1),
+    "layers over two ranks": Case(
+        {
+            "shard_degree": 2,
+            "tensor_parallel_degree": 2,
+            "tensor_parallel": {"plan": {"blocks.*.0": "column", "blocks.*.2": "row"}},
+        }
+    ),
+    "recomputed and compared": Case(
+        {"shard_degree": 2, "activations": {"checkpoint": "full", "check": True}}, micro_batches=1
+    ),
 }
 # Played by the slow test.
 MORE = {
@@ -107,6 +119,9 @@ ASKS = {
     "FP8": {"vetoed": 1.0, "step": 1.0},
     "states on the host": {"step": 1.0},
     "saves": {"fill": 1.0},
+    "FP8 experts": {"vetoed": 1.0, "step": 1.0, "forward": 3.0},  # each layer: its experts' rows
+    "shared sequences": {"_refuse_holes": 1.0, "_plan": 1.0},  # each micro-batch: its padding, and its documents
+    "recomputed and compared": {"look": 3.0},  # each block
     # Whether another replica used what this rank did not.
     "a unit gathered ahead and not used": {"sums": 1.0},
 }
