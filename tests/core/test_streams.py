@@ -10,9 +10,12 @@ import itertools
 import json
 from dataclasses import asdict, replace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from smp_core.comm.background import Background
 from tests.core.stream_sanitizer import WITHOUT, Case
 from tests.harness import run_script
 
@@ -218,6 +221,14 @@ def test_work_that_does_not_wait_is_found(name: str, results: dict[str, Any]) ->
 
 def test_every_mend_has_a_case_that_misses_it() -> None:
     assert {case.without for case in (BROKEN | UNORDERED | ASKING).values()} == set(WITHOUT)
+
+
+def test_sums_between_replicas_go_before_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their stream has the priority of FSDP2's own: the small kernels of a sum do not queue behind a backward pass."""
+    device = mock.MagicMock()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    Background(torch.device("cuda")).submit(lambda: None)
+    device.Stream.assert_called_once_with(torch.device("cuda"), priority=-1)
 
 
 @pytest.mark.slow
