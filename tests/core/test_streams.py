@@ -121,7 +121,7 @@ ASKS = {
     "8 bits both ways": {"_look": 1.0},
     "FP8": {"vetoed": 1.0, "step": 1.0},
     "states on the host": {"step": 1.0},
-    "saves": {"fill": 1.0},
+    "saves": {"copy_to_hosts": 1.0},
     "FP8 experts": {"vetoed": 1.0, "step": 1.0, "forward": 3.0},  # each layer: its experts' rows
     "shared sequences": {"_refuse_holes": 1.0, "_plan": 1.0},  # each micro-batch: its padding, and its documents
     "recomputed and compared": {"look": 3.0},  # each block
