@@ -44,6 +44,9 @@ class Whereabouts:
         describe: says in words what one of those numbers means.
         peers: the ranks that issue the same.
         micro_batch: of the present window, from 1.
+        events: changes with everything that is noted.
+        doing: says what this rank waits for; None: for nothing. Both may be written in place of :meth:`begin` and
+            :meth:`end` where a call is too much.
     """
 
     def __init__(self) -> None:
@@ -53,7 +56,7 @@ class Whereabouts:
         self.peers: tuple[int, ...] = ()
         self.micro_batch = 1
         self.events = 0
-        self._doing: Callable[[], str] | None = None
+        self.doing: Callable[[], str] | None = None
         self._windows: deque[float] = deque(maxlen=50)
         self._began: float | None = None
         self._seen, self._since = -1, time.monotonic()
@@ -61,12 +64,12 @@ class Whereabouts:
     def begin(self, doing: Callable[[], str]) -> None:
         """Note that this rank waits for others from here on; ``doing`` says in what."""
         self.events += 1
-        self._doing = doing
+        self.doing = doing
 
     def end(self) -> None:
         """Note that it has come out of it."""
         self.events += 1
-        self._doing = None
+        self.doing = None
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -103,7 +106,7 @@ class Whereabouts:
         if self.events != self._seen:
             self._seen, self._since = self.events, now
             return None
-        doing, frames = self._doing, _main_stack()
+        doing, frames = self.doing, _main_stack()
         waits = doing is not None or _communicates(frames)
         place = f"{doing()}" if doing is not None else place_of(frames, waits)
         found = {"for": now - self._since, "after": self.patience(), "waits": waits, "place": place}

@@ -12,12 +12,12 @@ import functools
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
 
-from smp_core.comm.deferred import Deferred
 from smp_core.comm.flat import CommObject
 from smp_core.whereabouts import here, ranks_in_words, went_apart
 
@@ -35,13 +35,13 @@ class IssuedCollectives:
         host_waits: whether waiting for a collective keeps the host, as on CPU.
 
     Attributes:
-        in_backward: tells whether a backward pass runs.
+        backward_pass: returns the number of the backward pass that runs, -1 outside.
         windows: how often all ranks began anew: the number of the window that runs.
     """
 
     def __init__(self, peers: Sequence[int], host_waits: bool) -> None:
         self.peers, self.host_waits = tuple(peers), host_waits
-        self.in_backward: Callable[[], bool] = lambda: False
+        self.backward_pass: Callable[[], int] = lambda: -1
         self.windows = 0
         self._names: list[tuple[str, str]] = []  # kind, unit
         self._recent = array("i")
@@ -58,15 +58,12 @@ class IssuedCollectives:
         here.recent, here.describe, here.peers = self._recent.tolist, self.describe, self.peers
         here.end_window(measured=False)
 
-    def note(self, number: int) -> int:
-        """Note one collective: the odd number of its unit and kind, or the next one in a backward pass, which is
-        returned."""
+    def note(self, number: int) -> None:
+        """Note one collective: the odd number of its unit and kind, or the next one in a backward pass."""
         if len(self._recent) >= _KEPT:
             self._older = zlib.crc32(self._recent, self._older)
             del self._recent[:]
-        number += self.in_backward()
         self._recent.append(number)
-        return number
 
     def end_micro_batch(self) -> None:
         """Note that a backward pass is over."""
@@ -99,35 +96,46 @@ class IssuedCollectives:
 
 class NotedCollective:
     """A communication object of FSDP2 whose calls are noted before they are made, and that tells where this rank waits
-    (:mod:`smp_core.whereabouts`)."""
+    (:mod:`smp_core.whereabouts`). A step makes three such calls for each unit: what they do stands in line here."""
 
     def __init__(self, issued: IssuedCollectives, made: CommObject, number: int) -> None:
-        self._issued, self.made, self._number = issued, made, number
-        self._last = number
+        self._issued, self.made = issued, made
+        self._of_pass = [(each, functools.partial(issued.describe, each)) for each in (number, number + 1)]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.made.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._last = self._issued.note(self._number)
-        here.begin(self._describe)
+        issued = self._issued
+        number, describe = self._of_pass[issued.backward_pass() != -1]
+        issued.note(number)
+        here.events += 1
+        here.doing = describe
         try:
             work = self.made(*args, **kwargs)  # type: ignore[operator]
         finally:
-            here.end()
-        if work is None or not self._issued.host_waits:
+            here.events += 1
+            here.doing = None
+        if work is None or not issued.host_waits:
             return work
-        return Deferred(functools.partial(self._wait, work))
+        return _Awaited(work, describe)
 
-    def _wait(self, work: dist.Work) -> None:
-        here.begin(self._describe)
+
+class _Awaited(Work):
+    """A collective that somebody waits for, who says so. FSDP2 knows a ``Work`` by torch's class."""
+
+    def __init__(self, work: Work, describe: Callable[[], str]) -> None:
+        super().__init__()
+        self._work, self._describe = work, describe
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        here.events += 1
+        here.doing = self._describe
         try:
-            work.wait()
+            return bool(self._work.wait())
         finally:
-            here.end()
-
-    def _describe(self) -> str:
-        return self._issued.describe(self._last)
+            here.events += 1
+            here.doing = None
 
 
 def first_to_differ(issued: IssuedCollectives, by_rank: dict[int, tuple[int, list[int]]]) -> str:

@@ -100,7 +100,7 @@ class AccumulationWindow:
         self._veto, self._finishing = veto, finishing
         self._mesh = mesh
         self._issued = traffic.issued
-        self._issued.in_backward = lambda: backward_pass() != -1
+        self._issued.backward_pass = backward_pass
         self._units = [UnitWindow(unit, traffic.of_units) for unit in units]
         self._next = 0  # the unit whose sum is sent next
         self._replicated = ReplicatedGradients(replicated, traffic.of_replicated, plan.dtypes.reduced, self._queue_end)
