@@ -52,6 +52,24 @@ def test_the_cluster_tables_are_those_of_the_result(monkeypatch: pytest.MonkeyPa
         assert f"| {min(ratios):.2f} to {max(ratios):.2f} |" in page("docs/performance.md")
 
 
+def test_the_lab_row_of_tensor_ranks_is_that_of_the_result() -> None:
+    text = page("docs/tensor-parallelism.md")
+    names = {
+        "HSDP, two-hop": "hsdp-two-hop",
+        '`shard_degree="node"`': "ours-node",
+        "tensor 2, replicas between nodes": "ours-tensor",
+        "tensor 2, shards between nodes": "ours-tensor-world",
+    }
+    rows = result("cluster-tensor")["rows"]
+    assert f"other programs, {max(row['busy_before'] for row in rows):.0f} %" in text
+    for row in rows:
+        for shown, name in names.items():
+            found = row["schemes"][name]
+            seconds, sent = statistics.median(found["seconds"]), statistics.fmean(found["node_bytes"]) / 1e6
+            line = f"| {row['micro']} | {shown} | {seconds:.2f} | {sent:.1f} | {found['lower_bound'] / 1e6:.1f} |"
+            assert line in text and found["losses_agree"], line
+
+
 def test_memory_modes_are_those_of_the_result() -> None:
     modes, text = result("memory")["modes"], page("docs/memory.md")
     for mode, found in modes.items():
