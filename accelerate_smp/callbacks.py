@@ -113,6 +113,7 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
         if not model.training:
             return
         assert self._figures is not None
+        self._figures.enter("forward")
         token_ids = [kwargs[name] for name in TOKEN_INPUTS if isinstance(kwargs.get(name), torch.Tensor)]
         inputs = [each for each in (*token_ids, *args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         samples = [each.shape[0] for each in inputs if each.ndim]
@@ -124,6 +125,11 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
     def _after_forward(self, model: torch.nn.Module, *_: Any) -> None:
         if model.training and self._figures is not None:
             self._figures.count(self._samples, self._tokens)
+            self._figures.enter("backward")
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        if self._figures is not None:
+            self._figures.enter("optimizer")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._watch_if_due(state.global_step, self._device)
@@ -132,6 +138,7 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
         assert self._figures is not None
         if self._watch is not None:
             self._watch.end(state.global_step)
+        self._figures.end_step()
         if control.should_log:
             self._report(state.global_step)
         self._figures.start_clock()

@@ -25,6 +25,7 @@ from smp_core.context_parallel.batch import BatchLayout
 from smp_core.context_parallel.transformers_models import shifts_labels
 from smp_core.layout import DATA, Ranks
 from smp_core.parallel_model import ParallelModel
+from smp_core.whereabouts import here
 
 
 class SharedSequencesAccelerator(PipelinedAccelerator):
@@ -127,7 +128,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Gather as Accelerate does; inside :meth:`gather_for_metrics` each shared sample once."""
-        gathered = super().gather(tensor)
+        with here.waiting("accelerator.gather"):
+            gathered = super().gather(tensor)
         if not self._each_sample_once:
             return gathered
         readers = list(self._readers)

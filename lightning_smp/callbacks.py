@@ -136,6 +136,7 @@ class SmpMonitor(WatchesMemory, Callback):
         assert self._figures is not None
         self._watch_if_due(trainer.global_step, trainer.strategy.root_device)
         self._figures.measure_forward()
+        self._figures.enter("forward")
 
     # A batch may have several forward and backward passes (manual optimization). FLOPs are counted of what runs outside
     # the backward passes: the forward, without recomputations in backward.
@@ -143,9 +144,11 @@ class SmpMonitor(WatchesMemory, Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         assert self._figures is not None
         self._figures.end_forward()
+        self._figures.enter("backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._figures is not None
+        self._figures.enter("optimizer")
         if not pl_module.automatic_optimization:
             self._figures.measure_forward()
 
@@ -160,7 +163,9 @@ class SmpMonitor(WatchesMemory, Callback):
         assert self._figures is not None
         self._figures.count(self._samples_of(batch), self._tokens_of(batch))
         if trainer.global_step == self._booked_step:
+            self._figures.enter("data")
             return
+        self._figures.end_step()
         if self._watch is not None:
             self._watch.end(trainer.global_step)
         self._booked_step = trainer.global_step

@@ -4,10 +4,14 @@ A face counts each batch of its rank, and asks for a report every so many optimi
 of all ranks, with one small sum and one small maximum, so that its figures are those of the job and not rank 0's times
 a guess. Each of R ranks that share a sample counts it, so samples are divided by R; of its tokens and its FLOPs each
 rank counts its own part.
+
+Where hosts wait for collectives (on CPU) a report also tells what the parts of a step take, and which rank the others
+wait for (:mod:`smp_core.step_times`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +20,9 @@ import torch
 from smp_core.comm.meter import LINK_CLASSES, LinkClass
 from smp_core.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops
 from smp_core.parallel_model import ParallelModel
+from smp_core.step_times import PARTS, Part, StepTimes, Straggler, find_straggler
+
+logger = logging.getLogger("smp")
 
 BYTES: dict[LinkClass, str] = {"inter": "bytes_between_nodes", "intra": "bytes_inside_nodes"}
 """The names of the figures of bytes, by link class."""
@@ -64,6 +71,10 @@ class JobFigures:
         # Counts are added up over the ranks before they are booked, so to the meter there is one data rank.
         self._rates = StepMeter(world_size=world_size, peak_flops_per_device=peak, window=1)
         self._clock_runs = False
+        self._parallel, self._world_size = parallel, world_size
+        self._times = StepTimes() if parallel is not None and device.type == "cpu" else None
+        self.straggler: Straggler | None = None
+        """The rank that the others waited for in most steps before the last report."""
         # This rank's part of a shared sample.
         self._flops_per_sample = None if flops_per_sample is None else flops_per_sample / self._sharing
         self._measurement: FlopMeasurement | None = None
@@ -112,15 +123,29 @@ class JobFigures:
         """Start the clock, unless it runs. Call it after the first optimizer step, which has the warm-up in it."""
         if not self._clock_runs:
             self._rates.start()
+            if self._times is not None:
+                self._times.take()
             self._clock_runs, self._since = True, _Counts()
 
     def pause(self) -> None:
         """Stop the clock until :meth:`resume`: for evaluations and saves."""
         self._rates.pause()
+        self.enter(None)
 
     def resume(self) -> None:
         """Let the clock run again."""
         self._rates.resume()
+        self.enter("data")
+
+    def enter(self, part: Part | None) -> None:
+        """Begin a part of the step."""
+        if self._times is not None:
+            self._times.enter(part)
+
+    def end_step(self) -> None:
+        """End the optimizer step."""
+        if self._times is not None:
+            self._times.end_step()
 
     def report(self, step: int, highest: Mapping[str, float]) -> dict[str, float]:
         """Add up the counts since the last report. Collective: every rank calls it after the same optimizer step.
@@ -131,8 +156,10 @@ class JobFigures:
 
         Returns:
             figures by name: ``samples`` since the start, the rates of :class:`smp_core.monitoring.Throughput` once the
-            clock runs, ``highest`` over all ranks, and bytes per optimizer step and node.
+            clock runs, ``highest`` over all ranks, bytes per optimizer step and node, ``seconds_forward`` and the like:
+            of a step, waits for other ranks apart, the mean of all ranks; and ``straggler_rank`` if there is one.
         """
+        self.enter(None)  # waiting for the others' reports is no work
         # The sums over all ranks.
         sent = self._sent_bytes()
         sent_since = [sent[link] - self._sent[link] for link in LINK_CLASSES]
@@ -155,7 +182,28 @@ class JobFigures:
             for link, value in zip(LINK_CLASSES, bytes_sent, strict=True):
                 figures[BYTES[link]] = value / self._nodes / steps
         self._step, self._sent, self._since = step, sent, _Counts()
+        figures |= self._report_times()
+        self.enter("data")
         return figures
+
+    def _report_times(self) -> dict[str, float]:
+        """Tell all ranks what the parts of this rank's steps took. Collective."""
+        own = [] if self._times is None else self._times.take()
+        if self._parallel is None or not own:
+            return {}
+        mesh, size = self._parallel.mesh, len(own) * len(PARTS)
+        told = [0.0] * (self._world_size * size)
+        told[mesh.rank * size : (mesh.rank + 1) * size] = [value for step in own for value in step]
+        everyone = torch.tensor(self._over_ranks(told, "sum")).view(self._world_size, len(own), len(PARTS))
+        figures = dict(zip((f"seconds_{part}" for part in PARTS), everyone.mean((0, 1)).tolist(), strict=True))
+        before, self.straggler = self.straggler, find_straggler(everyone.tolist())
+        if self.straggler is None:
+            return figures
+        if mesh.rank == 0:
+            is_new = before is None or (before.rank, before.part) != (self.straggler.rank, self.straggler.part)
+            node = mesh.topology.node_of(self.straggler.rank) if self._nodes > 1 else None
+            logger.log(logging.WARNING if is_new else logging.INFO, self.straggler.in_words(node))
+        return figures | {"straggler_rank": float(self.straggler.rank)}
 
     def _sent_bytes(self) -> dict[LinkClass, float]:
         """Return the bytes that this rank has sent in closed steps, by link class."""

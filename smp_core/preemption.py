@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.compat import collective_timeout
+from smp_core.whereabouts import here
 
 logger = logging.getLogger("smp")
 
@@ -123,7 +124,8 @@ class Preemption:
         pace = (now - self._checked_at) / (self._calls - self._last)
         if self._group is not None:
             numbers = torch.tensor([float(self._told), waited, pace], dtype=torch.float64)
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+            with here.waiting("the agreement whether to end"):
+                dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
             told, waited, pace = numbers.tolist()
             self.signal = int(told)
         else:

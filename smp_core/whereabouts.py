@@ -45,8 +45,8 @@ class Whereabouts:
         peers: the ranks that issue the same.
         micro_batch: of the present window, from 1.
         events: changes with everything that is noted.
-        doing: says what this rank waits for; None: for nothing. Both may be written in place of :meth:`begin` and
-            :meth:`end` where a call is too much.
+        waited: seconds in all, between :meth:`begin` and :meth:`end`; of the host.
+        doing: says what this rank waits for; None: for nothing.
     """
 
     def __init__(self) -> None:
@@ -56,6 +56,8 @@ class Whereabouts:
         self.peers: tuple[int, ...] = ()
         self.micro_batch = 1
         self.events = 0
+        self.waited = 0.0
+        self._waits_since = 0.0
         self.doing: Callable[[], str] | None = None
         self._windows: deque[float] = deque(maxlen=50)
         self._began: float | None = None
@@ -65,11 +67,13 @@ class Whereabouts:
         """Note that this rank waits for others from here on; ``doing`` says in what."""
         self.events += 1
         self.doing = doing
+        self._waits_since = time.perf_counter()
 
     def end(self) -> None:
         """Note that it has come out of it."""
         self.events += 1
         self.doing = None
+        self.waited += time.perf_counter() - self._waits_since
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:

@@ -96,7 +96,7 @@ class IssuedCollectives:
 
 class NotedCollective:
     """A communication object of FSDP2 whose calls are noted before they are made, and that tells where this rank waits
-    (:mod:`smp_core.whereabouts`). A step makes three such calls for each unit: what they do stands in line here."""
+    (:mod:`smp_core.whereabouts`)."""
 
     def __init__(self, issued: IssuedCollectives, made: CommObject, number: int) -> None:
         self._issued, self.made = issued, made
@@ -109,13 +109,11 @@ class NotedCollective:
         issued = self._issued
         number, describe = self._of_pass[issued.backward_pass() != -1]
         issued.note(number)
-        here.events += 1
-        here.doing = describe
+        here.begin(describe)
         try:
             work = self.made(*args, **kwargs)  # type: ignore[operator]
         finally:
-            here.events += 1
-            here.doing = None
+            here.end()
         if work is None or not issued.host_waits:
             return work
         return _Awaited(work, describe)
@@ -129,13 +127,11 @@ class _Awaited(Work):
         self._work, self._describe = work, describe
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        here.events += 1
-        here.doing = self._describe
+        here.begin(self._describe)
         try:
             return bool(self._work.wait())
         finally:
-            here.events += 1
-            here.doing = None
+            here.end()
 
 
 def first_to_differ(issued: IssuedCollectives, by_rank: dict[int, tuple[int, list[int]]]) -> str:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from smp_core.stepped import model_parameter
+from smp_core.whereabouts import here
 
 OnNonfinite = Literal["ignore", "skip", "raise"]
 
@@ -108,7 +109,8 @@ def _over(group: dist.ProcessGroup, local: torch.Tensor, biggest: bool) -> torch
     if dist.get_world_size(group) > 1:
         if biggest:
             return _largest_of_all(local, group)
-        dist.all_reduce(local, group=group)
+        with here.waiting("the gradient norm"):
+            dist.all_reduce(local, group=group)
     return local
 
 
@@ -117,7 +119,8 @@ def _largest_of_all(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     comparison."""
     is_nan = local.isnan()
     both = torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    with here.waiting("the gradient norm"):
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
