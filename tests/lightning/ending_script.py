@@ -142,7 +142,7 @@ def main() -> None:
         callbacks=callbacks,
         default_root_dir=folder.parent,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=event == "raise-saving",
         enable_progress_bar=False,
         enable_model_summary=False,
     )
