@@ -52,14 +52,17 @@ class KeepsInMemory(Callback):
     def newer_than(self, path: Any) -> MemoryCheckpoint | None:
         """Return the newest state in memory if it is not older than the newest checkpoint beside ``path``. Collective.
 
-        Only rank 0 looks at the disk, and reads no more there than manifests.
+        Only rank 0 looks at the disk, and opens manifests only if there are some that were not there when the state
+        was kept.
         """
-        self._found = self.tier.find()
-        if self._found is None:
+        found = self._found = self.tier.find()
+        if found is None:
             return None
-        ours = self._found.age
+        ours = found.age
 
         def is_newest() -> bool:
+            if self.tier.saw_all_on_disk(found):
+                return True
             folder = os.path.dirname(os.path.abspath(path))
             try:
                 names = find_checkpoints(folder)
@@ -99,7 +102,10 @@ class KeepsInMemory(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         strategy: Any = trainer.strategy
-        if not strategy.window.is_open and self.tier.is_due(trainer.global_step):
+        if strategy.window.is_open:
+            return
+        self.tier.after_step(trainer.global_step)
+        if self.tier.is_due(trainer.global_step):
             trainer.save_checkpoint(IN_MEMORY)
 
     def close(self, trainer: Trainer, ended_well: bool) -> None:

@@ -108,7 +108,7 @@ class SmpShardedStrategy(SteppingStrategy):
             process_group_backend,
             timeout,
         )
-        self.config = read_config(config, knobs, _ARGUMENTS)
+        self.config = self._asked = read_config(config, knobs, _ARGUMENTS)
         self._init_fn = init_fn
         self._sequences = SharedSequences(batch_layout, full_outputs)
         self._loaders: dict[str, Any] = {}
@@ -274,8 +274,6 @@ class SmpShardedStrategy(SteppingStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        if self._memory is not None:
-            self._memory.tier.after_step(self._trainer.global_step)
         self.before_validation.step_has_ended(self._trainer)
         if self.background_saves is not None:
             self.background_saves.settle()
@@ -334,7 +332,7 @@ class SmpShardedStrategy(SteppingStrategy):
         every = self.config.checkpoint.memory_every_n_steps
         if self._memory is None and every and trainer.state.fn == TrainerFn.FITTING:
             assert self._topology is not None
-            self._memory = KeepsInMemory(trainer, self.config, self._topology)
+            self._memory = KeepsInMemory(trainer, self._asked, self._topology)
         return self._memory
 
     def _is_running(self) -> bool:

@@ -59,14 +59,18 @@ class MemorySaver:
         folder: the node's folder.
         ranks: all ranks, over a gloo group that only this saver and the search use.
         nodes: ranks of each node.
-        sequence: returns the sequence number of a save now; asked on rank 0.
+        beside: returns the sequence number of a save now, and what there is on disk; asked on rank 0.
 
     Attributes:
         stall_seconds: the time for which training has waited for saves, in all.
     """
 
     def __init__(
-        self, folder: NodeMemory, ranks: Ranks, nodes: Sequence[Sequence[int]], sequence: Callable[[], int]
+        self,
+        folder: NodeMemory,
+        ranks: Ranks,
+        nodes: Sequence[Sequence[int]],
+        beside: Callable[[], tuple[int, dict[str, Any]]],
     ) -> None:
         self.folder = folder
         self.slots = SharedSlots(folder, ranks.rank)
@@ -74,7 +78,7 @@ class MemorySaver:
         self._ranks = ranks
         self._nodes = nodes
         self._node = next(number for number, node in enumerate(nodes) if ranks.rank in node)
-        self._sequence = sequence
+        self._beside = beside
         self._of_slot: dict[int, list[str]] = {}
         self._copies: dict[int, Slot] = {}
         self._thread: threading.Thread | None = None
@@ -175,13 +179,13 @@ class MemorySaver:
             self._say_that_it_changed(step, changed)
             return
 
-        def rest_of_all() -> tuple[str, int, dict[str, bytes]]:
+        def rest_of_all() -> tuple[str, tuple[int, dict[str, Any]], dict[str, bytes]]:
             assert staged is not None and staged.rest is not None
             save = new_save_id()
-            return save, self._sequence(), _rest_files(save, merge_rest(staged.rest, [own for _, _, own in shared]))
+            return save, self._beside(), _rest_files(save, merge_rest(staged.rest, [own for _, _, own in shared]))
 
         assert staged is not None
-        save, sequence, rest = self._ranks.on_first(what, rest_of_all)
+        save, (sequence, on_disk), rest = self._ranks.on_first(what, rest_of_all)
         slot = self.slots.slot
         record = Record(
             save=save,
@@ -189,7 +193,7 @@ class MemorySaver:
             sequence=sequence,
             rank=self._ranks.rank,
             world=self._ranks.size,
-            metadata=metadata,
+            metadata={**metadata, **on_disk},
             meshes=staged.meshes,
             layouts=[digest for digest, _, _ in shared],
             file=slot.name,

@@ -20,12 +20,12 @@ from smp_core.checkpoint.memory_save import MemorySaver
 from smp_core.checkpoint.memory_search import Found, bring_back, find
 from smp_core.checkpoint.progress import Past, Progress, pasts, report_of
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.sequence import next_sequence
+from smp_core.checkpoint.sequence import manifests_in, next_sequence
 from smp_core.compat import collective_timeout
 
 logger = logging.getLogger("smp")
 
-_LAYOUT = "ranks"  # in a record's metadata
+_LAYOUT, _SEEN = "ranks", "on_disk"  # in a record's metadata
 
 
 class MemoryTier:
@@ -53,7 +53,8 @@ class MemoryTier:
         node = next(number for number, ranks in enumerate(nodes) if self._ranks.rank in ranks)
         name = self._ranks.on_first("memory tier", lambda: run_name(saves_to)) + (f"-node{node}" if posed else "")
         self.folder, _ = self._ranks.together("checkpoint.memory_every_n_steps", lambda: NodeMemory(name))
-        self._saver = MemorySaver(self.folder, self._ranks, nodes, lambda: next_sequence(f"{saves_to}/memory"))
+        self._saves_to = saves_to
+        self._saver = MemorySaver(self.folder, self._ranks, nodes, self._on_disk)
         self._progress = Progress(self.folder, self._ranks.rank)
         found = [past for part in self._ranks.gather(pasts(self.folder)) for past in part]
         self._past: Past | None = max(found, key=lambda past: past.last, default=None)
@@ -87,6 +88,17 @@ class MemoryTier:
                 )
             return None
         return found
+
+    def _on_disk(self) -> tuple[int, dict[str, Any]]:
+        return next_sequence(f"{self._saves_to}/memory"), {_SEEN: manifests_in(self._saves_to)}
+
+    def saw_all_on_disk(self, found: Found) -> bool:
+        """Tell whether every checkpoint that is on disk was there when a state was kept, and so is older. No file is
+        opened for that; on rank 0.
+        """
+        seen = found.sources[0].record.metadata.get(_SEEN)
+        there = manifests_in(self._saves_to)
+        return there is not None and isinstance(seen, dict) and all(seen.get(name) == it for name, it in there.items())
 
     def take(self, found: Found) -> MemoryCheckpoint:
         """Return a state for reading, once every rank has its part in its own node's memory. Collective.

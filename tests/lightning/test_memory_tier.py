@@ -44,7 +44,7 @@ def train(folder: Path, resume: bool = False, ends_in: int | None = None, **knob
     saver = ModelCheckpoint(folder, save_last=True, every_n_train_steps=3)
     checkpoint = {"memory_every_n_steps": 2}
     trainer = make_trainer(
-        {"shard_degree": 2, "checkpoint": checkpoint, **knobs}, callbacks=[saver], enable_checkpointing=True
+        {"shard_degree": "world", "checkpoint": checkpoint, **knobs}, callbacks=[saver], enable_checkpointing=True
     )
     ended = ""
     try:
