@@ -137,12 +137,8 @@ def rank_main(asked: argparse.Namespace) -> None:
     disk = str(Path(asked.folder, "disk"))
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        if (
-            not clock.ends
-            and event == "open"
-            and str(arguments[0]).startswith(disk)
-            and not os.path.isdir(str(arguments[0]))
-        ):
+        # A folder too: the files of a checkpoint are opened by name in their folder.
+        if not clock.ends and event == "open" and str(arguments[0]).startswith(f"{disk}/"):
             opened.append(str(arguments[0]))
 
     rank = int(os.environ["RANK"])
@@ -188,7 +184,12 @@ def launch(
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     lab = [sys.executable, str(HERE / "cluster" / "netlab.py"), "run", "--nodes", "2", "--ranks", "2", "--quiet"]
     command = [sys.executable, str(Path(__file__).resolve()), "--rank-of", run, "--folder", str(folder)]
-    environment = {**os.environ, "SMP_MEMORY_FOLDER": str(asked.memory), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(HERE.parent),
+        "SMP_MEMORY_FOLDER": str(asked.memory),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [*lab, "--rate", asked.rate, "--log-dir", str(folder / run), "--", *command, "--shard", shard, *options],
         env=environment,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,29 @@ class LosingModule(LanguageModule):
     """Computes with numbers of each rank's own generator; ends with an error in a batch."""
 
     ends_in: int | None = None
+    watch: Watch | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.watch is not None:
+            self.watch.is_on = False
         if batch_idx == self.ends_in:
             self.trainer.strategy._memory.tier._saver.wait()  # what would have been committed at some time
             raise Lost
         return super().training_step(batch, batch_idx) * (1 + 0.1 * torch.rand(()))
+
+
+class Watch:
+    """The paths below a folder that this process opens; an audit hook stays until the process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.below = f"{folder}/"
+        self.opened: list[str] = []
+        self.is_on = True
+        sys.addaudithook(self)
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.is_on and event == "open" and str(arguments[0]).startswith(self.below):
+            self.opened.append(str(arguments[0]))
 
 
 def train(folder: Path, resume: bool = False, ends_in: int | None = None, **knobs: Any) -> Run:
@@ -47,37 +65,51 @@ def train(folder: Path, resume: bool = False, ends_in: int | None = None, **knob
         {"shard_degree": "world", "checkpoint": checkpoint, **knobs}, callbacks=[saver], enable_checkpointing=True
     )
     ended = ""
+    module.watch = Watch(folder) if resume else None
     try:
         trainer.fit(module, ckpt_path="last" if resume else None)
     except Lost:
         ended = "lost"
-    return report(trainer, module, ended=ended, step=trainer.global_step)
+    return report(trainer, module, ended=ended, opened=module.watch.opened if module.watch else [])
 
 
-def lose_and_resume(folder: str, lost_node: int | None, knobs: dict[str, Any]) -> tuple[Run, Run, Run]:
+def lose_and_resume(folder: str, lost: list[int], knobs: dict[str, Any]) -> tuple[Run, Run, Run]:
     top = Path(folder)
     if rank() == 0:
         (top / "memory").mkdir()
     dist.barrier()
     plain = train(top / "plain", **knobs)
-    lost = train(top / "run", ends_in=LOST_AT, **knobs)
+    ended = train(top / "run", ends_in=LOST_AT, **knobs)
     dist.barrier()
-    if rank() == 0 and lost_node is not None:
-        (gone,) = (top / "memory").glob(f"torch-smp-*/run-*-node{lost_node}")
+    for node in lost if rank() == 0 else ():
+        (gone,) = (top / "memory").glob(f"torch-smp-*/run-*-node{node}")
         shutil.rmtree(gone)
     dist.barrier()
     resumed = train(top / "run", resume=True, **knobs)
-    left = [str(path) for path in (top / "memory").glob("torch-smp-*/*")]
-    resumed.extra["left"] = left
-    return plain, lost, resumed
+    dist.barrier()
+    resumed.extra["left"] = [str(path) for path in (top / "memory").glob("torch-smp-*/*")]
+    return plain, ended, resumed
 
 
-@pytest.mark.parametrize("lost_node", [None, 0])
-def test_a_run_goes_on_from_memory(tmp_path: Path, lost_node: int | None) -> None:
-    """Two nodes of one rank, whose partition group spans both: each part lies on both nodes. To the last bit."""
-    for plain, lost, resumed in run_ranks(lose_and_resume, 2, str(tmp_path), lost_node, {}, ranks_per_node=1):
-        assert lost.extra["ended"] == "lost"
-        assert lost.losses + resumed.losses == plain.losses
+def check(runs: list[tuple[Run, Run, Run]], resumed_at: int) -> None:
+    for plain, ended, resumed in runs:
+        assert ended.extra["ended"] == "lost"
+        assert ended.losses[:resumed_at] + resumed.losses == plain.losses
         for name, value in plain.weights.items():
             assert torch.equal(value, resumed.weights[name]), name
         assert resumed.extra["left"] == []
+
+
+@pytest.mark.parametrize("lost", [[], [0]])
+def test_a_run_goes_on_from_memory(tmp_path: Path, lost: list[int]) -> None:
+    """Two nodes of one rank, whose partition group spans both: each part lies on both nodes. To the last bit; nobody
+    opens a checkpoint on disk."""
+    runs = run_ranks(lose_and_resume, 2, str(tmp_path), lost, {}, ranks_per_node=1)
+    check(runs, resumed_at=8)
+    assert [resumed.extra["opened"] for _, _, resumed in runs] == [[], []]
+
+
+def test_a_run_whose_memory_is_lost_goes_on_from_disk(tmp_path: Path) -> None:
+    runs = run_ranks(lose_and_resume, 2, str(tmp_path), [0, 1], {}, ranks_per_node=1)
+    check(runs, resumed_at=6)
+    assert all(resumed.extra["opened"] for _, _, resumed in runs)
