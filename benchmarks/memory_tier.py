@@ -279,6 +279,7 @@ def main() -> int:
         return 0
     result: dict[str, Any] = {"torch": torch.__version__, "machine": platform.machine(), "rate": asked.rate}
     asked.compute = asked.compute or 1.0
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # temporary folders are removed
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory() as folder:
         asked.memory = Path(memory)
         for shard in ("node", "world"):

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from lightning_smp.background import BackgroundSaves, in_lightning_words
-from lightning_smp.checkpoint_sources import PER_RANK, main_module
+from lightning_smp.checkpoint_sources import CURRENT_MODEL, PER_RANK, main_module
 from lightning_smp.resume import random_of_rank
 from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import (
@@ -115,8 +115,10 @@ def save(
 def save_in_memory(strategy: SteppingStrategy, checkpoint: dict[str, Any], tier: MemoryTier) -> None:
     """Keep a checkpoint dictionary in shared memory. Collective; an error on one rank is raised on all."""
     state = {**checkpoint, **remainder_state(strategy.parallel.traffic)}
+    # An average changes when it is taken, not when an optimizer steps.
+    later = () if CURRENT_MODEL in checkpoint else ("state_dict.", "optimizer_states.")
     with in_lightning_words():
-        tier.save(state, checkpoint["global_step"], _facts(strategy, checkpoint), _own_part(strategy))
+        tier.save(state, checkpoint["global_step"], _facts(strategy, checkpoint), _own_part(strategy), later)
 
 
 def _facts(strategy: SteppingStrategy, checkpoint: dict[str, Any]) -> dict[str, Any]:

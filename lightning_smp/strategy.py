@@ -378,17 +378,19 @@ class SmpShardedStrategy(SteppingStrategy):
         """Tear the run down after the save in flight. The module stays sharded."""
         if self._leaves is not None:
             self._leaves.restore()
-        if self._memory is not None:
-            memory, self._memory = self._memory, None
-            memory.close(self._trainer, ended_well=not self._failed)
+        memory, self._memory = self._memory, None
+        saved = False
         try:
             if self.background_saves is not None:
                 self.background_saves.wait()
+            saved = True
         except CheckpointError as error:
             if not self._failed:  # else it would hide the first error
                 raise
             logger.error("%s", error)
         finally:
+            if memory is not None:
+                memory.close(self._trainer, ended_well=saved and not self._failed)
             super().teardown()
             self._run.close()
 

@@ -218,7 +218,11 @@ def left_by_others(own: str) -> list[tuple[str, int]]:
         own: the path of this run's folder, which is left out.
     """
     found = []
-    for path in sorted(Path(own).parent.iterdir()):
+    try:
+        beside = sorted(Path(own).parent.iterdir())
+    except OSError:
+        return []
+    for path in beside:
         if str(path) == own or path.is_symlink() or not path.is_dir():
             continue
         try:

@@ -124,8 +124,9 @@ def find(folder: NodeMemory, ranks: Ranks) -> Found | None:
     """Find the newest state that is complete over all nodes and undamaged. Collective; the same on all ranks."""
     keys = ranks.gather(folder.key)
     is_first = keys.index(folder.key) == ranks.rank
-    lists = ranks.gather((folder.key, look_at(folder)) if is_first else None)
-    shelves = dict(entry for entry in lists if entry is not None)
+    what = "states in memory were not looked at"
+    _, lists = ranks.together(what, lambda: look_at(folder) if is_first else None, lambda shelf: shelf)
+    shelves = {key: shelf for key, shelf in zip(keys, lists, strict=True) if shelf is not None}
     checked: dict[str, bool] = {}
     while True:
         records = [record for shelf in shelves.values() for record in shelf.records.values()]
@@ -177,7 +178,10 @@ def _sources(save: str, keys: list[str], shelves: Mapping[str, Shelf], world: in
 
 
 def _is_whole(folder: NodeMemory, record: Record) -> bool:
-    whole = digests_of_blocks(folder.map(record.file)) == record.blocks
+    try:
+        whole = digests_of_blocks(folder.map(record.file)) == record.blocks
+    except (CheckpointError, OSError):
+        whole = False
     if not whole:
         logger.warning("not used: %s/%s, whose bytes do not fit their digests", folder.path, record.file)
     return whole
@@ -194,8 +198,8 @@ def bring_back(found: Found, folder: NodeMemory, ranks: Ranks) -> tuple[MemoryCh
     """
     what = f"step {found.step} was not read from memory"
     record = found.sources[0].record
-    _tidy(found, folder, ranks, {(source.node, source.name) for source in found.sources})
-    ranks.together(what, lambda: None)  # before anything is written
+    sources = {(source.node, source.name) for source in found.sources}
+    ranks.together(what, lambda: _tidy(found, folder, ranks, sources))  # on all before anything is written
 
     # Layouts, and what is no tensor, where they are missing.
     layouts = _shared(found, ranks, folder, [layout_name(digest) for digest in record.layouts])
@@ -239,7 +243,7 @@ def bring_back(found: Found, folder: NodeMemory, ranks: Ranks) -> tuple[MemoryCh
 
     kept, records = ranks.together(what, record_of_received, lambda it: it)
     own = {(found.keys[rank], record_name(each, each.to_bytes())) for rank, each in enumerate(records)}
-    _tidy(found, folder, ranks, own)
+    ranks.together(what, lambda: _tidy(found, folder, ranks, own))
     contents = {name.removeprefix("layout-").removesuffix(".json"): content for name, content in layouts.items()}
     parts = _parts(kept, records, found.keys, contents)
     return MemoryCheckpoint(folder.folder(), parts), parts[0]
@@ -255,8 +259,12 @@ def _shared(found: Found, ranks: Ranks, folder: NodeMemory, names: list[str]) ->
     for name in dict.fromkeys(names):
         reader[name] = next(rank for rank, key in enumerate(found.keys) if name in found.shelves[key].small)
     files = folder.folder()
-    mine = {name: files.read(name, JSON_BYTES) for name, rank in reader.items() if rank == ranks.rank}
-    return {name: content for part in ranks.gather(mine) for name, content in part.items()}
+
+    def read() -> dict[str, bytes]:
+        return {name: files.read(name, JSON_BYTES) for name, rank in reader.items() if rank == ranks.rank}
+
+    _, parts = ranks.together("states in memory were not read", read, lambda mine: mine)
+    return {name: content for part in parts for name, content in part.items()}
 
 
 def _tidy(found: Found, folder: NodeMemory, ranks: Ranks, records: set[tuple[str, str]]) -> None:

@@ -50,10 +50,14 @@ class SharedSlots(HostBuffers):
     Args:
         folder: the node's.
         rank: of the run.
+
+    Attributes:
+        later: beginnings of the names of tensors that :meth:`copy_rest` copies, where they are sharded.
     """
 
     def __init__(self, folder: NodeMemory, rank: int) -> None:
         super().__init__()
+        self.later: tuple[str, ...] = ("",)
         self._folder = folder
         self._rank = rank
         self._slots: dict[int, Slot] = {}
@@ -84,7 +88,8 @@ class SharedSlots(HostBuffers):
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Copy what may change before the optimizer steps; :meth:`copy_rest` copies what may not."""
-        self._sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        waiting = {name: tensor for name, tensor in tensors.items() if name.startswith(self.later)}
+        self._sharded = {name: tensor for name, tensor in waiting.items() if isinstance(tensor, DTensor)}
         return super().fill(tensors)
 
     def _hosts(self, sources: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.memory_folder import NodeMemory, left_by_others, run_name
 from smp_core.checkpoint.memory_records import MemoryCheckpoint, record_name
 from smp_core.checkpoint.memory_save import MemorySaver
@@ -121,15 +122,17 @@ class MemoryTier:
             source: where the run begins instead: a path, or nothing.
         """
         self._source = source
-        names = self.folder.names()
         keys = self._ranks.gather(self.folder.key)
-        if keys.index(self.folder.key) == self._ranks.rank:
+
+        def free() -> None:
+            names = self.folder.names() if keys.index(self.folder.key) == self._ranks.rank else []
             if any(name.endswith(".record") for name in names) and self._ranks.rank == 0:
                 logger.warning(
                     "states in memory (%s) are older than this run's beginning and are removed", self.folder.path
                 )
             self.folder.remove(names)
-        self._ranks.gather(None)
+
+        self._ranks.together("states in memory were not removed", free)
 
     def begin(self, step: int) -> None:
         """Note that training begins behind an optimizer step."""
@@ -144,13 +147,24 @@ class MemoryTier:
         """Tell whether a state is to be kept after an optimizer step."""
         return step != self._saved_step and step % self.every == 0
 
-    def save(self, state: Mapping[str, Any], step: int, metadata: Mapping[str, Any], per_rank: Any) -> None:
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        metadata: Mapping[str, Any],
+        per_rank: Any,
+        later: Sequence[str] = ("state_dict.", "optimizer_states."),
+    ) -> None:
         """Keep a state. Collective; returns when what may change before the next optimizer step has been copied.
+
+        Args:
+            later: beginnings of the names of tensors that only optimizers change, where they are sharded.
 
         Raises:
             CheckpointError: it, or the one before, could not be kept; on all ranks.
         """
         self._saved_step = step
+        self._saver.slots.later = tuple(later)
         self._saver.save(state, step, {**metadata, _LAYOUT: self._layout}, per_rank)
 
     def before_update(self) -> None:
@@ -178,7 +192,10 @@ class MemoryTier:
                     self.folder.path,
                 )
             return
-        self._saver.wait()
+        try:
+            self._saver.wait()
+        except CheckpointError as error:
+            logger.warning("%s", error)
         self._ranks.gather(None)
         if self._saver.leads:
             self.folder.remove_all()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from smp_core.checkpoint.memory_slots import SharedSlots
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, rank
 from tests.lightning.running import Run, make_trainer, report
 
 BATCHES, LOST_AT = 10, 8
+COPY = SharedSlots.copy_rest
 
 
 class Lost(Exception):
@@ -73,13 +77,20 @@ def train(folder: Path, resume: bool = False, ends_in: int | None = None, **knob
     return report(trainer, module, ended=ended, opened=module.watch.opened if module.watch else [])
 
 
+def copy_slowly(slots: SharedSlots) -> list[str]:
+    """Begin when the next step would have changed the weights, if nobody waited."""
+    time.sleep(0.2)
+    return COPY(slots)
+
+
 def lose_and_resume(folder: str, lost: list[int], knobs: dict[str, Any]) -> tuple[Run, Run, Run]:
     top = Path(folder)
     if rank() == 0:
         (top / "memory").mkdir()
     dist.barrier()
     plain = train(top / "plain", **knobs)
-    ended = train(top / "run", ends_in=LOST_AT, **knobs)
+    with mock.patch.object(SharedSlots, "copy_rest", copy_slowly):
+        ended = train(top / "run", ends_in=LOST_AT, **knobs)
     dist.barrier()
     for node in lost if rank() == 0 else ():
         (gone,) = (top / "memory").glob(f"torch-smp-*/run-*-node{node}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.memory_tier import MemoryTier
 from smp_core.checkpoint.progress import Past, report_of
 from tests.core.checkpoint.states import differences, gathered, sharded_state
-from tests.harness import run_ranks
+from tests.harness import run_ranks, run_script
 
 
 def nodes() -> list[list[int]]:
@@ -51,6 +53,7 @@ def keep(folder: str, degree: int, steps: int = 3) -> list[Any]:
 def changes_are_seen(slots: SharedSlots, state: Any) -> None:
     """What changes between the call and the copy is named: the copy would be of no one instant."""
     slots.turn()
+    slots.later = ("",)
     for change in ([], ["one_row", "wide.weight"]):
         slots.fill(state["state_dict"])
         for name in change:
@@ -205,6 +208,26 @@ def test_a_save_that_ends_in_the_middle_leaves_the_state_before(alone: Path, mon
     assert found_in(alone) == 2
 
 
+def test_the_optimizer_waits_for_the_copy(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, gate, copy = kept_until(alone, 1), threading.Event(), SharedSlots.copy_rest
+
+    def copy_later(slots: SharedSlots) -> list[str]:
+        assert gate.wait(240)
+        return copy(slots)
+
+    monkeypatch.setattr(SharedSlots, "copy_rest", copy_later)
+    kept.save(state_of(2), 2, {}, 2)
+    optimizer = threading.Thread(target=kept.before_update, daemon=True)
+    optimizer.start()
+    optimizer.join(0.1)
+    assert optimizer.is_alive()
+    gate.set()
+    optimizer.join(240)
+    assert not optimizer.is_alive()
+    kept._saver.wait()
+    assert found_in(alone) == 2
+
+
 def test_states_of_other_ranks_or_degrees_are_not_used(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_until(alone, 1)
     assert found_in(alone, layout="shard 4") is None
@@ -252,3 +275,15 @@ def test_the_share_that_trained_counts_no_lost_steps_and_no_restarts() -> None:
     assert "2 steps lost, 10.0 s from the last step before to the next one, 44.4% of the 180 s" in report_of(
         second, 8, "memory", 180.0
     )
+
+
+@pytest.mark.timeout(1200)
+def test_a_kill_at_any_call_of_a_save_leaves_a_whole_state(tmp_path: Path) -> None:
+    """The one before until the record is there, then the new one; values to the last bit, nothing left behind."""
+    done = run_script(["-m", "tests.core.checkpoint.memory_kills", str(tmp_path)], timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [outcome["killed"] for outcome in seen] == [True] * (len(seen) - 1) + [False]
+    assert len(seen) == 8, "half a copy; two files removed, two opened and renamed; none"
+    assert [outcome["found"] for outcome in seen] == [2] * (len(seen) - 1) + [3], seen
+    assert all(outcome["exact"] and outcome["left"] == [] for outcome in seen), seen
