@@ -277,7 +277,11 @@ def main() -> int:
     if asked.run:
         rank_main(asked)
         return 0
-    result: dict[str, Any] = {"torch": torch.__version__, "machine": platform.machine(), "rate": asked.rate}
+    result: dict[str, Any] = {}
+    if asked.only and asked.out and asked.out.exists():
+        result = json.loads(asked.out.read_text())  # the other half
+        result.pop(asked.only, None)
+    result |= {"torch": torch.__version__, "machine": platform.machine(), "rate": asked.rate}
     asked.compute = asked.compute or 1.0
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # temporary folders are removed
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory() as folder:

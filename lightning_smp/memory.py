@@ -7,6 +7,7 @@ or none, means that a run begins from there, and what memory has of a run before
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from smp_core.checkpoint import CheckpointError, find_checkpoints
+from smp_core.checkpoint.addresses import is_address
 from smp_core.checkpoint.memory_records import MemoryCheckpoint
 from smp_core.checkpoint.memory_search import Found
 from smp_core.checkpoint.memory_tier import MemoryTier
@@ -22,6 +24,8 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.config import SmpConfig
 from smp_core.topology import RANKS_PER_NODE_VARIABLE, Topology
 
+PLACE = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}-memory.ckpt"
+"""An empty folder beside the checkpoints, so that Lightning finds a "last" before the first one is on disk."""
 IN_MEMORY = "the newest state, in shared memory"
 """The path, by identity, that ``trainer.save_checkpoint`` gets for a state that goes to memory."""
 
@@ -46,6 +50,7 @@ class KeepsInMemory(Callback):
         )
         self._found: Found | None = None
         self._is_settled = False
+        self._place = os.path.join(_saves_to(trainer), PLACE)
 
     # The start
 
@@ -97,6 +102,8 @@ class KeepsInMemory(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.tier.begin(trainer.global_step)
+        if trainer.is_global_zero and not is_address(self._place) and trainer.checkpoint_callbacks:
+            os.makedirs(self._place, exist_ok=True)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -114,6 +121,9 @@ class KeepsInMemory(Callback):
         if self in callbacks:
             callbacks.remove(self)
         self.tier.close(ended_well)
+        if ended_well and trainer.is_global_zero:
+            with contextlib.suppress(OSError):
+                os.rmdir(self._place)
 
 
 def _age(path: Any) -> tuple[int, int]:

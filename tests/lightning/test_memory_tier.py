@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_smp.memory import PLACE
 from smp_core.checkpoint.memory_slots import SharedSlots
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, rank
@@ -58,15 +59,15 @@ class Watch:
             self.opened.append(str(arguments[0]))
 
 
-def train(folder: Path, resume: bool = False, ends_in: int | None = None, **knobs: Any) -> Run:
+def train(folder: Path, resume: bool = False, ends_in: int | None = None, every: int = 3) -> Run:
     os.environ["SMP_MEMORY_FOLDER"] = str(folder.parent / "memory")
     seed_everything(3 + rank(), verbose=False)
     module = LosingModule(BATCHES)
     module.ends_in = ends_in
-    saver = ModelCheckpoint(folder, save_last=True, every_n_train_steps=3)
+    saver = ModelCheckpoint(folder, save_last=True, every_n_train_steps=every)
     checkpoint = {"memory_every_n_steps": 2}
     trainer = make_trainer(
-        {"shard_degree": "world", "checkpoint": checkpoint, **knobs}, callbacks=[saver], enable_checkpointing=True
+        {"shard_degree": "world", "checkpoint": checkpoint}, callbacks=[saver], enable_checkpointing=True
     )
     ended = ""
     module.watch = Watch(folder) if resume else None
@@ -83,22 +84,23 @@ def copy_slowly(slots: SharedSlots) -> list[str]:
     return COPY(slots)
 
 
-def lose_and_resume(folder: str, lost: list[int], knobs: dict[str, Any]) -> tuple[Run, Run, Run]:
+def lose_and_resume(folder: str, lost: list[int], every: int) -> tuple[Run, Run, Run]:
     top = Path(folder)
     if rank() == 0:
         (top / "memory").mkdir()
     dist.barrier()
-    plain = train(top / "plain", **knobs)
+    plain = train(top / "plain", every=every)
     with mock.patch.object(SharedSlots, "copy_rest", copy_slowly):
-        ended = train(top / "run", ends_in=LOST_AT, **knobs)
+        ended = train(top / "run", ends_in=LOST_AT, every=every)
     dist.barrier()
     for node in lost if rank() == 0 else ():
         (gone,) = (top / "memory").glob(f"torch-smp-*/run-*-node{node}")
         shutil.rmtree(gone)
     dist.barrier()
-    resumed = train(top / "run", resume=True, **knobs)
+    resumed = train(top / "run", resume=True, every=every)
     dist.barrier()
-    resumed.extra["left"] = [str(path) for path in (top / "memory").glob("torch-smp-*/*")]
+    left = [*(top / "memory").glob("torch-smp-*/*"), *(top / "run").glob(PLACE)]
+    resumed.extra["left"] = [str(path) for path in left]
     return plain, ended, resumed
 
 
@@ -111,16 +113,17 @@ def check(runs: list[tuple[Run, Run, Run]], resumed_at: int) -> None:
         assert resumed.extra["left"] == []
 
 
-@pytest.mark.parametrize("lost", [[], [0]])
-def test_a_run_goes_on_from_memory(tmp_path: Path, lost: list[int]) -> None:
+@pytest.mark.parametrize(("lost", "every"), [([], 100), ([0], 3)])
+def test_a_run_goes_on_from_memory(tmp_path: Path, lost: list[int], every: int) -> None:
     """Two nodes of one rank, whose partition group spans both: each part lies on both nodes. To the last bit; nobody
-    opens a checkpoint on disk."""
-    runs = run_ranks(lose_and_resume, 2, str(tmp_path), lost, {}, ranks_per_node=1)
+    opens a checkpoint on disk, and none needs to be there."""
+    runs = run_ranks(lose_and_resume, 2, str(tmp_path), lost, every, ranks_per_node=1)
     check(runs, resumed_at=8)
-    assert [resumed.extra["opened"] for _, _, resumed in runs] == [[], []]
+    opened = {name for _, _, resumed in runs for name in resumed.extra["opened"]}
+    assert {Path(name).name for name in opened} <= {PLACE}, "an empty folder"
 
 
 def test_a_run_whose_memory_is_lost_goes_on_from_disk(tmp_path: Path) -> None:
-    runs = run_ranks(lose_and_resume, 2, str(tmp_path), [0, 1], {}, ranks_per_node=1)
+    runs = run_ranks(lose_and_resume, 2, str(tmp_path), [0, 1], 3, ranks_per_node=1)
     check(runs, resumed_at=6)
     assert all(resumed.extra["opened"] for _, _, resumed in runs)
