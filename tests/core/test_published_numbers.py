@@ -85,6 +85,16 @@ def test_memory_modes_are_those_of_the_result() -> None:
     assert f"(none to {max(shares):.1%} by mode".replace("%", " %") in text
 
 
+def test_the_memory_tier_is_that_of_the_result() -> None:
+    found, text = result("memory_tier"), page("docs/checkpoints.md")
+    for cost in found["cost"]:
+        assert f"{cost['state_ms']:.0f} ± {cost['uncertainty_ms']:.0f} ms" in text
+        assert f"{cost['share_every_10_steps']:.1%}".replace("%", " %") in text
+    for lost in found["lost"]:
+        assert f"{lost['next_step_s']:.1f} s" in text
+        assert lost["bit_equal"] and not lost["survivors_opened_on_disk"] and not lost["left_in_memory"]
+
+
 def test_link_fits_are_those_of_the_results() -> None:
     text = page("docs/sharding.md")
     for name in ("links-2x2", "links-2x4"):
