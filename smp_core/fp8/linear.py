@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_core.compat import depends_on
 from smp_core.fp8.casting import Quantized, quantize, transposed
 from smp_core.fp8.gathered import GatheredWeight
 from smp_core.fp8.products import forward_product, input_gradient, needs_columns, weight_gradient
@@ -63,7 +64,7 @@ class _Fp8Linear(torch.autograd.Function):
         columns = wants_w and needs_columns(x_RK.device)
         x = quantize(x_RK.detach(), site.state, site.index, INPUT, columns=columns, recording=recording)
         w = _oriented(*site.quantize_weight(weight), flipped)
-        y_RN = forward_product(x, w, dtype, bias)
+        y_RN = depends_on(forward_product(x, w, dtype, bias), x_RK, weight)
         kept = x.columns if columns else x.rows
         # A gathered weight is saved as the parameter: FSDP2 frees it now and gathers it again for backward.
         gathered = isinstance(weight, GatheredWeight)
@@ -171,7 +172,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
             x.rows, x.inverse_scale, weight_ENK if gathered else w8_ENK, None if gathered else inverse_w
         )
         ctx.site, ctx.counts, ctx.dtypes = site, counts, (x_RK.dtype, weight_ENK.dtype)
-        return y_RN
+        return depends_on(y_RN, x_RK, weight_ENK)
 
     @staticmethod
     def backward(ctx: Any, g_RN: torch.Tensor) -> Any:  # type: ignore[override]
