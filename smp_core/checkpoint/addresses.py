@@ -10,16 +10,21 @@ import os
 from smp_core.checkpoint.local_folder import LocalFolder, LocalTransaction, remove_local
 from smp_core.checkpoint.storage import Folder, Transaction
 
+# fsspec's names of local folders, which have a rename and need no store.
+_LOCAL = ("file://", "local://")
+
 
 def is_address(path: str | os.PathLike[str]) -> bool:
     """Tell whether a path is an fsspec address such as ``s3://bucket/run`` rather than a local path."""
     text = os.fspath(path)
-    return "://" in text and not text.startswith("file://")
+    return "://" in text and not text.startswith(_LOCAL)
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return a local path without ``file://`` and without a trailing slash."""
-    text = os.fspath(path).removeprefix("file://")
+    """Return a local path without ``file://`` or ``local://`` and without a trailing slash."""
+    text = os.fspath(path)
+    for prefix in _LOCAL:
+        text = text.removeprefix(prefix)
     return text.rstrip("/") or "/"
 
 

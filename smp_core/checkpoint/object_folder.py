@@ -118,6 +118,7 @@ class ObjectTransaction(Transaction):
         self.address = address.rstrip("/")
         self.fs, self.path = _open_fs(address)
         self.mark = ""
+        self.sent: bytes | None = None
         self.replaced: list[str] = []
 
     def begin(self, save_id: str, overwrite: bool) -> None:
@@ -163,19 +164,33 @@ class ObjectTransaction(Transaction):
         return ObjectFolder(self.address)
 
     def commit(self, manifest: bytes) -> None:
+        self.sent = manifest
         self.fs.pipe_file(f"{self.path}/{MANIFEST}", manifest)
+        self.mark = ""  # from here on it is the checkpoint, whatever happens to what it replaces
         for name in self.replaced:
             try:
                 self.fs.rm_file(f"{self.path}/{name}")
-            except OSError as error:
+            except Exception as error:  # stores raise what they like
                 logger.warning("%s/%s of the replaced checkpoint could not be removed: %s", self.address, name, error)
 
     def abort(self) -> None:
-        if not self.mark:
+        if not self.mark or self._may_be_committed():
             return
         for name in ObjectFolder(self.address).names():
             if self.mark in name:
                 self.fs.rm_file(f"{self.path}/{name}")
+
+    def _may_be_committed(self) -> bool:
+        """Tell whether the manifest may have arrived although the store raised: then its files stay."""
+        if self.sent is None:
+            return False
+        try:
+            return bool(self.fs.cat_file(f"{self.path}/{MANIFEST}") == self.sent)
+        except FileNotFoundError:
+            return False
+        except Exception as error:
+            logger.warning("%s: it is not known whether this save arrived, its files stay: %s", self.address, error)
+            return True
 
 
 def _listed_files(folder: Folder, address: str) -> set[str]:

@@ -19,13 +19,13 @@ from unittest import mock
 
 import fsspec
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 import smp_core.checkpoint.local_folder as local_folder
 from smp_core.checkpoint import CheckpointError, newest_checkpoint, save_step, verify_checkpoint
 from smp_core.checkpoint.file_system import try_lock
 from tests.core.checkpoint.injection import ERRORS, SEED, Fault, Injector, in_a_child, loads, save, state
+from tests.core.checkpoint.store_on_disk import PREFIX, StoreOnDisk
 
 QUICK = {"load": 10, "save": 10, "clock": 3, "store": 10, "store load": 5}
 Deed = Callable[[Path], object]
@@ -325,13 +325,13 @@ def store_load_cases() -> list[tuple[int, Exception, bool]]:
 
 
 def killed_in_a_store(folder: Path, case: tuple[int, str]) -> str:
-    """fsspec's own view of a local folder, which has no rename: what a killed process has written is there."""
+    """In a store on disk: what a killed process has written is there."""
     at, when = case
-    address = f"local://{folder}/last"
+    address = f"{PREFIX}{folder}/last"
     save(address, 1)
 
     def attempt() -> None:
-        with Injector(Fault(at, when)).active_in_store(LocalFileSystem):
+        with Injector(Fault(at, when)).active_in_store(StoreOnDisk):
             save(address, 2)
 
     status = in_a_child(attempt)
@@ -345,10 +345,10 @@ def killed_in_a_store(folder: Path, case: tuple[int, str]) -> str:
 
 
 def kill_cases(folder: Path) -> list[tuple[int, str]]:
-    address = f"local://{folder}/counted"
+    address = f"{PREFIX}{folder}/counted"
     save(address, 1)
     injector = Injector()
-    with injector.active_in_store(LocalFileSystem):
+    with injector.active_in_store(StoreOnDisk):
         save(address, 2)
     return list(itertools.product(range(injector.calls), ("before", "after")))
 

@@ -20,6 +20,7 @@ from smp_core.checkpoint.coverage import tiles
 from smp_core.cli import app
 from tests.core.checkpoint.damage import Edit, edited, replaced
 from tests.core.checkpoint.states import rest, values
+from tests.core.checkpoint.store_on_disk import PREFIX
 
 TENSORS = "tensors-00000-of-00001.safetensors"
 
@@ -103,7 +104,7 @@ def test_overwriting_a_planted_manifest_deletes_nothing_outside(copy: Path, tmp_
     for name in os.listdir(copy):  # as on an object store, where names carry the save
         if name not in ("manifest.json", "extra"):
             os.rename(copy / name, copy / name.replace(".", "-000000000000.", 1).replace("00001-000", "00001-000"))
-    save_checkpoint(f"local://{copy}", {"state_dict": values(2)})
+    save_checkpoint(f"{PREFIX}{copy}", {"state_dict": values(2)})
     assert (tmp_path / "thesis.tex").exists() and (tmp_path / "root" / "neighbour").exists()
     assert checkpoint.verify_checkpoint(copy, deep=True) == []
 

@@ -25,6 +25,7 @@ from smp_core.checkpoint import (
     verify_checkpoint,
 )
 from tests.core.checkpoint.states import differences, gathered, rest, sharded_state, values
+from tests.core.checkpoint.store_on_disk import PREFIX
 from tests.harness import run_ranks
 
 ROOT = "memory://bucket/run"
@@ -134,7 +135,7 @@ def test_something_foreign_there_is_not_overwritten() -> None:
 
 
 def save_by_four(path: str) -> Any:
-    """An fsspec file system that all ranks share and that has no rename: fsspec's own view of a local folder."""
+    """A store that all ranks share."""
     state = sharded_state(2, seed=1)
     save_checkpoint(path, state)
     save_checkpoint(path, state)
@@ -144,6 +145,6 @@ def save_by_four(path: str) -> Any:
 
 
 def test_ranks_save_and_load_together_through_fsspec(tmp_path: Path) -> None:
-    for found, expected in run_ranks(save_by_four, 4, f"local://{tmp_path}/a"):
+    for found, expected in run_ranks(save_by_four, 4, f"{PREFIX}{tmp_path}/a"):
         assert differences(found, expected) == []
     assert len(list((tmp_path / "a").glob("tensors-*"))) == 4
