@@ -51,6 +51,7 @@ class KeepsInMemory(Callback):
         self._found: Found | None = None
         self._is_settled = False
         self._place = os.path.join(_saves_to(trainer), PLACE)
+        self._folder = _folder_of(self._place)
 
     # The start
 
@@ -63,24 +64,35 @@ class KeepsInMemory(Callback):
         found = self._found = self.tier.find()
         if found is None:
             return None
-        ours = found.age
 
         def is_newest() -> bool:
+            folder = _folder_of(path)
+            if folder != self._folder:
+                return self._is_newer(found, path)
             if self.tier.saw_all_on_disk(found):
                 return True
-            folder = os.path.dirname(os.path.abspath(path))
             try:
                 names = find_checkpoints(folder)
             except CheckpointError:
                 return True
-            return not names or ours >= _age(os.path.join(folder, names[-1]))
+            return not names or self._is_newer(found, os.path.join(folder, names[-1]))
 
         return self._take() if Ranks().on_first(f"{path} was not loaded", is_newest) else None
 
     def newer_than_undamaged(self, path: Any) -> MemoryCheckpoint | None:
         """Return the state that :meth:`newer_than` found, if newer checkpoints on disk have turned out to be broken."""
-        ours = None if self._found is None else self._found.age
-        return self._take() if ours is not None and Ranks().on_first("", lambda: ours >= _age(path)) else None
+        found = self._found
+        if found is None:
+            return None
+        return self._take() if Ranks().on_first("", lambda: self._is_newer(found, path)) else None
+
+    def _is_newer(self, found: Found, path: Any) -> bool:
+        """Compare a state with the checkpoint at ``path``. Sequence numbers are of one folder: elsewhere (another
+        callback's ``dirpath``) the step decides, and the disk where it is the same."""
+        manifest = open_checkpoint(path).manifest
+        if _folder_of(path) == self._folder:
+            return found.age >= manifest.age[:2]
+        return found.step > (manifest.step or 0)
 
     def _take(self) -> MemoryCheckpoint:
         assert self._found is not None
@@ -126,9 +138,11 @@ class KeepsInMemory(Callback):
                 os.rmdir(self._place)
 
 
-def _age(path: Any) -> tuple[int, int]:
-    sequence, step, _ = open_checkpoint(path).manifest.age
-    return sequence, step
+def _folder_of(path: Any) -> str:
+    text = os.fspath(path)
+    if is_address(text):
+        return text.rstrip("/").rpartition("/")[0]
+    return os.path.realpath(os.path.dirname(os.path.abspath(text)))
 
 
 def _saves_to(trainer: Trainer) -> str:

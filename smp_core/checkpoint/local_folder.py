@@ -231,8 +231,11 @@ class LocalTransaction(Transaction):
         sink = self.create(MANIFEST, "xxh3")
         sink.write(manifest)
         sink.close()
-        files = [os.path.join(self.temporary, name) for name in _all_files(self.temporary)]
-        for where in sorted({os.path.dirname(file) for file in files}):
+        directories = {self.temporary}
+        for name in _all_files(self.temporary):
+            while name := os.path.dirname(name):
+                directories.add(os.path.join(self.temporary, name))
+        for where in sorted(directories):
             fsync_directory(where)
         replaced = self._move_into_place() if self.mark else self._rename_into_place()
         self.temporary = ""  # the rename was the commit: from here on nothing is undone

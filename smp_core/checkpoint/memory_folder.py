@@ -138,9 +138,14 @@ class NodeMemory:
     def write(self, name: str, data: bytes) -> None:
         """Write a small file; it appears as a whole or not at all."""
         temporary = os.path.join(self.path, f"{_TEMPORARY}{new_save_id()}")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-            file.write(data)
-        os.rename(temporary, os.path.join(self.path, name))
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+                file.write(data)
+            os.rename(temporary, os.path.join(self.path, name))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
     def allocate(self, name: str, size: int) -> torch.Tensor:
         """Make a file of ``size`` bytes, all of them reserved, and return it as a tensor of bytes in shared memory.

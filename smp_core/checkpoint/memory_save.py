@@ -177,6 +177,7 @@ class MemorySaver:
         changed = [f"{name} on rank {rank}" for rank, (_, names, _) in enumerate(shared) for name in names]
         if changed:
             self._say_that_it_changed(step, changed)
+            self.slots.turn()  # back: the next save writes over this one, not over the newest that is whole
             return
 
         def rest_of_all() -> tuple[str, tuple[int, dict[str, Any]], dict[str, bytes]]:

@@ -218,8 +218,11 @@ def bring_back(found: Found, folder: NodeMemory, ranks: Ranks) -> tuple[MemoryCh
     received: list[torch.Tensor] = []
 
     def room() -> None:
-        if ranks.rank in found.sent:
+        is_sent = ranks.rank in found.sent
+        if is_sent or mine.rank != ranks.rank:
             received.append(folder.allocate(slot_name(ranks.rank, 0), mine.size))
+        if received and not is_sent:  # on this node it is another rank's: a replica's, or nodes have changed places
+            received[0].copy_(folder.map(mine.file))
 
     ranks.together(what, room)
     for rank in found.sent:

@@ -229,6 +229,8 @@ class Trial:
         try:
             for rank in range(self.degree):
                 self._compare([group], rank, everything, ())
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # whatever a forward says to sizes that it does not expect
             return False
         return True

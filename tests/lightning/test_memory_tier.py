@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_smp.memory import PLACE
+from lightning_smp.memory import PLACE, KeepsInMemory
+from smp_core.checkpoint import save_checkpoint
 from smp_core.checkpoint.memory_slots import SharedSlots
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, rank
@@ -127,3 +129,15 @@ def test_a_run_whose_memory_is_lost_goes_on_from_disk(tmp_path: Path) -> None:
     runs = run_ranks(lose_and_resume, 2, str(tmp_path), [0, 1], 3, ranks_per_node=1)
     check(runs, resumed_at=6)
     assert all(resumed.extra["opened"] for _, _, resumed in runs)
+
+
+@pytest.mark.parametrize(("step", "from_memory"), [(99, True), (100, False), (150, False)])
+def test_a_checkpoint_of_another_folder_is_compared_by_its_step(step: int, from_memory: bool, tmp_path: Path) -> None:
+    """OnExceptionCheckpoint, say, saves there: its sequence numbers are of that folder."""
+    other = tmp_path / "other" / "on_exception.ckpt"
+    other.parent.mkdir()
+    save_checkpoint(other, {"state_dict": {"weight": torch.ones(2)}}, metadata={"step": step})
+    keeps = KeepsInMemory.__new__(KeepsInMemory)
+    keeps._folder = str(tmp_path / "run")
+    found: Any = SimpleNamespace(age=(9, 100), step=100)
+    assert keeps._is_newer(found, other) is from_memory

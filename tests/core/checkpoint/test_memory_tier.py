@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_core.checkpoint import CheckpointError, load_checkpoint, read_per_rank
+from smp_core.checkpoint import CheckpointError, load_checkpoint, memory_save, read_per_rank
 from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.memory_tier import MemoryTier
 from smp_core.checkpoint.progress import Past, report_of
@@ -97,6 +97,25 @@ def test_a_lost_node_is_given_its_part_by_a_replica_or_from_the_copy(tmp_path: P
     shutil.rmtree(folder_of(tmp_path, 1))
     for step, state, own, sent in run_ranks(resume, 4, str(tmp_path), degree, ranks_per_node=2):
         assert (step, sent) == (3, [2, 3])
+        assert differences(state, expected[-1]) == []
+        assert own == [{"rank": rank, "step": 3} for rank in range(4)]
+
+
+@pytest.mark.parametrize("event", ["nodes change places", "a replica has no record"])
+def test_a_part_that_lies_on_the_node_as_another_rank_s_is_used(event: str, tmp_path: Path) -> None:
+    per_node = 2 if event == "nodes change places" else 4
+    expected = run_ranks(keep, 4, str(tmp_path), 2, ranks_per_node=per_node)[0]
+    if per_node == 2:
+        first, second = (folder_of(tmp_path, node) for node in range(2))
+        first.rename(tmp_path / "aside")
+        second.rename(first)
+        (tmp_path / "aside").rename(second)
+    else:  # the job was killed between the records of two replicas
+        (folder,) = tmp_path.glob("torch-smp-*/*")
+        (record,) = folder.glob("rank-00001-step-00000003-*.record")
+        record.unlink()
+    for step, state, own, sent in run_ranks(resume, 4, str(tmp_path), 2, ranks_per_node=per_node):
+        assert (step, sent) == (3, [])
         assert differences(state, expected[-1]) == []
         assert own == [{"rank": rank, "step": 3} for rank in range(4)]
 
@@ -207,6 +226,24 @@ def test_a_save_that_ends_in_the_middle_leaves_the_state_before(alone: Path, mon
     with pytest.raises(CheckpointError, match="step 3 was not kept in memory: OSError: killed"):
         kept.save(state_of(4), 4, {}, 4)
     assert len(files(alone, "*.record")) == 1, "the tensors of step 1 have been written over"
+    assert found_in(alone) == 2
+
+
+def test_a_state_that_is_given_up_costs_no_other(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 3 changes while it is copied, and the save after it is killed."""
+
+    def killed(*_: Any) -> None:
+        raise OSError("killed here")
+
+    kept = kept_until(alone, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(SharedSlots, "copy_rest", lambda slots: ["weights"])
+        kept.save(state_of(3), 3, {}, 3)
+        kept._saver.wait()
+    monkeypatch.setattr(memory_save, "stage", killed)
+    kept.save(state_of(4), 4, {}, 4)
+    with pytest.raises(CheckpointError, match="killed here"):
+        kept._saver.wait()
     assert found_in(alone) == 2
 
 
