@@ -172,6 +172,7 @@ def test_hung_rank_shows_where_it_hung() -> None:
     assert run_ranks(who_am_i, 2, "", punctuation="") == [("0", 3), ("1", 3)]
 
 
+@pytest.mark.slow
 def test_hang_that_no_peer_waits_for_ends_at_the_limit() -> None:
     with pytest.raises(RanksFailed, match=r"ranks \[1\] did not finish within 5 s") as failure:
         run_ranks(hang_without_peers, 2, timeout=5)

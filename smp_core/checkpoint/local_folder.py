@@ -39,6 +39,7 @@ from smp_core.checkpoint.layout import (
     PREVIOUS_PREFIX,
     TEMPORARY_PREFIX,
     CheckpointError,
+    Manifest,
 )
 from smp_core.checkpoint.leftovers import previous_of, siblings, sweep
 from smp_core.checkpoint.storage import Folder, RangeFile, Sink, Transaction
@@ -237,7 +238,7 @@ class LocalTransaction(Transaction):
                 directories.add(os.path.join(self.temporary, name))
         for where in sorted(directories):
             fsync_directory(where)
-        replaced = self._move_into_place() if self.mark else self._rename_into_place()
+        replaced = self._move_into_place(manifest) if self.mark else self._rename_into_place()
         self.temporary = ""  # the rename was the commit: from here on nothing is undone
         try:
             fsync_directory(os.path.dirname(os.path.abspath(self.path)))
@@ -268,7 +269,7 @@ class LocalTransaction(Transaction):
             os.rename(self.temporary, self.path)
             return previous
 
-    def _move_into_place(self) -> str | None:
+    def _move_into_place(self, manifest: bytes) -> str | None:
         """Move the files into the checkpoint at the path, its manifest last; return what is to be removed then."""
         if not os.path.isfile(os.path.join(self.path, MANIFEST)):
             return self._rename_into_place()  # another job removed the target in between
@@ -286,6 +287,7 @@ class LocalTransaction(Transaction):
             for where in (extra, self.path):
                 if os.path.isdir(where):
                     fsync_directory(where)
+            self._require_all(manifest)
             os.rename(os.path.join(self.temporary, MANIFEST), os.path.join(self.path, MANIFEST))
             fsync_directory(self.path)
             for name in LocalFolder(self.path).names():
@@ -294,6 +296,16 @@ class LocalTransaction(Transaction):
         finally:
             os.close(lock)
         return self.temporary
+
+    def _require_all(self, manifest: bytes) -> None:
+        """Look once more whether all files are there: the manifest takes the place of one whose files are.
+
+        Raises:
+            CheckpointError: somebody has removed one.
+        """
+        for name in Manifest.from_bytes(manifest, self.path).files:
+            if not os.path.lexists(os.path.join(self.path, name)):
+                raise CheckpointError(f"{self.path}/{name} is gone; the checkpoint of before stays")
 
     def abort(self) -> None:
         if self.temporary:

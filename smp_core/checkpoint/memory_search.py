@@ -215,16 +215,8 @@ def bring_back(found: Found, folder: NodeMemory, ranks: Ranks) -> tuple[MemoryCh
 
     # Tensors, from rank to rank.
     mine = found.sources[ranks.rank].record
-    received: list[torch.Tensor] = []
 
-    def room() -> None:
-        is_sent = ranks.rank in found.sent
-        if is_sent or mine.rank != ranks.rank:
-            received.append(folder.allocate(slot_name(ranks.rank, 0), mine.size))
-        if received and not is_sent:  # on this node it is another rank's: a replica's, or nodes have changed places
-            received[0].copy_(folder.map(mine.file))
-
-    ranks.together(what, room)
+    received, _ = ranks.together(what, lambda: _room(found, folder, ranks.rank), lambda _: None)
     for rank in found.sent:
         source = found.sources[rank]
         if source.reader == ranks.rank:
@@ -250,6 +242,18 @@ def bring_back(found: Found, folder: NodeMemory, ranks: Ranks) -> tuple[MemoryCh
     contents = {name.removeprefix("layout-").removesuffix(".json"): content for name, content in layouts.items()}
     parts = _parts(kept, records, found.keys, contents)
     return MemoryCheckpoint(folder.folder(), parts), parts[0]
+
+
+def _room(found: Found, folder: NodeMemory, rank: int) -> list[torch.Tensor]:
+    """Make room for this rank's part if it is not there as its own: for one that will be sent, or, copied at once, for
+    what is another rank's on this node (a replica's, or nodes have changed places)."""
+    mine, is_sent = found.sources[rank].record, rank in found.sent
+    if not is_sent and mine.rank == rank:
+        return []
+    room = folder.allocate(slot_name(rank, 0), mine.size)
+    if not is_sent:
+        room.copy_(folder.map(mine.file))
+    return [room]
 
 
 def _lacks(found: Found, names: set[str]) -> bool:

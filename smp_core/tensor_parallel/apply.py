@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from smp_core.agreement import of_all_ranks
 from smp_core.tensor_parallel.adapters import around, with_adapters
 from smp_core.tensor_parallel.inspection import Inspected, settle_splits
 from smp_core.tensor_parallel.layers import (
@@ -120,7 +119,7 @@ def apply_tensor_parallel(
     Raises:
         ValueError: a model that cannot be split so; says what to write.
     """
-    found, inspected = _settle_alike(lambda: settle_splits(model, plan, axis.degree, sequence_parallel, whole), plan)
+    found, inspected = settle_splits(model, plan, axis.degree, sequence_parallel, whole)
     if inspected is not None and dist.get_rank() == 0:
         logger.warning("tensor_parallel.plan='infer': %s", inspected.describe())
     splits = [each for split in found for each in with_adapters(split)]
@@ -139,32 +138,6 @@ def apply_tensor_parallel(
     logits = SplitLogits(axis) if split_head else None
     in_all = sum(repeated.values())
     return SplitModel(axis, tuple(splits), bool(splitting.blocks), split_loss, logits, tuple(repeated), in_all)
-
-
-_Settled = tuple[list[Split], Inspected | None]
-
-
-def _settle_alike(settle: Callable[[], _Settled], plan: str | Mapping[str, str]) -> _Settled:
-    """Settle the splits. What is inferred follows from an example, which each rank has made itself: ranks compare what
-    they found, and all raise where they found something else. Collective with plan "infer"."""
-    if plan != "infer":
-        return settle()
-    settled: _Settled | None = None
-    try:
-        settled = settle()
-        own = "" if settled[1] is None else settled[1].describe()
-    except Exception as error:
-        own, failed = f"{type(error).__name__}: {error}", error
-    everyone = of_all_ranks(own)
-    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"tensor_parallel.plan='infer': rank 0 found {everyone[0]!r}, rank {other} {everyone[other]!r}; give "
-            "all ranks the same example (example_input_array, of one seed), or write the plan as globs"
-        )
-    if settled is None:
-        raise failed
-    return settled
 
 
 class _Splitting:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from smp_core.agreement import of_all_ranks
 from smp_core.planning.chain_recording import as_in_training, example_of
 from smp_core.tensor_parallel.adapters import around, has_adapters
 from smp_core.tensor_parallel.roles import (
@@ -63,6 +64,30 @@ def _glob(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1)
 
 
+def _found_alike(infer: Callable[[], Inspected]) -> Inspected:
+    """Compare what all ranks inferred: it follows from an example, and each rank has its own. Collective.
+
+    Raises:
+        ValueError: on all ranks, if two found something else; otherwise what ``infer`` raises.
+    """
+    inspected: Inspected | None = None
+    try:
+        inspected = infer()
+        own = inspected.describe()
+    except Exception as error:
+        own, failed = f"{type(error).__name__}: {error}", error
+    everyone = of_all_ranks(own)
+    other = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"tensor_parallel.plan='infer': rank 0 found {everyone[0]!r}, rank {other} {everyone[other]!r}; give "
+            "all ranks the same example (example_input_array, of one seed), or write the plan as globs"
+        )
+    if inspected is None:
+        raise failed
+    return inspected
+
+
 def settle_splits(
     model: nn.Module, plan: str | Mapping[str, str], degree: int, sequence_parallel: bool, whole: Container[str]
 ) -> tuple[list[Split], Inspected | None]:
@@ -73,7 +98,7 @@ def settle_splits(
             known; as :func:`infer_plan`.
     """
     if plan == "infer":
-        inspected = infer_plan(model, degree, sequence_parallel, whole)
+        inspected = _found_alike(lambda: infer_plan(model, degree, sequence_parallel, whole))
         return splits_of(model, inspected.plan, degree, whole), inspected
     try:
         return splits_of(model, plan, degree, whole), None

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from accelerate.local_sgd import LocalSGD
 
 from accelerate_smp import SmpAccelerator
+from smp_core import rank_watch
 from tests.core.models import TroubledModel
 from tests.harness import run_ranks
 
@@ -24,7 +26,8 @@ def message_with_notes(case: Callable[[], Any]) -> str:
         case()
     except Exception as error:
         printed = io.StringIO()
-        with redirect_stderr(printed):
+        # A process that has come so far ends, but this one is needed for other cases.
+        with redirect_stderr(printed), mock.patch.object(rank_watch, "end_within"):
             sys.excepthook(type(error), error, error.__traceback__)
         return printed.getvalue()
     return "nothing was raised"

@@ -188,6 +188,7 @@ def cases_at(place: str) -> list[dict[str, Any]]:
     return cases
 
 
+@pytest.mark.slow  # in the normal run: tests/lightning/test_preemption.py
 def test_a_trainer_that_is_told_to_end_saves_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     """To the last bit, evaluations included; rank 1 alone is told."""
     by_rank = run_ranks(interrupted, 2, str(tmp_path), FIRST)
@@ -217,6 +218,7 @@ def from_the_end_of_an_epoch(folder: str) -> tuple[Run, Run]:
     return plain, train(Path(folder), case, resume=True)
 
 
+@pytest.mark.slow
 def test_without_a_grace_a_checkpoint_says_too_that_it_lacks_an_evaluation(tmp_path: Path) -> None:
     for plain, resumed in run_ranks(from_the_end_of_an_epoch, 2, str(tmp_path)):
         assert plain.losses[12:] == resumed.losses

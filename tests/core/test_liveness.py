@@ -241,7 +241,9 @@ def keepers_are_gone(lost: list[int]) -> Report:
     return after(lambda watching, rank: lose_keepers(watching, lost), reporting=[1, 2], alive=alive)
 
 
-@pytest.mark.parametrize("lost", [pytest.param([0], marks=pytest.mark.slow), [3], [0, 3]])
+@pytest.mark.parametrize(
+    "lost", [pytest.param([0], marks=pytest.mark.slow), [3], pytest.param([0, 3], marks=pytest.mark.slow)]
+)
 def test_the_loss_of_who_keeps_the_signs_of_life_is_told_by_what_the_other_keeps(lost: list[int]) -> None:
     for found, text in run_ranks(keepers_are_gone, 4, lost)[1:3]:
         assert found is not None and (not text or found in text)

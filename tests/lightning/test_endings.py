@@ -89,7 +89,8 @@ def test_an_exception_ends_all_ranks_under_every_launcher(launcher: str, rank: i
     assert "ArithmeticError: the user's own mistake" in end(launcher, 2, "raise", rank, tmp_path).stderr
 
 
-@pytest.mark.parametrize("event", [pytest.param("interrupt", marks=pytest.mark.slow), "interrupt-all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["interrupt", "interrupt-all"])
 def test_ctrl_c_ends_all_ranks(event: str, tmp_path: Path) -> None:
     done = end("lightning", 2, event, 1, tmp_path)
     assert "Detected KeyboardInterrupt" in done.stderr + done.stdout

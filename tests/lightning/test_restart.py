@@ -35,6 +35,7 @@ def run_and_compare(folder: Path, plan: dict[str, Any]) -> None:
         assert torch.equal(end["weights"][name], value), name
 
 
+@pytest.mark.slow  # three launches; in the normal run: tests/lightning/test_resume.py and test_place_in_data.py
 def test_a_run_whose_rank_is_killed_goes_on_by_itself(tmp_path: Path) -> None:
     plan = {"epochs": 1, "batches": 5, "every": 2, "checkpoint": "async", "kills": [[3, 1, "step"]]}
     run_and_compare(tmp_path, plan)

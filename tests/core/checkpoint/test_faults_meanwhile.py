@@ -22,8 +22,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import smp_core.checkpoint.local_folder as local_folder
+import smp_core.checkpoint.writer as writer
 from smp_core.checkpoint import CheckpointError, newest_checkpoint, save_step, verify_checkpoint
 from smp_core.checkpoint.file_system import try_lock
+from smp_core.checkpoint.verify import check_written
 from tests.core.checkpoint.injection import ERRORS, SEED, Fault, Injector, in_a_child, loads, save, state
 from tests.core.checkpoint.store_on_disk import PREFIX, StoreOnDisk
 
@@ -165,14 +167,23 @@ def save_meanwhile(folder: Path, case: tuple[int, str, bool]) -> str:
     save(path, 1)
     deed, allowed = WHILE_SAVING[what]
     ended = "saved"
+    injector = Injector(Fault(at, lambda: deed(path)))
+    looked_at: list[int] = []  # calls before what was written had been looked at
+
+    def look(*arguments: Any) -> None:
+        check_written(*arguments)
+        looked_at.append(injector.calls)
+
     try:
-        with Injector(Fault(at, lambda: deed(path))).active(exchange):
+        with mock.patch.object(writer, "check_written", look), injector.active(exchange):
             save(path, 2)
     except CheckpointError:
         ended = "refused"
     found = loads(path)
     whole = {None} if verify_checkpoint(path, deep=True) else {found}
     after_commit = what == "the old one loses a file" or what == "the old one is removed"
+    # Nobody can look and rename at once: what is lost in between is lost as it would be after the save.
+    after_commit |= what == "a written file is lost" and bool(looked_at) and at >= looked_at[-1]
     if ended == "saved" and not after_commit:
         assert found in (2, 5), f"the save returned, and {found} loads"
     assert found in (*allowed, None if after_commit else 2), f"{ended}, and {found} loads"

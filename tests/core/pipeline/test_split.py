@@ -135,7 +135,7 @@ def with_a_buffer() -> nn.Module:
         (lambda: Scaling(8, 8), "blocks.1 does not take what blocks.0 gives"),
         (lambda: Sharing(8, 8), "blocks.0.up.weight works in block 0 and in block 1"),
         (lambda: Bare(8, 8), "place works before the blocks.*a module of its own"),
-        (without_example, "found by running it once; set example_input_array"),
+        (without_example, "it is run once to see what its blocks do; set example_input_array"),
         (with_a_buffer, "seen is a buffer that is saved"),
         (lambda: Chain(8), "no chain of blocks"),
     ],
