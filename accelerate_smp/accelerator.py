@@ -1,6 +1,6 @@
 """SmpAccelerator: smp_core under Accelerate's API.
 
-Sharding is done by :func:`smp_core.parallelize.parallelize_model`, called from ``prepare_model`` (through
+Sharding is done by :func:`smp_core.engine.parallelize`, called from ``prepare_model`` (through
 :mod:`accelerate_smp.sharding`), and not by Accelerate's own ``fsdp2_prepare_model`` with our objects attached
 afterwards: one engine for both faces, with the same units, initial weights and refusals. Accelerate's way (1.15) also
 
@@ -92,7 +92,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             are translated to knobs: ``dp_shard_size x cp_size`` is the shard degree.
 
     Raises:
-        ValueError: an unknown keyword (with the nearest knob), pipeline stages, degrees that do not
+        ValueError: an unknown keyword (with the nearest knob), degrees that do not
             multiply to the number of processes, fp8 or fp16 where they cannot run, a process group that cannot send
             from this device, DeepSpeed or Megatron-LM.
     """

@@ -69,7 +69,7 @@ def begins_with_it(trainer: Trainer) -> bool:
 
 
 class BeforeValidation:
-    """This rank's random states from before the validation in progress."""
+    """The random states of this rank from before the validation in progress."""
 
     def __init__(self) -> None:
         self._random: dict[str, Any] | None = None

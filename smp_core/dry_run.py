@@ -22,6 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ from smp_core.planning.shapes import Shapes
 from smp_core.planning.trace import scores_kept
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.received_gradients import Told
+
+# Those of `smp_core.planning.optimizers.OPTIMIZERS` that torch has and that make their states in a step.
+_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adamw-amsgrad": partial(torch.optim.AdamW, amsgrad=True),
+    "adam": torch.optim.Adam,
+    "adam-amsgrad": partial(torch.optim.Adam, amsgrad=True),
+    "rmsprop": torch.optim.RMSprop,
+    "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
+    "sgd": torch.optim.SGD,
+}
 
 
 @dataclass
@@ -150,6 +162,11 @@ def rehearse(question: Question) -> DryRun:
             raise ValueError(f"{knob}={getattr(asked, knob)}: a dry run has no such groups yet; leave --dry-run out")
     if asked.fp8 is not None:
         raise ValueError("fp8: a dry run has no FP8 yet; leave --dry-run out")
+    if question.optimizer not in _OPTIMIZERS:
+        raise ValueError(
+            f"optimizer={question.optimizer!r}: a dry run steps optimizers of torch: {', '.join(_OPTIMIZERS)}; "
+            "plan with one of them that keeps as many states, or leave --dry-run out"
+        )
     hardware, began = question.hardware, time.process_time()
     dist.init_process_group("fake", rank=0, world_size=hardware.devices)
     before = torch.get_default_dtype()
@@ -172,7 +189,7 @@ def _rehearsed(question: Question, asked: SmpConfig) -> DryRun:
         mesh = _mesh_of(plan, question)  # of real tensors
         with fake:
             parallel = parallelize_model(source.model, mesh, plan)
-            optimizer = torch.optim.AdamW(parallel.module.parameters())
+            optimizer = _OPTIMIZERS[question.optimizer](parallel.module.parameters())
             parallel.prepare_optimizer(optimizer)
             rank = _Rank(source, parallel, optimizer, question, allocated)
             return _watched(rank, hardware.devices)

@@ -37,7 +37,7 @@ _OPTIMIZERS = ("adamw", "adamw-amsgrad", "adam", "adam-amsgrad", "adagrad", "rms
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TensorParallel(Recipe):
-    """How layers are split over tensor ranks.
+    """Settings of tensor parallelism: how layers are split over tensor ranks.
 
     Args:
         plan: Which layer is split how. "auto" (default; by the plan that a Transformers model carries, or ours for
@@ -69,7 +69,7 @@ class TensorParallel(Recipe):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Pipeline(Recipe):
-    """How a batch goes through pipeline stages.
+    """Settings of the pipeline: how a batch goes through its stages.
 
     Args:
         microbatches: Equal parts into which each batch is cut along its first dim. Integer >= 1, or "auto" (default; as
@@ -104,7 +104,7 @@ class Pipeline(Recipe):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Units(Recipe):
-    """Which modules become FSDP units, each gathered and freed as a whole.
+    """Settings of FSDP units: which modules are gathered and freed as a whole.
 
     Args:
         modules: "auto" (default; the blocks a Transformers model names, otherwise repeated blocks of an
@@ -135,7 +135,7 @@ class Units(Recipe):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DelayedInit(Recipe):
-    """How a model that was built on the meta device is initialised, shard by shard.
+    """Settings of delayed initialisation: how a model on the meta device gets its weights, shard by shard.
 
     Args:
         seed: The numbers depend only on it and on parameter names, not on the number of ranks. Integer >= 0;
@@ -152,7 +152,7 @@ class DelayedInit(Recipe):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Compile(Recipe):
-    """How blocks are compiled: the arguments of torch.compile of the same names.
+    """Settings of compiled blocks: the arguments of torch.compile of the same names.
 
     Args:
         mode: A word that torch.compile knows ("reduce-overhead", "max-autotune"), or None (default).
@@ -181,7 +181,7 @@ class Compile(Recipe):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Activations(Recipe):
-    """What is done about the memory of activations.
+    """Settings of activation memory.
 
     Args:
         checkpoint: Which activations are computed again in backward instead of kept. "none" (default), "full" (each
@@ -229,7 +229,7 @@ class Activations(Recipe):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Compression(Recipe):
-    """In which form parameters and gradients cross between nodes.
+    """Settings of compression: in which form parameters and gradients cross between nodes.
 
     Args:
         gather: Form of the parameter gather between nodes: 8-bit codes with a scale for each 256 elements. None
@@ -277,7 +277,7 @@ class Compression(Recipe):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Collectives(Recipe):
-    """How collectives run; the defaults follow the cluster.
+    """Settings of collectives; the defaults follow the cluster.
 
     Args:
         hierarchical: Whether a partition or replication group that spans nodes gathers and reduces in two stages,
@@ -321,7 +321,7 @@ class Collectives(Recipe):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Planner(Recipe):
-    """What shard_degree="auto" plans with.
+    """Settings that shard_degree="auto" plans with.
 
     Args:
         memory_headroom: Share of device memory that is left to activations and buffers. A number in [0, 1); default
@@ -343,7 +343,7 @@ class Planner(Recipe):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Checkpoint(Recipe):
-    """How checkpoints are written and resumed: of each run, not of a model.
+    """Settings of checkpoints: how they are written and resumed. Of each run, not of a model.
 
     Args:
         full_state_dict: Whether a checkpoint is one ordinary file with the full state dict instead of a folder that

@@ -28,7 +28,7 @@ _STRATEGY = "sharding strategy"
 
 @dataclass
 class Translation:
-    """What became of a block of SMP options.
+    """A block of SMP options, translated.
 
     Attributes:
         settings: knob of SmpConfig, or field of one ("activations.offload") -> value.

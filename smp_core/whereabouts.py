@@ -36,7 +36,7 @@ _SHOWN = 2048
 
 
 class Whereabouts:
-    """This process's.
+    """The place of this process: what it does, and since when.
 
     Attributes:
         least: seconds that nobody is said to wait below.

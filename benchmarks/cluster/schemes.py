@@ -112,7 +112,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """23 million parameters (7 at width 256); returns the next-token loss."""
+    """A language model of 23 million parameters (7 at width 256); returns the next-token loss."""
 
     def __init__(self, compute: float = 0.0, width: int = WIDTH) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ class NotHere(Exception):
 
 
 class Device:
-    """What is asked of the device, in one place; `rehearsal` is true on the CPU."""
+    """All questions to the device, in one place; `rehearsal` is true on the CPU."""
 
     def __init__(self, kind: str) -> None:
         self.rehearsal = kind == "cpu"

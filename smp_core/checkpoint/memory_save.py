@@ -37,7 +37,7 @@ PIECE_BYTES = 64 << 20  # of one message
 
 @dataclass(frozen=True)
 class Prepared:
-    """This rank's part of a save, in its file but without a record.
+    """The part of a save that is this rank's, in its file but without a record.
 
     Attributes:
         layout, layout_digest: names and places of the slices.

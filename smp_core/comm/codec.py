@@ -28,7 +28,7 @@ _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 
 
 class Codec(Protocol):
-    """How ``n`` elements become bytes and back."""
+    """A way to turn ``n`` elements into bytes and back."""
 
     def size(self, n: int) -> int:
         """Return the bytes of the payload of ``n`` elements."""

@@ -147,7 +147,9 @@ class HierarchicalAllGather(_TwoStage):
 
 
 class HierarchicalReduceScatter(_TwoStage):
-    """``output[N]`` is this rank's slot of the reduced ``input[M * K * N]``; ``op`` is SUM or AVG."""
+    """A reduce-scatter in two stages: ``output[N]`` is this rank's slot of the reduced ``input[M * K * N]``.
+
+    ``op`` is SUM or AVG."""
 
     def __call__(
         self,

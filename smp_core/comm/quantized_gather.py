@@ -35,7 +35,7 @@ Layout = Sequence[tuple[str, int]]
 
 
 class GatherPolicy:
-    """Which units are gathered encoded: none in the first steps, none whose weights are not finite.
+    """The choice of units that are gathered compressed: none in the first steps, none whose weights are not finite.
 
     Args:
         after_steps: optimizer steps that gather exactly.

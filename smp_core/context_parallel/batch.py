@@ -277,7 +277,7 @@ class ContextParallel:
 
 @dataclass(frozen=True, eq=False)
 class _OwnTokens:
-    """This rank's part of a sequence.
+    """The part of a sequence that is this rank's.
 
     Attributes:
         indices: [L], places in the padded sequence.

@@ -1,5 +1,4 @@
-"""The Transformers models under context parallelism; the only file of smp_core that knows Transformers, and only when
-asked.
+"""The Transformers models under context parallelism.
 
 Transformers' attention interface gets a function named "smp_cp". A hook on every model adds inputs to ``forward`` that
 the model would otherwise derive from the length of its input: positions, shifted labels and the number of targets.

@@ -75,7 +75,7 @@ class Pending:
 
 
 class Messages:
-    """This rank's messages to and from the other stages. All stages' keep to one order (:mod:`schedule`)."""
+    """The messages of this rank to and from the other stages. All stages' keep to one order (:mod:`schedule`)."""
 
     def __init__(self, mesh: SmpMesh, meter: CommMeter) -> None:
         self._group, self._device, self._meter = mesh.group("pipeline"), mesh.device, meter

@@ -12,7 +12,7 @@ from smp_core.planning.shapes import Shapes
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """What is done about activation memory.
+    """Decisions about activation memory.
 
     Attributes:
         checkpointed: modules that are computed again in backward.

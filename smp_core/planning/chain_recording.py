@@ -186,7 +186,7 @@ def as_in_training(module: nn.Module) -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Calls:
-    """What is called in one forward.
+    """The calls of modules in one forward.
 
     Attributes:
         order: the blocks as they were called.

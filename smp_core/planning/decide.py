@@ -47,7 +47,7 @@ TRAINERS_OWN = Precision()
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done to one model. Made by :func:`decide`.
+    """Everything that is done to one model, decided. Made by :func:`decide`.
 
     Attributes:
         knobs: all in effect, with what was asked and why each became what it is.

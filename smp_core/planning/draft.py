@@ -9,7 +9,7 @@ from smp_core.config import SmpConfig
 
 
 class Draft:
-    """What the rules of :mod:`smp_core.planning.decide` write into.
+    """A Plan in the making: the rules of :mod:`smp_core.planning.decide` write into it.
 
     Attributes:
         knobs: as they are by now.

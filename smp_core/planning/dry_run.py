@@ -1,7 +1,7 @@
 """DryRun: what one rank would allocate and send in a step, found by running the real sharded model without values.
 
 The run itself (:mod:`smp_core.dry_run`) needs a process group and fake tensors, so it is a child process: the real
-``parallelize_model`` on rank 0 of a fake process group of the plan's size, on the CPU, with two steps of the optimizer.
+``parallelize_model`` on rank 0 of a fake process group of the plan's size, on the CPU, with three optimizer steps.
 Here are the question, the answer, and both beside the plan's own figures.
 
 Not run that way: FP8, tensor, context and pipeline degrees.
@@ -55,12 +55,13 @@ class Question:
     micro_batch: int
     count: int
     precision: str = "mixed"
+    optimizer: str = "adamw"
     fields: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What was counted on rank 0.
+    """The counts of a dry run, on rank 0.
 
     Attributes:
         memory: bytes by kind when most were allocated; the kinds of ``PeakMemory`` but the margin.
@@ -123,6 +124,7 @@ def dry_run_of(recommended: Recommendation, candidate: Candidate | None = None) 
             chosen.micro_batch,
             chosen.count,
             work.precision,
+            work.optimizer,
         )
     )
     return found[0]

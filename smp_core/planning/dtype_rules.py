@@ -14,7 +14,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Precision:
-    """What a trainer's precision means for sharding.
+    """A trainer's precision, as sharding sees it.
 
     Attributes:
         param_dtype: what parameters are gathered in where the knob says "auto"; None: their own dtype.

@@ -41,7 +41,7 @@ _TORCHS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class GivenSharding:
-    """How a model came.
+    """The sharding that a model came with.
 
     Attributes:
         ranks: of this rank's partition group.

@@ -16,7 +16,7 @@ from smp_core.planning.shapes import Shapes
 
 @dataclass(frozen=True)
 class Figures:
-    """What was counted of one micro-batch: FLOPs and bytes as the module says.
+    """Counts of one micro-batch: FLOPs and bytes as the module says.
 
     Attributes:
         full_attention: FLOPs of attention in forward with those above the diagonal, by the convention of MFU.

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What an optimizer keeps for each trainable parameter, in the parameter's dtype.
+    """The states that an optimizer keeps for each trainable parameter, in the parameter's dtype.
 
     Attributes:
         name: of the optimizer, for people.

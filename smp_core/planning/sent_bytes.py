@@ -39,7 +39,7 @@ def sent_bytes(plan: Plan, trace: ModelTrace, micro_batch: int, count: int, toke
 
 
 class _Sent:
-    """What has been counted."""
+    """A running count of bytes by kind and link."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

@@ -39,7 +39,7 @@ _KERNELS = ("fused", "foreach", "capturable")
 
 
 class SteppedModel(Protocol):
-    """What is asked of a parallelized model whose parameters an optimizer steps."""
+    """The interface of a parallelized model whose parameters an optimizer steps."""
 
     @property
     def module(self) -> nn.Module: ...

@@ -32,7 +32,7 @@ def received_all(units: Sequence[UnitWindow], replicated: ReplicatedGradients) -
 
 
 class Told:
-    """What all ranks told when a window closed; starts the all-reduce. Collective over the mesh's ``model_group``.
+    """All ranks' flags at the end of a window; starts the all-reduce. Collective over the mesh's ``model_group``.
 
     Args:
         veto: whether this rank wants the window dropped: a 0-d bool tensor.

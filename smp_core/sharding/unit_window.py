@@ -35,7 +35,7 @@ TOO_LATE = (
 
 
 class Phase(enum.Enum):
-    """Where a unit's gradients are."""
+    """The states of a unit's gradients."""
 
     IDLE = enum.auto()
     COLLECTING = enum.auto()

@@ -62,7 +62,7 @@ logger = logging.getLogger("smp")
 
 @dataclass(frozen=True, eq=False)
 class SplitModel:
-    """What was split.
+    """A model that was split, and what of it.
 
     Attributes:
         splits: every module that has a role.

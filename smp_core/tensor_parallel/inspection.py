@@ -39,7 +39,7 @@ _REFUSAL = "tensor_parallel.plan='infer': "
 
 @dataclass(frozen=True)
 class Inspected:
-    """What was found.
+    """Findings of an inspection.
 
     Attributes:
         plan: module -> role.
@@ -203,7 +203,7 @@ def is_linear(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class _Flow:
-    """Which layers feed which, in one block."""
+    """The layers of one block, and which feed which."""
 
     sources: dict[str, set[str]] = field(default_factory=dict)
     parameters: dict[str, set[nn.Parameter]] = field(default_factory=dict)

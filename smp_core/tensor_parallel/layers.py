@@ -66,7 +66,7 @@ def showing(module: nn.Module, tensors: Mapping[str, torch.Tensor | None], **att
 
 
 class SharedInputs:
-    """What column layers of one module made of their input: queries, keys and values are projections of the same
+    """The gathered input that column layers of one module share: queries, keys and values are projections of the same
     tensor, which is gathered once and whose gradient is added up once."""
 
     def __init__(self) -> None:

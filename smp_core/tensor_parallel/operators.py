@@ -178,7 +178,7 @@ def _without_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowsInUse:
-    """Which rows of a weight the ranks compute with, where those are not the rows that they store.
+    """The rows of a weight that the ranks compute with, where those are not the rows that they store.
 
     A weight of several blocks (queries, keys and values in one) is stored in equal stretches of rows, as every weight
     is, and used by heads. A head that several ranks use is stored once.

@@ -107,7 +107,7 @@ class NoPlan(ValueError):
 
 @dataclass(frozen=True)
 class Split:
-    """What happens to one module.
+    """The roles of one module's tensors.
 
     Attributes:
         role: without the number of blocks.

@@ -48,7 +48,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a module was given and returned: its first tensor [..., N, H], and the first one of its output; with their
+    """A recorded call of a module: its first tensor [..., N, H], and the first one of its output; with their
     nodes in the graph at that time, which what is done in place changes."""
 
     hidden: torch.Tensor
@@ -148,7 +148,7 @@ def mixes_tokens(hidden: torch.Tensor, output: torch.Tensor) -> bool:
 
 
 class _Differs(Exception):
-    """What arrives at a row layer, or leaves a block, is not a part of the whole."""
+    """An error: what arrives at a row layer, or leaves a block, is not a part of the whole."""
 
 
 class Trial:

@@ -108,3 +108,5 @@ def test_what_is_picked_fits_in_its_own_dry_run(runs: tuple[Any, list[tuple[Cand
 def test_a_dry_run_says_what_it_has_not() -> None:
     with pytest.raises(ValueError, match="pipeline_parallel_degree"):
         dry_run(Question("gpt2", NODES, {"pipeline_parallel_degree": 2}, TOKENS, 1, 2))
+    with pytest.raises(ValueError, match="optimizer='lion': a dry run steps optimizers of torch: adamw"):
+        dry_run(Question("gpt2", NODES, {}, TOKENS, 1, 2, optimizer="lion"))

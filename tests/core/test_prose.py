@@ -1,4 +1,5 @@
-"""Docstrings of functions say what the function does: they begin with a verb (a property's may be a noun phrase)."""
+"""Docstrings of functions say what the function does: they begin with a verb (a property's may be a noun phrase).
+Those of classes say what the thing is: they begin with a noun phrase."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ HEADLESS = {
 
 
 def docstrings(source: str) -> Iterator[tuple[str, int, str]]:
-    """(name, line, docstring) of every function in ``source`` that has a docstring."""
+    """(name, line, docstring) of every function and class in ``source`` that has a docstring."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             text = ast.get_docstring(node)
             if text is not None:
                 yield node.name, node.lineno, text
@@ -38,7 +39,7 @@ def is_headless(text: str) -> bool:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_docstrings_of_functions_begin_with_a_verb(room: str) -> None:
+def test_docstrings_begin_with_a_verb_or_a_noun(room: str) -> None:
     headless = [
         f"{path.relative_to(ROOT)}:{line} {name}: {text.splitlines()[0]}"
         for path in sorted((ROOT / room).rglob("*.py"))

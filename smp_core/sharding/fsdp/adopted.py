@@ -20,8 +20,8 @@ from smp_core.sharding.fsdp.units import ShardedUnit
 
 @dataclass(frozen=True)
 class GivenPolicy:
-    """What a model that came sharded computes and reduces in (None: the parameters' own dtype), and whether its shards
-    live in host memory."""
+    """The dtypes that a model that came sharded computes and reduces in (None: the parameters' own), and whether its
+    shards live in host memory."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None

@@ -97,7 +97,7 @@ class Calls:
 
 
 class _Unit:
-    """What is gathered together, and whether its modules show it."""
+    """Parameters that are gathered together, and whether their modules show them unsharded."""
 
     def __init__(self, group: Any, names: Mapping[int, str]) -> None:
         self._group = group
@@ -146,8 +146,9 @@ class _Unit:
 
 
 class _ShownParameter:
-    """Which tensor modules show as one parameter. ``requires_grad`` and hooks belong to the parameter, whichever tensor
-    shows it or was given them; what else is done to a gathered copy, or put in its place, is refused."""
+    """A parameter, and the tensor that modules show for it. ``requires_grad`` and hooks belong to the parameter,
+    whichever tensor shows it or was given them; what else is done to a gathered copy, or put in its place, is
+    refused."""
 
     _shown: nn.Parameter
     _version: int

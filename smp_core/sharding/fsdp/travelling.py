@@ -38,7 +38,7 @@ class _TravellingParameter(FSDPParam):
 
 
 class _Travelling:
-    """What FSDP2 asks about the local tensor of such a parameter."""
+    """Answers to what FSDP2 asks about the local tensor of such a parameter."""
 
     def __init__(self, parameter: FSDPParam, gather: WeightGather, shard: torch.Tensor | None = None) -> None:
         self._parameter, self._gather, self._shard = parameter, gather, shard

@@ -19,7 +19,7 @@ from smp_core.sharding.fsdp.reduction_order import ReductionOrder
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter's local gradient lies in its unit's flat reduced gradient.
+    """The place of one parameter's local gradient in its unit's flat reduced gradient.
 
     ``offset`` and ``padded`` count elements; ``padded`` is ceil(rows / shard degree) x row size.
     """
@@ -30,7 +30,7 @@ class Slot:
 
 
 class Listener(Protocol):
-    """What is told where calls and backward passes come through a unit."""
+    """The interface that hears of calls and backward passes that come through a unit."""
 
     def used(self) -> None:
         """Take note of a forward that a backward pass is to come through; recomputed ones are not told."""
