@@ -303,6 +303,34 @@ class SmpConfig:
             object.__setattr__(resolved, attribute, changed)
         return resolved
 
+    def with_asked(self, **knobs: Any) -> SmpConfig:
+        """Return a copy in which other values were asked for of some knobs. What the others became stays.
+
+        Raises:
+            ValueError: unknown knob, a value that is not allowed, knobs that contradict each other.
+        """
+        require_known(knobs)
+        values = {knob: READERS[knob](knob, value) for knob, value in knobs.items()}
+        asked = copy.copy(self._before or self)
+        for knob, value in values.items():
+            object.__setattr__(asked, knob, value)
+        wrong = list(contradictions(asked))
+        if wrong:
+            raise ValueError("\n".join(wrong))
+        if self._before is None:
+            return asked
+        changed = copy.copy(self)
+        anew = {name for knob in knobs for name in settings_of(knob)}
+        reasons = {name: why for name, why in self._reasons.items() if name not in anew}
+        for attribute, value in {**values, "_reasons": reasons, "_before": asked}.items():
+            object.__setattr__(changed, attribute, value)
+        return changed
+
+    @property
+    def unresolved(self) -> SmpConfig:
+        """The configuration before anything was resolved."""
+        return self._before or self
+
     def effective(self) -> dict[str, Any]:
         """Return setting -> value in effect, in plain JSON types, for experiment loggers. Fields have dotted names."""
         return {name: plain(attrgetter(name)(self)) for name in SETTINGS}

@@ -9,6 +9,7 @@ group, no module, no collective: the same three give the same plan on every rank
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import xxhash
 
@@ -222,6 +223,25 @@ def decide(
         given=given,
         stages=stages,
     )
+
+
+def decide_activations(plan: Plan, shapes: Shapes, **knobs: Any) -> Plan:
+    """Decide anew about activations and the loss's chunks alone, on which nothing else depends. What :func:`decide`
+    would come to with these knobs, for planners that try all of them.
+
+    Args:
+        plan: with both knobs at their defaults.
+        shapes: of the same model, with the modules that ``activations.checkpoint`` names.
+        knobs: values for `activations` and `chunked_cross_entropy`.
+
+    Raises:
+        ValueError: as :func:`decide`.
+    """
+    assert knobs.keys() <= {"activations", "chunked_cross_entropy"}
+    draft = Draft(plan.knobs.with_asked(**knobs))
+    activations = settle_activations(draft, shapes, plan.cluster.of_stage(plan.layout.pipeline))
+    warnings = (*plan.warnings, *draft.warnings)
+    return replace(plan, knobs=draft.knobs, shapes=shapes, activations=activations, warnings=warnings)
 
 
 def _settle_delayed_init(draft: Draft, shapes: Shapes) -> None:

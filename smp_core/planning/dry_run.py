@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from smp_core.planning.candidate import Candidate
 from smp_core.planning.cluster import GIB
 from smp_core.planning.hardware import Hardware
-from smp_core.planning.search import Candidate
 from smp_core.planning.sent_bytes import sent_bytes
 from smp_core.planning.step_memory import MEMORY_KINDS
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from smp_core.planning.candidate import Candidate
 from smp_core.planning.cluster import GIB
 from smp_core.planning.planner import Recommendation
-from smp_core.planning.search import Candidate
 from smp_core.planning.step_memory import MEMORY_KINDS
 from smp_core.planning.time import TIME_PARTS
 

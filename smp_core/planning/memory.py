@@ -11,7 +11,7 @@ context.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -76,12 +76,11 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
         optimizer: what it keeps for each trainable parameter.
     """
     knobs, dtypes, degree = plan.knobs, plan.dtypes, plan.shard_degree
-    of_units = {name for unit in plan.sharded_units for name in unit.parameters}
     over_world = knobs.optimizer_shard == "world" and plan.layout.replicate > 1
     parameters = gradients = partial_sums = states = 0
-    for parameter in plan.shapes.parameters:
-        is_sharded = parameter.name in of_units
-        elements = _shard_elements(parameter, plan) if is_sharded else parameter.elements
+    for parameter, of_unit, count in plan.shapes.alike:
+        is_sharded = of_unit and plan.gathers
+        elements = count * (_shard_elements(parameter, plan) if is_sharded else parameter.elements)
         stored = dtypes.of_stored(parameter) if is_sharded else parameter.dtype
         reduced = dtypes.of_reduced(parameter)
         # state_offload="all" leaves what FSDP2 shards on the host; sums of gradients are on the device all the same.
@@ -89,21 +88,20 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
         parameters += 0 if offloaded else elements * stored.itemsize
         if not parameter.trainable:
             continue
+        unsharded = count * _unsharded_elements(parameter, plan) if plan.keeps_gradients and is_sharded else 0
         if over_world and parameter.shape and (is_sharded or degree == 1):
             # Masters and their gradients are float32 where parameters are half precision; sums take the place of
             # the parameters' gradients.
-            part = -(-elements // plan.layout.replicate)
+            part = count * -(-(elements // count) // plan.layout.replicate)
             tensors = 1 if knobs.state_offload else 2 + optimizer.tensors
             states += part * max(parameter.dtype.itemsize, 4) * tensors
-            partial_sums += elements * reduced.itemsize
-            if plan.keeps_gradients and is_sharded:
-                partial_sums += _row_elements(parameter, plan) * parameter.shape[0] * reduced.itemsize
+            partial_sums += (elements + unsharded) * reduced.itemsize
             continue
         gradients += 0 if offloaded else elements * stored.itemsize
         if knobs.state_offload is None:
             states += optimizer.tensors * elements * parameter.dtype.itemsize
-        if plan.keeps_gradients and is_sharded:
-            partial_sums += _row_elements(parameter, plan) * parameter.shape[0] * reduced.itemsize
+        if unsharded:
+            partial_sums += unsharded * reduced.itemsize
         elif offloaded or reduced != stored:
             partial_sums += elements * reduced.itemsize
     return MemoryEstimate(
@@ -135,20 +133,19 @@ class GradientBytes:
 
 def gradient_bytes(plan: Plan) -> GradientBytes:
     """Return the bytes of gradients of one model on one device."""
-    of_units = {name for unit in plan.sharded_units for name in unit.parameters}
     sums = held = of_masters = 0
     over_world = plan.knobs.optimizer_shard == "world" and plan.layout.replicate > 1
-    for parameter in plan.shapes.parameters:
+    for parameter, of_unit, count in plan.shapes.alike:
         if not parameter.trainable:
             continue
-        is_sharded = parameter.name in of_units
+        is_sharded = of_unit and plan.gathers
         elements = _shard_elements(parameter, plan) if is_sharded else parameter.elements
         reduced = plan.dtypes.of_reduced(parameter).itemsize
-        sums += elements * reduced
+        sums += count * elements * reduced
         if plan.keeps_gradients and is_sharded:
-            held += _row_elements(parameter, plan) * parameter.shape[0] * reduced
+            held += count * _unsharded_elements(parameter, plan) * reduced
         if over_world and parameter.shape and (is_sharded or plan.shard_degree == 1):
-            of_masters += -(-elements // plan.layout.replicate) * max(parameter.dtype.itemsize, 4)
+            of_masters += count * -(-elements // plan.layout.replicate) * max(parameter.dtype.itemsize, 4)
     return GradientBytes(sums, held, 0 if plan.knobs.state_offload else of_masters)
 
 
@@ -262,6 +259,11 @@ def _shard_elements(parameter: ParameterShape, plan: Plan) -> int:
     return -(-parameter.shape[0] // plan.shard_degree) * _row_elements(parameter, plan)
 
 
+def _unsharded_elements(parameter: ParameterShape, plan: Plan) -> int:
+    """Return the elements of a whole gradient on a tensor rank."""
+    return _row_elements(parameter, plan) * parameter.shape[0]
+
+
 def _row_elements(parameter: ParameterShape, plan: Plan) -> int:
     """Return the elements of a row that a tensor rank holds. Matrices are taken to be split over tensor ranks."""
     elements = parameter.elements // parameter.shape[0]
@@ -271,26 +273,20 @@ def _row_elements(parameter: ParameterShape, plan: Plan) -> int:
 def _gathered_bytes(plan: Plan) -> int:
     if not plan.gathers:
         return 0
-    shapes, degree = plan.shapes, plan.shard_degree
-    counted: set[str] = set()  # a tied parameter is gathered once, with the first unit it is in
-
-    def size(names: Iterable[str]) -> int:
-        total = 0
-        for parameter in map(shapes.of_name, names):
-            if parameter.name not in counted and parameter.shape:
-                counted.add(parameter.name)
-                itemsize = plan.dtypes.of_gathered(parameter).itemsize
-                total += _shard_elements(parameter, plan) * degree * itemsize
-        return total
-
-    sizes = [size(unit.parameters) for unit in plan.units if not unit.is_root]
-    root = sum(size(unit.parameters) for unit in plan.units if unit.is_root)
+    degree = plan.shard_degree
+    root = largest = total = units = 0
+    for is_root, parameters, count in plan.shapes.alike_units:
+        size = sum(_shard_elements(each, plan) * degree * plan.dtypes.of_gathered(each).itemsize for each in parameters)
+        if is_root:
+            root += count * size
+        else:
+            largest, total, units = max(largest, size), total + count * size, units + count
     kept = plan.knobs.reshard_after_forward
     if kept is False:
-        return root + sum(sizes)
+        return root + total
     # With a single unit beside the root there is none to fetch ahead
-    in_use = root + sum(sorted(sizes)[-1:] * min(2, len(sizes)))
-    return in_use + (-(-sum(sizes) // kept) if type(kept) is int else 0)
+    in_use = root + largest * min(2, units)
+    return in_use + (-(-total // kept) if type(kept) is int else 0)
 
 
 def _does_not_fit(largest: MemoryEstimate, share: str, topology: Topology) -> str:

@@ -4,10 +4,10 @@ Measured by :mod:`smp_core.planning.trace`, which says what is counted."""
 from __future__ import annotations
 
 import difflib
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 
@@ -50,23 +50,28 @@ class Curve:
 
     def at(self, samples: int, tokens: float) -> Figures:
         """Return the figures of ``samples`` sequences of ``tokens`` tokens each."""
-        return _at(self, samples, tokens)
+        place = (samples, tokens)
+        if place not in self._known:
+            self._known[place] = self._through(samples, tokens)
+        return self._known[place]
 
+    @cached_property
+    def _known(self) -> dict[tuple[int, float], Figures]:
+        return {}
 
-@functools.lru_cache(maxsize=4096)
-def _at(curve: Curve, samples: int, tokens: float) -> Figures:
-    s = curve.tokens
+    def _through(self, samples: int, tokens: float) -> Figures:
+        s = self.tokens
 
-    def value(name: str) -> float:
-        one, two, half = (getattr(figures, name) for figures in (curve.one, curve.two, curve.half))
-        of_sample = two - one  # b s (c + d s) at b = 1
-        shared = (one - of_sample) / s  # a
-        of_half = half - shared * s / 2
-        square = 2 * (of_sample - 2 * of_half) / (s * s)  # d
-        linear = of_sample / s - square * s  # c
-        return max(tokens * (shared + samples * (linear + square * tokens)), 0.0)
+        def value(name: str) -> float:
+            one, two, half = (getattr(figures, name) for figures in (self.one, self.two, self.half))
+            of_sample = two - one  # b s (c + d s) at b = 1
+            shared = (one - of_sample) / s  # a
+            of_half = half - shared * s / 2
+            square = 2 * (of_sample - 2 * of_half) / (s * s)  # d
+            linear = of_sample / s - square * s  # c
+            return max(tokens * (shared + samples * (linear + square * tokens)), 0.0)
 
-    return Figures(**{field.name: value(field.name) for field in fields(Figures)})
+        return Figures(**{field.name: value(field.name) for field in fields(Figures)})
 
 
 # Batches, sequences (as shares of the traced one), and shares of activations that a rank holds, for which the highest
@@ -119,7 +124,16 @@ class Instants:
     def highest(self, reached: int, samples: int, tokens: float) -> tuple[float, float]:
         """Return the bytes of activations and of gradients at the highest instant after backward has come to so many
         blocks."""
-        return _highest(self, reached, samples, tokens)
+        place = (reached, samples, tokens)
+        if place not in self._known:
+            one, two, half = _weights(samples, tokens / self.tokens)
+            found = [(one * a + two * b + half * c, held) for a, b, c, held in self.points[reached]]
+            self._known[place] = max(found, key=sum)
+        return self._known[place]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, float], tuple[float, float]]:
+        return {}
 
 
 def _three(values: tuple[int, ...]) -> tuple[float, float, float]:
@@ -136,13 +150,6 @@ def _of_the_same(runs: list[list[Instant]]) -> list[list[Instant]]:
         match = {first + i: second + i for first, second, size in matches for i in range(size)}
         places = {place: [*found, match[place]] for place, found in places.items() if place in match}
     return [[run[found[number]] for found in places.values()] for number, run in enumerate(runs)]
-
-
-@functools.lru_cache(maxsize=4096)
-def _highest(instants: Instants, reached: int, samples: int, tokens: float) -> tuple[float, float]:
-    one, two, half = _weights(samples, tokens / instants.tokens)
-    found = [(one * a + two * b + half * c, held) for a, b, c, held in instants.points[reached]]
-    return max(found, key=sum)
 
 
 def _weights(samples: int, length: float) -> tuple[float, float, float]:
@@ -183,10 +190,13 @@ class ModelTrace:
 
     def of_precision(self, mode: str, precision: str) -> Shapes:
         """Return the shapes with parameters as they are stored: in float32 ("mixed"), or in "bfloat16"."""
-        found = self.shapes[mode]
-        return found if precision == "mixed" else in_dtype(found, torch.bfloat16)
+        return self.shapes[mode] if precision == "mixed" else self._in_bfloat16[mode]
 
-    @property
+    @cached_property
+    def _in_bfloat16(self) -> dict[str, Shapes]:
+        return {mode: in_dtype(shapes, torch.bfloat16) for mode, shapes in self.shapes.items()}
+
+    @cached_property
     def parameters(self) -> int:
         """Elements of all parameters."""
         return sum(parameter.elements for parameter in self.shapes["none"].parameters)

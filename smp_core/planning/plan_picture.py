@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from smp_core.planning.candidate import Candidate
 from smp_core.planning.cluster import GIB
 from smp_core.planning.explain import title
 from smp_core.planning.planner import Recommendation
-from smp_core.planning.search import Candidate
 from smp_core.planning.step_memory import MEMORY_KINDS
 from smp_core.planning.time import TIME_PARTS
 

@@ -10,10 +10,11 @@ from functools import cached_property
 from typing import Any
 
 from smp_core.config import SmpConfig
+from smp_core.planning.candidate import Candidate
 from smp_core.planning.cluster import GIB
 from smp_core.planning.hardware import Hardware
 from smp_core.planning.model_trace import ModelTrace
-from smp_core.planning.search import OBJECTIVES, Candidate, Found, Objective, read_fixed, search
+from smp_core.planning.search import OBJECTIVES, Found, Objective, read_fixed, search
 from smp_core.planning.step_memory import MEMORY_KINDS
 from smp_core.planning.time import TIME_PARTS
 from smp_core.planning.trace import trace

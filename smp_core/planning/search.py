@@ -18,14 +18,16 @@ from typing import Any, Literal
 import yaml
 
 from smp_core.config import SmpConfig
+from smp_core.planning.candidate import Candidate, Choice
 from smp_core.planning.cluster import Cluster
-from smp_core.planning.decide import Plan, decide
+from smp_core.planning.decide import Plan, decide, decide_activations
 from smp_core.planning.hardware import Hardware
-from smp_core.planning.memory import MemoryEstimate, estimate
+from smp_core.planning.memory import GradientBytes, MemoryEstimate, estimate, gradient_bytes
 from smp_core.planning.model_trace import ModelTrace
-from smp_core.planning.step_memory import PeakMemory, peak_memory
-from smp_core.planning.time import StepModel, StepTime, model_flops
+from smp_core.planning.step_memory import peak_memory
+from smp_core.planning.time import StepModel, model_flops
 from smp_core.planning.workload import Workload
+from smp_core.recipes import Activations
 
 Objective = Literal["time", "memory", "cost"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "memory", "cost")
@@ -40,60 +42,10 @@ SHORT_NAMES = {
 
 MICRO_BATCH = "micro_batch"
 TIE = 0.01
+_OF_ACTIVATIONS = ("activations", "chunked_cross_entropy")
 _UNPLANNED = ("units", "fp8", "pipeline_parallel_degree", "planner")
 _LARGEST_MICRO_BATCH = 256
 _TOKENS_OF_A_PIECE = 1024  # shorter pieces of a sequence are not worth their exchange of keys
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration that decide() takes, with its memory and time.
-
-    Attributes:
-        micro_batch: samples of a micro-batch on each rank.
-        count: micro-batches of an optimizer step.
-        flops: model FLOPs of a step, by the convention of MFU.
-    """
-
-    asked: SmpConfig
-    plan: Plan
-    micro_batch: int
-    count: int
-    memory: PeakMemory
-    time: StepTime
-    flops: float
-    peak: float
-    tokens: int
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second of the whole job."""
-        return self.tokens / self.time.total
-
-    @property
-    def mfu(self) -> float:
-        return self.flops / self.time.total / (self.peak * self.plan.layout.world_size)
-
-    @property
-    def knobs(self) -> dict[str, Any]:
-        """Return the knobs that are not at their defaults, as YAML files have them."""
-        defaults = SmpConfig().to_dict()
-        found = {}
-        for knob, value in self.asked.to_dict().items():
-            if value == defaults[knob]:
-                continue
-            if isinstance(value, Mapping):
-                value = {name: each for name, each in value.items() if each != defaults[knob][name]}
-            found[knob] = value
-        return found
-
-    @property
-    def complexity(self) -> int:
-        """Return how many axes and knobs it takes."""
-        layout = self.plan.layout
-        axes = sum(2 for size in (layout.tensor, layout.context) if size > 1)
-        inner = sum(len(value) if isinstance(value, Mapping) else 1 for value in self.knobs.values())
-        return axes + inner
 
 
 @dataclass
@@ -170,11 +122,21 @@ def search(
 
 
 def _by_time(candidate: Candidate) -> tuple[Any, ...]:
-    return (candidate.time.total, candidate.complexity, candidate.memory.total, str(candidate.knobs))
+    return (candidate.time.total, candidate.complexity, candidate.memory.total, candidate.choice.words)
 
 
 def _by_memory(candidate: Candidate) -> tuple[Any, ...]:
-    return (candidate.memory.total, candidate.time.total, candidate.complexity, str(candidate.knobs))
+    return (candidate.memory.total, candidate.time.total, candidate.complexity, candidate.choice.words)
+
+
+@dataclass(frozen=True)
+class _States:
+    """A plan without recomputation, and its model states, which recomputation does not change."""
+
+    plan: Plan
+    names: tuple[str, ...]
+    memory: MemoryEstimate
+    gradients: GradientBytes
 
 
 class _Search:
@@ -186,9 +148,9 @@ class _Search:
         self.fixed = fixed
         self.cluster: Cluster = hardware.cluster()
         self.links = hardware.links()
-        self.flops = model_flops(trace, workload.global_batch, workload.sequence)
+        flops = model_flops(trace, workload.global_batch, workload.sequence)
+        self.of_all = (flops, hardware.device.flops, workload.tokens_of_step)
         self.found = Found()
-        self._states: dict[str, MemoryEstimate] = {}
 
     def look(self) -> None:
         """Walk over layouts; over the other knobs only where the sparest of them fits."""
@@ -196,7 +158,7 @@ class _Search:
             split = layout["tensor_parallel_degree"] * layout["context_parallel_degree"]
             data = self.hardware.devices // split
             if data * split != self.hardware.devices:
-                list(self._candidates(dict(layout), [1], 1))  # decide() says why not
+                self._decided(dict(layout))  # decide() says why not
                 continue
             if self.workload.global_batch % data:
                 self.found.indivisible.add(data)
@@ -207,11 +169,14 @@ class _Search:
                 continue
             several = self.workload.global_batch // data > sizes[0]
             for knobs in self._states_of(layout, several):
+                states = self._decided(knobs)
+                if states is None:
+                    continue
                 choices = list(self._activations())  # the sparest is the last
-                if not any(each.memory.fits for each in self._candidates({**knobs, **choices[-1]}, sizes[:1], data)):
+                if not any(each.memory.fits for each in self._candidates(states, choices[-1], sizes[:1], data)):
                     continue
                 for others in choices:
-                    fitting = [each for each in self._candidates({**knobs, **others}, sizes, data) if each.memory.fits]
+                    fitting = [each for each in self._candidates(states, others, sizes, data) if each.memory.fits]
                     self.found.ranked += fitting
 
     def _layouts(self) -> Iterator[dict[str, int]]:
@@ -278,51 +243,42 @@ class _Search:
             for chunk in [fixed["chunked_cross_entropy"]] if "chunked_cross_entropy" in fixed else chunks:
                 yield {"activations": mode, "chunked_cross_entropy": chunk}
 
-    def _candidates(self, knobs: dict[str, Any], sizes: list[int], data: int) -> Iterator[Candidate]:
-        """Yield the candidates of rising micro-batches, the first that does not fit last."""
+    def _decided(self, knobs: dict[str, Any]) -> _States | None:
+        """Decide about all knobs but those of :meth:`_activations`; None: refused."""
         knobs = {**knobs, **{knob: value for knob, value in self.fixed.items() if value != "auto"}}
+        own = {knob: value for knob, value in knobs.items() if knob not in _OF_ACTIVATIONS}
         try:
-            asked = SmpConfig(**knobs)
-            mode = asked.activations.checkpoint
+            shapes = self.trace.of_precision("none", self.workload.precision)
+            plan = decide(shapes, SmpConfig(**own), self.cluster)
+        except ValueError as error:
+            self.found.refused.append(str(error))
+            return None
+        return _States(plan, tuple(own), estimate(plan, self.workload.states), gradient_bytes(plan))
+
+    def _candidates(self, states: _States, knobs: dict[str, Any], sizes: list[int], data: int) -> Iterator[Candidate]:
+        """Yield the candidates of rising micro-batches, the first that does not fit last."""
+        try:
+            mode = Activations.read(knobs["activations"]).checkpoint
             if not isinstance(mode, str) or mode not in self.trace.shapes:
                 raise ValueError(f"activations.checkpoint={mode!r} is not planned with; write none, selective or full")
-            shapes = self.trace.of_precision(mode, self.workload.precision)
-            plan = decide(shapes, asked, self.cluster)
+            plan = decide_activations(states.plan, self.trace.of_precision(mode, self.workload.precision), **knobs)
         except ValueError as error:
             self.found.refused.append(str(error))
             return
-        states = self._states_at(plan, knobs)
+        choice = Choice(plan.knobs.unresolved, plan, (*states.names, *knobs))
         model = StepModel(plan, self.trace, self.hardware, self.links, self.workload.sequence)
-        samples = self.workload.global_batch // data
+        samples, tokens = self.workload.global_batch // data, self.workload.sequence
         for size in sizes:
             self.found.considered += 1
-            memory = peak_memory(plan, states, self.trace, size, samples // size, self.workload.sequence)
-            time = model.step(size, samples // size)
-            candidate = Candidate(
-                asked,
-                plan,
-                size,
-                samples // size,
-                memory,
-                time,
-                self.flops,
-                self.hardware.device.flops,
-                self.workload.tokens_of_step,
-            )
+            count = samples // size
+            memory = peak_memory(plan, states.memory, self.trace, size, count, tokens, states.gradients)
+            candidate = Candidate(choice, size, count, memory, model.step(size, count), *self.of_all)
             closest = self.found.closest
             if not memory.fits and (closest is None or memory.total < closest.memory.total):
                 self.found.closest = candidate
             yield candidate
             if not memory.fits:
                 return
-
-    def _states_at(self, plan: Plan, knobs: dict[str, Any]) -> MemoryEstimate:
-        """Return the estimate of model states, which recomputation does not change."""
-        about = {knob: value for knob, value in knobs.items() if knob not in ("activations", "chunked_cross_entropy")}
-        key = str(about)
-        if key not in self._states:
-            self._states[key] = estimate(plan, self.workload.states)
-        return self._states[key]
 
 
 def _nothing_allowed(found: Found, workload: Workload, hardware: Hardware, micro_batch: int | None) -> str:

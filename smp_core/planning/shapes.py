@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -124,6 +125,31 @@ class Shapes:
         """Elements of each unit that has parameters."""
         sizes = [sum(self.of_name(name).elements for name in unit.parameters) for unit in self.units.units]
         return [size for size in sizes if size]
+
+    @cached_property
+    def alike(self) -> list[tuple[ParameterShape, bool, int]]:
+        """Parameters of one shape, dtype and kind together: the first of them, whether they are of a unit, how many.
+        A planner asks for their bytes thousands of times."""
+        of_units = {name for unit in self.units.units for name in unit.parameters}
+        found: dict[tuple[Any, ...], list[ParameterShape]] = {}
+        for each in self.parameters:
+            kind = (each.shape, each.dtype, each.trainable, each.name in of_units)
+            found.setdefault(kind, []).append(each)
+        return [(same[0], kind[-1], len(same)) for kind, same in found.items()]
+
+    @cached_property
+    def alike_units(self) -> list[tuple[bool, tuple[ParameterShape, ...], int]]:
+        """Units whose parameters are alike: whether they are roots, what one of them gathers, how many. A tied
+        parameter is gathered once, with the first unit that it is in; 0-d ones are not gathered."""
+        counted: set[str] = set()
+        found: dict[tuple[Any, ...], list[tuple[ParameterShape, ...]]] = {}
+        # Roots last: they hold what no other unit holds.
+        for unit in sorted(self.units.units, key=lambda unit: unit.is_root):
+            own = [each for each in map(self.of_name, unit.parameters) if each.name not in counted and each.shape]
+            counted.update(each.name for each in own)
+            kind = (unit.is_root, tuple((each.shape, each.dtype) for each in own))
+            found.setdefault(kind, []).append(tuple(own))
+        return [(kind[0], same[0], len(same)) for kind, same in found.items()]
 
     @property
     def dtype(self) -> torch.dtype:

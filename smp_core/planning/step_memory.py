@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from smp_core.planning.cluster import GIB
 from smp_core.planning.decide import Plan
 from smp_core.planning.fitted import FITTED, Fitted
-from smp_core.planning.memory import MemoryEstimate, gradient_bytes
+from smp_core.planning.memory import GradientBytes, MemoryEstimate, gradient_bytes
 from smp_core.planning.model_trace import LEFT, ModelTrace
 
 MEMORY_KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "other", "margin")
@@ -67,6 +67,7 @@ def peak_memory(
     micro_batch: int,
     count: int,
     tokens: int,
+    gradients: GradientBytes | None = None,
     fitted: Fitted = FITTED,
 ) -> PeakMemory:
     """Return the peak of a plan.
@@ -76,8 +77,10 @@ def peak_memory(
         micro_batch: samples of a micro-batch on each rank.
         count: micro-batches of a step.
         tokens: of an unsplit sequence.
+        gradients: of the same plan; None: counted here.
     """
-    points = _Points(plan, states, trace, micro_batch, count, tokens / plan.layout.context).all()
+    held = tokens / plan.layout.context
+    points = _Points(plan, states, gradients or gradient_bytes(plan), trace, micro_batch, count, held).all()
     highest = max(points, key=lambda point: point.total)
     margin = int(fitted.context_gib * GIB + fitted.fragmentation * (states.parameters + states.buffers + highest.total))
     assert plan.cluster.device_memory is not None
@@ -112,7 +115,14 @@ class _Points:
     """The seven points of a step of ``count`` micro-batches, of ``held`` tokens of each sample on a rank."""
 
     def __init__(
-        self, plan: Plan, states: MemoryEstimate, trace: ModelTrace, micro_batch: int, count: int, held: float
+        self,
+        plan: Plan,
+        states: MemoryEstimate,
+        gradients: GradientBytes,
+        trace: ModelTrace,
+        micro_batch: int,
+        count: int,
+        held: float,
     ) -> None:
         self.plan, self.states, self.trace, self.count = plan, states, trace, count
         self.tensor = plan.layout.tensor
@@ -127,7 +137,7 @@ class _Points:
         self.tokens = micro_batch * held
         self.inputs = inputs
         self.sizes = _UnitBytes.of(plan, trace)
-        self.sums = gradient_bytes(plan)
+        self.sums = gradients
         # Unsharded gradients have the dtype that is computed with; without units they are those of the parameters.
         self.of_gradient = 1.0 if plan.gathers else plan.shapes.parameters[0].dtype.itemsize / 2
 
