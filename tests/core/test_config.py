@@ -179,3 +179,14 @@ def test_what_is_kept_between_micro_batches(kept: str, forward: Any) -> None:
         plain, cast = decided(knobs(shard_degree=1)), decided(knobs(shard_degree=1, param_dtype="bfloat16"))
         assert (plain.keeps_parameters, plain.keeps_gradients, cast.keeps_gradients) == (False, False, False)
         assert cast.keeps_parameters == (kept != "shards" and forward in ("auto", False))
+
+
+def test_what_is_asked_anew_forgets_what_it_had_become() -> None:
+    settled = SmpConfig(shard_degree="node").with_resolved("shard_degree", 4, "4 ranks")
+    settled = settled.with_resolved("optimizer_shard", "shard", "one replica")
+    anew = settled.with_asked(shard_degree="8")
+    assert (anew.shard_degree, anew.asked("shard_degree"), anew.why("shard_degree")) == (8, 8, "as asked")
+    assert anew.why("optimizer_shard") == "one replica" and anew.unresolved == SmpConfig(shard_degree=8)
+    assert settled.shard_degree == 4 and settled.unresolved == SmpConfig(shard_degree="node")
+    with pytest.raises(ValueError, match="context_parallel_degree=3 does not divide"):
+        settled.with_asked(shard_degree=4, context_parallel_degree=3)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from smp_core.cli import app
 from smp_core.config import SmpConfig
 from smp_core.planning import NothingFits, Workload, plan, planner
-from smp_core.planning.decide import decide
+from smp_core.planning.decide import decide, decide_activations
 from smp_core.planning.fitted import FITTED
 from smp_core.planning.hardware import Hardware
 from smp_core.planning.memory import estimate
@@ -302,6 +302,23 @@ def test_tensor_degrees_are_planned_with_everything_else(tiny: ModelTrace) -> No
     }
     assert all(plan.layout.tensor == 2 for plan in plans)
     assert [name for name, seen in together.items() if not any(seen) or all(seen)] == []
+
+
+@pytest.mark.parametrize("activations", ["selective", {"checkpoint": "full", "offload": True}])
+def test_a_plan_of_another_recomputation_is_what_is_decided_from_the_start(large: ModelTrace, activations: Any) -> None:
+    cluster = Hardware.parse(SETTING[0]).cluster()
+    others = {"shard_degree": 64, "reshard_after_forward": "node", "collectives": {"forward_prefetch": 2}}
+    asked = SmpConfig(**others, activations=activations, chunked_cross_entropy=512)
+    shapes = large.of_precision(str(asked.activations.checkpoint), "mixed")
+    base = decide(large.of_precision("none", "mixed"), SmpConfig(**others), cluster)
+    found = decide_activations(base, shapes, activations=activations, chunked_cross_entropy=512)
+    made = decide(shapes, asked, cluster)
+    assert found == made and found.knobs.unresolved == asked
+    assert [found.knobs.why(name) for name in SmpConfig.settings()] == [
+        made.knobs.why(name) for name in SmpConfig.settings()
+    ]
+    with pytest.raises(ValueError, match=r"activations.offload=true.*checkpoint='none'"):
+        decide_activations(base, shapes, activations={"offload": True})
 
 
 def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> None:
