@@ -45,7 +45,7 @@ class Choice:
 
     @cached_property
     def complexity(self) -> int:
-        """How many axes and knobs it takes."""
+        """The number of axes and knobs that it takes."""
         layout = self.plan.layout
         axes = sum(2 for size in (layout.tensor, layout.context) if size > 1)
         inner = sum(len(value) if isinstance(value, Mapping) else 1 for value in self.knobs.values())
