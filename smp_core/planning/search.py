@@ -258,7 +258,9 @@ class _Search:
     def _candidates(self, states: _States, knobs: dict[str, Any], sizes: list[int], data: int) -> Iterator[Candidate]:
         """Yield the candidates of rising micro-batches, the first that does not fit last."""
         try:
-            mode = Activations.read(knobs["activations"]).checkpoint
+            recipe = Activations.read(knobs["activations"])
+            assert recipe is not None
+            mode = recipe.checkpoint
             if not isinstance(mode, str) or mode not in self.trace.shapes:
                 raise ValueError(f"activations.checkpoint={mode!r} is not planned with; write none, selective or full")
             plan = decide_activations(states.plan, self.trace.of_precision(mode, self.workload.precision), **knobs)
