@@ -19,6 +19,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from accelerate_smp.handle import parallel_of
 from smp_core.job_figures import JobFigures, check_peak
 from smp_core.memory_watch import WatchesMemory
+from smp_core.run_log import FILE
+from smp_core.run_record import RunRecord
 
 # The arguments of forward that hold one number per token, in the order of preference.
 TOKEN_INPUTS = ("input_ids", "decoder_input_ids")
@@ -36,6 +38,8 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
             watched step is slower (docs/memory.md).
         memory_log: the file that gets a JSON line for each watched step, for ``smp memory-report``; default
             ``memory.jsonl`` in the Trainer's ``output_dir``.
+        run_log: the file that ``smp report`` makes a page of (docs/monitoring.md); default ``run.jsonl`` in
+            ``output_dir``.
 
     Reported with every log entry of training (``logging_steps``): ``samples_per_second``, ``tokens_per_second``,
     ``tflops_per_device``, ``mfu``, ``peak_device_memory_gib`` or ``peak_host_rss_gib`` (the highest of all ranks), and
@@ -58,11 +62,13 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
         flops_per_sample: float | None = None,
         memory_every_n_steps: int | None = None,
         memory_log: str | Path | None = None,
+        run_log: str | Path | None = None,
     ) -> None:
         self._will_watch(memory_every_n_steps)
         check_peak(peak_tflops)
         self.peak_tflops, self.flops_per_sample = peak_tflops, flops_per_sample
-        self._memory_log = memory_log
+        self._memory_log, self._run_log = memory_log, run_log
+        self._record: RunRecord | None = None
         self.latest: dict[str, float] = {}
         self._hooks: list[Any] = []
         self._figures: JobFigures | None = None
@@ -98,12 +104,26 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
             flops_per_sample=self.flops_per_sample,
             step=state.global_step,
         )
+        if state.is_world_process_zero:
+            path = Path(self._run_log or Path(str(args.output_dir)) / FILE)
+            micro_batches = args.gradient_accumulation_steps
+            self._record = RunRecord(handle, [stepping], path, state.global_step, micro_batches)
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward),
         ]
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
+        if self._record is not None and "loss" in numbers and self._figures is not None:
+            self._record.write_step(state.global_step, {**numbers, **self.latest}, self._figures.by_rank)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._record is not None:
+            self._record.end(state.global_step)
+            self._record = None
         self._abandon_watch()
         for hook in self._hooks:
             hook.remove()

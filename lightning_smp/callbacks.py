@@ -20,6 +20,8 @@ from smp_core.job_figures import BYTES, JobFigures, check_peak
 from smp_core.memory_log import KINDS
 from smp_core.memory_watch import WatchesMemory
 from smp_core.parallel_model import ParallelModel
+from smp_core.run_log import FILE
+from smp_core.run_record import RunRecord
 
 logger = logging.getLogger("smp")
 
@@ -67,6 +69,8 @@ class SmpMonitor(WatchesMemory, Callback):
             watched step is slower (docs/memory.md).
         memory_log: the file that gets a JSON line for each watched step, for ``smp memory-report``; default
             ``memory.jsonl`` in the Trainer's ``default_root_dir``.
+        run_log: the file that ``smp report`` makes a page of (docs/monitoring.md); default ``run.jsonl`` where the
+            Trainer's first logger writes (``trainer.log_dir``); none where there is no logger.
 
     Reported by name: ``samples_per_second``, ``tokens_per_second``, ``tflops_per_device``, ``mfu``, ``samples`` (since
     the start of fit), ``peak_device_memory_gib`` or ``peak_host_rss_gib`` (the highest of all ranks), and, under
@@ -95,6 +99,7 @@ class SmpMonitor(WatchesMemory, Callback):
         prefix: str = "smp/",
         memory_every_n_steps: int | None = None,
         memory_log: str | Path | None = None,
+        run_log: str | Path | None = None,
     ) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps} is not a number of steps; allowed: 1 and more")
@@ -108,7 +113,8 @@ class SmpMonitor(WatchesMemory, Callback):
         self._samples_of = samples or count_samples
         self._tokens_of = tokens or count_tokens
         self._figures: JobFigures | None = None
-        self._memory_log = memory_log
+        self._memory_log, self._run_log = memory_log, run_log
+        self._record: RunRecord | None = None
 
     # The batches
 
@@ -131,12 +137,22 @@ class SmpMonitor(WatchesMemory, Callback):
         log = Path(self._memory_log or Path(trainer.default_root_dir) / "memory.jsonl")
         why_not = f"takes the memory of SmpShardedStrategy apart, and this is {type(strategy).__name__}; leave it out"
         self._start_watching(parallel, trainer.optimizers, log, step, why_not)
+        self._start_record(trainer, parallel)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         assert self._figures is not None
         self._watch_if_due(trainer.global_step, trainer.strategy.root_device)
         self._figures.measure_forward()
         self._figures.enter("forward")
+
+    def _start_record(self, trainer: Trainer, parallel: ParallelModel | None) -> None:
+        """Begin the log of the run, on rank 0. Collective."""
+        folder = trainer.log_dir if trainer.loggers else None
+        path = self._run_log or (None if folder is None else Path(folder) / FILE)
+        self._record = None
+        if path is not None and trainer.is_global_zero:
+            micro_batches = trainer.accumulate_grad_batches or 1
+            self._record = RunRecord(parallel, trainer.optimizers, Path(path), trainer.global_step, micro_batches)
 
     # A batch may have several forward and backward passes (manual optimization). FLOPs are counted of what runs outside
     # the backward passes: the forward, without recomputations in backward.
@@ -156,12 +172,13 @@ class SmpMonitor(WatchesMemory, Callback):
         if self._figures is not None:
             self._figures.end_forward()
         self._abandon_watch()
+        self._end_record(exception)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._figures is not None
-        self._figures.count(self._samples_of(batch), self._tokens_of(batch))
+        self._figures.count(self._samples_of(batch), self._tokens_of(batch), _loss_of(trainer, outputs))
         if trainer.global_step == self._booked_step:
             self._figures.enter("data")
             return
@@ -180,6 +197,12 @@ class SmpMonitor(WatchesMemory, Callback):
         self._abandon_watch()
         if self._booked_step > self._reported_step:
             self._report(trainer, ended=True)
+        self._end_record()
+
+    def _end_record(self, error: BaseException | None = None) -> None:
+        if self._record is not None:
+            self._record.end(self._booked_step, error)
+            self._record = None
 
     # Validation is not training
 
@@ -210,6 +233,9 @@ class SmpMonitor(WatchesMemory, Callback):
         if self._watch is not None:
             self.latest |= self._watch.latest
         self._reported_step = self._booked_step
+        if self._record is not None:
+            loss = {} if self._figures.loss is None else {"loss": self._figures.loss}
+            self._record.write_step(self._booked_step, {**loss, **self.latest}, self._figures.by_rank)
         # The step that LightningModule.log uses for this batch, so that both stand in one row of a CSV file.
         # Lightning's own monitors take it from the same place, `_batches_that_stepped`; there is no public one.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped - int(ended)
@@ -234,6 +260,15 @@ def _data_size(trainer: Trainer, parallel: ParallelModel | None) -> int:
         return parallel.mesh.data_size
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return int(sampler.get("num_replicas", trainer.world_size))
+
+
+def _loss_of(trainer: Trainer, outputs: Any) -> torch.Tensor | None:
+    """Return what ``training_step`` returned as its loss; Lightning has divided it by the batches of a window."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        return None
+    module = trainer.lightning_module
+    return loss.detach().sum() * (trainer.accumulate_grad_batches if module.automatic_optimization else 1)
 
 
 def _between_training_steps(trainer: Trainer) -> bool:

@@ -11,6 +11,7 @@ from smp_core.doctor import doctor
 from smp_core.fp8.commands import fp8_report
 from smp_core.memory_log import memory_report
 from smp_core.planning.commands import plan
+from smp_core.report.commands import report
 
 app = typer.Typer(
     name="smp",
@@ -25,6 +26,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.command("plan")(plan)
 app.command("topology")(topology)
 app.command("doctor")(doctor)
+app.command("report")(report)
 app.command("fp8-report")(fp8_report)
 app.command("memory-report")(memory_report)
 

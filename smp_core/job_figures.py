@@ -28,13 +28,15 @@ BYTES: dict[LinkClass, str] = {"inter": "bytes_between_nodes", "intra": "bytes_i
 """The names of the figures of bytes, by link class."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Counts:
     """The counts of this rank since the last report."""
 
     samples: float = 0.0
     tokens: float = 0.0
     flops: float = 0.0
+    batches: float = 0.0
+    loss: float | torch.Tensor = 0.0
 
 
 class JobFigures:
@@ -70,11 +72,15 @@ class JobFigures:
         peak = device_peak_flops(device) if peak_tflops is None else peak_tflops * 1e12
         # Counts are added up over the ranks before they are booked, so to the meter there is one data rank.
         self._rates = StepMeter(world_size=world_size, peak_flops_per_device=peak, window=1)
-        self._clock_runs = False
+        self._clock_runs, self._clocked = False, 0  # optimizer steps since the clock was last read
         self._parallel, self._world_size = parallel, world_size
         self._times = StepTimes() if parallel is not None and device.type == "cpu" else None
         self.straggler: Straggler | None = None
         """The rank that the others waited for in most steps before the last report."""
+        self.loss: float | None = None
+        """The mean of the losses that were counted before the last report, over batches and ranks."""
+        self.by_rank: dict[int, list[float]] = {}
+        """Seconds of each rank's steps by part, the mean of those of the last report."""
         # This rank's part of a shared sample.
         self._flops_per_sample = None if flops_per_sample is None else flops_per_sample / self._sharing
         self._measurement: FlopMeasurement | None = None
@@ -102,12 +108,13 @@ class JobFigures:
             self._forward_flops += self._measurement.stop().forward
             self._measurement = None
 
-    def count(self, samples: int, tokens: int | None) -> None:
+    def count(self, samples: int, tokens: int | None, loss: torch.Tensor | None = None) -> None:
         """Count a batch of this rank.
 
         Args:
             samples: its samples; those that several ranks share count on each of them.
             tokens: its tokens on this rank; None: not known.
+            loss: a scalar, which stays on its device until the report; None: not known.
         """
         self.end_forward()
         if self._flops_per_sample is None and samples:
@@ -118,6 +125,9 @@ class JobFigures:
         self._since.samples += samples
         self._since.tokens += tokens or 0
         self._since.flops += samples * (self._flops_per_sample or 0.0)
+        if loss is not None:
+            self._since.batches += 1
+            self._since.loss = self._since.loss + loss.detach()
 
     def start_clock(self) -> None:
         """Start the clock, unless it runs. Call it after the first optimizer step, which has the warm-up in it."""
@@ -125,7 +135,9 @@ class JobFigures:
             self._rates.start()
             if self._times is not None:
                 self._times.take()
-            self._clock_runs, self._since = True, _Counts()
+            since = self._since
+            self._since = _Counts(batches=since.batches, loss=since.loss)  # losses are no rates
+            self._clock_runs, self._clocked = True, 0
 
     def pause(self) -> None:
         """Stop the clock until :meth:`resume`: for evaluations and saves."""
@@ -144,6 +156,7 @@ class JobFigures:
 
     def end_step(self) -> None:
         """End the optimizer step."""
+        self._clocked += 1
         if self._times is not None:
             self._times.end_step()
 
@@ -155,24 +168,30 @@ class JobFigures:
             highest: figures of which the highest of all ranks is reported.
 
         Returns:
-            figures by name: ``samples`` since the start, the rates of :class:`smp_core.monitoring.Throughput` once the
-            clock runs, ``highest`` over all ranks, bytes per optimizer step and node, ``seconds_forward`` and the like:
-            of a step, waits for other ranks apart, the mean of all ranks; and ``straggler_rank`` if there is one.
+            figures by name: ``samples`` since the start, the rates of :class:`smp_core.monitoring.Throughput` and
+            ``seconds_step`` once the clock runs, ``highest`` over all ranks, bytes per optimizer step and node,
+            ``seconds_forward`` and the like: of a step, waits for other ranks apart, the mean of all ranks;
+            ``seconds_waiting``, the rest of the step; and ``straggler_rank`` if there is one.
         """
         self.enter(None)  # waiting for the others' reports is no work
         # The sums over all ranks.
         sent = self._sent_bytes()
         sent_since = [sent[link] - self._sent[link] for link in LINK_CLASSES]
         since = self._since
-        own = [self._samples, since.samples, since.tokens, since.flops, *sent_since]
-        all_samples, samples, tokens, flops, *bytes_sent = self._over_ranks(own, "sum")
+        own = [self._samples, since.samples, since.tokens, since.flops, since.batches, float(since.loss), *sent_since]
+        all_samples, samples, tokens, flops, batches, loss, *bytes_sent = self._over_ranks(own, "sum")
         figures = {"samples": all_samples / self._sharing}
+        self.loss = loss / batches if batches else None
 
         if self._clock_runs:
             known_tokens = round(tokens) if self._tokens_known else None
             self._rates.step(round(samples / self._sharing), known_tokens, flops or None)
             throughput = self._rates.throughput()
             figures |= {} if throughput is None else throughput.as_dict()
+            if throughput is not None and samples and self._clocked:
+                seconds = samples / self._sharing / throughput.samples_per_second
+                figures["seconds_step"] = seconds / self._clocked
+            self._clocked = 0
 
         maxima = self._over_ranks(list(highest.values()), "max")
         figures |= dict(zip(highest, maxima, strict=True))
@@ -183,6 +202,9 @@ class JobFigures:
                 figures[BYTES[link]] = value / self._nodes / steps
         self._step, self._sent, self._since = step, sent, _Counts()
         figures |= self._report_times()
+        if "seconds_step" in figures and "seconds_data" in figures:
+            worked = sum(figures[f"seconds_{part}"] for part in PARTS)
+            figures["seconds_waiting"] = max(figures["seconds_step"] - worked, 0.0)
         self.enter("data")
         return figures
 
@@ -196,6 +218,7 @@ class JobFigures:
         told[mesh.rank * size : (mesh.rank + 1) * size] = [value for step in own for value in step]
         everyone = torch.tensor(self._over_ranks(told, "sum")).view(self._world_size, len(own), len(PARTS))
         figures = dict(zip((f"seconds_{part}" for part in PARTS), everyone.mean((0, 1)).tolist(), strict=True))
+        self.by_rank = dict(enumerate(everyone.mean(1).tolist()))
         before, self.straggler = self.straggler, find_straggler(everyone.tolist())
         if self.straggler is None:
             return figures

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from smp_core import run_log
 from smp_core.meeting import Meetings
 from smp_core.signs import GONE, Board, BoardSilent, open_boards
 from smp_core.stalls import StallWatch
@@ -185,6 +186,7 @@ class RankWatch:
     def _say(self, what: str) -> None:
         sys.stderr.write(f"torch-smp, rank {self.rank}: {what}\n")
         sys.stderr.flush()
+        run_log.note("stall", text=what)
 
     def _compare(self) -> str | None:
         """Return what two looks, some signs apart, say about the others; None when no board answers.

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from smp_core import run_log
 from smp_core.command_line import console
 
 MIB = 2**20
@@ -33,9 +34,7 @@ class StepMemory:
 
 def append_to_log(path: Path, step: int, memory: StepMemory) -> None:
     """Append one JSON line for a step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "device": dict(memory.device), "host": dict(memory.host)}) + "\n")
+    run_log.append(path, "memory", step=step, device=dict(memory.device), host=dict(memory.host))
 
 
 def read_log(path: Path) -> dict[int, StepMemory]:

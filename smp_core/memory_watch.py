@@ -15,6 +15,7 @@ from smp_core.memory_log import KINDS, StepMemory, append_to_log, draw
 from smp_core.memory_report import MemoryReport
 from smp_core.monitoring import GIB, peak_memory_gib
 from smp_core.parallel_model import ParallelModel
+from smp_core.run_log import note
 
 
 class MemoryWatch:
@@ -84,6 +85,7 @@ class MemoryWatch:
         self.latest = {f"peak_{kind}_gib": seen.device[kind] / GIB for kind in known}
         if self._mesh.rank == 0:
             append_to_log(self._log, step, seen)
+            note("memory", step=step, device=seen.device, host=seen.host)
 
     def abandon(self) -> None:
         """Stop watching a step that did not come to its end."""

@@ -2,12 +2,14 @@
 
     python -m tests.stalling_script FACE EVENT RANK UNTIL
 
-FACE is "lightning" or "accelerate", EVENT a key of ``EVENTS`` and RANK who it happens to. Any rank ends the run as soon
-as it has written a line to stderr that matches UNTIL: what hangs would go on for minutes otherwise.
+FACE is "lightning" or "accelerate", EVENT a key of ``EVENTS`` or ``GIVEN`` or "validation", RANK who it happens to.
+Any rank ends the run as soon as it has written a line to stderr that matches UNTIL: what hangs would go on for minutes
+otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -37,10 +39,10 @@ class Block(nn.Module):
 class TwoTowers(nn.Module):
     """Text, to which samples with an image add what the vision tower makes of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.vision = nn.ModuleList(Block() for _ in range(2))
-        self.text = nn.ModuleList(Block() for _ in range(2))
+        self.text = nn.ModuleList(Block() for _ in range(layers))
 
     def forward(self, x: torch.Tensor, image: torch.Tensor | None = None, layers: int = 2) -> torch.Tensor:
         if image is not None:
@@ -58,9 +60,16 @@ class Step:
     def __init__(self) -> None:
         self.image: torch.Tensor | None = None
         self.layers, self.swallows, self.detaches, self.nothing, self.micro_batches = 2, False, False, False, 1
+        self.freezes = self.evaluates = self.ends = False
 
     def loss(self, model: nn.Module) -> torch.Tensor | None:
         x = torch.randn(4, WIDTH)
+        if self.freezes:
+            for parameter in model.text[0].parameters():  # type: ignore[union-attr, index]
+                parameter.requires_grad_(False)
+        if self.evaluates:
+            with torch.no_grad():
+                model(x)
         if self.swallows:
             try:
                 return model(x, torch.randn(4, WIDTH + 1)).square().mean()
@@ -113,6 +122,18 @@ def stop(_: Step) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def swap_out(_: Step) -> None:
+    """As on a machine without memory: the process gets a turn now and then."""
+    if os.fork():
+        return
+    with contextlib.suppress(ProcessLookupError):
+        while os.getppid() != 1:
+            for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.1)):
+                os.kill(os.getppid(), number)
+                time.sleep(seconds)
+    os._exit(0)
+
+
 def kill(_: Step) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -132,6 +153,8 @@ def setting(**fields: Any) -> Callable[[Step], None]:
     return change
 
 
+# Events at the beginning: what the rank is given.
+GIVEN = {"knobs": {"reshard_after_forward": False}, "model": {"layers": 3}}
 EVENTS: dict[str, Callable[[Step], None]] = {
     "image": setting(image=torch.randn(4, WIDTH)),
     "fewer layers": setting(layers=1),
@@ -140,6 +163,9 @@ EVENTS: dict[str, Callable[[Step], None]] = {
     "no gradient": setting(detaches=True),
     "nothing": setting(nothing=True),
     "micro-batches": setting(micro_batches=2),
+    "frozen": setting(freezes=True),
+    "evaluation": setting(evaluates=True),
+    "end": setting(ends=True),
     "sleep": sleep_in_user_code,
     "lock": wait_for_a_lock,
     "input": wait_for_input,
@@ -147,6 +173,7 @@ EVENTS: dict[str, Callable[[Step], None]] = {
     "save": save,
     "barrier": barrier,
     "stop": stop,
+    "swap": swap_out,
     "kill": kill,
     "leave": leave,
     "fail": fail,
@@ -162,6 +189,7 @@ class Until:
     def write(self, text: str) -> int:
         written = self._stderr.write(text)
         if self._pattern.search(text):
+            self._stderr.write(f"seen at {time.time():.1f}\n")
             self._stderr.flush()
             os._exit(3)
         return written
@@ -171,7 +199,7 @@ class Until:
 
 
 def struck(step: Step, index: int, event: str, rank: int) -> Step:
-    if index == STRIKES and dist.get_rank() == rank:
+    if index == STRIKES and dist.get_rank() == rank and event in EVENTS:
         sys.stderr.write(f"struck at {time.time():.1f}\n")
         EVENTS[event](step)
     return step
@@ -183,8 +211,9 @@ def with_accelerate(event: str, rank: int) -> None:
     from accelerate_smp import SmpAccelerator
 
     limit = InitProcessGroupKwargs(timeout=timedelta(seconds=120))
-    accelerator = SmpAccelerator(smp_config={"shard_degree": "world"}, kwargs_handlers=[limit])
-    model = TwoTowers()
+    knobs = {"shard_degree": "world", **given("knobs", event, rank)}
+    accelerator = SmpAccelerator(smp_config=knobs, kwargs_handlers=[limit])
+    model = TwoTowers(**given("model", event, rank))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     for index in range(STEPS):
         step = struck(Step(), index, event, rank)
@@ -194,6 +223,8 @@ def with_accelerate(event: str, rank: int) -> None:
                 if loss is not None:
                     accelerator.backward(loss)
         optimizer.step()
+        if step.ends:
+            break
         optimizer.zero_grad()
     accelerator.end_training()
 
@@ -206,20 +237,37 @@ def with_lightning(event: str, rank: int) -> None:
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = TwoTowers()
+            self.model = TwoTowers(**given("model", event, rank))
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor | None:
-            return struck(Step(), index, event, rank).loss(self.model)
+            step = struck(Step(), index, event, rank)
+            self.trainer.should_stop = step.ends
+            return step.loss(self.model)
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.model(torch.randn(4, WIDTH))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
 
-    strategy = SmpShardedStrategy(shard_degree="world", timeout=timedelta(seconds=120))
+    class Rows(torch.utils.data.IterableDataset[int]):
+        """Batches of an evaluation, of which the rank that is struck has more."""
+
+        def __iter__(self) -> Any:
+            return iter(range(4 if event == "validation" and dist.get_rank() == rank else 2))
+
+    knobs = given("knobs", event, rank)
+    strategy = SmpShardedStrategy(shard_degree="world", timeout=timedelta(seconds=120), **knobs)
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
     )
     trainer = Trainer(accelerator="cpu", devices=dist_ranks(), strategy=strategy, max_epochs=1, **quiet)
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.arange(STEPS * dist_ranks()), batch_size=1))
+    rows = torch.utils.data.DataLoader(torch.arange(STEPS * dist_ranks()), batch_size=1)
+    trainer.fit(Module(), rows, torch.utils.data.DataLoader(Rows()) if event == "validation" else None)
+
+
+def given(what: str, event: str, rank: int) -> dict[str, Any]:
+    return GIVEN[what] if event == what and int(os.environ["RANK"]) == rank else {}
 
 
 def dist_ranks() -> int:

@@ -27,6 +27,7 @@ from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.staging import HostBuffers, Staged, stage
 from smp_core.checkpoint.writer import SaveOptions, write_staged
 from smp_core.compat import collective_timeout
+from smp_core.run_log import note
 
 logger = logging.getLogger("smp")
 
@@ -101,6 +102,7 @@ class AsyncCheckpointer:
         )  # a daemon: one that waits for a lost rank must not keep its process; the end of a process waits below
         self._thread.start()
         self.stall_seconds = time.perf_counter() - begin
+        note("checkpoint", path=os.fspath(path), stall_seconds=self.stall_seconds, behind=True)
 
     def _write(self, path: str, staged: Staged | None, problem: Exception | None, options: SaveOptions) -> None:
         def staged_here() -> Staged:

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import platform
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata as package_metadata
@@ -52,6 +53,7 @@ from smp_core.checkpoint.tensor_file import Entry, write_tensor_file
 from smp_core.checkpoint.tree import EncodedRest, Path, merge_rest
 from smp_core.checkpoint.untrusted import is_plain
 from smp_core.checkpoint.verify import check_written
+from smp_core.run_log import note
 
 logger = logging.getLogger("smp")
 
@@ -87,9 +89,11 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank when any rank failed; a checkpoint at ``path`` is then untouched.
     """
+    begin = time.perf_counter()
     ranks = Ranks(process_group)
     options = SaveOptions(dict(metadata or {}), dict(extra_files or {}), overwrite, digest)
     write_staged(path, lambda: stage(state, per_rank, ranks.rank, allow_pickle), options, ranks)
+    note("checkpoint", path=os.fspath(path), stall_seconds=time.perf_counter() - begin, behind=False)
 
 
 @dataclasses.dataclass(frozen=True)

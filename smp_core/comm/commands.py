@@ -13,6 +13,7 @@ import typer
 
 from smp_core.comm.measuring import SIZES, TIMEOUT, measure
 from smp_core.command_line import console
+from smp_core.layout import Layout
 from smp_core.links import LINKS_VARIABLE, Links
 from smp_core.planning.picture import svg_picture, text_picture
 from smp_core.topology import Topology
@@ -76,4 +77,4 @@ def _show(found: Topology, degree: int, links: Links | None, svg: Path | None) -
         if (poor := links.poor_fits()) is not None:
             logger.warning("%s", poor)
     if svg is not None:
-        svg.write_text(svg_picture(found, degree, links), encoding="utf-8")
+        svg.write_text(svg_picture(found, Layout.of_world(found.world_size, degree), links), encoding="utf-8")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from smp_core import run_log
 from smp_core.fp8.convert import Fp8Model
 from smp_core.fp8.scaling import ROLES, WEIGHT
 
@@ -128,6 +129,7 @@ class Fp8Watch:
         figures = self._probe.end()
         if writes:
             append_to_log(self.path, step, figures)
+            run_log.note("fp8", step=step, modules=figures)
         shown: dict[str, float] = {}
         for name, values in figures.items():
             if any(fnmatch.fnmatchcase(name, glob) for glob in self.modules):
@@ -137,9 +139,7 @@ class Fp8Watch:
 
 def append_to_log(path: Path, step: int, figures: dict[str, dict[str, float]]) -> None:
     """Append one JSON line for a probed step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "modules": figures}) + "\n")
+    run_log.append(path, "fp8", step=step, modules=figures)
 
 
 @dataclass(frozen=True)

@@ -34,35 +34,39 @@ def text_picture(topology: Topology, shard_degree: int) -> str:
     return "\n".join(lines)
 
 
-def svg_picture(topology: Topology, shard_degree: int, links: Links | None = None) -> str:
-    """Return nodes as boxes, ranks as discs in their partition group's colour, replication groups as lines."""
-    layout = Layout.of_world(topology.world_size, shard_degree)
+def svg_picture(topology: Topology, layout: Layout, links: Links | None = None) -> str:
+    """Return nodes as boxes, ranks as discs in their partition group's colour, replication groups as lines. Of many
+    nodes the first are shown."""
+    nodes = topology.nodes[:_SHOWN]
     k, step, margin = topology.ranks_per_node, 54, 20
-    width, height = margin * 2 + k * step + 120, margin * 2 + topology.num_nodes * 84 + 40
+    width, height = max(margin * 2 + k * step + 120, 600), margin * 2 + len(nodes) * 84 + 40
     place = {
         rank: (margin + 110 + local * step + step // 2, margin + node * 84 + 36)
-        for node, ranks in enumerate(topology.nodes)
+        for node, ranks in enumerate(nodes)
         for local, rank in enumerate(ranks)
     }
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-        'font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        'font-family="sans-serif" font-size="12" fill="currentColor">'
     ]
-    for node, name in enumerate(topology.node_names):
+    for node, name in enumerate(topology.node_names[:_SHOWN]):
         y = margin + node * 84
         parts.append(
-            f'<rect x="{margin + 104}" y="{y}" width="{k * step + 12}" height="72" rx="8" fill="#f4f4f4" '
+            f'<rect x="{margin + 104}" y="{y}" width="{k * step + 12}" height="72" rx="8" fill="none" '
             'stroke="#999999"/>'
         )
         parts.append(f'<text x="{margin}" y="{y + 40}">{escape(name)}</text>')
     for ranks in layout.groups("replicate"):
-        points = " ".join(f"{place[rank][0]},{place[rank][1]}" for rank in ranks)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="#bbbbbb" stroke-dasharray="3 3"/>')
+        points = " ".join(f"{place[rank][0]},{place[rank][1]}" for rank in ranks if rank in place)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="#999999" stroke-dasharray="3 3"/>')
     for rank, (x, y) in place.items():
-        colour = _COLOURS[layout.coordinate(rank, "replicate") % len(_COLOURS)]
+        colour = _COLOURS[layout.coordinate(rank, "pipeline", "replicate") % len(_COLOURS)]
         parts.append(f'<circle cx="{x}" cy="{y}" r="16" fill="{colour}"/>')
         parts.append(f'<text x="{x}" y="{y + 4}" text-anchor="middle" fill="#ffffff">{rank}</text>')
-    legend = f"shard_degree={shard_degree}: one colour per partition group, dashed lines join replicas of a shard"
+    degree = layout.size(*PARTITION)
+    legend = f"shard_degree={degree}: one colour per partition group, dashed lines join replicas of a shard"
+    if len(nodes) < topology.num_nodes:
+        legend += f"; {topology.num_nodes - len(nodes)} more nodes"
     parts.append(f'<text x="{margin}" y="{height - 32}">{legend}</text>')
     if links is not None:
         said = f"{_link_line('inside a node', links.intra)}; {_link_line('between nodes', links.inter)}"

@@ -20,10 +20,11 @@ from smp_core.planning.model_trace import ModelTrace
 from smp_core.planning.units import PlannedUnit
 
 
-def sent_bytes(plan: Plan, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> dict[str, float]:
+def sent_bytes(plan: Plan, trace: ModelTrace | None, micro_batch: int, count: int, tokens: int) -> dict[str, float]:
     """Return the bytes by "kind/link", as in "all_gather/inter".
 
     Args:
+        trace: of the model; None: bytes of context ranks are left out.
         micro_batch, count: samples of a micro-batch on each rank, and micro-batches of a step.
         tokens: of a whole sequence.
     """
@@ -33,7 +34,7 @@ def sent_bytes(plan: Plan, trace: ModelTrace, micro_batch: int, count: int, toke
         sent.reductions(unit, count)
     for names in plan.replicated_parameters:
         sent.replicated(names)
-    if plan.layout.context > 1:
+    if plan.layout.context > 1 and trace is not None:
         sent.context(trace, micro_batch, count, tokens)
     return {name: n_bytes for name, n_bytes in sorted(sent.bytes.items()) if n_bytes}
 

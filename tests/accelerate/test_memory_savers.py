@@ -10,6 +10,7 @@ import torch
 
 from accelerate_smp import SmpMonitorCallback
 from smp_core.memory_log import read_log
+from smp_core.report.runs import Run
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import make_trainer
 from tests.core.activations.models import DroppingGpt, tokens, whole
@@ -111,6 +112,9 @@ def test_trainers_log_takes_peaks_apart_on_request(tmp_path: Path) -> None:
     for logged, _ in ranks[:1]:
         assert logged["peak_optimizer_gib"] == steps[4].device["optimizer"] / 2**30
         assert logged["peak_activations_gib"] == steps[4].device["activations"] / 2**30
+    run = Run.read(tmp_path)
+    assert run.steps[4]["loss"] == ranks[0][0]["loss"] and "learning_rate" in run.steps[4]
+    assert run.memory[4]["device"] == steps[4].device and run.end is not None and not run.unreadable
     assert (tmp_path / "0.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="memory_every_n_steps=-1"):
         SmpMonitorCallback(memory_every_n_steps=-1)

@@ -22,6 +22,7 @@ from smp_core.cli import app
 from smp_core.comm import commands, measuring
 from smp_core.comm.flat import FlatAllGather, FlatReduceScatter
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
+from smp_core.layout import Layout
 from smp_core.links import (
     KINDS,
     Collectives,
@@ -394,7 +395,7 @@ def test_the_picture_shows_every_rank_once_with_its_group() -> None:
     ]
     assert "0, 8" in text
     links = Links(4, 4, alike(4, 1e-6, 1e11), alike(4, 1e-5, 1e9), None)
-    drawn = svg_picture(topology, 8, links)
+    drawn = svg_picture(topology, Layout.of_world(topology.world_size, 8), links)
     assert "between nodes: 10 us, 1 GB/s per rank" in drawn
     root = ElementTree.fromstring(drawn)
     space = "{http://www.w3.org/2000/svg}"

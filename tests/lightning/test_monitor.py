@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_smp import SmpMonitor
 from lightning_smp.callbacks import count_samples, count_tokens
 from smp_core.comm.meter import LINK_CLASSES
+from smp_core.report.runs import Run
 from tests.harness import run_ranks
 from tests.lightning.running import make_trainer
 
@@ -220,25 +221,47 @@ def test_other_strategies_work_without_bytes_and_shared_samples_count_once(share
         assert len(said) == (1 if rank == 0 else 0)
 
 
-def train_with_csv(folder: str) -> None:
+def train_with_csv(folder: str) -> list[float]:
+    losses = []
+
     class Logs(Model):
         def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
             loss = self.loss(batch)
             self.log("loss", loss)
+            losses.append(float(loss.detach()))
             return loss
 
     logger = CSVLogger(folder, name="", version="")
-    train(Logs, batches=5, logger=logger, log_every_n_steps=1)
+    flags = {"enable_checkpointing": True, "accumulate_grad_batches": 2, "log_every_n_steps": 1}
+    train(Logs, batches=10, logger=logger, default_root_dir=folder, **flags)
+    return losses
 
 
-def test_loggers_get_the_reports_beside_the_losses_of_the_same_steps(tmp_path: Path) -> None:
-    run_ranks(train_with_csv, 2, str(tmp_path))
+def test_loggers_and_the_runs_log_get_the_reports_beside_the_losses_of_the_same_steps(tmp_path: Path) -> None:
+    losses = torch.tensor(run_ranks(train_with_csv, 2, str(tmp_path), ranks_per_node=1)).mean(0)
     rows = (tmp_path / "metrics.csv").read_text().splitlines()
     names = rows[0].split(",")
     table = [dict(zip(names, row.split(","), strict=True)) for row in rows[1:]]
     assert [row["step"] for row in table if row["loss"]] == ["0", "1", "2", "3", "4"]
-    assert [row["step"] for row in table if row["smp/samples"]] == ["1", "3", "4"]
-    assert [float(row["smp/samples"]) for row in table if row["smp/samples"]] == [8.0, 16.0, 20.0]
+    reports = [row for row in table if row["smp/samples"]]
+    assert [row["step"] for row in reports] == ["1", "3", "4"]
+    assert [float(row["smp/samples"]) for row in reports] == [16.0, 32.0, 40.0]
+
+    run = Run.read(tmp_path)
+    assert list(run.steps) == [2, 4, 5] and run.unreadable == 0 and run.starts == 1
+    for (step, line), row in zip(run.steps.items(), reports, strict=True):
+        for name in ("samples", "samples_per_second", "bytes_between_nodes", "peak_host_rss_gib"):
+            assert not row[f"smp/{name}"] or float(row[f"smp/{name}"]) == line[name], (step, name)
+        of_report = losses[2 * max(step - 2, 0) if step < 5 else 8 : 2 * step]
+        # Added up in float32 by the run, and here.
+        assert line["loss"] == pytest.approx(float(of_report.mean()), rel=1e-6), step
+    of_step = {name: value for name, value in run.last("sent").items() if name.endswith("/inter_bytes")}
+    assert run.asked["planned_sent"] == {name.removesuffix("_bytes"): value for name, value in of_step.items()}
+    shares = {each["knob"]: each["share"] for each in run.asked["savings"]}
+    assert list(shares) == ['compression={"reduce": "bf16"}', 'compression={"reduce": "int8"}']
+    assert shares['compression={"reduce": "bf16"}'] == 0.5 and 0.25 < shares['compression={"reduce": "int8"}'] < 0.5
+    assert [line["behind"] for line in run.checkpoints] == [False] and run.checkpoints[0]["stall_seconds"] > 0
+    assert run.end is not None and run.end["how"] == "completed" and run.end["step"] == 5
 
 
 def test_given_flops_and_given_counts_are_taken() -> None:

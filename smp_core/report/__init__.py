@@ -1,0 +1,1 @@
+"""One page about a run, made of the log that its monitor wrote: `smp report`."""

@@ -1,0 +1,335 @@
+"""The page about one run, or two beside one another: sections of tables and charts, put into a template.
+
+The template escapes whatever it is given (jinja2's autoescape) but for charts, which escape by themselves, and the page
+forbids scripts and every request (Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from smp_core.layout import Layout
+from smp_core.planning.picture import svg_picture
+from smp_core.report.charts import Charts
+from smp_core.report.runs import Run, number, numbers, objects, texts
+from smp_core.report.verdict import verdict
+from smp_core.step_times import PARTS
+from smp_core.topology import Topology
+
+_MIB = 2**20
+# Ranks of a world whose picture is drawn, and rows of a table that are shown.
+_LARGEST_PICTURE, _MOST_ROWS = 4096, 50
+
+FIGURES = {
+    "loss": "loss",
+    "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "tflops_per_device": "model TFLOPS per device",
+    "mfu": "MFU (share of the peak)",
+    "seconds_step": "seconds of a step",
+    **{f"seconds_{part}": f"seconds of it: {part}" for part in PARTS},
+    "seconds_waiting": "seconds of it: waiting for other ranks",
+    "bytes_between_nodes": "bytes to other nodes, per step and node",
+    "bytes_inside_nodes": "bytes inside nodes, per step and node",
+    "peak_device_memory_gib": "peak device memory, GiB",
+    "peak_host_rss_gib": "peak memory of a rank, GiB",
+}
+"""Figures of reports that have words; others are shown by their own names."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number in a table: as the log has it, and for people."""
+
+    value: float
+
+    @property
+    def text(self) -> str:
+        """Return the number with four digits, or all of those before the point."""
+        return f"{self.value:,.0f}" if abs(self.value) >= 1e4 else f"{self.value:.4g}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        heads: of the columns.
+        rows: (name, cells); a cell is a Cell, a text or None.
+        key: names the table in the page's markup.
+    """
+
+    key: str
+    heads: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Any]]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: a heading, then whatever of the rest there is."""
+
+    heading: str
+    tables: Sequence[Table] = ()
+    charts: Sequence[Markup] = ()
+    lines: Sequence[str] = ()
+    note: str = ""
+
+    @property
+    def has_content(self) -> bool:
+        """Tell whether there is anything to show."""
+        return bool(self.charts or self.lines or any(table.rows for table in self.tables))
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Return the page about one run, or about two beside one another, as HTML.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    charts = Charts()
+    makers: list[Callable[[Sequence[Run], Charts], list[Section]]] = [
+        *(_asked, _groups, _progress, _parts, _bytes, _memory, _saves, _fp8, _events)
+    ]
+    sections = [section for make in makers for section in make(runs, charts) if section.has_content]
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("smp_core.report", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_printable,
+    )
+    return environment.get_template("page.html").render(
+        title=" against ".join(run.name for run in runs),
+        runs=[(run.name, _began(run), [*verdict(run), *_left_out(run)]) for run in runs],
+        sections=sections,
+        is_number=lambda cell: isinstance(cell, Cell),
+    )
+
+
+def _printable(value: Any) -> Any:
+    """Return a text without control characters, which pages may not have."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in value)
+
+
+def _began(run: Run) -> str:
+    began = number(run.asked.get("time"))
+    try:
+        moment = datetime.datetime.fromtimestamp(began or 0.0, datetime.timezone.utc)
+    except (ValueError, OverflowError, OSError):
+        return ""
+    return f"{moment:%Y-%m-%d %H:%M} UTC"
+
+
+def _left_out(run: Run) -> list[str]:
+    found = [f"{run.unreadable} lines of the log could not be read."] if run.unreadable else []
+    return [*found, "The file begins with an earlier run, which is not shown."] if run.earlier else found
+
+
+def _of(run: Run, runs: Sequence[Run]) -> str:
+    return "" if len(runs) == 1 else f" ({run.name})"
+
+
+def _asked(runs: Sequence[Run], charts: Charts) -> list[Section]:
+    """Return what was asked, chosen and why; of two runs also where they differ."""
+    found = []
+    if len(runs) == 2:
+        sides = [{str(row.get("knob")): row for row in objects(run.asked.get("knobs"))} for run in runs]
+        rows = []
+        for knob in dict.fromkeys(name for side in sides for name in side):
+            values = [str(side[knob].get("value")) if knob in side else "default" for side in sides]
+            if values[0] != values[1]:
+                rows.append((knob, values))
+        found.append(Section("Knobs in which they differ", [Table("differ", ["knob", *_names(runs)], rows)]))
+    for run in runs:
+        rows = []
+        for row in objects(run.asked.get("knobs")):
+            rows.append((str(row.get("knob")), [str(row.get(name)) for name in ("asked", "value", "why")]))
+        table = Table("knobs", ["knob", "asked", "in effect", "why"], rows[:_MOST_ROWS])
+        note = "Knobs that are not listed are at their defaults."
+        found.append(Section(f"What was asked, and chosen{_of(run, runs)}", [table], note=note))
+    return found
+
+
+def _groups(runs: Sequence[Run], charts: Charts) -> list[Section]:
+    """Return the nodes with their ranks and groups."""
+    found = []
+    for run in runs:
+        picture = _picture(run)
+        drawn = [] if picture is None else [Markup(picture)]
+        lines = texts(run.asked.get("plan"))
+        found.append(Section(f"Nodes and groups{_of(run, runs)}", charts=drawn, lines=lines))
+    return found
+
+
+def _picture(run: Run) -> str | None:
+    names, per_node = texts(run.asked.get("nodes")), number(run.asked.get("ranks_per_node"))
+    degrees = numbers(run.asked.get("layout"))
+    if not names or per_node is None or not 1 <= per_node <= _LARGEST_PICTURE / len(names):
+        return None
+    try:
+        layout = Layout(**{axis: int(degree) for axis, degree in degrees.items()})
+    except TypeError:
+        return None
+    world, k = len(names) * int(per_node), int(per_node)
+    if layout.world_size != world or min(vars(layout).values()) < 1:
+        return None
+    nodes = tuple(tuple(range(first, first + k)) for first in range(0, world, k))
+    return svg_picture(Topology(nodes, tuple(names)), layout)
+
+
+def _progress(runs: Sequence[Run], charts: Charts) -> list[Section]:
+    """Return loss, throughput, and all figures of the reports."""
+    drawn = []
+    for name in ("loss", "tokens_per_second", "samples_per_second", "seconds_step"):
+        series = {run.name if len(runs) == 2 else name: run.figures.get(name, []) for run in runs}
+        is_second_rate = name == "samples_per_second" and any("tokens_per_second" in run.figures for run in runs)
+        if any(series.values()) and not is_second_rate:
+            drawn.append(Markup(charts.lines(series, FIGURES[name])))
+    return [Section("Loss and throughput", [_figures(runs)], drawn)]
+
+
+def _figures(runs: Sequence[Run]) -> Table:
+    of_runs = [{name: [v for _, v in points] for name, points in run.figures.items()} for run in runs]
+    there = dict.fromkeys(name for figures in of_runs for name in figures)
+    ordered = [name for name in FIGURES if name in there] + [name for name in there if name not in FIGURES]
+    if len(runs) == 1:
+        heads = ["figure", "first", "median", "lowest", "highest", "last"]
+        rows = [(FIGURES.get(name, name), list(map(Cell, _summary(of_runs[0][name])))) for name in ordered]
+        return Table("figures", heads, rows[:_MOST_ROWS])
+    rows = []
+    for name in ordered:
+        medians = [statistics.median(figures[name]) if name in figures else None for figures in of_runs]
+        cells: list[Any] = [None if median is None else Cell(median) for median in medians]
+        first, second = medians
+        known = first is not None and second is not None and first != 0
+        cells.append(f"{second / first - 1:+.1%}" if known else None)  # type: ignore[operator]
+        rows.append((FIGURES.get(name, name), cells))
+    return Table("figures", ["median of", *_names(runs), "difference"], rows[:_MOST_ROWS])
+
+
+def _summary(values: Sequence[float]) -> list[float]:
+    return [values[0], statistics.median(values), min(values), max(values), values[-1]]
+
+
+def _parts(runs: Sequence[Run], charts: Charts) -> list[Section]:
+    """Return the last measured steps of each rank, by part."""
+    found = []
+    for run in runs:
+        ranks: dict[str, dict[str, float]] = {}
+        for rank, seconds in run.last("seconds_by_rank").items():
+            values = [number(value) for value in seconds] if isinstance(seconds, list) else []
+            if len(values) == len(PARTS) and None not in values:
+                ranks[f"rank {rank}"] = dict(zip(PARTS, values, strict=True))  # type: ignore[arg-type]
+        whole = [values[-1][1] for name, values in run.figures.items() if name == "seconds_step"]
+        for parts in ranks.values() if whole else ():
+            parts["waiting"] = max(whole[0] - sum(parts.values()), 0.0)
+        rows = [(rank, [Cell(parts[part]) for part in PARTS]) for rank, parts in ranks.items()]
+        drawn = [Markup(charts.bars(ranks, "seconds of a step"))] if ranks else []
+        note = "Of the last report, on average over its steps; waiting is the rest of the step."
+        table = Table("ranks", ["rank", *PARTS], rows)
+        found.append(Section(f"A step by part and rank{_of(run, runs)}", [table], drawn, note=note))
+    return found
+
+
+def _bytes(runs: Sequence[Run], charts: Charts) -> list[Section]:
+    """Return the bytes that rank 0 sent in the last step, and the formulas'."""
+    found = []
+    for run in runs:
+        sent, planned = numbers(run.last("sent")), numbers(run.asked.get("planned_sent"))
+        kinds = [name.removesuffix("_bytes") for name in sent if "/" in name and name.endswith("_bytes")]
+        rows = []
+        for kind in dict.fromkeys([*kinds, *planned]):
+            counted, expected, seconds = sent.get(f"{kind}_bytes"), planned.get(kind), sent.get(f"{kind}_seconds")
+            if counted or expected:
+                cells = [None if value is None else Cell(value) for value in (counted, expected, seconds)]
+                rows.append((kind, cells))
+        heads = ["collective/link", "bytes sent", "by formula", "seconds in it"]
+        note = (
+            "Rank 0, the last step before the last report. intra: inside a node, inter: to another one. The formulas "
+            "know no compression, tensor or context ranks; small sums of norms and flags have none."
+        )
+        found.append(Section(f"Bytes by collective and link{_of(run, runs)}", [Table("sent", heads, rows)], note=note))
+    return found
+
+
+def _memory(runs: Sequence[Run], charts: Charts) -> list[Section]:
+    """Return the parts of the peaks, beside the plan's."""
+    found = []
+    for run in runs:
+        planned = numbers(run.asked.get("planned_memory"))
+        peaks = {step: numbers(line.get("device")) for step, line in run.memory.items()}
+        highest = max(peaks.values(), key=lambda kinds: sum(kinds.values()), default={})
+        rows = []
+        for kind in dict.fromkeys([*highest, *planned]):
+            values = (highest.get(kind), planned.get(kind))
+            rows.append((kind, [None if value is None else Cell(value / _MIB) for value in values]))
+        kinds = {kind: [(step, peak.get(kind, 0.0) / _MIB) for step, peak in peaks.items()] for kind in highest}
+        drawn = [Markup(charts.lines(kinds, "MiB at the peak"))] if kinds else []
+        note = f"Of the watched step with the highest peak, the most of any rank. Planned: {_optimizer(run)}"
+        if not peaks:
+            note = f"SmpMonitor(memory_every_n_steps=...) measures it. Planned: {_optimizer(run)}"
+        table = Table("memory", ["kind", "MiB at the highest peak", "planned"], rows)
+        found.append(Section(f"Memory by kind{_of(run, runs)}", [table], drawn, note=note))
+    return found
+
+
+def _optimizer(run: Run) -> str:
+    return str(run.asked.get("planned_optimizer") or "not known") + "."
+
+
+def _saves(runs: Sequence[Run], charts: Charts) -> list[Section]:
+    found = []
+    for run in runs:
+        rows = []
+        for line in run.checkpoints[-_MOST_ROWS:]:
+            stall = number(line.get("stall_seconds"))
+            cells = [None if stall is None else Cell(stall), "behind training" if line.get("behind") else "waited for"]
+            rows.append((f"step {number(line.get('step')) or 0:,.0f}", [*cells, str(line.get("path"))]))
+        table = Table("saves", ["save", "seconds that training waited", "written", "to"], rows)
+        found.append(Section(f"Checkpoints{_of(run, runs)}", [table]))
+    return found
+
+
+def _fp8(runs: Sequence[Run], charts: Charts) -> list[Section]:
+    """Return the modules whose numbers fit FP8 worst."""
+    found = []
+    for run in runs:
+        rows = []
+        for figure in ("input_saturated", "input_flushed", "gradient_saturated", "gradient_flushed"):
+            worst: dict[str, float] = {}
+            for line in run.fp8.values():
+                modules = line.get("modules")
+                for name, figures in modules.items() if isinstance(modules, Mapping) else ():
+                    worst[str(name)] = max(worst.get(str(name), 0.0), numbers(figures).get(figure, 0.0))
+            largest = sorted(worst.items(), key=lambda pair: -pair[1])[:3]
+            rows += [(figure.replace("_", " "), [module, Cell(value)]) for module, value in largest]
+        heads = ["share of elements", "module", "largest in any probed step"]
+        found.append(Section(f"FP8: the modules that fit worst{_of(run, runs)}", [Table("fp8", heads, rows)]))
+    return found
+
+
+def _events(runs: Sequence[Run], charts: Charts) -> list[Section]:
+    found = []
+    for run in runs:
+        shown = run.events[-_MOST_ROWS:]
+        rows = [(f"step {number(line.get('step')) or 0:,.0f}", [_kind(line), str(line.get("text"))]) for line in shown]
+        note = f"The last {_MOST_ROWS} of {len(run.events)}." if len(run.events) > len(shown) else ""
+        heading = f"Warnings, and ranks that waited{_of(run, runs)}"
+        found.append(Section(heading, [Table("events", ["after", "", "what was said"], rows)], note=note))
+    return found
+
+
+def _kind(line: Mapping[str, Any]) -> str:
+    return "waiting" if line.get("kind") == "stall" else "warning"
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    return [run.name for run in runs]

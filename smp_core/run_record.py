@@ -1,0 +1,120 @@
+"""RunRecord: what a monitor writes into the log of its run: what was asked and chosen, steps, and the end.
+
+The format is that of :mod:`smp_core.run_log`; `smp report` makes a page of it. Only rank 0 writes, and nothing here
+communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_core import run_log
+from smp_core.knob_rules import SETTINGS
+from smp_core.knob_table import DEFAULT, shown
+from smp_core.links import KINDS, Collectives, Links
+from smp_core.parallel_model import ParallelModel
+from smp_core.planning.decide import Plan
+from smp_core.planning.memory import estimate
+from smp_core.planning.optimizers import planned_states
+from smp_core.planning.savings import savings
+from smp_core.planning.sent_bytes import sent_bytes
+
+# Ranks whose times by part go into a line of a step: those that worked longest.
+_MOST_RANKS = 64
+
+
+class RunRecord:
+    """The log of one training run.
+
+    Args:
+        parallel: the parallelized model; None: nothing is sharded, and the log has no plan.
+        optimizers: for the memory plan.
+        path: the file.
+        step: optimizer steps taken before; a log of a run that is resumed goes on.
+        micro_batches: of an optimizer step, for the formulas of bytes.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModel | None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        path: Path,
+        step: int,
+        micro_batches: int,
+    ) -> None:
+        self._parallel = parallel
+        self._log = run_log.start(path, step)
+        fields = {} if parallel is None else _of_plan(parallel.plan, optimizers, micro_batches)
+        self._log.append("run", micro_batches=micro_batches, torch=torch.__version__, **fields)
+
+    def write_step(
+        self, step: int, figures: Mapping[str, float], by_rank: Mapping[int, Sequence[float]] | None = None
+    ) -> None:
+        """Append the figures of a report.
+
+        Args:
+            step: optimizer steps taken.
+            figures: numbers by name.
+            by_rank: seconds of each rank's steps by part (:data:`smp_core.step_times.PARTS`).
+        """
+        more: dict[str, Any] = {}
+        if by_rank:
+            longest = sorted(by_rank, key=lambda rank: -sum(by_rank[rank]))[:_MOST_RANKS]
+            more["seconds_by_rank"] = {str(rank): list(by_rank[rank]) for rank in sorted(longest)}
+        if self._parallel is not None and self._parallel.meter.enabled:
+            more["sent"] = self._parallel.meter.per_step()
+        self._log.append("step", **dict(figures), **more, step=step)
+        self._log.step = step
+
+    def end(self, step: int, error: BaseException | None = None) -> None:
+        """Append the end of the run, once, and close the log."""
+        how = "completed" if error is None else f"{type(error).__name__}: {error}"[:2000]
+        self._log.append("end", step=step, how=how)
+        run_log.close(self._log)
+
+
+def _of_plan(plan: Plan, optimizers: Sequence[torch.optim.Optimizer], micro_batches: int) -> dict[str, Any]:
+    """Return what was asked for, what was decided and what is expected of it."""
+    knobs, topology, layout = plan.knobs, plan.cluster.topology, plan.layout
+    rows = []
+    for knob in SETTINGS:
+        if (why := knobs.why(knob)) != DEFAULT:
+            value = shown(attrgetter(knob)(knobs))
+            rows.append({"knob": knob, "asked": shown(knobs.asked(knob)), "value": value, "why": why})
+    fields: dict[str, Any] = {
+        "knobs": rows,
+        "plan": plan.describe(),
+        "nodes": list(topology.node_names),
+        "ranks_per_node": topology.ranks_per_node,
+        "layout": dict(vars(layout)),
+        "parameters": sum(parameter.elements for parameter in plan.shapes.parameters),
+        "savings": [vars(each) for each in savings(plan)],
+        "links": None if plan.cluster.links is None else _of_links(plan.cluster.links),
+    }
+    if plan.given is None and layout.pipeline == layout.tensor == 1:
+        optimizer = planned_states(knobs.planner.optimizer, optimizers)
+        planned = estimate(plan, optimizer)
+        fields["planned_memory"] = {
+            "parameters": planned.parameters + planned.buffers,
+            "gathered": planned.gathered,
+            "gradients": planned.gradients + planned.partial_sums,
+            "optimizer": planned.optimizer_states,
+        }
+        fields["planned_optimizer"] = optimizer.describe()
+        fields["planned_sent"] = sent_bytes(plan, None, 1, micro_batches, 1)
+    return fields
+
+
+def _of_links(links: Links) -> dict[str, Any]:
+    def of_place(found: Collectives | None) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        fits = {kind: getattr(found, kind) for kind in KINDS}
+        return {kind: {"latency": fit.latency, "bandwidth": fit.bandwidth} for kind, fit in fits.items()}
+
+    return {"measured_with": links.measured_with, "inter": of_place(links.inter), "intra": of_place(links.intra)}
