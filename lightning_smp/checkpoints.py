@@ -32,6 +32,7 @@ from smp_core.checkpoint import (
 )
 from smp_core.checkpoint.addresses import is_address
 from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint.optimizers import numbered
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.comm.remainder_state import remainder_state
 from smp_core.config import SmpConfig
@@ -66,9 +67,8 @@ def model_state(strategy: SteppingStrategy) -> dict[str, Any]:
 def optimizer_state(strategy: SteppingStrategy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return one optimizer's state by parameter name, or in torch's own numbered form with ``checkpoint="full"``."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer holds the real one
-    if strategy.config.checkpoint.full_state_dict:
-        return optimizer.state_dict()
-    return strategy.parallel.optimizer_state(optimizer)
+    named = strategy.parallel.optimizer_state(optimizer)
+    return numbered(named) if strategy.config.checkpoint.full_state_dict else named
 
 
 def save(
@@ -146,10 +146,10 @@ def _save_full(strategy: SteppingStrategy, checkpoint: dict[str, Any], path: Any
             )
     if type(strategy.checkpoint_io) is TorchCheckpointIO and storage_options is None and not is_address(path):
         with in_lightning_words():
-            save_full_state(path, checkpoint)
+            save_full_state(path, checkpoint, stages=strategy.parallel.stage_group)
         return
     # Another CheckpointIO writes the file, and takes the complete dictionary.
-    whole = full_state_dict(checkpoint)
+    whole = full_state_dict(checkpoint, stages=strategy.parallel.stage_group)
 
     def write() -> None:
         if is_checkpoint(path):

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
@@ -30,20 +29,12 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def check_module(module: LightningModule, callbacks: Iterable[object]) -> None:
+def check_module(module: LightningModule) -> None:
     """Refuse what a pipelined module cannot have.
 
     Raises:
-        ValueError: manual optimization, a hook of its own in the place of ``zero_grad``, a callback that averages
-        weights.
+        ValueError: manual optimization, a hook of its own in the place of ``zero_grad``.
     """
-    averaging = [
-        callback for callback in callbacks if isinstance(callback, (WeightAveraging, StochasticWeightAveraging))
-    ]
-    if averaging:
-        raise ValueError(
-            f"pipeline_parallel_degree is not built yet together with {type(averaging[0]).__name__}; leave it out"
-        )
     if not module.automatic_optimization:
         raise ValueError(
             "pipeline_parallel_degree is not built yet together with manual optimization, in which backward is called "

@@ -175,7 +175,7 @@ class SmpShardedStrategy(SteppingStrategy):
         precision = self.precision_plugin
         self.config = with_recipe(self.config, precision, self.root_device)
         if self.config.pipeline_parallel_degree > 1:
-            check_module(module, trainer.callbacks)  # type: ignore[attr-defined]
+            check_module(module)
         if not is_sharded(module):
             assert self._topology is not None
             self._parallel = shard(

@@ -29,7 +29,6 @@ from smp_core.planning.decide import Plan
 from smp_core.sharding.divergence import require_same_collectives
 from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
-from smp_core.sharding.optimizer_trial import KNOWN
 from smp_core.sharding.prepared_optimizer import prepare_optimizer
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
@@ -248,15 +247,10 @@ class ParallelModel:
 
         Raises:
             ValueError: parameters of no model, an optimizer that cannot step shards, ``optimizer_shard="world"`` and
-                one that looks across a tensor or across tensors, states that cannot be saved.
+                one that looks across a tensor or across tensors, pipeline stages and one that looks across tensors,
+                states that cannot be saved.
         """
         models = (self, *others)
-        if self.pipeline is not None and type(optimizer) not in KNOWN:
-            raise ValueError(
-                f"pipeline_parallel_degree={self.pipeline.stages.count} is not built yet together with "
-                f"{type(optimizer).__name__}, which may look across tensors of several stages; use one of torch's "
-                f"elementwise optimizers ({', '.join(sorted(kind.__name__ for kind in KNOWN))})"
-            )
         prepared = prepare_optimizer(optimizer, models)
         for model in models:
             if prepared and model.fp8 is not None:

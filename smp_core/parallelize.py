@@ -122,7 +122,7 @@ def parallelize_model(
     calls = Calls(model, mesh.shard_ranks)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline, finishing = _join_stages(model, mesh, plan, meter)
+    pipeline, finishing = _join_stages(model, mesh, plan, meter, lambda: window.world)
     alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
     window = AccumulationWindow(model, units, traffic, plan, calls, _veto_of(fp8), alike)
     follow_window(model, window)
@@ -140,7 +140,7 @@ def _leave_out(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Plan:
 
 
 def _join_stages(
-    model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter
+    model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter, world: Callable[[], WorldSharding | None]
 ) -> tuple[Pipeline | None, Callable[[], AbstractContextManager[None]]]:
     """Make this rank's stage a part of a pipeline; return what adds up gradients of parameters on two stages."""
     if plan.stages is None:
@@ -152,7 +152,8 @@ def _join_stages(
     if ends is None:
         return pipeline, nullcontext
     by_name = dict(model.named_parameters())
-    return pipeline, TiedGradients([by_name[name] for name in plan.stages.tied], ends).added_up
+    tied = [by_name[name] for name in plan.stages.tied]
+    return pipeline, TiedGradients(tied, ends, mesh.group("replicate"), world).added_up
 
 
 def change_this_process() -> None:

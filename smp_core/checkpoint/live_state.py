@@ -23,7 +23,7 @@ from smp_core.checkpoint.opening import is_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.save_plan import LazyTensor, agreed_aliases, find_ties
 from smp_core.checkpoint.torch_file import TorchFile
-from smp_core.checkpoint.tree import iterate_tensors, map_tensors, name_tensors
+from smp_core.checkpoint.tree import map_tensors, name_tensors
 
 
 def full_state_dict(
@@ -47,7 +47,7 @@ def full_state_dict(
         state = model_or_state
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     seen: dict[Any, torch.Tensor] = {}
-    full_tensor = _over_stages([tensor for _, tensor in iterate_tensors(dict(state))], stages)
+    full_tensor, _ = _over_stages(dict(name_tensors(dict(state)).values()), stages)
 
     def unsharded(tensor: torch.Tensor) -> torch.Tensor | None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -139,7 +139,8 @@ def _lazy_tensors(
     """
     named = name_tensors(dict(content))
     tensors = dict(named.values())
-    sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
+    full_tensor, of_stages = _over_stages(tensors, stages)
+    sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor) or name in of_stages]
     _, reports = ranks.together(what, lambda: tensors, lambda own: (find_ties(own), sharded))
 
     sharded_by_rank = [names for _, names in reports]
@@ -153,7 +154,6 @@ def _lazy_tensors(
         )
 
     aliases = agreed_aliases([ties for ties, _ in reports])
-    full_tensor = _over_stages([tensor for _, tensor in named.values()], stages)
     lazy: dict[int, LazyTensor] = {}
     for name, tensor in named.values():
         load = functools.partial(full_tensor, tensor)
@@ -162,33 +162,37 @@ def _lazy_tensors(
 
 
 def _over_stages(
-    tensors: list[torch.Tensor], stages: dist.ProcessGroup | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what gathers one of these tensors; of one that a stage lacks, the first that has it sends it to all.
-    Collective over the stages.
+    tensors: Mapping[str, torch.Tensor], stages: dist.ProcessGroup | None
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], set[str]]:
+    """Return what gathers one of these tensors, and the names of those that some stage lacks: the first stage that has
+    one sends it to all. Collective over the stages.
 
     Args:
-        tensors: the same on all ranks, in one order.
+        tensors: by name; in one order on all ranks.
     """
     if stages is None:
-        return _full_tensor
-    lacking: list[list[bool]] = [[]] * dist.get_world_size(stages)
-    dist.all_gather_object(lacking, [is_absent(tensor) for tensor in tensors], group=stages)
-    holders = {id(tensor): [not of_stage[place] for of_stage in lacking] for place, tensor in enumerate(tensors)}
+        return _full_tensor, set()
+    lacking: list[set[str]] = [set()] * dist.get_world_size(stages)
+    dist.all_gather_object(lacking, {name for name, tensor in tensors.items() if is_absent(tensor)}, group=stages)
+    of_stages = set().union(*lacking)
+    holders = {
+        id(tensor): [name not in theirs for theirs in lacking].index(True)
+        for name, tensor in tensors.items()
+        if name in of_stages
+    }
 
     def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        holds = holders[id(tensor)]
-        if all(holds):
+        if id(tensor) not in holders:
             return _full_tensor(tensor)
         if is_absent(tensor):
             assert isinstance(tensor, DTensor)
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device_mesh.device_type)
         else:
             full = _full_tensor(tensor).contiguous()
-        dist.broadcast(full, group=stages, group_src=holds.index(True))
+        dist.broadcast(full, group=stages, group_src=holders[id(tensor)])
         return full
 
-    return full_tensor
+    return full_tensor, of_stages
 
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:

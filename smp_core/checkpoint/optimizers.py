@@ -46,6 +46,15 @@ def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     return {"state": state, "param_groups": groups}
 
 
+def numbered(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state of :func:`named_optimizer_state` keyed by torch's own numbers."""
+    names = [name for group in named["param_groups"] for name in group["params"]]
+    number = {name: i for i, name in enumerate(names)}
+    groups = [{**group, "params": [number[name] for name in group["params"]]} for group in named["param_groups"]]
+    state = {number.get(name, name): entry for name, entry in named["state"].items()}
+    return {"state": state, "param_groups": groups}
+
+
 def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the model's parameters that the optimizer steps, itself or (``optimizer_shard="world"``) masters of."""
     return [model_parameter(stepped) for group in optimizer.param_groups for stepped in group["params"]]

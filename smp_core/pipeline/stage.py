@@ -124,36 +124,42 @@ class Stage:
         for stand_in in chain.stand_ins:
             module = model.get_submodule(stand_in.name)
             module.forward = self._standing_in(stand_in, module, is_held=stage == 0)
-        held = {number for chunk in stages.chunks(stage) for number in stages.blocks(chunk)}
-        for number, name in enumerate(chain.blocks):
-            block = model.get_submodule(name)
-            if number in held:
-                self._hold(number, block)
-            else:
-                block.forward = self._passing_on
+        self._numbers = {model.get_submodule(name): number for number, name in enumerate(chain.blocks)}
+        self._kinds: dict[type[nn.Module], Any] = {}
+        for block in self._numbers:
+            self._take_over_calls(block)
 
     def show(self, chunk: int) -> None:
         """Let calls of the model compute one of this stage's chunks."""
         self._own, self._is_before_own = self._stages.blocks(chunk), True
         self._is_first, self.is_last = chunk == 0, chunk == self._stages.n_chunks - 1
 
-    def _hold(self, number: int, block: nn.Module) -> None:
-        """Let a block of this stage receive, compute and end, as the present chunk wants it."""
+    def _take_over_calls(self, block: nn.Module) -> None:
+        """Let calls of a block receive, compute and end, as the present chunk wants it, or be left out with all its
+        hooks, which would gather its parameters. Not by hooks: they would be a part of compiled blocks."""
+        kind: Any = type(block)
+        if kind not in self._kinds:
 
-        def receive(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if number != self._own.start or self._is_first:
-                return None
+            def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return self._call(block, kind.__call__, args, kwargs)
+
+            # One class for all blocks of a kind, which the compiler tells apart by their classes.
+            self._kinds[kind] = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+        block.__class__ = self._kinds[kind]
+
+    def _call(
+        self, block: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        number = self._numbers[block]
+        if number not in self._own:
+            return self._passing_on(*args, **kwargs)
+        if number == self._own.start and not self._is_first:
             self._is_before_own = False
-            return with_argument(args, kwargs, self._chain.takes, self.incoming)
-
-        def cut(_: nn.Module, __: Any, output: Any) -> None:
-            if number == self._own.stop - 1 and not self.is_last:
-                raise _Cut(given_by(output, self._chain.gives))
-
-        block.register_forward_pre_hook(receive, prepend=True, with_kwargs=True)
-        block.register_forward_hook(cut)
-        if self._stages.per_stage > 1:
-            _leave_out_calls(block, self._passing_on, lambda: number < self._own.start)
+            args, kwargs = with_argument(args, kwargs, self._chain.takes, self.incoming)
+        output = compute(block, *args, **kwargs)
+        if number == self._own.stop - 1 and not self.is_last:
+            raise _Cut(given_by(output, self._chain.gives))
+        return output
 
     def _begin(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_before_own = True
@@ -252,16 +258,3 @@ def _on_meta(module: nn.Module) -> Callable[..., torch.Size]:
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     found: torch.Tensor = next(tensor for _, tensor in iterate_tensors([args, kwargs]))
     return found.device
-
-
-def _leave_out_calls(block: nn.Module, instead: Callable[..., Any], is_left_out: Callable[[], bool]) -> None:
-    """Let calls of a block be left out with all its hooks, which would gather its parameters."""
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_left_out():
-            return instead(*args, **kwargs)
-        return kind.__call__(self, *args, **kwargs)
-
-    kind: Any = type(block)
-    left_out = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-    block.__class__ = left_out

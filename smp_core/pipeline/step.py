@@ -20,6 +20,7 @@ from smp_core.pipeline.schedule import computations, forward_only, run, with_mes
 from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.planning.pipeline_rules import Stages
 from smp_core.recipes import Pipeline as Recipe
+from smp_core.stepped import model_parameter
 
 
 class Pipeline:
@@ -150,7 +151,7 @@ class Pipeline:
     def counts(self, parameter: torch.Tensor) -> bool:
         """Tell whether a parameter counts on this rank where numbers of all stages are added up: it is here, and no
         stage before this one has it too."""
-        return not is_absent(parameter) and parameter not in self._counted_elsewhere
+        return not is_absent(parameter) and model_parameter(parameter) not in self._counted_elsewhere
 
     def _call(
         self, call: Callable[[], Any], chunk: int, number: int, taken: torch.Tensor | None, results: list[Any]

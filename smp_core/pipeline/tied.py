@@ -1,15 +1,28 @@
 """Parameters that the first and the last stage both hold (tied embeddings): equal at the start, their gradients added
-up whenever a window closes, so that both optimizers take the same step."""
+up whenever a window closes, so that both optimizers take the same step.
+
+With ``optimizer_shard="world"`` the ranks hold gradients of masters, of parts that are cut in other places on the two
+stages. Each brings its part among zeros; what is added up over stages and replicas is the sum of both, and each rank
+takes its part of that.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+
+class Masters(Protocol):
+    """The interface of what an optimizer steps in the place of parameters."""
+
+    def stepped(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]: ...
+    def own_slice(self, parameter: torch.Tensor) -> slice: ...
 
 
 class TiedGradients:
@@ -18,37 +31,61 @@ class TiedGradients:
     Args:
         parameters: sharded alike on both stages, in one order.
         group: the two ranks that hold the same shards.
+        replicas: the ranks of this stage that hold the same shards.
+        world: masters of this rank's part, where there are any by now.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._parameters, self._group = list(parameters), group
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup,
+        world: Callable[[], Masters | None],
+    ) -> None:
+        self._parameters, self._group, self._replicas, self._world = list(parameters), group, replicas, world
 
     @contextlib.contextmanager
     def added_up(self) -> Iterator[None]:
-        """Add up over the stages the gradients that parameters receive inside; what was in ``.grad`` before stays as it
-        is."""
-        before = {parameter: parameter.grad for parameter in self._parameters}
-        for parameter in self._parameters:
-            parameter.grad = None
+        """Add up over the stages the gradients that parameters, or their masters, receive inside; what was in ``.grad``
+        before stays as it is."""
+        world = self._world()
+        stepped = self._parameters if world is None else world.stepped(self._parameters)
+        before = [each.grad for each in stepped]
+        for each in stepped:
+            each.grad = None
         yield
-        for parameter in self._parameters:
+        for parameter, each, earlier in zip(self._parameters, stepped, before, strict=True):
             if parameter.requires_grad:
-                self._add_up(parameter)
-            earlier = before[parameter]
+                own = slice(None) if each is parameter or world is None else world.own_slice(parameter)
+                self._add_up(parameter, each, own)
             if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+                each.grad = earlier if each.grad is None else earlier + each.grad
 
     @torch.no_grad()
-    def _add_up(self, parameter: nn.Parameter) -> None:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        own = parameter.grad
-        sent = torch.zeros(local.numel() + 1, dtype=local.dtype, device=local.device)
-        if own is not None:
-            sent[:-1] = (own.to_local() if isinstance(own, DTensor) else own).reshape(-1)
+    def _add_up(self, parameter: nn.Parameter, stepped: torch.Tensor, own: slice) -> None:
+        """Add up one parameter's gradient.
+
+        Args:
+            stepped: the parameter or its master.
+            own: where that lies in the elements of the parameter's shard.
+        """
+        is_master = stepped is not parameter
+        dtype = stepped.grad_dtype or stepped.dtype
+        shard = _local(parameter)
+        sent = torch.zeros(shard.numel() + 1, dtype=dtype, device=shard.device)
+        if stepped.grad is not None:
+            sent[:-1][own] = _local(stepped.grad).reshape(-1)
             sent[-1] = 1.0
         dist.all_reduce(sent, group=self._group)
+        if is_master:  # the other stage's parts of these elements may have come to other replicas
+            dist.all_reduce(sent, group=self._replicas)
         if not bool(sent[-1] > 0):  # neither stage has one
             return
-        if own is None:
-            own = parameter.grad = torch.zeros_like(parameter)
-        (own.to_local() if isinstance(own, DTensor) else own).copy_(sent[:-1].view_as(local))
+        if stepped.grad is None:
+            stepped.grad = torch.zeros_like(stepped, dtype=dtype)
+        local = _local(stepped.grad)
+        local.copy_(sent[:-1][own].view_as(local))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

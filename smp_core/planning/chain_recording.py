@@ -22,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from smp_core.checkpoint.tree import iterate_tensors
 from smp_core.config import SmpConfig
-from smp_core.module_names import compiled_of
+from smp_core.module_names import is_compiled
 from smp_core.planning.chain import Chain, Place, given_by, with_argument, with_output
 from smp_core.planning.checkpointed import checkpoints_itself
+from smp_core.planning.played import with_fake_values
 from smp_core.planning.shapes import Shapes
 from smp_core.planning.stand_ins import Early, find_stand_ins
 from smp_core.planning.units import WrapPlan
@@ -50,7 +51,7 @@ def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
     """Run the model's blocks once and record their chain. Random numbers, gradients and flags stay as they were.
 
     Args:
-        model: with values.
+        model: with values, or on the meta device: then nothing is computed but shapes.
         units: names its blocks and its root.
 
     Raises:
@@ -60,10 +61,13 @@ def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
     refusal = f"pipeline_parallel_degree: {type(model).__name__} cannot be cut into stages: "
     names_of_blocks = _alike(model, units)
     root = _root(model, units, names_of_blocks, refusal)
-    module = model.get_submodule(root)
-    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
-        raise ValueError(refusal + "it is on the meta device; build it with values, and write delayed_init=False")
     _refuse_kinds(model, refusal)
+    with with_fake_values(model, refusal):
+        return _chain_of(model, root, names_of_blocks, refusal)
+
+
+def _chain_of(model: nn.Module, root: str, names_of_blocks: list[str], refusal: str) -> Chain:
+    module = model.get_submodule(root)
     args, kwargs = example_of(model, module, refusal)
     blocks = {model.get_submodule(name): name for name in names_of_blocks}
     with as_in_training(module):
@@ -132,8 +136,8 @@ def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) ->
 
 def _refuse_kinds(model: nn.Module, refusal: str) -> None:
     """Refuse modules that leave the forward of every stage in another way, and values that stages would not share."""
-    if any(compiled_of(module) is not None for module in model.modules()):
-        raise ValueError(refusal + "it is compiled; leave torch.compile out")
+    if any(is_compiled(module) for module in model.modules()):
+        raise ValueError(refusal + "it is compiled; write compile=True, which compiles its blocks")
     if checkpoints_itself(model):
         raise ValueError(refusal + "it checkpoints activations itself; call model.gradient_checkpointing_disable()")
     for name, module in model.named_modules():
@@ -164,7 +168,10 @@ def example_of(model: nn.Module, module: nn.Module, refusal: str) -> tuple[tuple
 
 
 def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    # One that was made together with a model on the meta device.
+    return torch.zeros_like(value, device=device) if value.is_meta else value.to(device)
 
 
 @contextlib.contextmanager

@@ -181,7 +181,7 @@ def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precisio
     """
     if knobs.pipeline_parallel_degree == 1:
         return
-    found = [*_unknown_knobs(knobs), *_unknown_models(knobs, shapes, precision, given)]
+    found = [*_unknown_knobs(knobs), *_unknown_models(shapes, precision, given)]
     if found:
         lines = "\n".join(f"- {what}; {instead}" for what, instead in found)
         raise ValueError(
@@ -190,8 +190,6 @@ def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precisio
 
 
 def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
-    if knobs.compile is not None:
-        yield f"compile={knobs.compile!r}", "leave compile out"
     if knobs.context_parallel_degree > 1:
         yield (
             f"context_parallel_degree={knobs.context_parallel_degree}, which splits a batch once for all of its "
@@ -211,22 +209,11 @@ def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
         )
     if knobs.collectives.symmetric_memory:
         yield "collectives.symmetric_memory=True", "leave it out"
-    if knobs.delayed_init is not None:
-        yield "delayed_init", "leave it out, and build the model with values"
     if knobs.forward_methods:
         yield f"forward_methods={knobs.forward_methods!r}", "leave it out: only forward goes through the stages"
-    if knobs.checkpoint.full_state_dict:
-        yield "checkpoint='full'", "write checkpoint='sharded', and bring a file back with `smp checkpoint consolidate`"
 
 
-def _unknown_models(knobs: SmpConfig, shapes: Shapes, precision: Precision, given: bool) -> Iterator[tuple[str, str]]:
-    chain = shapes.chain
-    if knobs.optimizer_shard == "world" and chain is not None and set(chain.before) & set(chain.after):
-        yield (
-            "optimizer_shard='world' and tied embeddings, whose masters are cut in other places on the first stage and "
-            "on the last",
-            "write optimizer_shard='shard'",
-        )
+def _unknown_models(shapes: Shapes, precision: Precision, given: bool) -> Iterator[tuple[str, str]]:
     if given:
         yield f"a model that came sharded ({shapes.kind})", "give the model as it is built"
     if precision.skips_steps:

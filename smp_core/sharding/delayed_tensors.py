@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from smp_core.absent import is_absent
 from smp_core.checkpoint.optimizers import own_part
 
 
@@ -36,8 +37,9 @@ class Slot:
 
     def full_copy(self, with_values: bool) -> torch.Tensor:
         """Return a full-size host copy: the present values if asked for and there are any (a collective for DTensors
-        that every rank of their mesh makes), else NaN or a marker."""
-        has_values = self.level >= 0 or not self.delayed
+        that every rank of their mesh makes), else NaN or a marker. Of what lies on other pipeline stages there are
+        none."""
+        has_values = (self.level >= 0 or not self.delayed) and not is_absent(self.tensor)
         if has_values and (with_values or not _can_be_nan(self.tensor.dtype)):
             source = self.tensor.full_tensor() if isinstance(self.tensor, DTensor) else self.tensor
             full = source.detach().to("cpu", copy=True)

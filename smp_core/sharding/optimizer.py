@@ -195,6 +195,10 @@ class FlatShard:
             found[i] = like(parameter, local, on_host=self.on_host)
         return found
 
+    def own_slice(self, i: int) -> slice:
+        """Return the place of this rank's part in the elements of parameter i's shard."""
+        return self._own(i)[0]
+
     def own_of(self, i: int, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor like parameter i."""
         return local_of(value).reshape(-1)[self._own(i)[0]].clone()
@@ -216,6 +220,11 @@ class WorldSharding:
             place = self._place.get(id(parameter))
             found.append(parameter if place is None else place[0].masters[place[1]])
         return found
+
+    def own_slice(self, parameter: torch.Tensor) -> slice:
+        """Return the place of this rank's part in the elements of the shard of a parameter, which has a master."""
+        shard, i = self._place[id(parameter)]
+        return shard.own_slice(i)
 
     def part_of_state(self, parameter: torch.Tensor, entry: Any) -> Any:
         """Return this rank's part of what an optimizer state has for a parameter, which has a master."""

@@ -4,6 +4,7 @@ torch's elementwise optimizers are known. Of any other class an optimizer like t
 
 - on parts of a tensor, each alone in an optimizer of its own, for ``optimizer_shard="world"``: it has to do what it
   does to the whole tensor. What it reduces over all its parameters shows like this, too.
+- on two tensors, each alone and both together, where pipeline stages hold other parameters each
 - on likenesses of its sharded parameters, a shard of no elements included, in the place of this rank. Collectives go
   to torch's fake process group, which does nothing, so that an optimizer that fails on some ranks only cannot leave the
   others waiting; whether it failed anywhere is asked afterwards.
@@ -17,7 +18,7 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from smp_core.absent import is_absent
 from smp_core.agreement import of_all_ranks
 from smp_core.checkpoint.tree import iterate_tensors
 
@@ -55,6 +57,7 @@ _ACROSS = (
     *("adafactor", "came", "dadapt", "galore", "kfac", "kron", "lamb", "lars", "lbfgs", "muon", "prodigy", "sara"),
     *("shampoo", "soap"),
 )
+_ACROSS_TENSORS = ("dadapt", "kfac", "lbfgs", "mechanic", "prodigy")
 _TORCHAO = "torchao"
 # The lengths of the parts are multiples of every processor's vectors, which would round what is left over differently.
 _WHOLE, _PARTS = (12, 8), (32, 64)
@@ -103,6 +106,32 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose update of a tensor depends on other tensors, and warn that one that was only tried
+    could. Collective over the world for what is not known.
+
+    Raises:
+        ValueError: it does, its name says that it does, or it cannot be made to find out. On all ranks.
+    """
+    kind = type(optimizer)
+    if kind in KNOWN:
+        return
+    refusal = (
+        f"with pipeline_parallel_degree each stage's optimizer steps the parameters of its blocks, but {kind.__name__} "
+        "%s; use one that looks at one tensor at a time, such as AdamW"
+    )
+    names = [base.__name__.lower() for base in kind.__mro__]
+    if any(name.startswith(_ACROSS_TENSORS) or name.endswith(_ACROSS_TENSORS) for name in names):
+        raise ValueError(refusal % "looks across all its parameters")
+    _on_all_ranks(lambda: _difference_together(optimizer), refusal)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(
+            "pipeline_parallel_degree: %s is not known here. It stepped two small tensors together as it stepped each "
+            "alone; if later steps look across tensors, they are other ones than in one process, without an error",
+            kind.__name__,
+        )
+
+
 def require_steps_shards(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that fails on sharded parameters, before the first step does. Collective over the world for
     what is not known.
@@ -111,7 +140,7 @@ def require_steps_shards(optimizer: torch.optim.Optimizer) -> None:
         ValueError: it fails on some rank. On all ranks.
     """
     kind = type(optimizer)
-    meshes = {p.device_mesh for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)}
+    meshes = {p.device_mesh for group in optimizer.param_groups for p in held(group) if isinstance(p, DTensor)}
     if kind in KNOWN or len(meshes) != 1 or next(iter(meshes)).ndim != 1:
         return
     refusal = (
@@ -119,6 +148,12 @@ def require_steps_shards(optimizer: torch.optim.Optimizer) -> None:
         "AdamW, or shard_degree=1, where parameters are whole"
     )
     _on_all_ranks(lambda: _failure_on_shards(optimizer, meshes.pop()), refusal)
+
+
+def held(group: Mapping[str, Any]) -> list[torch.Tensor]:
+    """List the parameters of an optimizer's group but those of other pipeline stages, which it passes over: they have
+    no gradients."""
+    return [parameter for parameter in group["params"] if not is_absent(parameter)]
 
 
 def _on_all_ranks(find_problem: Callable[[], str | None], refusal: str) -> None:
@@ -151,6 +186,28 @@ def _difference(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
+def _difference_together(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return what an optimizer does to two tensors and not to each of them; None: nothing was found."""
+    values = torch.linspace(-1.0, 1.0, 96, dtype=torch.float64).view(_WHOLE)
+    two = [values, 3.0 * values.flip(0)]
+    for group in optimizer.param_groups:
+        for scale in _GRADIENT_SCALES:
+            gradients = [scale * gradient for gradient in _gradients(values)]
+            of_two = [gradients, [7.0 * gradient.flip(1) for gradient in gradients]]
+            try:
+                with _without_traces(values.device):
+                    together = [p.detach() for p, _ in _stepped_together(optimizer, group, two, of_two)]
+                    alone = [
+                        _stepped_together(optimizer, group, [value], [each])[0][0].detach()
+                        for value, each in zip(two, of_two, strict=True)
+                    ]
+            except Exception as error:
+                return f"could not be tried on two tensors ({type(error).__name__}: {error})"
+            if not all(torch.allclose(a, b, **_EXACT) for a, b in zip(together, alone, strict=True)):
+                return "looks across all its parameters"
+    return None
+
+
 def _gradients(values: torch.Tensor) -> list[torch.Tensor]:
     """Make gradients for the trial: falling ones at right angles to the weights, which is where some optimizers begin
     to project, then four of no pattern."""
@@ -164,14 +221,26 @@ def _stepped(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], values: torch.Tensor, gradients: list[torch.Tensor]
 ) -> Any:
     """Return what becomes of a tensor, alone in an optimizer; None: that keeps states of another shape."""
-    parameter = nn.Parameter(values.clone())
-    tried = _made_like(optimizer, [(group, [parameter])])
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
-        tried.step()
-    states = [tensor for _, tensor in iterate_tensors(dict(tried.state[parameter]))]
+    ((parameter, state),) = _stepped_together(optimizer, group, [values], [gradients])
+    states = [tensor for _, tensor in iterate_tensors(state)]
     fits = all(state.ndim == 0 or state.shape == values.shape for state in states)
     return parameter.detach() if fits else None
+
+
+def _stepped_together(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    values: list[torch.Tensor],
+    gradients: list[list[torch.Tensor]],
+) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+    """Return what becomes of tensors in one optimizer, each with its state."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    tried = _made_like(optimizer, [(group, parameters)])
+    for of_step in zip(*gradients, strict=True):
+        for parameter, gradient in zip(parameters, of_step, strict=True):
+            parameter.grad = gradient.clone()
+        tried.step()
+    return [(parameter, dict(tried.state[parameter])) for parameter in parameters]
 
 
 # Sharded parameters
@@ -183,7 +252,7 @@ def _failure_on_shards(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> st
     with _fake_mesh(mesh) as fake, _without_traces(torch.device(mesh.device_type)):
         groups = []
         for group in optimizer.param_groups:
-            alike = {_likeness_key(parameter, mesh.size()): parameter for parameter in group["params"]}
+            alike = {_likeness_key(parameter, mesh.size()): parameter for parameter in held(group)}
             groups.append((group, [_likeness(parameter, fake) for parameter in alike.values()]))
         parameters = [parameter for _, members in groups for parameter in members]
         try:

@@ -28,7 +28,13 @@ from smp_core.mesh import SmpMesh
 from smp_core.planning.decide import Plan
 from smp_core.sharding.host_optimizer import OnHost, derive, host_kernels, step_on_host
 from smp_core.sharding.optimizer import MASTER, WorldSharding
-from smp_core.sharding.optimizer_trial import refuse_unsaveable, require_elementwise, require_steps_shards
+from smp_core.sharding.optimizer_trial import (
+    held,
+    refuse_unsaveable,
+    require_elementwise,
+    require_steps_shards,
+    require_tensorwise,
+)
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.window import Window
 from smp_core.stepped import model_parameter
@@ -185,7 +191,7 @@ class Homes:
         in all of them for ``zero_grad``, which goes by the defaults."""
         on_host = any(model.config.state_offload == "all" for model in self._models)
         for group in [] if stepped_there else optimizer.param_groups:
-            if _are_mixed(group["params"]):
+            if _are_mixed(held(group)):
                 asked = [flag for flag in ("fused", "foreach") if group.get(flag)]
                 if asked:
                     logger.info(
@@ -195,7 +201,7 @@ class Homes:
                 group.update({flag: False for flag in ("fused", "foreach") if flag in group})
             elif on_host:
                 group.update(host_kernels(group, group["params"], type(optimizer)))
-        if _are_mixed(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if _are_mixed(parameter for group in optimizer.param_groups for parameter in held(group)):
             optimizer.defaults.update({flag: False for flag in ("fused", "foreach") if flag in optimizer.defaults})
 
     def bring_weights(self, optimizer: torch.optim.Optimizer) -> None:
@@ -213,7 +219,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
 
     Raises:
         ValueError: it has parameters of no model, it cannot step shards, with ``optimizer_shard="world"`` it looks
-            across a tensor or across tensors, or its states are of a kind that cannot be saved.
+            across a tensor or across tensors, with pipeline stages across tensors, or its states are of a kind that
+            cannot be saved.
     """
     before: Homes | None = getattr(optimizer, "_smp_homes", None)
     if before is not None:
@@ -224,6 +231,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
         settle(optimizer)
         return False
     refuse_unsaveable(optimizer)
+    if any(model.plan.stages is not None for model in models):
+        require_tensorwise(optimizer)
     homes = Homes(models)
     homes.take_in(optimizer)
     host = any(model.config.state_offload == "optimizer" for model in models)

@@ -196,8 +196,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tensor_parallel_degree": 2, "shard_degree": 8}, r"shard_degree=8 does not divide.*count as one"),
     (
-        {"shard_degree": 1, "pipeline_parallel_degree": 2, "param_dtype": "float16", "checkpoint": "full"},
-        r"pipeline_parallel_degree=2 is not built yet together with\n- param_dtype='float16'.*\n- checkpoint='full'",
+        {"shard_degree": 1, "pipeline_parallel_degree": 2, "param_dtype": "float16", "units": {"optional": ["*"]}},
+        r"pipeline_parallel_degree=2 is not built yet together with\n- param_dtype='float16'.*\n- units.optional",
     ),
     (
         {"collectives": {"symmetric_memory": True}},

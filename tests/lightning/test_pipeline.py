@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.core.pipeline.cases import example_of, of_all_stages
 from tests.core.tensor_parallel.model_cases import Wide, batches, build, loss_of
 from tests.lightning.modules import LanguageModule
-from tests.lightning.running import Run, assert_same, make_trainer, together, whole_weights
+from tests.lightning.running import Run, assert_same, make_trainer, together, whole_weights, worst
 
 
 class StagedModule(LanguageModule):
@@ -58,12 +58,16 @@ def train(
     batch_size: int,
     knobs: dict[str, Any],
     ckpt_path: Path | None = None,
-    save: Path | None = None,
+    steps: Path | None = None,
     watched: Path | None = None,
     **flags: Any,
 ) -> Run:
-    """``watched``: the best model by the validation loss is kept there, and the run ends when it does not fall."""
+    """``watched``: the best model by the validation loss is kept there, and the run ends when it does not fall;
+    ``steps``: every optimizer step is, and the weights are averaged."""
     callbacks: list[Any] = []
+    if steps is not None:
+        every = ModelCheckpoint(steps, "{step}", every_n_train_steps=1, save_top_k=-1)
+        flags = {"enable_checkpointing": True, "callbacks": [EMAWeightAveraging(decay=0.8), every], **flags}
     if watched is not None:
         callbacks = [
             ModelCheckpoint(watched, "{epoch}-{step}", monitor="val_loss", save_top_k=1),
@@ -75,8 +79,6 @@ def train(
         flags = {"gradient_clip_val": 0.5, "max_epochs": 2, "accumulate_grad_batches": 2, **flags}
         trainer = make_trainer(knobs, **flags)
         trainer.fit(module, ckpt_path=ckpt_path)
-        if save is not None:
-            trainer.save_checkpoint(save)
     losses = torch.stack([loss.double() for loss in module.losses])
     if dist.is_initialized():
         dist.all_reduce(losses)
@@ -118,15 +120,23 @@ def test_a_fit_equals_one_process(tmp_path: Path) -> None:
     assert all(run.extra == expected.extra for run in runs), "callbacks agree everywhere"
 
 
-def test_checkpoints_go_on_with_other_numbers_of_stages(tmp_path: Path) -> None:
-    """An epoch each of two stages, one, and two of another size. Optimizer states and schedules too."""
-    expected = named_once(train("gpt2", 8, {}, max_epochs=3))
-    together(train, "gpt2", 8, knobs_of(2), save=tmp_path / "first", max_epochs=1, ranks=2)
-    flat = {"ckpt_path": tmp_path / "first", "save": tmp_path / "second", "max_epochs": 2}
-    together(train, "gpt2", 4, {"shard_degree": 2}, ranks=2, **flat)
-    split = knobs_of(2, shard=2, split=[1, 1], schedule="gpipe")
-    runs = together(train, "gpt2", 4, split, ckpt_path=tmp_path / "second", max_epochs=3)
+def test_runs_go_on_in_mid_epoch_with_other_numbers_of_stages(tmp_path: Path) -> None:
+    """Two stages, one, and two of another size, each from the first of an epoch's two steps. Averages of weights,
+    optimizer states and schedules too; from a sharded folder and from an ordinary file, which the last one writes."""
+    first, second, third, alone = (tmp_path / name for name in ("first", "second", "third", "alone"))
+    expected = named_once(train("gpt2", 8, {}, max_epochs=3, steps=alone))
+    together(train, "gpt2", 8, knobs_of(2), steps=first, max_epochs=1, ranks=2)
+    flat = {"shard_degree": 2, "checkpoint": "full"}
+    together(train, "gpt2", 4, flat, ranks=2, ckpt_path=first / "step=1.ckpt", steps=second, max_epochs=2)
+    split = {**knobs_of(2, shard=2, split=[1, 1], schedule="gpipe"), "checkpoint": "full"}
+    runs = together(train, "gpt2", 4, split, ckpt_path=second / "step=3.ckpt", steps=third, max_epochs=3)
     for run in runs:
         assert_same(
             Run(weights=run.weights, metrics=run.metrics), Run(weights=expected.weights, metrics=expected.metrics)
         )
+    ours, theirs = (torch.load(folder / "step=5.ckpt", weights_only=True) for folder in (third, alone))
+    for key in ("state_dict", "current_model_state"):
+        assert worst(ours[key], theirs[key])[0] <= 1e-12
+    mine, other = ours["optimizer_states"][0], theirs["optimizer_states"][0]
+    assert mine["param_groups"] == other["param_groups"] and mine["state"].keys() == other["state"].keys()
+    assert max(worst(mine["state"][number], entry)[0] for number, entry in other["state"].items()) <= 1e-12

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +11,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
+from smp_core.sharding.delayed_tensors import Slot
 from tests.core.tensor_parallel.model_cases import (
     STEPS,
     Training,
@@ -27,13 +31,13 @@ from tests.core.tensor_parallel.model_cases import (
 )
 
 
-def example_of(model: nn.Module, in_chunks: bool = False) -> nn.Module:
+def example_of(model: nn.Module, keeps_loss: bool = False) -> nn.Module:
     """The model with what one process computes its loss by, and an example of its input where it brings none.
 
-    ``in_chunks``: the loss is computed in chunks, of the model's own.
+    ``keeps_loss``: the loss is the model's own, which is computed in chunks of tokens or from split logits.
     """
     if isinstance(model, transformers.PreTrainedModel):
-        if not in_chunks:
+        if not keeps_loss:
             model.loss_function = own_loss
     else:
         model.dummy_inputs = {"tokens": torch.zeros(2, 5, dtype=torch.long)}  # type: ignore[assignment]
@@ -55,6 +59,24 @@ def of_all_stages(parallel: ParallelModel, tensors: dict[str, torch.Tensor]) -> 
     return found
 
 
+@contextlib.contextmanager
+def initialised() -> Iterator[list[str]]:
+    """Names of the parameters that delayed initialisation makes whole values of inside."""
+    made: list[str] = []
+    full_copy = Slot.full_copy
+
+    def noting(slot: Slot, with_values: bool) -> torch.Tensor:
+        if slot.is_parameter:
+            made.append(slot.fqn)
+        return full_copy(slot, with_values)
+
+    Slot.full_copy = noting  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        Slot.full_copy = full_copy  # type: ignore[method-assign]
+
+
 @dataclass(frozen=True)
 class Case:
     """What one training is like; the world is stages x shard x replicas."""
@@ -67,12 +89,27 @@ class Case:
     schedule: str = "1f1b"
     knobs: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def is_delayed(self) -> bool:
+        return bool(dict(self.knobs).get("delayed_init"))
+
     def parallel(self) -> ParallelModel:
-        in_chunks = dict(self.knobs).get("chunked_cross_entropy") is not None
-        model = example_of(build(self.kind, seed=dist.get_rank()), in_chunks)
+        keeps_loss = not dict(self.knobs).keys().isdisjoint({"chunked_cross_entropy", "tensor_parallel_degree"})
+        model = example_of(build(self.kind, seed=dist.get_rank(), delayed=self.is_delayed), keeps_loss)
         recipe = {"microbatches": self.micro_batches, "schedule": self.schedule}
         knobs = {"shard_degree": self.shard, "pipeline_parallel_degree": self.stages, "pipeline": recipe}
-        return parallelize(model, SmpConfig(**{**knobs, **dict(self.knobs)}))
+        config = SmpConfig(**{**knobs, **dict(self.knobs)})
+        if not self.is_delayed:
+            return parallelize(model, config)
+        with initialised() as names:
+            parallel = parallelize(model, config)
+        assert parallel.pipeline is not None
+        stages, stage = parallel.pipeline.stages, parallel.mesh.stage
+        if self.kind != "halved":
+            assert set(names) == stages.owned(stage), "a rank makes values of its own stage's parameters"
+        held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
+        assert held == stages.elements[stage] // self.shard
+        return parallel
 
     def backward(self, parallel: ParallelModel, tokens: torch.Tensor) -> torch.Tensor:
         """One batch through all stages; its mean loss, on all ranks."""

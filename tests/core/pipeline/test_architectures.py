@@ -14,6 +14,7 @@ from torch import nn
 
 from smp_core.config import SmpConfig
 from smp_core.pipeline.stage import Stage, StageDone
+from smp_core.planning.chain import Chain
 from smp_core.planning.chain_recording import with_chain
 from smp_core.planning.cluster import Cluster
 from smp_core.planning.decide import decide
@@ -137,6 +138,16 @@ def _never(*_: Any) -> Any:
     raise AssertionError("a call outside of a step")
 
 
+def recorded_on_meta(make: Callable[[], tuple[nn.Module, Any]], asked: SmpConfig, example: Any) -> Chain | None:
+    """The chain of the same model without values."""
+    with torch.device("meta"):
+        model: Any = make()[0].train()
+    model.example_input_array = example
+    if getattr(model.config, "num_local_experts", None) or getattr(model.config, "num_experts", None):
+        model.set_experts_implementation("batched_mm")  # the eager one asks which tokens come to which expert
+    return with_chain(Shapes.of(model, asked), model, asked).chain
+
+
 def assert_bits(make: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]], units: Any = "auto") -> None:
     torch.manual_seed(0)
     model, batch = make()
@@ -144,6 +155,7 @@ def assert_bits(make: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]], u
     model.example_input_array = {name: value for name, value in batch.items() if name != "labels"}  # type: ignore[assignment]
     asked = SmpConfig(shard_degree=1, pipeline_parallel_degree=3, pipeline={"split": [1, 1, 1]}, units=units)
     shapes = with_chain(Shapes.of(model, asked), model, asked)
+    assert recorded_on_meta(make, asked, model.example_input_array) == shapes.chain
     stages = decide(shapes, asked, Cluster(Topology.uniform(3, 1))).stages
     assert stages is not None
     loss, gradients = OneAfterTheOther(model, stages).gradients(batch)

@@ -17,6 +17,22 @@ from tests.core.tensor_parallel.model_cases import loss_of
 from tests.harness import run_ranks
 
 
+class ClipsInside(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1)
+        return super().step(closure)
+
+
+class EachByItself(torch.optim.SGD):
+    """Nobody knows it, and it looks across each tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
+
+
 def said(act: Callable[[], Any]) -> str:
     try:
         act()
@@ -46,7 +62,12 @@ def misuse() -> dict[str, str]:
         "whole": said(lambda: full_state_dict(model)),
         "number": said(lambda: [float(parameter.detach().sum()) for parameter in model.parameters()]),
         "optimizer": said(lambda: parallel.prepare_optimizer(torch.optim.LBFGS(model.parameters()))),
+        "unknown": said(lambda: parallel.prepare_optimizer(ClipsInside(model.parameters()))),
+        "known": said(lambda: parallel.prepare_optimizer(EachByItself(model.parameters()))),
     }
+    together = torch.optim.AdamW(model.parameters(), foreach=True)
+    parallel.prepare_optimizer(together)
+    found["kernel"] = str(together.param_groups[0]["foreach"])
     with torch.no_grad():
         found["twice"] = said(step(twice))
     return found
@@ -60,7 +81,10 @@ def test_misuse_is_refused_in_words() -> None:
         assert "PicklingError" in found["pickled"]
         assert "lies on other pipeline stages" in found["whole"]
         assert "lies on other pipeline stages" in found["number"]
-        assert "LBFGS, which may look across tensors" in found["optimizer"]
+        assert "LBFGS looks across all its parameters" in found["optimizer"]
+        assert "ClipsInside looks across all its parameters" in found["unknown"]
+        assert found["known"] == "nothing"
+        assert found["kernel"] == "True", "tensors of other stages keep no kernel from taking all others at once"
     assert "has to call the model once" in last["never"]
     assert first["twice"] == "nothing" and "called twice in one step" in last["twice"]
 

@@ -17,25 +17,27 @@ Knobs = tuple[tuple[str, Any], ...]
 CHUNKED: Knobs = (("chunked_cross_entropy", 7),)
 RECOMPUTED: Knobs = (("activations", "full"),)
 TENSOR: Knobs = (("tensor_parallel_degree", 2),)
+COMPILED: Knobs = (("compile", {"backend": "eager", "fullgraph": True}),)
+DELAYED: Knobs = (("delayed_init", True),)
 WORLD: Knobs = (("optimizer_shard", "world"), ("state_offload", "optimizer"))
 WHOLE_GRADIENTS: Knobs = (("keep_between_micro_batches", "gradients"), ("state_offload", "optimizer"))
 
 TWO_RANKS = [
-    Case("gpt2", micro_batches=4, knobs=RECOMPUTED),
+    Case("gpt2", micro_batches=4, knobs=(*RECOMPUTED, *DELAYED)),
     Case("gpt2", schedule="gpipe", windows=2),
     Case("llama", windows=2, knobs=CHUNKED),
-    Case("plain", micro_batches=4, knobs=(("reshard_after_forward", False),)),
+    Case("halved", micro_batches=4, knobs=(("reshard_after_forward", False), *COMPILED, *DELAYED)),
     Case("llama_deep", micro_batches=4, schedule="interleaved:2"),
 ]
 FOUR_RANKS = [
     Case("gpt2", shard=2, windows=2, knobs=WHOLE_GRADIENTS),
-    Case("llama", shard=1, micro_batches=4, knobs=WORLD),  # two replicas
+    Case("gpt2", shard=1, micro_batches=4, knobs=WORLD),  # two replicas
     Case("llama_tied", shard=1, micro_batches=4, knobs=TENSOR),
 ]
 
 
 def expected(case: Case) -> Training:
-    whole = alone(case.kind, case.windows)
+    whole = alone(case.kind, case.windows, delayed=case.is_delayed)
     # Tied names are one parameter on ranks.
     names = {name.partition(" ")[2] for name in whole.gradients}
     return Training(whole.losses, whole.norms, whole.gradients, {n: w for n, w in whole.weights.items() if n in names})
@@ -105,9 +107,7 @@ ELSEWHERE: dict[str, Knobs] = {
 @pytest.mark.parametrize("what", ELSEWHERE)
 def test_other_knobs(what: str) -> None:
     knobs = ELSEWHERE[what]
-    # Masters of tied embeddings are not built; over tensor ranks and over replicas there is no partition group.
-    untied = "world" in what
-    shard = 1 if untied or knobs[: len(TENSOR)] == TENSOR else 2
-    kind = "llama" if untied else "gpt2_deep"  # Wide does not reach recomputations, which in Llama cast
-    schedules = ["1f1b"] if untied else ["1f1b", "interleaved:2"]
-    assert_equal([Case(kind, 2, shard, 4, 2, schedule, knobs) for schedule in schedules], 4)
+    # Over tensor ranks and over replicas there is no partition group.
+    shard = 1 if "world" in what or knobs[: len(TENSOR)] == TENSOR else 2
+    # Wide does not reach recomputations, which in Llama cast.
+    assert_equal([Case("gpt2_deep", 2, shard, 4, 2, schedule, knobs) for schedule in ("1f1b", "interleaved:2")], 4)

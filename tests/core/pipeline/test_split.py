@@ -116,6 +116,18 @@ def test_recording_changes_nothing() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+class Asking(Chain):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) if self.head.weight.sum() > 100 else super().forward(tokens.flip(1))
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        model = Asking(8, 8)
+    model.dummy_inputs = torch.zeros(1, 3, dtype=torch.long)
+    return model
+
+
 def without_example() -> nn.Module:
     model = Chain(8, 8)
     del model.dummy_inputs
@@ -135,11 +147,12 @@ def with_a_buffer() -> nn.Module:
         (lambda: Scaling(8, 8), "blocks.1 does not take what blocks.0 gives"),
         (lambda: Sharing(8, 8), "blocks.0.up.weight works in block 0 and in block 1"),
         (lambda: Bare(8, 8), "place works before the blocks.*a module of its own"),
+        (on_meta, "its forward cannot be played without values .DataDependent.*delayed_init=False"),
         (without_example, "it is run once to see what its blocks do; set example_input_array"),
         (with_a_buffer, "seen is a buffer that is saved"),
         (lambda: Chain(8), "no chain of blocks"),
     ],
-    ids=["skip", "scale", "share", "bare", "example", "buffer", "one"],
+    ids=["skip", "scale", "share", "bare", "meta", "example", "buffer", "one"],
 )
 def test_a_model_that_is_no_chain_is_refused_with_the_place(make: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(ValueError, match=said):

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
+from smp_core.sharding.delayed_init import materialize
 from smp_core.tensor_parallel.roles import transformers_model
 from tests.harness import run_ranks
 
@@ -138,7 +139,7 @@ class PlainAttention(nn.Module):
 class PlainModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.example_input_array = torch.arange(12).view(2, 6)
+        self.example_input_array = torch.arange(12, device="cpu").view(2, 6)
         self.words = nn.Embedding(VOCABULARY, 32, padding_idx=3)
         self.blocks = nn.ModuleList(PlainBlock() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, VOCABULARY)
@@ -148,6 +149,15 @@ class PlainModel(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class HalvedModel(PlainModel):
+    """One whose initialiser reads what it overwrites, in all of its modules, and draws for one after the other."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.5).add_(0.01 * torch.randn_like(parameter))
 
 
 GLOBS = {
@@ -244,6 +254,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": _gpt2,
     "gpt2_deep": functools.partial(_gpt2, 4),
     "plain": PlainModel,
+    "halved": HalvedModel,
     "encoder": EncoderModel,
     "strange": StrangeModel,
     "opt": _opt,
@@ -306,8 +317,12 @@ def wide_when_computed_again(model: nn.Module) -> nn.Module:
     return model
 
 
-def build(kind: str, seed: int = 0) -> nn.Module:
+def build(kind: str, seed: int = 0, delayed: bool = False) -> nn.Module:
+    """``delayed``: on the meta device."""
     torch.manual_seed(seed)
+    if delayed:
+        with torch.device("meta"):
+            return MODELS[kind]().double()
     model = MODELS[kind]().double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -362,10 +377,12 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @functools.cache
-def alone(kind: str, micro_batches: int, steps: int = STEPS, max_norm: float = 0.5) -> Training:
-    """The same training in one process."""
+def alone(kind: str, micro_batches: int, steps: int = STEPS, max_norm: float = 0.5, delayed: bool = False) -> Training:
+    """The same training in one process; ``delayed``: from the values of delayed initialisation."""
     seen = Training()
-    model: Any = build(kind)
+    model: Any = build(kind, delayed=delayed)
+    if delayed:
+        materialize(model, torch.device("cpu"), seed=0)
     known = transformers_model(model)
     if known is not None and "Causal" in known.loss_function.__name__:
         known.loss_function = own_loss
