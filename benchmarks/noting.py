@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import platform
 import statistics
@@ -90,6 +91,8 @@ def measured(pairs: int) -> tuple[list[float], list[float]]:
 
     for _ in range(5):
         step(), bare_step()
+    gc.collect()
+    gc.disable()  # whichever step it falls into would pay for all
     ours, bare = [], []
     for pair in range(pairs):
         order = (step, bare_step) if pair % 2 else (bare_step, step)

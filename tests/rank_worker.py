@@ -43,8 +43,8 @@ from torch.distributed import distributed_c10d
 STACK_SIGNAL = signal.SIGUSR2
 
 STORE_HOST = "127.0.0.1"
-# Objects that are made before young garbage is looked for: tests make many that live, and Python's 700 cost 5 %.
-YOUNG_OBJECTS = 10_000
+# Objects that are made before young garbage is looked for: tests make many that live, and Python's 700 cost 15 %.
+YOUNG_OBJECTS = 200_000
 # Seconds for the connections of a case, which no case can be blamed for.
 CONNECT_LIMIT = 300.0
 

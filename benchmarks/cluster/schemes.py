@@ -14,7 +14,8 @@ JSON.
     ds3, mics                                   DeepSpeed ZeRO-3 and MiCS (in the node); need DeepSpeed installed
     ours-...                                    this project: sharded over the world, over the node, or not at all;
                                                 tensor: layers split over two ranks of a node, between nodes replicas,
-                                                or world: shards
+                                                or world: shards;
+                                                pipeline: each node a stage of the blocks, sharded or replicated in it
 
 ``--compute-ms`` sleeps that long in each block's forward and twice that in its backward instead of computing much:
 overlap shows on few cores.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -68,7 +70,10 @@ OURS: dict[str, dict[str, Any]] = {
     "ours-replicas": {"shard_degree": 1},
     "ours-tensor": {"shard_degree": 1, **IN_NODE},
     "ours-tensor-world": {"shard_degree": "world", **IN_NODE},
+    "ours-pipeline": {"shard_degree": "node", **KEPT},
+    "ours-pipeline-replicas": {"shard_degree": 1},
 }
+PIPELINE = "ours-pipeline"
 ALONE = "alone"
 PEERS = ("ddp", "fsdp", "fsdp-ring", "hsdp", "hsdp-two-hop")
 DEEPSPEED = ("ds3", "mics")
@@ -119,6 +124,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(compute, width) for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        self.dummy_inputs = {"tokens": torch.zeros(1, LENGTH + 1, dtype=torch.int64)}  # how blocks follow one another
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens[:, :-1])
@@ -152,10 +158,16 @@ class RingReduceScatter:
         output_tensor.copy_(total)
 
 
+def stages_of(micro_batches: int) -> dict[str, Any]:
+    """Return the knobs of one stage on each node."""
+    stages = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
+    return {"pipeline_parallel_degree": stages, "pipeline": {"microbatches": micro_batches}}
+
+
 class Run:
     """One scheme: ``step(number, micro_batches) -> this rank's mean loss``."""
 
-    def __init__(self, scheme: str, param_dtype: str | None, compute: float, width: int) -> None:
+    def __init__(self, scheme: str, micro_batches: int, param_dtype: str | None, compute: float, width: int) -> None:
         self.scheme, self.rank, self.metered = scheme, dist.get_rank(), None
         torch.manual_seed(0)
         self.before: Callable[[bool], Any] = contextlib.nullcontext
@@ -167,11 +179,13 @@ class Run:
             from smp_core.config import SmpConfig
             from smp_core.engine import parallelize
 
-            config = SmpConfig(**OURS[scheme], param_dtype=param_dtype, collectives={"forward_prefetch": 1})
-            parallel = parallelize(model, config)
+            knobs = {**OURS[scheme], **(stages_of(micro_batches) if scheme.startswith(PIPELINE) else {})}
+            config = SmpConfig(**knobs, param_dtype=param_dtype, collectives={"forward_prefetch": 1})
+            self.parallel = parallel = parallelize(model, config)
             mesh = parallel.mesh
-            # Tensor ranks read the samples of all of them.
-            self.read = [mesh.data_rank * mesh.tensor_degree + place for place in range(mesh.tensor_degree)]
+            # Ranks that hold parts of one model read the samples of all of them.
+            sharing = mesh.tensor_degree * mesh.pipeline_degree
+            self.read = [mesh.data_rank * sharing + place for place in range(sharing)]
             self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
             parallel.prepare_optimizer(self.optimizer)
             self.before = lambda last: parallel.window.accumulate(not last)
@@ -205,15 +219,31 @@ class Run:
         return contextlib.nullcontext()
 
     def step(self, number: int, micro_batches: int) -> float:
+        if self.scheme.startswith(PIPELINE):
+            total = self.in_stages(number, micro_batches)
+        else:
+            total = self.one_after_the_other(number, micro_batches)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.after()
+        return total
+
+    def in_stages(self, number: int, micro_batches: int) -> float:
+        pipeline, window = self.parallel.pipeline, self.parallel.window
+        parts = [torch.cat([batch(number, micro, rank) for rank in self.read]) for micro in range(micro_batches)]
+        with window.accumulate():
+            calls = [functools.partial(self.model, part) for part in parts]
+            losses = pipeline.train(calls, lambda loss: loss, 1 / micro_batches, torch.cat(parts))
+        window.close()
+        return float(pipeline.share(torch.stack(losses).mean() if losses else None))
+
+    def one_after_the_other(self, number: int, micro_batches: int) -> float:
         total = 0.0
         for micro in range(micro_batches):
             with self.before(micro == micro_batches - 1):
                 loss = self.model(torch.cat([batch(number, micro, rank) for rank in self.read]))
                 (loss / micro_batches).backward()
             total += loss.item() / micro_batches
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.after()
         return total
 
 
@@ -302,6 +332,10 @@ def lower_bound(scheme: str, nodes: int, k: int, micro_batches: int, half: bool,
     dtype of the parameters): every unit's gathers and reductions, each byte once over the link; peers by the ring over
     ranks in order."""
     model = Model(width=width)
+    if scheme.startswith(PIPELINE):
+        # Each stage sends its activations on, and their gradients back, but the first and the last, which do one.
+        activations = k * nodes * LENGTH * width * (2.0 if half else 4.0)
+        return micro_batches * activations * (1 if nodes == 2 else 2)
     m = sum(p.numel() for p in model.parameters()) * 4.0
     root = m - sum(p.numel() for p in model.blocks.parameters()) * 4.0
     world, gathered = nodes * k, (root + 2 * (m - root)) * (0.5 if half else 1.0)
@@ -407,7 +441,7 @@ def main() -> None:
         runs[name] = (
             DeepSpeedRun(name, asked.micro, half)
             if name in DEEPSPEED
-            else Run(name, "bfloat16" if half else None, asked.compute_ms / 1e3, asked.width)
+            else Run(name, asked.micro, "bfloat16" if half else None, asked.compute_ms / 1e3, asked.width)
         )
     rank, world = dist.get_rank(), dist.get_world_size()
     machine = calibrate(k) if ALONE in names else {}
@@ -416,7 +450,7 @@ def main() -> None:
     }
     for turn in range(asked.rounds):
         for name, run in runs.items():
-            run.step(2 * turn, asked.micro if name in DEEPSPEED else 1)
+            run.step(2 * turn, asked.micro if name in DEEPSPEED or name.startswith(PIPELINE) else 1)
             dist.barrier(group=watch)
             time.sleep(SETTLE)
             sent = counters("eth0")["tx_bytes"]

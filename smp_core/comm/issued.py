@@ -101,6 +101,7 @@ class NotedCollective:
     def __init__(self, issued: IssuedCollectives, made: CommObject, number: int) -> None:
         self._issued, self.made = issued, made
         self._of_pass = [(each, functools.partial(issued.describe, each)) for each in (number, number + 1)]
+        self._awaited = _Awaited()
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.made.allocate(size, dtype=dtype, device=device)
@@ -116,22 +117,33 @@ class NotedCollective:
             here.end()
         if work is None or not issued.host_waits:
             return work
-        return _Awaited(work, describe)
+        # To make one takes longer than all else here, so the one that has been waited for is used again.
+        if self._awaited.work is not None:
+            self._awaited = _Awaited()
+        self._awaited.work, self._awaited.describe = work, describe
+        return self._awaited
 
 
 class _Awaited(Work):
-    """A collective that somebody waits for, who says so. FSDP2 knows a ``Work`` by torch's class."""
+    """A collective that somebody waits for, who says so. FSDP2 knows a ``Work`` by torch's class.
 
-    def __init__(self, work: Work, describe: Callable[[], str]) -> None:
-        super().__init__()
-        self._work, self._describe = work, describe
+    Attributes:
+        work: that is under way; None: it has been waited for.
+        describe: says in words what it is.
+    """
+
+    work: Work | None = None
+    describe: Callable[[], str]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        here.begin(self._describe)
+        if self.work is None:
+            return True
+        here.begin(self.describe)
         try:
-            return bool(self._work.wait())
+            return bool(self.work.wait())
         finally:
             here.end()
+            self.work = None
 
 
 def first_to_differ(issued: IssuedCollectives, by_rank: dict[int, tuple[int, list[int]]]) -> str:
