@@ -30,7 +30,7 @@ class Descending(LanguageModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_float32_training_stays_within_summation_order(degree: int) -> None:
     """Losses to 1e-6 + 2e-7 per step, weights to 5x what one process differs from itself by when it adds up in another
     order (AdamW divides noise by noise where a gradient is zero up to rounding)."""
@@ -75,7 +75,7 @@ def movement(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
         ("bf16-true", {}, "torch.bfloat16", 0.05),
     ],
 )
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_half_precision_trains_like_one_process_in_it(
     degree: int, precision: str, knobs: dict[str, str], dtype: str, tolerance: float
 ) -> None:
