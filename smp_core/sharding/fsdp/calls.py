@@ -104,8 +104,10 @@ class _Unit:
         self._left_by_a_call = False
         self._kept_versions: list[int] | None = None
         self._parameters = [_ShownParameter(each, names) for each in group.fsdp_params]
-        self._unshard = group.unshard
+        self._unshard = _outside_inference_mode(group.unshard)
         group.unshard = self._gather
+        group.wait_for_unshard = _outside_inference_mode(group.wait_for_unshard)
+        group.reshard = _outside_inference_mode(group.reshard)
 
     def show_shards(self, kept: bool) -> None:
         group = self._group
@@ -228,3 +230,17 @@ class _ShownParameter:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _outside_inference_mode(gather: Callable[..., None]) -> Callable[..., None]:
+    """Run a gather outside ``torch.inference_mode``. The first gather makes the tensors that all later ones fill, and a
+    secondary shard is shown until the next: made inside, they could not be trained with."""
+
+    def gathered(*args: Any, **kwargs: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            gather(*args, **kwargs)
+            return
+        with torch.inference_mode(False):
+            gather(*args, **kwargs)
+
+    return gathered

@@ -91,9 +91,6 @@ class ShardedUnit:
         if group is not None:
             group.pre_forward = self._using(group.pre_forward)
             group.post_backward = self._noting(group.post_backward)
-            group.unshard = outside_inference_mode(group.unshard)
-            group.wait_for_unshard = outside_inference_mode(group.wait_for_unshard)
-            group.reshard = outside_inference_mode(group.reshard)
         if is_root:
             module.register_forward_pre_hook(self._refuse_after_failure, prepend=True)
 
@@ -348,17 +345,3 @@ class ShardedUnit:
         # Queued inside a pass is normal: forwards run there for activation checkpointing.
         if state._state_ctx.post_backward_final_callback_queued and backward_pass() == -1:
             raise RuntimeError(FAILED_PASS)
-
-
-def outside_inference_mode(gather: Callable[..., None]) -> Callable[..., None]:
-    """Run a gather outside ``torch.inference_mode``. The first gather makes the tensors that all later ones fill, and a
-    secondary shard is shown until the next: made inside, they could not be trained with."""
-
-    def gathered(*args: Any, **kwargs: Any) -> None:
-        if not torch.is_inference_mode_enabled():
-            gather(*args, **kwargs)
-            return
-        with torch.inference_mode(False):
-            gather(*args, **kwargs)
-
-    return gathered
