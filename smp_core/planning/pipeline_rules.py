@@ -190,12 +190,6 @@ def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precisio
 
 
 def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
-    if knobs.context_parallel_degree > 1:
-        yield (
-            f"context_parallel_degree={knobs.context_parallel_degree}, which splits a batch once for all of its "
-            "micro-batches",
-            "write context_parallel_degree=1",
-        )
     if knobs.fp8 is not None:
         yield "fp8", "leave fp8 out"
     if knobs.param_dtype == "float16":
