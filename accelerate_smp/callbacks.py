@@ -112,7 +112,8 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
             micro_batches = args.gradient_accumulation_steps
             self._record = RunRecord(handle, [stepping], path, state.global_step, micro_batches)
         self._stages = None if handle is None or handle.pipeline is None else handle.pipeline.stages
-        self._samples, self._tokens = 0, None
+        self._samples = 0
+        self._tokens: int | None = None
         if self._stages is not None:
             self._hooks = [model.register_forward_pre_hook(self._before_stage, with_kwargs=True)]
             return
