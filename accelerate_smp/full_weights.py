@@ -47,7 +47,12 @@ class FullWeightsAccelerator(Accelerator):
         if handle is None and not holds_shards(dict(model.named_parameters())):
             return super().get_state_dict(model, unwrap)
         meet("accelerator.get_state_dict(model)")
-        state = full_state(handle) if handle is not None else full_state_dict(model.state_dict())
+        if handle is not None:
+            state = full_state(handle)
+        else:
+            holding = (whole for whole in map(parallel_of, self._models) if whole is not None)
+            stages = next((whole.stage_group for whole in holding if model in set(whole.module.modules())), None)
+            state = full_state_dict(model.state_dict(), stages=stages)
         return OrderedDict(state)  # of which `save` into safetensors leaves out tied names, as of a module's own
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:

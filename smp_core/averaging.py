@@ -37,6 +37,8 @@ class RankWeights(nn.Module):
     def __init__(self, parallel: ParallelModel) -> None:
         super().__init__()
         parallel.reshard()
+        if parallel.pipeline is not None:
+            parallel.broadcast_buffers()  # they change on one stage
         world = _world_of(parallel)
         for shard in () if world is None else world.shards:
             shard.follow_parameters()

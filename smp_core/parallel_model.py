@@ -283,10 +283,14 @@ class ParallelModel:
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
         """Give every rank rank 0's persistent buffers (BatchNorm statistics), as DDP does: before evaluation and
-        saving. What is not saved (``_non_persistent_buffers_set`` is the only list of it) is not state and is left
-        alone."""
+        saving; with pipeline stages those of the first rank of the stage on which they work. What is not saved
+        (``_non_persistent_buffers_set`` is the only list of it) is not state and is left alone."""
         for module in (module for part in self.parts for module in part.module.modules()):
             passing = module._non_persistent_buffers_set
             own = module.named_buffers(recurse=False)
             saved = (buffer for name, buffer in own if name not in passing)
             broadcast_from_rank_0(saved, self.mesh.device, self.mesh.model_group)
+        if self.pipeline is not None:
+            buffers = dict(self.module.named_buffers(remove_duplicate=False))
+            for name, stage in self.pipeline.stages.buffers.items():
+                broadcast_from_rank_0([buffers[name]], self.mesh.device, self.pipeline.group, source=stage)

@@ -134,7 +134,7 @@ def parallelize_model(
 def _leave_out(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Plan:
     """Keep this rank's pipeline stage of the model, with rank 0's weights, and of the plan."""
     if plan.stages is not None:
-        broadcast_from_rank_0(model.parameters(), mesh.device)
+        broadcast_from_rank_0([*model.parameters(), *model.buffers()], mesh.device)
         leave_out_other_stages(model, mesh, plan.stages)
     return plan.of_stage(mesh.stage)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors
 from smp_core.mesh import SmpMesh
@@ -78,7 +78,8 @@ def _meshes(mesh: SmpMesh) -> list[DeviceMesh]:
 def _absent(parameter: nn.Parameter, owners: DeviceMesh) -> nn.Parameter:
     nothing = torch.empty(0, dtype=parameter.dtype, device=owners.device_type)
     whole = torch.empty(parameter.shape, device="meta")
-    made = DTensor.from_local(nothing, owners, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    placement = Shard(0) if parameter.ndim else Replicate()
+    made = DTensor.from_local(nothing, owners, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
     return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 

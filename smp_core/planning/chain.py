@@ -40,6 +40,8 @@ class Chain:
         gives: its place in what a block gives, and how many things that gives; None: it gives nothing else.
         before, of_blocks, after: names of the parameters that work before, in and behind the blocks.
         stand_ins: modules with parameters that are called before the first block.
+        buffers: that are saved with the model: each one's name and the number of the block that it is in; -1: of a
+            module that is called before the first one; None: of any other.
     """
 
     module: str
@@ -50,6 +52,7 @@ class Chain:
     of_blocks: tuple[tuple[str, ...], ...]
     after: tuple[str, ...]
     stand_ins: tuple[StandIn, ...]
+    buffers: tuple[tuple[str, int | None], ...] = ()
 
 
 def with_argument(

@@ -5,8 +5,6 @@ Two forwards. The first records what each block takes and gives: a chain is one 
 the very tensor that the block before it gave. The second cuts the graph of autograd at each of these tensors; what can
 still be reached behind a block's output are the parameters that work in this block and nowhere else. A later stage that
 needs anything else of an earlier one shows like this, also where no module is called.
-
-Private name: torch has no public way to ask which buffers are not saved (``_non_persistent_buffers_set``).
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from smp_core.module_names import is_compiled
 from smp_core.planning.chain import Chain, Place, given_by, with_argument, with_output
 from smp_core.planning.checkpointed import checkpoints_itself
 from smp_core.planning.played import with_fake_values
+from smp_core.planning.saved_buffers import buffers_restored, places_of_buffers
 from smp_core.planning.shapes import Shapes
 from smp_core.planning.stand_ins import Early, find_stand_ins
 from smp_core.planning.units import WrapPlan
@@ -62,7 +61,7 @@ def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
     names_of_blocks = _alike(model, units)
     root = _root(model, units, names_of_blocks, refusal)
     _refuse_kinds(model, refusal)
-    with with_fake_values(model, refusal):
+    with with_fake_values(model, refusal), buffers_restored(model):
         return _chain_of(model, root, names_of_blocks, refusal)
 
 
@@ -99,6 +98,7 @@ def _chain_of(model: nn.Module, root: str, names_of_blocks: list[str], refusal: 
         tuple(map(tuple, of_blocks)),
         tuple(after),
         tuple(stand_ins),
+        tuple(places_of_buffers(model, first.early, chain_names)),
     )
 
 
@@ -135,18 +135,11 @@ def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) ->
 
 
 def _refuse_kinds(model: nn.Module, refusal: str) -> None:
-    """Refuse modules that leave the forward of every stage in another way, and values that stages would not share."""
+    """Refuse modules that leave the forward of every stage in another way."""
     if any(is_compiled(module) for module in model.modules()):
         raise ValueError(refusal + "it is compiled; write compile=True, which compiles its blocks")
     if checkpoints_itself(model):
         raise ValueError(refusal + "it checkpoints activations itself; call model.gradient_checkpointing_disable()")
-    for name, module in model.named_modules():
-        saved = [key for key, _ in module.named_buffers(recurse=False) if key not in module._non_persistent_buffers_set]
-        if saved:
-            raise ValueError(
-                f"{refusal}{name}.{saved[0]} is a buffer that is saved with the model, and may change on its own stage "
-                "only; register it with persistent=False if it is constant"
-            )
 
 
 def example_of(model: nn.Module, module: nn.Module, refusal: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -75,15 +75,24 @@ class Stages:
         """Parameters of the first and of the last stage, whose gradients are added up between these."""
         return tuple(name for name, owners in self.owners.items() if len(owners) > 1)
 
+    @cached_property
+    def buffers(self) -> dict[str, int]:
+        """The stage on which each saved buffer works, and may change: its block's, or the first; of what is no module
+        that runs before the blocks the last, which runs all of the code."""
+        stages = {number: chunk % self.count for chunk in range(self.n_chunks) for number in self.blocks(chunk)}
+        others = {-1: 0, None: self.count - 1}
+        return {name: stages[place] if place in stages else others[place] for name, place in self.chain.buffers}
+
     def units(self, stage: int, units: WrapPlan, first_name: dict[str, str]) -> WrapPlan:
-        """Return what a stage shards: its parameters' units, and roots."""
+        """Return what a stage shards, its parameters' units and roots, and what it replicates."""
         own = self.owned(stage)
         held = []
         for unit in units.units:
             parameters = tuple(name for name in unit.parameters if first_name.get(name, name) in own)
             if parameters or unit.is_root:
                 held.append(replace(unit, parameters=parameters))
-        return replace(units, units=tuple(held))
+        replicated = tuple(name for name in units.replicated if first_name.get(name, name) in own)
+        return replace(units, units=tuple(held), replicated=replicated)
 
     def describe(self) -> str:
         """Return a line for people."""
@@ -146,49 +155,31 @@ def _require_blocks(knobs: SmpConfig, blocks: int, chunks: int, kind: str) -> No
 
 def _balanced(chain: Chain, shapes: Shapes, count: int) -> tuple[int, ...]:
     """Cut so that the largest stage is as small as can be: of all limits that are sums of neighbours, the least that
-    ``count`` stages keep to. Of the cuts within it the one whose blocks are the most even: embeddings and heads take
-    memory, and blocks take time."""
+    ``count`` stages keep to."""
 
     def elements(names: tuple[str, ...]) -> int:
         return sum(shapes.of_name(name).elements for name in names)
 
-    blocks = [elements(names) for names in chain.of_blocks]
-    weights = list(blocks)
+    weights = [elements(names) for names in chain.of_blocks]
     weights[0] += elements(chain.before)
     weights[-1] += elements(chain.after)
     sums = {sum(weights[first:end]) for first in range(len(weights)) for end in range(first + 1, len(weights) + 1)}
-    limit = next(limit for limit in sorted(sums) if _fits(weights, count, limit))
-    return _most_even(blocks, weights, count, limit)
+    return next(sizes for limit in sorted(sums) if (sizes := _within(weights, count, limit)) is not None)
 
 
-def _fits(weights: list[int], count: int, limit: int) -> bool:
-    """Tell whether stages that are filled one by one, leaving a block for each further one, take all blocks."""
-    place = 0
+def _within(weights: list[int], count: int, limit: int) -> tuple[int, ...] | None:
+    """Fill stage by stage up to the limit, leaving a block for each further one; None: something is left over."""
+    sizes, place = [], 0
     for stage in range(count):
         latest = len(weights) - (count - stage - 1)
         end = place + 1
         while end < latest and sum(weights[place : end + 1]) <= limit:
             end += 1
         if sum(weights[place:end]) > limit:
-            return False
+            return None
+        sizes.append(end - place)
         place = end
-    return place == len(weights)
-
-
-def _most_even(blocks: list[int], weights: list[int], count: int, limit: int) -> tuple[int, ...]:
-    """Return the sizes of the cut within the limit whose sums of ``blocks`` have the least sum of squares."""
-    # For the blocks up to each place, in as many stages as there were rounds: the least sum, and the sizes.
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
-    for _ in range(count):
-        further: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for begin, (squares, sizes) in best.items():
-            for end in range(begin + 1, len(blocks) + 1):
-                if sum(weights[begin:end]) > limit:
-                    break
-                found = (squares + sum(blocks[begin:end]) ** 2, (*sizes, end - begin))
-                further[end] = min(found, further.get(end, found))
-        best = further
-    return best[len(blocks)][1]
+    return tuple(sizes) if place == len(weights) else None
 
 
 def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precision, given: bool) -> None:
@@ -199,7 +190,7 @@ def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precisio
     """
     if knobs.pipeline_parallel_degree == 1:
         return
-    found = [*_unknown_knobs(knobs), *_unknown_models(shapes, precision, given)]
+    found = [*_unknown_knobs(knobs), *_unknown_models(knobs, shapes, precision, given)]
     if found:
         lines = "\n".join(f"- {what}; {instead}" for what, instead in found)
         raise ValueError(
@@ -208,6 +199,12 @@ def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precisio
 
 
 def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
+    if knobs.context_parallel_degree > 1:
+        yield (
+            f"context_parallel_degree={knobs.context_parallel_degree}, which splits a batch once for all of its "
+            "micro-batches",
+            "write context_parallel_degree=1",
+        )
     if knobs.fp8 is not None:
         yield "fp8", "leave fp8 out"
     if knobs.param_dtype == "float16":
@@ -225,15 +222,18 @@ def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
         yield f"forward_methods={knobs.forward_methods!r}", "leave it out: only forward goes through the stages"
 
 
-def _unknown_models(shapes: Shapes, precision: Precision, given: bool) -> Iterator[tuple[str, str]]:
+def _unknown_models(knobs: SmpConfig, shapes: Shapes, precision: Precision, given: bool) -> Iterator[tuple[str, str]]:
     if given:
         yield f"a model that came sharded ({shapes.kind})", "give the model as it is built"
     if precision.skips_steps:
         yield "a gradient scaler (precision='16-mixed')", "write precision='bf16-mixed'"
     if shapes.checkpoints_itself:
         yield "the model's own activation checkpointing", "call model.gradient_checkpointing_disable()"
-    if shapes.units.replicated:
+    chain = shapes.chain
+    outside = [] if chain is None else [n for n, place in chain.buffers if place not in range(len(chain.blocks))]
+    if outside and knobs.pipeline.schedule.startswith("interleaved"):
         yield (
-            f"parameters that are whole on every rank ({', '.join(shapes.units.replicated[:3])})",
-            "they are 0-d or shared by several units; write units={'min_parameters': 0}, or give them a dim",
+            f"pipeline.schedule={knobs.pipeline.schedule!r} and buffers outside of the blocks that are saved "
+            f"({', '.join(outside[:3])}), around which a stage comes once for each chunk",
+            "write pipeline={'schedule': '1f1b'}, or register them with persistent=False if they are constant",
         )

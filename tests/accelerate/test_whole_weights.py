@@ -27,6 +27,7 @@ class Published(nn.Module, PyTorchModelHubMixin):
         super().__init__()
         self.inner = make_model(3)
         self.head = nn.Linear(61, 3)
+        self.dummy_inputs = tokens()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.inner(tokens).logits)
@@ -40,8 +41,13 @@ def stepped(model: nn.Module, **knobs: Any) -> tuple[Any, Any]:
     accelerator = fresh_accelerator(**knobs)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    output = model(tokens())
-    accelerator.backward(getattr(output, "logits", output).float().square().mean())
+
+    @accelerator.pipeline_step  # without stages nothing
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        output = model(batch)
+        return getattr(output, "logits", output).float().square().mean()
+
+    accelerator.backward(loss_of(tokens()))
     optimizer.step()
     return accelerator, model
 
@@ -73,7 +79,14 @@ def endings(folder: str, **knobs: Any) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize("knobs", [{"shard_degree": 2}, {"shard_degree": 1, "optimizer_shard": "world"}], ids=str)
+KNOBS = [
+    {"shard_degree": 2},
+    {"shard_degree": 1, "optimizer_shard": "world"},
+    {"shard_degree": 1, "pipeline_parallel_degree": 2},
+]
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
 def test_every_ending_of_a_script_writes_whole_weights(tmp_path: Path, knobs: dict[str, Any]) -> None:
     expected, nothing = run_ranks(endings, 2, str(tmp_path), **knobs)
     inner = expected.pop("part")

@@ -160,6 +160,36 @@ class HalvedModel(PlainModel):
                 parameter.mul_(0.5).add_(0.01 * torch.randn_like(parameter))
 
 
+class OddBlock(PlainBlock):
+    """With a number of its own, and statistics that are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.statistics = nn.Parameter(torch.tensor(0.5)), nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gate + self.statistics(x.transpose(1, 2)).transpose(1, 2)
+
+
+class OddModel(PlainModel):
+    """Statistics before the blocks, in them and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OddBlock() for _ in range(2))
+        self.early, self.late = nn.BatchNorm1d(TOKENS), nn.BatchNorm1d(TOKENS, affine=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("factor", torch.rand(()))  # rank 0's counts
+        self.example_input_array = torch.zeros(2, TOKENS, dtype=torch.long)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.early(self.words(tokens))
+        for block in self.blocks:
+            x = block(x)
+        self.seen += tokens.numel()
+        return self.head(self.norm(self.late(x * self.factor)))
+
+
 GLOBS = {
     "*.qkv": "column:3",
     "*.out": "row",
@@ -255,6 +285,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2_deep": functools.partial(_gpt2, 4),
     "plain": PlainModel,
     "halved": HalvedModel,
+    "odd": OddModel,
     "encoder": EncoderModel,
     "strange": StrangeModel,
     "opt": _opt,
