@@ -50,6 +50,9 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
     ``peak_activations_gib`` and, on CUDA, ``peak_other_gib``; :meth:`save_memory_plot` draws them. ``latest`` holds the
     last report.
 
+    On CPU ranks with pipeline stages also ``bubble_share``, ``bubble_share_stage_0``, ..., and ``seconds_stage_0``, ...
+    that they compute in an optimizer step; :meth:`save_timeline` draws the last batch.
+
     Raises:
         ValueError: a peak that is not positive, ``memory_every_n_steps`` below 1; when training starts,
             ``memory_every_n_steps`` where nothing is sharded.
@@ -108,6 +111,12 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
             path = Path(self._run_log or Path(str(args.output_dir)) / FILE)
             micro_batches = args.gradient_accumulation_steps
             self._record = RunRecord(handle, [stepping], path, state.global_step, micro_batches)
+        self._stages = None if handle is None or handle.pipeline is None else handle.pipeline.stages
+        self._samples = 0
+        self._tokens: int | None = None
+        if self._stages is not None:
+            self._hooks = [model.register_forward_pre_hook(self._before_stage, with_kwargs=True)]
+            return
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward),
@@ -134,11 +143,7 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
             return
         assert self._figures is not None
         self._figures.enter("forward")
-        token_ids = [kwargs[name] for name in TOKEN_INPUTS if isinstance(kwargs.get(name), torch.Tensor)]
-        inputs = [each for each in (*token_ids, *args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-        samples = [each.shape[0] for each in inputs if each.ndim]
-        self._samples = samples[0] if samples else 0
-        self._tokens = token_ids[0].numel() if token_ids else None
+        self._samples, self._tokens = _sizes_of(args, kwargs)
         if self._samples:
             self._figures.measure_forward()
 
@@ -147,15 +152,33 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
             self._figures.count(self._samples, self._tokens)
             self._figures.enter("backward")
 
+    # A pipeline stage leaves the model in the middle, once for each micro-batch and chunk; it books at the step's end.
+
+    def _before_stage(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if model.training:
+            samples, tokens = _sizes_of(args, kwargs)
+            self._samples += samples
+            self._tokens = None if tokens is None else (self._tokens or 0) + tokens
+
+    def _count_of_stage(self, chunks: int) -> None:
+        assert self._figures is not None
+        self._figures.count(self._samples // chunks, None if self._tokens is None else self._tokens // chunks)
+        self._samples, self._tokens = 0, None
+
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         if self._figures is not None:
             self._figures.enter("optimizer")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._watch_if_due(state.global_step, self._device)
+        if self._stages is not None:
+            assert self._figures is not None
+            self._figures.measure_forward()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         assert self._figures is not None
+        if self._stages is not None:
+            self._count_of_stage(self._stages.per_stage)
         if self._watch is not None:
             self._watch.end(state.global_step)
         self._figures.end_step()
@@ -173,6 +196,16 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
         if self._figures is not None:
             self._figures.resume()
 
+    def save_timeline(self, path: str | Path) -> None:
+        """Draw when each pipeline stage computed in the last batch before the last report: ``timeline.png``.
+
+        Raises:
+            ValueError: nothing was reported about stages, matplotlib is not installed.
+        """
+        if self._figures is None:
+            raise ValueError("no timeline of pipeline stages: the callback has seen no training yet")
+        self._figures.save_timeline(path)
+
     def _report(self, step: int) -> None:
         """Make a report for the next log entry. Collective: every rank calls it after the same optimizer step."""
         assert self._figures is not None
@@ -181,6 +214,14 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
         del self.latest["samples"]  # the Trainer's own log tells the progress
         if self._watch is not None:
             self.latest |= self._watch.latest
+
+
+def _sizes_of(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Return the samples and the tokens of a forward's arguments; None: not known."""
+    token_ids = [kwargs[name] for name in TOKEN_INPUTS if isinstance(kwargs.get(name), torch.Tensor)]
+    inputs = [each for each in (*token_ids, *args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    samples = [each.shape[0] for each in inputs if each.ndim]
+    return samples[0] if samples else 0, token_ids[0].numel() if token_ids else None
 
 
 def _over_ranks(values: list[float], operation: str, device: torch.device) -> list[float]:

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from smp_core.context_parallel.active import part_of_mean
 from smp_core.layout import DATA, Layout
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
 from smp_core.pipeline.results import loss_of, mean_of
+from smp_core.pipeline.schedule import Within
 
 _NAME = "a function under @accelerator.pipeline_step"
 
@@ -89,7 +91,7 @@ class PipelinedAccelerator(Accelerator):
                 return function(part, *args, **kwargs)
 
             if not torch.is_grad_enabled():
-                return self.evaluate_in_stages(handle, functools.partial(of, batch), batch)
+                return self.evaluate_in_stages(handle, of, batch)
             return self.train_in_stages(handle, of, batch, self.gradient_accumulation_steps)
 
         return step
@@ -123,7 +125,7 @@ class PipelinedAccelerator(Accelerator):
         pipeline = handle.pipeline
         assert pipeline is not None
         count = pipeline.micro_batches
-        parts = split_batch(batch, count)
+        parts, within = self.split_micro_batches(split_batch(batch, count))
         weight = 1.0 if adds_up else 1.0 / count
 
         def loss_in(result: Any) -> torch.Tensor:
@@ -131,8 +133,10 @@ class PipelinedAccelerator(Accelerator):
 
         with handle.window.accumulate(), self._inside_step():
             calls = [functools.partial(of, part) for part in parts]
-            results = pipeline.train(calls, loss_in, weight / divisor, batch)
-        returned = pipeline.share(mean_of(results, name) if results else None)
+            results = pipeline.train(
+                calls, lambda result: part_of_mean(loss_in(result)), weight / divisor, batch, within
+            )
+        returned = self.over_shared_sequences(pipeline.share(mean_of(results, name) if results else None))
         loss = loss_in(returned)
         if adds_up:
             loss *= count
@@ -140,12 +144,23 @@ class PipelinedAccelerator(Accelerator):
         self._stepped = handle
         return returned
 
-    def evaluate_in_stages(self, handle: ParallelModel, call: Callable[[], Any], batch: Any) -> Any:
+    def evaluate_in_stages(self, handle: ParallelModel, of: Callable[[Any], Any], batch: Any) -> Any:
         """Take a batch forward; return what the last stage's call returned, on all ranks. Collective over stages."""
         assert handle.pipeline is not None
-        with self._inside_step():
-            result = handle.pipeline.evaluate(call, batch)
-        return handle.pipeline.share(result)
+        parts, within = self.split_micro_batches([batch])
+        with self._inside_step(), within(0):
+            result = handle.pipeline.evaluate(functools.partial(of, parts[0]), batch)
+            return self.over_shared_sequences(handle.pipeline.share(result))
+
+    def split_micro_batches(self, parts: list[Any]) -> tuple[list[Any], Within]:
+        """Return this rank's parts of micro-batches, and what each of them runs in: they as they are, where no ranks
+        share sequences."""
+        return parts, lambda _: contextlib.nullcontext()
+
+    def over_shared_sequences(self, returned: Any) -> Any:
+        """Return what a step returned of the sequences that this rank shares with others: it as it is, where there are
+        none."""
+        return returned
 
     @contextlib.contextmanager
     def _inside_step(self) -> Iterator[None]:

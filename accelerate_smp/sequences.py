@@ -9,6 +9,7 @@ gather_for_metrics     unsplit sequences, each sample once
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from smp_core.context_parallel.batch import BatchLayout
 from smp_core.context_parallel.transformers_models import shifts_labels
 from smp_core.layout import DATA, Ranks
 from smp_core.parallel_model import ParallelModel
+from smp_core.pipeline.schedule import Within
 from smp_core.whereabouts import here
 
 
@@ -34,10 +36,12 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
     Attributes:
         batch_layout: the tensors of a batch to split, and their dims; None: found in the batch.
         split_in_loader: whether loaders yield parts; False where SmpTrainer splits.
+        count_targets: whether targets are counted when micro-batches are split; False where SmpTrainer counts.
     """
 
     batch_layout: BatchLayout | None = None
     split_in_loader = True
+    count_targets = True
     _present: SplitBatch | None = None
     _each_sample_once = False
 
@@ -87,19 +91,53 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         return prepared
 
     def _part_of(self, batch: Any) -> Any:
-        if not self.split_in_loader:
+        if not self.split_in_loader or self.stages > 1:
             return batch
+        self._present = self._split(batch)
+        return self._present.batch
+
+    def _split(self, batch: Any) -> SplitBatch:
         context = self.parallel.context
         assert context is not None
         shifts = shifts_labels(self.parallel.module)
-        self._present = context.split(batch, self.batch_layout, shifts=shifts)
-        return self._present.batch
+        return context.split(batch, self.batch_layout, shifts=shifts, count=self.count_targets)
+
+    def split_micro_batches(self, parts: list[Any]) -> tuple[list[Any], Within]:
+        """Return this rank's parts of micro-batches, and what each of them runs in. Collective over all ranks."""
+        if self.context_degree == 1:
+            return super().split_micro_batches(parts)
+        splits = [self._split(part) for part in parts]
+
+        @contextlib.contextmanager
+        def within(number: int) -> Iterator[None]:
+            self._present = splits[number]
+            try:
+                with enabled(self._present):
+                    yield
+            finally:
+                self._present = None
+
+        return [split.batch for split in splits], within
+
+    def over_shared_sequences(self, returned: Any) -> Any:
+        """Return tokens of whole sequences, and the means of numbers over the ranks that share them. Collective."""
+        if self.context_degree == 1:
+            return returned
+        return recursively_apply(self._whole, returned)
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._present is None and tensor.is_floating_point():
+            return self.mean_over_context(tensor)
+        return self._over_context(tensor)
 
     def run_over_ranks(self, model: nn.Module) -> None:
         """Let ``model`` attend over the present batch's unsplit sequences.
 
         Hooks do it, because the model's other hooks, which fill in positions and counts, have to see the batch too.
+        A step in pipeline stages does it around each micro-batch, whose forward leaves the model in the middle.
         """
+        if self.stages > 1:
+            return
         entered: list[AbstractContextManager[None]] = []
 
         def enter(*_: Any) -> None:

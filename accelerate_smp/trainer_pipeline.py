@@ -24,6 +24,7 @@ class PipelinedTrainerMixin(_Base):
     """A mixin before a Trainer class. With one stage it changes nothing."""
 
     accelerator: SmpAccelerator
+    _takes_micro_batches = False
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -52,9 +53,11 @@ class PipelinedTrainerMixin(_Base):
 
         # Of the instance, for this call: subclasses of the user's own come before this class.
         vars(self)["compute_loss"] = in_micro_batches
+        self._takes_micro_batches = True
         try:
             return super().training_step(model, inputs, num_items_in_batch)
         finally:
+            self._takes_micro_batches = False
             del vars(self)["compute_loss"]
             if shadowed is not None:
                 vars(self)["compute_loss"] = shadowed

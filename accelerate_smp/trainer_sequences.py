@@ -44,6 +44,7 @@ class SharedSequencesTrainerMixin(_Base):
 
     accelerator: SmpAccelerator
     _split: SplitBatch | None = None
+    _takes_micro_batches = False
 
     @property
     def _context(self) -> ContextParallel | None:
@@ -78,7 +79,9 @@ class SharedSequencesTrainerMixin(_Base):
         self._check_context_parallel()
         inputs = self._prepare_inputs(inputs)
         # Trainer has counted the targets of all micro-batches, unless the model does not take their number.
-        count = not self.model_accepts_loss_kwargs
+        count = self.accelerator.count_targets = not self.model_accepts_loss_kwargs
+        if self._takes_micro_batches:
+            return contextlib.nullcontext, inputs  # each micro-batch is split by itself
         self._split = context.split(inputs, self.accelerator.batch_layout, count=count)
         return functools.partial(enabled, self._split), self._split.batch
 

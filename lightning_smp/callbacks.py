@@ -29,7 +29,7 @@ logger = logging.getLogger("smp")
 TOKEN_KEYS = ("input_ids", "decoder_input_ids", "tokens")
 
 # Units for people; loggers get plain bytes and a plain share.
-_SCALE = {name: 1e6 for name in BYTES.values()} | {"mfu": 0.01}
+_SCALE = {name: 1e6 for name in BYTES.values()} | {"mfu": 0.01, "bubble_share": 0.01}
 _SHORT = {
     "samples_per_second": "samples/s",
     "tokens_per_second": "tokens/s",
@@ -37,6 +37,7 @@ _SHORT = {
     "mfu": "MFU%",
     "bytes_between_nodes": "MB_between",
     "bytes_inside_nodes": "MB_inside",
+    "bubble_share": "bubble%",
 }
 _WORDS = {
     "samples_per_second": "{:.1f} samples/s",
@@ -48,6 +49,7 @@ _WORDS = {
     **{f"peak_{kind}_gib": f"{kind} {{:.3f}} GiB" for kind in KINDS},
     "bytes_between_nodes": "per step and node {:.2f} MB sent to other nodes",
     "bytes_inside_nodes": "{:.2f} MB inside the node",
+    "bubble_share": "{:.1f} % pipeline bubble",
 }
 
 
@@ -78,7 +80,9 @@ class SmpMonitor(WatchesMemory, Callback):
     step and node** (the sum over a node's ranks, averaged over nodes and over the steps since the last report, without
     evaluation). With ``memory_every_n_steps`` also what the last watched step's peak was made of, each the highest of
     all ranks: ``peak_parameters_gib``, ``peak_gathered_gib``, ``peak_gradients_gib``, ``peak_optimizer_gib``,
-    ``peak_activations_gib`` and, on CUDA, ``peak_other_gib``; :meth:`save_memory_plot` draws them.
+    ``peak_activations_gib`` and, on CUDA, ``peak_other_gib``; :meth:`save_memory_plot` draws them. On CPU ranks with
+    pipeline stages also ``bubble_share``, ``bubble_share_stage_0``, ..., and ``seconds_stage_0``, ... that they compute
+    in an optimizer step; :meth:`save_timeline` draws the last batch.
 
     Rates are of the whole job; a sample that several ranks share counts once. The clock starts after the first
     optimizer step, which has the warm-up in it, and stands still during validation. ``latest`` holds the last report.
@@ -178,7 +182,8 @@ class SmpMonitor(WatchesMemory, Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._figures is not None
-        self._figures.count(self._samples_of(batch), self._tokens_of(batch), _loss_of(trainer, outputs))
+        tokens = self._tokens_of_this_rank(trainer, batch)
+        self._figures.count(self._samples_of(batch), tokens, _loss_of(trainer, outputs))
         if trainer.global_step == self._booked_step:
             self._figures.enter("data")
             return
@@ -216,10 +221,26 @@ class SmpMonitor(WatchesMemory, Callback):
 
     # Reports
 
+    def save_timeline(self, path: str | Path) -> None:
+        """Draw when each pipeline stage computed in the last batch before the last report: ``timeline.png``.
+
+        Raises:
+            ValueError: nothing was reported about stages, matplotlib is not installed.
+        """
+        if self._figures is None:
+            raise ValueError("no timeline of pipeline stages: the monitor has seen no training yet")
+        self._figures.save_timeline(path)
+
     def summary(self) -> str:
         """Describe the last report in one line for people; empty before the first."""
         shown = [(name, text) for name, text in _WORDS.items() if name in self.latest]
         return ", ".join(text.format(self.latest[name] / _SCALE.get(name, 1)) for name, text in shown)
+
+    def _tokens_of_this_rank(self, trainer: Trainer, batch: Any) -> int | None:
+        tokens, parallel = self._tokens_of(batch), _parallel_model(trainer)
+        if tokens is None or parallel is None or parallel.pipeline is None:
+            return tokens
+        return tokens // parallel.mesh.context_degree  # stages split sequences micro-batch by micro-batch
 
     def _report(self, trainer: Trainer, ended: bool = False) -> None:
         """Make a report and send it to the loggers. Collective: every rank calls it after the same optimizer step.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_smp.sequences import SharedSequences
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
 from smp_core.pipeline.results import is_number, loss_of, mean_of
@@ -53,10 +54,12 @@ class PipelinedSteps:
     Args:
         parallel: the model, with a pipeline.
         module: that logs.
+        sequences: splits micro-batches where ranks share sequences.
     """
 
-    def __init__(self, parallel: ParallelModel, module: LightningModule) -> None:
+    def __init__(self, parallel: ParallelModel, module: LightningModule, sequences: SharedSequences) -> None:
         assert parallel.pipeline is not None
+        self._sequences = sequences
         self._parallel, self._module, self._pipeline = parallel, module, parallel.pipeline
         self._zero_grads: list[torch.optim.Optimizer] = []
 
@@ -80,7 +83,7 @@ class PipelinedSteps:
         """
         batch, *rest = args
         count = self._pipeline.micro_batches
-        parts = split_batch(batch, count)
+        parts, splits = self._sequences.split_each(split_batch(batch, count))
         self._let_zero()
         if not self._parallel.window.is_open:
             for optimizer in optimizers:
@@ -89,7 +92,11 @@ class PipelinedSteps:
         calls = [functools.partial(logged.during, functools.partial(run, part, *rest)) for part in parts]
         with self._parallel.window.accumulate():
             results = self._pipeline.train(
-                calls, lambda result: loss_of(result, "training_step"), 1.0 / (count * windows), batch
+                calls,
+                lambda result: self._sequences.weighted(_loss_of(result)),
+                1.0 / (count * windows),
+                batch,
+                lambda number: self._sequences.during(splits[number]),
             )
         outcome = mean_of(results, "training_step") if results else None
         returned, log = self._pipeline.share((outcome, logged.combined() if results else None))
@@ -110,12 +117,15 @@ class PipelinedSteps:
     def evaluate(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take a batch forward through all stages; return what the last one's step returned, on all ranks."""
         logged = _Logged(self._module)
-        call = functools.partial(logged.during, functools.partial(run, *args, **kwargs))
-        result = self._pipeline.evaluate(call, [*args, *kwargs.values()])
-        last = self._pipeline.stages.count - 1 == self._parallel.mesh.stage
-        returned, log = self._pipeline.share((result, logged.combined()) if last else None)
-        logged.replay(log, self._device)
-        return returned
+        batch, *rest = args
+        parts, splits = self._sequences.split_each([batch])
+        call = functools.partial(logged.during, functools.partial(run, *parts, *rest, **kwargs))
+        with self._sequences.during(splits[0]):
+            result = self._pipeline.evaluate(call, [*args, *kwargs.values()])
+            last = self._pipeline.stages.count - 1 == self._parallel.mesh.stage
+            returned, log = self._pipeline.share((result, logged.combined()) if last else None)
+            logged.replay(log, self._device)
+            return self._sequences.outputs(returned)
 
     @property
     def _device(self) -> torch.device:

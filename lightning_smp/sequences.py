@@ -6,6 +6,8 @@ The strategy calls these where Lightning hands it a batch, a step and a backward
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,20 +32,43 @@ class SharedSequences:
         self._full_outputs = full_outputs
         self._context: ContextParallel | None = None
         self._shifts = True
+        self._in_stages = False
         self.split: SplitBatch | None = None
 
-    def attach(self, context: ContextParallel | None, module: nn.Module) -> None:
-        """Begin with a model that has been parallelized."""
-        self._context, self.split = context, None
+    def attach(self, context: ContextParallel | None, module: nn.Module, in_stages: bool = False) -> None:
+        """Begin with a model that has been parallelized.
+
+        Args:
+            in_stages: whether pipeline stages cut batches into micro-batches, each of which is split by itself.
+        """
+        self._context, self.split, self._in_stages = context, None, in_stages
         if context is not None:
             self._shifts = shifts_labels(module)
 
     def part_of(self, batch: Any) -> Any:
         """Return this rank's part of the first context peer's batch. Collective over all ranks."""
-        if self._context is None:
+        if self._context is None or self._in_stages:
             return batch
         self.split = self._context.split(batch, self._layout, shifts=self._shifts)
         return self.split.batch
+
+    def split_each(self, batches: Sequence[Any]) -> tuple[list[Any], list[SplitBatch | None]]:
+        """Return this rank's parts of several batches, and what :meth:`during` takes for each. Collective over all
+        ranks."""
+        if self._context is None:
+            return list(batches), [None] * len(batches)
+        splits = [self._context.split(batch, self._layout, shifts=self._shifts) for batch in batches]
+        return [split.batch for split in splits], list(splits)
+
+    @contextlib.contextmanager
+    def during(self, split: SplitBatch | None) -> Iterator[None]:
+        """Make one of these the present batch inside."""
+        before, self.split = self.split, split
+        try:
+            with self.active():
+                yield
+        finally:
+            self.split = before
 
     def active(self) -> AbstractContextManager[None]:
         """Return the context to enter around a step and around backward."""

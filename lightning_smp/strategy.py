@@ -198,8 +198,9 @@ class SmpShardedStrategy(SteppingStrategy):
         checkpoints.check_plugin(self.checkpoint_io, self.config)
         if self._watch is not None:
             self._watch.meetings.add_group(self.mesh.shard_ranks)
-        self._sequences.attach(self._parallel.context, module)
-        self._pipelined = None if self._parallel.pipeline is None else PipelinedSteps(self._parallel, module)
+        in_stages = self._parallel.pipeline is not None
+        self._sequences.attach(self._parallel.context, module, in_stages)
+        self._pipelined = PipelinedSteps(self._parallel, module, self._sequences) if in_stages else None
         self.model = module
         self.model_to_device()
         if self.config.checkpoint.async_save and self.background_saves is None:

@@ -6,20 +6,25 @@ a guess. Each of R ranks that share a sample counts it, so samples are divided b
 rank counts its own part.
 
 Where hosts wait for collectives (on CPU) a report also tells what the parts of a step take, and which rank the others
-wait for (:mod:`smp_core.step_times`).
+wait for (:mod:`smp_core.step_times`); with pipeline stages also what each of them computes and how long it is idle.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from smp_core.comm.meter import LINK_CLASSES, LinkClass
 from smp_core.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops
 from smp_core.parallel_model import ParallelModel
+from smp_core.pipeline.step import Pipeline
+from smp_core.pipeline.times import Computation, Direction, draw_timeline, idle_shares
 from smp_core.step_times import PARTS, Part, StepTimes, Straggler, find_straggler
 
 logger = logging.getLogger("smp")
@@ -68,6 +73,8 @@ class JobFigures:
         self._meter = parallel.meter if parallel is not None and parallel.meter.enabled else None
         self._nodes = 1 if parallel is None else parallel.mesh.topology.num_nodes
         self._sharing = world_size // data_size
+        # Of these each sees all tokens of its batch; context ranks see their own.
+        self._same_tokens = 1 if parallel is None else parallel.mesh.tensor_degree * parallel.mesh.pipeline_degree
         self._over_ranks = over_ranks
         peak = device_peak_flops(device) if peak_tflops is None else peak_tflops * 1e12
         # Counts are added up over the ranks before they are booked, so to the meter there is one data rank.
@@ -81,9 +88,16 @@ class JobFigures:
         """The mean of the losses that were counted before the last report, over batches and ranks."""
         self.by_rank: dict[int, list[float]] = {}
         """Seconds of each rank's steps by part, the mean of those of the last report."""
+        self._pipeline: Pipeline | None = None
+        if parallel is not None and parallel.pipeline is not None:
+            self._pipeline = parallel.pipeline
+            self._pipeline.times.around = self._around
+        self._timeline: list[list[Computation]] = []
+        self._steps_of_stages = 0
         # This rank's part of a shared sample.
         self._flops_per_sample = None if flops_per_sample is None else flops_per_sample / self._sharing
         self._measurement: FlopMeasurement | None = None
+        self._measures = False
         self._forward_flops = 0
         self._since = _Counts()
         self._samples = 0.0
@@ -97,16 +111,30 @@ class JobFigures:
         return self._meter is not None
 
     def measure_forward(self) -> None:
-        """Count the FLOPs of the operations from here to :meth:`end_forward`, until those of a sample are known."""
-        if self._flops_per_sample is None:
+        """Count the FLOPs of the operations from here to :meth:`end_forward`, until those of a sample are known. With
+        pipeline stages backward passes run in between; they do not count."""
+        self._measures = self._flops_per_sample is None
+        if self._measures and self._pipeline is None:
             self._measurement = FlopMeasurement()
             self._measurement.start()
 
     def end_forward(self) -> None:
         """End :meth:`measure_forward`, if it runs. A batch may have several forward passes."""
+        self._measures = False
         if self._measurement is not None:
             self._forward_flops += self._measurement.stop().forward
             self._measurement = None
+
+    @contextlib.contextmanager
+    def _around(self, direction: Direction) -> Iterator[None]:
+        """Take the time and the FLOPs of a pipeline stage's computation."""
+        self.enter(direction)
+        if not (self._measures and direction == "forward"):
+            yield
+            return
+        with FlopMeasurement() as measured:
+            yield
+        self._forward_flops += measured.flops.forward
 
     def count(self, samples: int, tokens: int | None, loss: torch.Tensor | None = None) -> None:
         """Count a batch of this rank.
@@ -123,7 +151,7 @@ class JobFigures:
         self._tokens_known = self._tokens_known and tokens is not None
         self._samples += samples
         self._since.samples += samples
-        self._since.tokens += tokens or 0
+        self._since.tokens += (tokens or 0) / self._same_tokens
         self._since.flops += samples * (self._flops_per_sample or 0.0)
         if loss is not None:
             self._since.batches += 1
@@ -135,6 +163,9 @@ class JobFigures:
             self._rates.start()
             if self._times is not None:
                 self._times.take()
+            if self._pipeline is not None:
+                self._pipeline.times.take()
+                self._steps_of_stages = 0
             since = self._since
             self._since = _Counts(batches=since.batches, loss=since.loss)  # losses are no rates
             self._clock_runs, self._clocked = True, 0
@@ -159,6 +190,7 @@ class JobFigures:
         self._clocked += 1
         if self._times is not None:
             self._times.end_step()
+        self._steps_of_stages += 1
 
     def report(self, step: int, highest: Mapping[str, float]) -> dict[str, float]:
         """Add up the counts since the last report. Collective: every rank calls it after the same optimizer step.
@@ -171,7 +203,8 @@ class JobFigures:
             figures by name: ``samples`` since the start, the rates of :class:`smp_core.monitoring.Throughput` and
             ``seconds_step`` once the clock runs, ``highest`` over all ranks, bytes per optimizer step and node,
             ``seconds_forward`` and the like: of a step, waits for other ranks apart, the mean of all ranks;
-            ``seconds_waiting``, the rest of the step; and ``straggler_rank`` if there is one.
+            ``seconds_waiting``, the rest of the step; ``straggler_rank`` if there is one; and of pipeline stages
+            ``seconds_stage_0`` and the like, ``bubble_share_stage_0``, ``bubble_share``.
         """
         self.enter(None)  # waiting for the others' reports is no work
         # The sums over all ranks.
@@ -196,12 +229,12 @@ class JobFigures:
         maxima = self._over_ranks(list(highest.values()), "max")
         figures |= dict(zip(highest, maxima, strict=True))
 
+        steps = max(step - self._step, 1)
         if self._meter is not None:
-            steps = max(step - self._step, 1)
             for link, value in zip(LINK_CLASSES, bytes_sent, strict=True):
                 figures[BYTES[link]] = value / self._nodes / steps
         self._step, self._sent, self._since = step, sent, _Counts()
-        figures |= self._report_times()
+        figures |= self._report_times() | self._report_stages()
         if "seconds_step" in figures and "seconds_data" in figures:
             worked = sum(figures[f"seconds_{part}"] for part in PARTS)
             figures["seconds_waiting"] = max(figures["seconds_step"] - worked, 0.0)
@@ -227,6 +260,45 @@ class JobFigures:
             node = mesh.topology.node_of(self.straggler.rank) if self._nodes > 1 else None
             logger.log(logging.WARNING if is_new else logging.INFO, self.straggler.in_words(node))
         return figures | {"straggler_rank": float(self.straggler.rank)}
+
+    def _report_stages(self) -> dict[str, float]:
+        """Tell all ranks what the pipeline stages computed since the last report. Collective."""
+        if self._pipeline is None or self._times is None or not self._clock_runs:
+            return {}
+        assert self._parallel is not None
+        times, mesh = self._pipeline.times, self._parallel.mesh
+        told = [0.0] * (2 * self._world_size)
+        told[2 * mesh.rank : 2 * mesh.rank + 2] = times.take()
+        everyone = self._over_ranks(told, "sum")
+        of_ranks = list(zip(everyone[::2], everyone[1::2], strict=True))
+        columns = [[of_ranks[rank] for rank in column] for column in mesh.layout.groups("pipeline")]
+        shares = idle_shares(columns)
+        steps, self._steps_of_stages = max(self._steps_of_stages, 1), 0
+        figures = {"bubble_share": sum(shares) / len(shares)}
+        for stage, share in enumerate(shares):
+            seconds = [column[stage][0] for column in columns]
+            figures[f"seconds_stage_{stage}"] = sum(seconds) / len(seconds) / steps
+            figures[f"bubble_share_stage_{stage}"] = share
+        # Objects: stages may have computed unlike numbers of chunks.
+        self._timeline = [[] for _ in shares]
+        dist.all_gather_object(self._timeline, times.last, group=self._pipeline.group)
+        return figures
+
+    def save_timeline(self, path: str | Path) -> None:
+        """Draw when each pipeline stage computed in the last batch before the last report.
+
+        Args:
+            path: the picture's; the ending says which format (png, svg, pdf).
+
+        Raises:
+            ValueError: nothing was reported about stages, matplotlib is not installed.
+        """
+        if not any(self._timeline):
+            raise ValueError(
+                "no timeline of pipeline stages: it needs pipeline_parallel_degree above 1, CPU ranks, and a report "
+                "after the second optimizer step"
+            )
+        draw_timeline(self._timeline, path)
 
     def _sent_bytes(self) -> dict[LinkClass, float]:
         """Return the bytes that this rank has sent in closed steps, by link class."""

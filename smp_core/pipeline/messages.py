@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from smp_core.comm.meter import CommMeter
 from smp_core.mesh import SmpMesh
+from smp_core.whereabouts import here
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 _MOST_DIMS = 8
@@ -68,7 +69,7 @@ class Pending:
 
     def wait(self) -> torch.Tensor | None:
         """Return what arrived."""
-        with self._waiting():
+        with self._waiting(), here.waiting("a message of another pipeline stage"):
             for work in self._works:
                 work.wait()
         return self._tensor
@@ -133,15 +134,19 @@ class Messages:
     def finish(self) -> None:
         """Wait until what was sent has left."""
         while self._sent:
-            self._sent.popleft()[0].wait()
+            self._wait_for_oldest()
 
     def _send(self, tensor: torch.Tensor, stage: int) -> None:
         # What is sent is kept until it has left; of what waits longer than a round of all stages, the oldest first.
         while len(self._sent) > 2 * len(self._column):
-            self._sent.popleft()[0].wait()
+            self._wait_for_oldest()
         told = [(self._column[stage], tensor.numel() * tensor.element_size())]
         with self._meter.point_to_point("pipeline", told, self._link):
             self._sent.append((dist.isend(tensor, self._column[stage], self._group), tensor))
+
+    def _wait_for_oldest(self) -> None:
+        with here.waiting("another pipeline stage to take a message"):
+            self._sent.popleft()[0].wait()
 
     def _receive(self, tensor: torch.Tensor, stage: int) -> Pending:
         def waiting() -> AbstractContextManager[None]:

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from smp_core.whereabouts import here
+
 _SEEDS = 2**62
 
 
@@ -33,8 +35,9 @@ class StepSeeds:
         """Seed what is drawn inside. Collective over the stages."""
         seed = torch.randint(_SEEDS, (1,))
         sent = seed.to(self._device)
-        dist.broadcast(sent, group=self._group, group_src=0)
-        self._seed = int(sent)
+        with here.waiting("the first pipeline stage to begin a batch"):
+            dist.broadcast(sent, group=self._group, group_src=0)
+            self._seed = int(sent)
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             yield
 

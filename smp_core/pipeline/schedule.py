@@ -12,15 +12,21 @@ All add gradients up in the order of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from smp_core.pipeline.messages import Messages, Pending
+from smp_core.pipeline.times import StageTimes
 
 Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 """(chunk, micro-batch, activation of the chunk before) -> this chunk's; of the last chunk the loss."""
+
+
+Within = Callable[[int], AbstractContextManager[None]]
+"""micro-batch -> what its forward and backward computations run in."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +115,16 @@ def _is_ready(step: Step, there: set[tuple[bool, int, int]], chunks: int) -> boo
     return own and (step.chunk == chunks - 1 or (False, step.chunk + 1, step.micro_batch) in there)
 
 
-def run(steps: list[Step], forward: Forward, messages: Messages) -> None:
+def run(
+    steps: list[Step], forward: Forward, messages: Messages, times: StageTimes, within: Within = lambda _: nullcontext()
+) -> None:
     """Take a step's micro-batches through one stage.
 
     Args:
         steps: this stage's, of :func:`with_messages`.
         forward: of one chunk and micro-batch.
+        times: told of every computation.
+        within: entered around a micro-batch's computations.
     """
     arriving: dict[tuple[bool, int, int], Pending] = {}  # by what gave it
     taken: dict[tuple[int, int], torch.Tensor | None] = {}
@@ -126,8 +136,10 @@ def run(steps: list[Step], forward: Forward, messages: Messages) -> None:
             if step.is_forward:
                 arriving[(True, *place)] = messages.receive_activation(step.chunk, step.peer)
             else:
-                activation = given[step.chunk - 1, step.micro_batch]
-                arriving[(False, *place)] = messages.receive_gradient(activation, step.peer)
+                # No name of its own for the activation here: it would keep a graph beyond its backward pass.
+                arriving[(False, *place)] = messages.receive_gradient(
+                    given[step.chunk - 1, step.micro_batch], step.peer
+                )
         elif step.act == "send":
             if step.is_forward:
                 messages.send_activation(step.chunk, given[place], step.peer)
@@ -136,11 +148,13 @@ def run(steps: list[Step], forward: Forward, messages: Messages) -> None:
         elif step.is_forward:
             arrived = arriving.pop((True, step.chunk - 1, step.micro_batch), None)
             taken[place] = None if arrived is None else arrived.wait()
-            given[place] = forward(step.chunk, step.micro_batch, taken[place])
+            with times.computing("forward", *place), within(step.micro_batch):
+                given[place] = forward(step.chunk, step.micro_batch, taken[place])
         else:
             arrived = arriving.pop((False, step.chunk + 1, step.micro_batch), None)
             gradient = None if arrived is None else arrived.wait()
-            gradients[place] = backward(taken.pop(place), given.pop(place), gradient)
+            with times.computing("backward", *place), within(step.micro_batch):
+                gradients[place] = backward(taken.pop(place), given.pop(place), gradient)
     messages.finish()
 
 

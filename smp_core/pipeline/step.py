@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from smp_core.mesh import SmpMesh
 from smp_core.pipeline.batches import digest
 from smp_core.pipeline.messages import Messages
 from smp_core.pipeline.randomness import StepSeeds
-from smp_core.pipeline.schedule import computations, forward_only, run, with_messages
+from smp_core.pipeline.schedule import Within, computations, forward_only, run, with_messages
 from smp_core.pipeline.stage import Stage, StageDone
+from smp_core.pipeline.times import StageTimes
 from smp_core.planning.pipeline_rules import Stages
 from smp_core.recipes import Pipeline as Recipe
 from smp_core.stepped import model_parameter
+from smp_core.whereabouts import here
 
 
 class Pipeline:
@@ -29,6 +32,7 @@ class Pipeline:
     Attributes:
         stages: what each has of the model.
         micro_batches: parts of each batch.
+        times: when this stage computes.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Pipeline:
         assert isinstance(recipe.microbatches, int)
         self.micro_batches = recipe.microbatches
         self.group = mesh.group("pipeline")
+        self.times = StageTimes()
         self._seeds = StepSeeds(mesh.device, self.group)
         self._stage = Stage(
             model,
@@ -65,7 +70,12 @@ class Pipeline:
         self._counted_elsewhere = {names[name] for name in stages.tied if mesh.stage > 0}
 
     def train(
-        self, calls: Sequence[Callable[[], Any]], loss_of: Callable[[Any], torch.Tensor], scale: float, batch: Any
+        self,
+        calls: Sequence[Callable[[], Any]],
+        loss_of: Callable[[Any], torch.Tensor],
+        scale: float,
+        batch: Any,
+        within: Within = lambda _: nullcontext(),
     ) -> list[Any]:
         """Take all micro-batches forward and backward. Collective over the stages.
 
@@ -74,9 +84,10 @@ class Pipeline:
             loss_of: of what a call returned; it may raise `ValueError` for what is none.
             scale: what each micro-batch's loss is multiplied by before backward.
             batch: the same on all stages.
+            within: entered around each micro-batch's forward, its loss and its backward.
 
         Returns:
-            what the calls returned; on the last stage, elsewhere an empty list.
+            what the calls returned, detached; on the last stage, elsewhere an empty list.
 
         Raises:
             ValueError: stages were given different batches, code that does not call the model once.
@@ -86,11 +97,15 @@ class Pipeline:
 
         def forward(chunk: int, number: int, taken: torch.Tensor | None) -> torch.Tensor:
             given = self._call(calls[number], chunk, number, taken, results)
-            return given if given is not None else loss_of(results[-1]) * scale
+            if given is None:
+                given = loss_of(results[-1]) * scale
+                # What is returned keeps no graph beyond its backward pass.
+                results[-1] = map_tensors(results[-1], torch.Tensor.detach)
+            return given
 
         self._messages.begin((True, key))
-        with self._seeds.during_step():
-            run(self._training, forward, self._messages)
+        with self._seeds.during_step(), self.times.batch():
+            run(self._training, forward, self._messages, self.times, within)
         return results
 
     def evaluate(self, call: Callable[[], Any], batch: Any) -> Any:
@@ -108,7 +123,7 @@ class Pipeline:
 
         self._messages.begin((torch.is_grad_enabled(), "evaluation", key))
         with self._seeds.during_step():
-            run(self._evaluation, forward, self._messages)
+            run(self._evaluation, forward, self._messages, self.times)
         return results[0] if results else None
 
     def _outside_of_steps(self, forward: Callable[[], Any], inputs: Any) -> Any:
@@ -138,14 +153,15 @@ class Pipeline:
             return torch.empty(0)
 
         self._messages.begin(("outside of steps", key))
-        run(self._evaluation, given_by_chunk, self._messages)
+        run(self._evaluation, given_by_chunk, self._messages, self.times)
         return self.share(results[0] if results else None)
 
     def share(self, value: Any) -> Any:
         """Return the last stage's value on all stages, its tensors detached and on this rank's device. Collective over
         them."""
         carried = [map_tensors(value, lambda tensor: tensor.detach().cpu())]
-        dist.broadcast_object_list(carried, group=self.group, group_src=self.stages.count - 1)
+        with here.waiting("what the last pipeline stage returned"):
+            dist.broadcast_object_list(carried, group=self.group, group_src=self.stages.count - 1)
         return map_tensors(carried[0], lambda tensor: tensor.to(self._mesh.device))
 
     def counts(self, parameter: torch.Tensor) -> bool:

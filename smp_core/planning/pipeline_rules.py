@@ -155,31 +155,49 @@ def _require_blocks(knobs: SmpConfig, blocks: int, chunks: int, kind: str) -> No
 
 def _balanced(chain: Chain, shapes: Shapes, count: int) -> tuple[int, ...]:
     """Cut so that the largest stage is as small as can be: of all limits that are sums of neighbours, the least that
-    ``count`` stages keep to."""
+    ``count`` stages keep to. Of the cuts within it the one whose blocks are the most even: embeddings and heads take
+    memory, and blocks take time."""
 
     def elements(names: tuple[str, ...]) -> int:
         return sum(shapes.of_name(name).elements for name in names)
 
-    weights = [elements(names) for names in chain.of_blocks]
+    blocks = [elements(names) for names in chain.of_blocks]
+    weights = list(blocks)
     weights[0] += elements(chain.before)
     weights[-1] += elements(chain.after)
     sums = {sum(weights[first:end]) for first in range(len(weights)) for end in range(first + 1, len(weights) + 1)}
-    return next(sizes for limit in sorted(sums) if (sizes := _within(weights, count, limit)) is not None)
+    limit = next(limit for limit in sorted(sums) if _fits(weights, count, limit))
+    return _most_even(blocks, weights, count, limit)
 
 
-def _within(weights: list[int], count: int, limit: int) -> tuple[int, ...] | None:
-    """Fill stage by stage up to the limit, leaving a block for each further one; None: something is left over."""
-    sizes, place = [], 0
+def _fits(weights: list[int], count: int, limit: int) -> bool:
+    """Tell whether stages that are filled one by one, leaving a block for each further one, take all blocks."""
+    place = 0
     for stage in range(count):
         latest = len(weights) - (count - stage - 1)
         end = place + 1
         while end < latest and sum(weights[place : end + 1]) <= limit:
             end += 1
         if sum(weights[place:end]) > limit:
-            return None
-        sizes.append(end - place)
+            return False
         place = end
-    return tuple(sizes) if place == len(weights) else None
+    return place == len(weights)
+
+
+def _most_even(blocks: list[int], weights: list[int], count: int, limit: int) -> tuple[int, ...]:
+    """Return the sizes of the cut within the limit whose sums of ``blocks`` have the least sum of squares."""
+    # For the blocks up to each place, in as many stages as there were rounds: the least sum, and the sizes.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for _ in range(count):
+        further: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for begin, (squares, sizes) in best.items():
+            for end in range(begin + 1, len(blocks) + 1):
+                if sum(weights[begin:end]) > limit:
+                    break
+                found = (squares + sum(blocks[begin:end]) ** 2, (*sizes, end - begin))
+                further[end] = min(found, further.get(end, found))
+        best = further
+    return best[len(blocks)][1]
 
 
 def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precision, given: bool) -> None:
@@ -199,12 +217,6 @@ def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precisio
 
 
 def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
-    if knobs.context_parallel_degree > 1:
-        yield (
-            f"context_parallel_degree={knobs.context_parallel_degree}, which splits a batch once for all of its "
-            "micro-batches",
-            "write context_parallel_degree=1",
-        )
     if knobs.fp8 is not None:
         yield "fp8", "leave fp8 out"
     if knobs.param_dtype == "float16":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,9 @@ def make_model() -> LlamaForCausalLM:
 
 def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None = None, **flags: Any) -> Run:
     """Evaluate, train for `STEPS` steps, evaluate, predict with labels and without."""
-    context = (knobs or {}).get("context_parallel_degree", 1)
-    data_ranks = dist.get_world_size() // context if dist.is_initialized() else 1
+    names = ("context_parallel_degree", "pipeline_parallel_degree")
+    sharing = math.prod((knobs or {}).get(name, 1) for name in names)
+    data_ranks = dist.get_world_size() // sharing if dist.is_initialized() else 1
     function = flags.pop("compute_loss_func", None)
     arguments = TrainingArguments(
         **{
@@ -59,7 +61,7 @@ def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None =
             "save_strategy": "no",
             "report_to": "none",
             "disable_tqdm": True,
-            "use_cpu": data_ranks * context == 1,
+            "use_cpu": data_ranks * sharing == 1,
             **flags,
         }
     )
@@ -92,9 +94,18 @@ def run_trainer(folder: Path, micro_batches: int, knobs: dict[str, Any] | None =
 
 
 KEPT = {"keep_between_micro_batches": "parameters"}
+STAGES = {"pipeline_parallel_degree": 2, "pipeline": {"microbatches": 2}}
 CASES = [
-    pytest.param(*case, marks=() if case[0] == "auto" else pytest.mark.slow)
-    for case in (("auto", 2, 2, {}), (2, 2, 2, {}), (4, 2, 1, {}), (4, 4, 1, {}), (2, 2, 1, {}), (4, 2, 2, KEPT))
+    pytest.param(*case, marks=() if case[0] == "auto" or case[3] is STAGES else pytest.mark.slow)
+    for case in (
+        ("auto", 2, 2, {}),
+        (2, 2, 2, STAGES),
+        (2, 2, 2, {}),
+        (4, 2, 1, {}),
+        (4, 4, 1, {}),
+        (2, 2, 1, {}),
+        (4, 2, 2, KEPT),
+    )
 ]
 
 
@@ -198,15 +209,16 @@ def bare_loop(arguments: dict[str, Any] | None, stream: bool) -> dict[str, Any]:
         accelerator: Any = Accelerator(cpu=True)
     else:
         accelerator = fresh_accelerator(**arguments)
-    data_ranks = accelerator.num_processes // getattr(accelerator, "context_degree", 1)
+    data_ranks = accelerator.num_processes // getattr(accelerator, "batch_degree", 1)
     model = make_model().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data: Any = Stream() if stream else make_rows(3 * BATCH, 1)
     train, held_out = DataLoader(data, batch_size=BATCH // data_ranks), DataLoader(make_rows(6, 2), BATCH // data_ranks)
     model, optimizer, train, held_out = accelerator.prepare(model, optimizer, train, held_out)
     losses, seen = [], []
+    step = getattr(accelerator, "pipeline_step", lambda function: function)(lambda batch: model(**batch).loss)
     for batch in train:
-        loss = model(**batch).loss
+        loss = step(batch)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -219,12 +231,20 @@ def bare_loop(arguments: dict[str, Any] | None, stream: bool) -> dict[str, Any]:
     return {"losses": losses, "logits": torch.cat(seen), "weights": whole_weights(model)}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_bare_loop_equals_one_process(stream: bool) -> None:
+STAGED = {
+    "shard_degree": 2,
+    "context_parallel_degree": 2,
+    "pipeline_parallel_degree": 2,
+    "pipeline": {"microbatches": 1},
+}
+
+
+@pytest.mark.parametrize(("stream", "staged"), [(False, False), (True, False), (True, True)])
+def test_a_bare_loop_equals_one_process(stream: bool, staged: bool) -> None:
     """float64, but for the loss, which Transformers computes in float32. Under Accelerate's own name for the degree."""
     expected = bare_loop(None, stream)
-    parallelism = ParallelismConfig(dp_shard_size=2, cp_size=2)
-    for seen in run_ranks(bare_loop, 4, {"parallelism_config": parallelism}, stream, ranks_per_node=2):
+    arguments = STAGED if staged else {"parallelism_config": ParallelismConfig(dp_shard_size=2, cp_size=2)}
+    for seen in run_ranks(bare_loop, 4, arguments, stream, ranks_per_node=2):
         assert seen["losses"] == pytest.approx(expected["losses"], abs=1e-6)
         assert seen["logits"].shape == expected["logits"].shape == (6, LENGTH, VOCABULARY)
         torch.testing.assert_close(seen["logits"], expected["logits"], atol=1e-5, rtol=0)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
+from accelerate_smp.callbacks import SmpMonitorCallback
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import VOCABULARY, Run, assert_close, fit, life, make_trainer, noise_between
 from tests.core.pipeline.cases import example_of, of_all_stages
@@ -127,6 +128,29 @@ def test_trainer_on_four_ranks(tmp_path: Path) -> None:
     flags = {"per_device_train_batch_size": BATCH // 2}
     results = run_ranks(life, 4, tmp_path / "ranks", BATCH, 3, {**KNOBS, "shard_degree": "auto"}, **flags)
     assert_life(results, expected, noise, tmp_path / "ranks")
+
+
+def figures(folder: Path, batch: int, knobs: dict[str, Any] | None) -> dict[str, float]:
+    trainer, _ = make_trainer(folder, batch, 2, knobs, per_device_train_batch_size=BATCH, max_steps=3, logging_steps=3)
+    monitor = SmpMonitorCallback()
+    trainer.add_callback(monitor)
+    trainer.train()
+    if knobs is not None:
+        monitor.save_timeline(folder / "timeline.png")
+    return monitor.latest
+
+
+def test_the_monitor_reports_the_bubble_and_counts_each_sample_once(tmp_path: Path) -> None:
+    """Rates of one report share one clock, so that their ratios are exact."""
+    alone = figures(tmp_path, BATCH, None)
+    for seen in run_ranks(figures, 2, tmp_path, BATCH, KNOBS):
+        for name, ranks in (("tokens_per_second", 1), ("tflops_per_device", 2)):
+            ratio, expected = (each[name] / each["samples_per_second"] for each in (seen, alone))
+            assert ranks * ratio == pytest.approx(expected, rel=1e-9), name
+        shares = [seen[f"bubble_share_stage_{stage}"] for stage in range(2)]
+        assert seen["bubble_share"] == pytest.approx(sum(shares) / 2) and all(0 < share < 1 for share in shares)
+        assert seen["seconds_stage_0"] > 0
+    assert (tmp_path / "timeline.png").exists()
 
 
 def said(act: Callable[[], Any]) -> str:

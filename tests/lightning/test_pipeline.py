@@ -7,31 +7,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_smp import SmpMonitor
+from smp_core.pipeline.times import Computation
 from tests.core.pipeline.cases import example_of, of_all_stages
-from tests.core.tensor_parallel.model_cases import Wide, batches, build, loss_of
+from tests.core.tensor_parallel.model_cases import TOKENS, Wide, batches, build, loss_of
+from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule
 from tests.lightning.running import Run, assert_same, make_trainer, together, whole_weights, worst
 
 
 class StagedModule(LanguageModule):
-    """options: batch_size; kind of the model."""
+    """options: batch_size; kind of the model; pairs: batches are (tokens, targets)."""
 
     def build(self) -> None:
         self.model = example_of(build(self.options["kind"], seed=torch.initial_seed() % 100))
         self.calls = 0
 
-    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        return loss_of(self.model, tokens)
+    def loss(self, batch: Any) -> torch.Tensor:
+        if isinstance(batch, torch.Tensor):
+            return loss_of(self.model, batch)
+        tokens, targets = batch
+        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.calls += 1
         loss = self.loss(batch)
         self.log("train_loss", loss, on_epoch=True, sync_dist=True)
-        self.log_dict({"twice": 2 * loss.detach()}, sync_dist=True, batch_size=len(batch))
-        return {"loss": loss, "tokens": batch.numel()} if batch_idx % 2 else loss
+        tokens = batch if isinstance(batch, torch.Tensor) else batch[0]
+        self.log_dict({"twice": 2 * loss.detach()}, sync_dist=True, batch_size=len(tokens))
+        return {"loss": loss, "tokens": tokens.numel()} if batch_idx % 2 else loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(outputs["loss"].detach())
@@ -47,6 +56,8 @@ class StagedModule(LanguageModule):
         return self._loader(batches(1, 2).flatten(0, 2).flip(0), shuffle=False)
 
     def _loader(self, data: Any, shuffle: bool) -> Any:
+        if self.options.get("pairs"):
+            data = TensorDataset(data, data.roll(-1, 1))
         if dist.is_initialized():
             return DataLoader(data, batch_size=self.options["batch_size"])
         sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=shuffle)
@@ -60,6 +71,7 @@ def train(
     ckpt_path: Path | None = None,
     steps: Path | None = None,
     watched: Path | None = None,
+    pairs: bool = False,
     **flags: Any,
 ) -> Run:
     """``watched``: the best model by the validation loss is kept there, and the run ends when it does not fall;
@@ -75,7 +87,7 @@ def train(
         ]
         flags = {"enable_checkpointing": True, "callbacks": callbacks, **flags}
     with Wide():
-        module = StagedModule(kind=kind, batch_size=batch_size)
+        module = StagedModule(kind=kind, batch_size=batch_size, pairs=pairs)
         flags = {"gradient_clip_val": 0.5, "max_epochs": 2, "accumulate_grad_batches": 2, **flags}
         trainer = make_trainer(knobs, **flags)
         trainer.fit(module, ckpt_path=ckpt_path)
@@ -120,6 +132,13 @@ def test_a_fit_equals_one_process(tmp_path: Path) -> None:
     assert all(run.extra == expected.extra for run in runs), "callbacks agree everywhere"
 
 
+def test_micro_batches_are_split_over_ranks_that_share_sequences() -> None:
+    """Each rank of a pair has as many targets, so that what is logged is the mean over all."""
+    expected = train("plain", 8, {}, pairs=True)
+    knobs = {**knobs_of(2, shard=2, microbatches=4), "context_parallel_degree": 2}
+    assert_same(together(train, "plain", 8, knobs, pairs=True), expected)
+
+
 def test_runs_go_on_in_mid_epoch_with_other_numbers_of_stages(tmp_path: Path) -> None:
     """Two stages, one, and two of another size, each from the first of an epoch's two steps. Averages of weights,
     optimizer states and schedules too; from a sharded folder and from an ordinary file, which the last one writes."""
@@ -140,3 +159,49 @@ def test_runs_go_on_in_mid_epoch_with_other_numbers_of_stages(tmp_path: Path) ->
     mine, other = ours["optimizer_states"][0], theirs["optimizer_states"][0]
     assert mine["param_groups"] == other["param_groups"] and mine["state"].keys() == other["state"].keys()
     assert max(worst(mine["state"][number], entry)[0] for number, entry in other["state"].items()) <= 1e-12
+
+
+class Batches(Callback):
+    """The computations of this rank's stage in each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[Computation]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.world_size > 1:
+            self.seen.append(trainer.strategy.parallel.pipeline.times.last)
+
+
+def watched(
+    knobs: dict[str, Any], batch_size: int, picture: Path | None
+) -> tuple[list[list[Computation]], dict[str, float]]:
+    """Four steps, two batches in each; the clock runs from the second step on."""
+    seen, monitor = Batches(), SmpMonitor(every_n_steps=4)
+    module = StagedModule(kind="gpt2_deep", batch_size=batch_size)
+    with Wide():
+        make_trainer(
+            knobs, callbacks=[seen, monitor], max_epochs=2, limit_val_batches=0, accumulate_grad_batches=2
+        ).fit(module)
+    if picture is not None:
+        monitor.save_timeline(picture)
+    return seen.seen, monitor.latest
+
+
+def test_the_monitor_reports_the_bubble_and_counts_each_sample_once(tmp_path: Path) -> None:
+    """Of the recorded computations, over interleaved stages; FLOPs and tokens of a sample are those of one process."""
+    _, alone = watched({}, 8, None)
+    results = run_ranks(watched, 2, knobs_of(2, schedule="interleaved:2"), 8, tmp_path / "timeline.png")
+    batches_of = [[each for each in seen[2:]] for seen, _ in results]  # without the first step
+    computed = [sum(each.end - each.begin for batch in seen for each in batch) for seen in batches_of]
+    lasted = max(sum(batch[-1].end for batch in seen) for seen in batches_of)
+    for seen, report in results:
+        assert [len(batch) for batch in seen] == [2 * 2 * 2] * 8, "chunks, micro-batches, directions"
+        for stage in range(2):
+            assert abs(report[f"bubble_share_stage_{stage}"] - (1 - computed[stage] / lasted)) < 1e-9
+            assert abs(report[f"seconds_stage_{stage}"] - computed[stage] / 3) < 1e-9
+        assert abs(report["bubble_share"] - (1 - sum(computed) / 2 / lasted)) < 1e-9
+        assert report["samples"] == alone["samples"] == 2 * 4 * 8
+        assert abs(report["tokens_per_second"] / report["samples_per_second"] - TOKENS) < 1e-9
+        flops = [2 * report["tflops_per_device"] / report["samples_per_second"]]
+        assert abs(flops[0] / (alone["tflops_per_device"] / alone["samples_per_second"]) - 1) < 1e-9
+    assert (tmp_path / "timeline.png").stat().st_size > 1000

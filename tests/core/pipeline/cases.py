@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.averaging import ShardedAverage
 from smp_core.config import SmpConfig
+from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
 from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
@@ -78,6 +81,17 @@ def initialised() -> Iterator[list[str]]:
         Slot.full_copy = full_copy  # type: ignore[method-assign]
 
 
+def next_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    """The targets that ``own_loss`` finds in whole sequences."""
+    return F.pad(tokens, (0, 1), value=-100)[:, 1:]
+
+
+def pair_loss(model: Any, split: SplitBatch) -> torch.Tensor:
+    """The mean over this rank's targets."""
+    tokens, targets = split.batch
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
 @dataclass(frozen=True)
 class Case:
     """What one training is like; the world is stages x shard x replicas."""
@@ -117,8 +131,16 @@ class Case:
         assert parallel.pipeline is not None
         parts = split_batch(tokens, self.micro_batches)
         calls = [lambda part=part: parallel.run_as_forward(loss_of, parallel.module, part) for part in parts]
+        within: Any = lambda _: nullcontext()  # noqa: E731
+        if parallel.context is not None:
+            splits = [parallel.context.split((part, next_tokens(part))) for part in parts]
+            calls = [lambda split=split: parallel.run_as_forward(pair_loss, parallel.module, split) for split in splits]
+            within = lambda number: enabled(splits[number])  # noqa: E731
+        scale = 1 / self.micro_batches / self.windows
         with parallel.window.accumulate():
-            losses = parallel.pipeline.train(calls, lambda loss: loss, 1 / self.micro_batches / self.windows, tokens)
+            losses = parallel.pipeline.train(calls, part_of_mean, scale, tokens, within)
+        if parallel.context is not None:
+            losses = [loss * split.weight for loss, split in zip(losses, splits, strict=False)]
         mean = parallel.pipeline.share(torch.stack(losses).detach().mean() if losses else None)
         dist.all_reduce(mean)
         return mean / dist.get_world_size() / self.windows

@@ -16,6 +16,7 @@ from tests.harness import run_ranks
 Knobs = tuple[tuple[str, Any], ...]
 CHUNKED: Knobs = (("chunked_cross_entropy", 7),)
 RECOMPUTED: Knobs = (("activations", "full"),)
+CONTEXT: Knobs = (("context_parallel_degree", 2),)
 TENSOR: Knobs = (("tensor_parallel_degree", 2),)
 COMPILED: Knobs = (("compile", {"backend": "eager", "fullgraph": True}),)
 DELAYED: Knobs = (("delayed_init", True),)
@@ -34,6 +35,7 @@ FOUR_RANKS = [
     Case("gpt2", shard=2, windows=2, knobs=WHOLE_GRADIENTS),
     Case("gpt2", shard=1, micro_batches=4, knobs=WORLD),  # two replicas
     Case("llama_tied", shard=1, micro_batches=4, knobs=TENSOR),
+    Case("plain", shard=2, micro_batches=4, windows=2, knobs=(*CONTEXT, *RECOMPUTED)),
 ]
 
 

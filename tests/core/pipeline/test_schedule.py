@@ -1,14 +1,21 @@
 """Schedules played without ranks: idle time, activations that wait for backward, and messages in an order in which
-nobody waits in a circle."""
+nobody waits in a circle; and the activations that ranks keep, by count."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import deque
 from fractions import Fraction
+from typing import Any
 
 import pytest
+import torch
 
 from smp_core.pipeline.schedule import Step, chunks_of, computations, forward_only, with_messages
+from tests.core.pipeline.cases import Case
+from tests.core.tensor_parallel.model_cases import Wide, batches
+from tests.harness import run_ranks
 
 CASES = [
     ("1f1b", 2, 4), ("1f1b", 4, 8), ("1f1b", 4, 2), ("gpipe", 2, 4), ("gpipe", 4, 8),
@@ -101,3 +108,58 @@ def test_nobody_waits_in_a_circle_even_for_sends(schedule: str, stages: int, mic
                     steps.popleft()
                     peer.popleft()
             assert sum(map(len, left)) < before, [steps[0] for steps in left if steps]
+
+
+class _Kept(torch.autograd.Function):
+    """Identity whose place in the graph is counted while it is there."""
+
+    alive = most = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.token = _Token()
+        weakref.finalize(ctx.token, _Kept.left)
+        _Kept.alive += 1
+        _Kept.most = max(_Kept.most, _Kept.alive)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+    @staticmethod
+    def left() -> None:
+        _Kept.alive -= 1
+
+
+class _Token:
+    pass
+
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved:2")
+
+
+def most_kept() -> list[int]:
+    """Of each schedule the most chunks whose graphs this stage held at one time."""
+    found = []
+    for schedule in SCHEDULES:
+        case = Case("llama_deep", micro_batches=4, schedule=schedule)
+        parallel = case.parallel()
+        assert parallel.pipeline is not None
+        stages = parallel.pipeline.stages
+        for chunk in stages.chunks(parallel.mesh.stage):
+            block: Any = parallel.module.get_submodule(stages.chain.blocks[stages.blocks(chunk).start])
+            block.input_layernorm.register_forward_hook(lambda *given: _Kept.apply(given[2]))
+        gc.collect()
+        _Kept.alive = _Kept.most = 0
+        with Wide():
+            case.backward(parallel, batches(1)[0, 0])
+        found.append(_Kept.most)
+        parallel.window.abandon()
+    return found
+
+
+def test_a_stage_keeps_as_many_activations_as_its_schedule_says() -> None:
+    for stage, found in enumerate(run_ranks(most_kept, 2)):
+        orders = [computations(schedule, 2, stage, 4) for schedule in SCHEDULES]
+        assert found == [most_waiting(order) for order in orders], [chunks_of(schedule) for schedule in SCHEDULES]

@@ -94,6 +94,12 @@ def test_the_largest_stage_is_as_small_as_can_be() -> None:
     assert stages.owners["norm.weight"] == (1,) and stages.owners["words.weight"] == (0,)
 
 
+def test_of_equal_largest_stages_the_cut_with_the_most_even_blocks_is_taken() -> None:
+    """With the last block and the head as the limit, five of the others would still fit on one stage."""
+    stages = plan_of(Chain(*[8] * 6, 40), 3, ranks=6).stages
+    assert stages is not None and stages.sizes == (3, 3, 1)
+
+
 def test_frozen_parameters_and_unused_ones_have_a_stage_too() -> None:
     model = Chain(8, 8)
     model.words.requires_grad_(False)
