@@ -65,6 +65,7 @@ from smp_core.command_line import console
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.engine import build_mesh
+from smp_core.layout import DATA
 from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
@@ -155,7 +156,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             _check_backend(self.device, self.init_handler)
             self._topology = Topology.discover()
             self._watch = watch_ranks()
-            if self.smp_config.shard_degree != "auto":
+            if self.smp_config.shard_degree != "auto" and self.smp_config.plan is None:
                 mesh, self.smp_config = build_mesh(self._asked, self._topology, self.device)
                 self._adopt_mesh(mesh)
             else:
@@ -229,12 +230,21 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             )
         handle = shard(model, self._asked, self._topology, self, self.smp_mesh, self._prepared_together)
         if self.smp_mesh is None:
+            self._require_same_readers(handle.mesh)
             self._adopt_mesh(handle.mesh)
         if first:
             self.smp_config = handle.config
             if self.is_main_process:
                 print(handle.report(), file=sys.stderr, flush=True)
         return handle
+
+    def _require_same_readers(self, mesh: SmpMesh) -> None:
+        """Refuse degrees that a plan chose after a loader was prepared for others."""
+        if self._dataloaders and mesh.data_size != self.layout.size(*DATA):
+            raise ValueError(
+                f"plan='auto' chose context_parallel_degree={mesh.context_degree} and tensor_parallel_degree="
+                f"{mesh.tensor_degree} after a data loader was prepared; prepare the model first or together with it"
+            )
 
     def _adopt_mesh(self, mesh: SmpMesh) -> None:
         self.smp_mesh, self.layout, self._parallelism = mesh, mesh.layout, SmpParallelism.of(mesh)

@@ -48,7 +48,14 @@ def shard(
     own = [optimizer for optimizer in optimizers if steps(optimizer, model)]
     config = with_dynamo_plugin(config, accelerator)
     handle = parallelize(
-        model, config, device=device, topology=topology, mesh=mesh, precision=precision, optimizers=own
+        model,
+        config,
+        device=device,
+        topology=topology,
+        mesh=mesh,
+        precision=precision,
+        optimizers=own,
+        accumulated=accelerator.gradient_accumulation_steps,
     )
     _gather_anew_for_evaluation(model, handle)
     _count_evaluations_apart(model, handle)

@@ -5,6 +5,7 @@ Importing registers the strategy's names, and lets ``load_from_checkpoint`` read
     smp_sharded         shard degree "auto": the smallest partition group that holds the model's states
     smp_sharded_node    one node is one partition group
     smp_sharded_world   all ranks are one partition group (what plain FSDP does)
+    smp_sharded_auto    all knobs that were not given are planned (plan="auto")
     smp_sharded_fp8     as smp_sharded, linear layers in FP8
 """
 
@@ -29,6 +30,11 @@ for _name, _degree in (("smp_sharded", "auto"), ("smp_sharded_node", "node"), ("
             description=f"MiCS sharding on FSDP2, shard_degree={_degree!r}",
             shard_degree=_degree,
         )
+
+if "smp_sharded_auto" not in StrategyRegistry:
+    StrategyRegistry.register(
+        "smp_sharded_auto", SmpShardedStrategy, description="smp_sharded with all knobs planned", plan="auto"
+    )
 
 if "smp_sharded_fp8" not in StrategyRegistry:
     StrategyRegistry.register(

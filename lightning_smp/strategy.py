@@ -58,7 +58,8 @@ logger = logging.getLogger("smp")
 class SmpShardedStrategy(SteppingStrategy):
     """A strategy of MiCS sharding for ``Trainer(strategy=SmpShardedStrategy(...))``.
 
-    By name it is ``"smp_sharded"``, ``"smp_sharded_node"``, ``"smp_sharded_world"``, ``"smp_sharded_fp8"``.
+    By name it is ``"smp_sharded"``, ``"smp_sharded_node"``, ``"smp_sharded_world"``, ``"smp_sharded_auto"``,
+    ``"smp_sharded_fp8"``.
 
     Args:
         config: all knobs in one :class:`smp_core.config.SmpConfig` or mapping; or give them as keywords.
@@ -186,6 +187,7 @@ class SmpShardedStrategy(SteppingStrategy):
                 precision=precision,
                 layer_sync=self._layer_sync,
                 init_fn=self._init_fn,
+                accumulated=trainer.accumulate_grad_batches,
             )
             self.config = self._parallel.config
             self._say_what_took_effect()

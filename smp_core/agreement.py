@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import xxhash
@@ -31,6 +31,31 @@ def of_all_ranks(own: T) -> list[T]:
     everyone = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return everyone
+
+
+def of_rank_0(decide: Callable[[], T]) -> T:
+    """Let rank 0 decide, and tell all ranks what it came to, or why it refuses. Collective over the world.
+
+    Raises:
+        ValueError: what ``decide`` raised on rank 0; on all ranks.
+    """
+    alone = not dist.is_initialized() or dist.get_backend() == "fake"
+    told: list[Any] = [None]
+    if alone or dist.get_rank() == 0:
+        try:
+            told = [decide()]
+        except ValueError as error:
+            told = [error]
+        except Exception as error:  # the others wait; they end with it too
+            if not alone:
+                dist.broadcast_object_list([ValueError(f"rank 0: {type(error).__name__}: {error}")], src=0)
+            raise
+    if not alone:
+        dist.broadcast_object_list(told, src=0)
+    if isinstance(told[0], ValueError):
+        raise told[0]
+    decided: T = told[0]
+    return decided
 
 
 def agreed(

@@ -21,6 +21,7 @@ from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.knob_recipe import Knob
 from smp_core.knob_rules import READERS, SETTINGS, contradictions, require_known, settings_of
 from smp_core.knob_table import DEFAULT, as_asked, effective_table, plain
+from smp_core.plan_recipes import AutoPlan, Planner
 from smp_core.recipes import (
     Activations,
     Checkpoint,
@@ -29,7 +30,6 @@ from smp_core.recipes import (
     Compression,
     DelayedInit,
     Pipeline,
-    Planner,
     TensorParallel,
     Units,
     WrapRule,
@@ -59,6 +59,7 @@ def _naming_what_moved(config: C) -> C:
     def init(self: Any, *args: Any, **knobs: Any) -> None:
         require_known(knobs)
         made(self, *args, **knobs)
+        object.__setattr__(self, "_given", frozenset(knobs))
 
     config.__init__ = init  # type: ignore[misc]
     return config
@@ -142,6 +143,9 @@ class SmpConfig:
             the loss. Integer >= 1, or None (default; the logits of all tokens).
         collectives: How collectives run: stages, prefetching, buffers. Fields of Collectives ({"hierarchical": false}).
             Default Collectives(): by the cluster.
+        plan: Whether all knobs that were not given are planned for the machines that training starts on: degrees,
+            recomputation, offloading, what is kept between micro-batches. "auto", fields of AutoPlan ({"sequence":
+            2048, "micro_batch": 4}), or None (default; knobs are as they are, shard_degree="auto" by states alone).
         planner: What shard_degree="auto" plans with. Fields of Planner ({"memory_headroom": 0.2}). Default Planner().
         checkpoint: How checkpoints are written and resumed. "sharded", "full" (one ordinary file), "async" (written
             behind training), or fields of Checkpoint ({"async_save": true, "verify": "digests"}). Default Checkpoint():
@@ -173,14 +177,16 @@ class SmpConfig:
     fp8: Knob[Fp8Recipe | None, bool | str | Fields] = _default(None)
     chunked_cross_entropy: int | None = None
     collectives: Knob[Collectives, str | Fields] = _default(Collectives())
+    plan: Knob[AutoPlan | None, str | Fields] = _default(None)
     planner: Knob[Planner, str | Fields] = _default(Planner())
     checkpoint: Knob[Checkpoint, str | Fields] = _default(Checkpoint())
 
     # Records beside the knobs; not compared, and not carried over by dataclasses.replace: the configuration before the
-    # first `with_resolved`, why settings became what they are, and where they were written.
+    # first `with_resolved`, why settings became what they are, where they were written, and which were.
     _before: SmpConfig | None = field(default=None, init=False, repr=False, compare=False)
     _reasons: Mapping[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
     _origins: Mapping[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _given: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for knob, reader in READERS.items():
@@ -303,8 +309,19 @@ class SmpConfig:
             object.__setattr__(resolved, attribute, changed)
         return resolved
 
-    def with_asked(self, **knobs: Any) -> SmpConfig:
+    @property
+    def given(self) -> frozenset[str]:
+        """The knobs that were written, also at their defaults. Where all are (LightningCLI gives every argument,
+        dataclasses.replace every field), those that are not at their defaults."""
+        if len(self._given) < len(READERS):
+            return self._given
+        return frozenset(knob for knob in READERS if self.asked(knob) != getattr(_DEFAULTS, knob))
+
+    def with_asked(self, by: str = "", /, **knobs: Any) -> SmpConfig:
         """Return a copy in which other values were asked for of some knobs. What the others became stays.
+
+        Args:
+            by: who asked for them, for the table of effective values; "": the user.
 
         Raises:
             ValueError: unknown knob, a value that is not allowed, knobs that contradict each other.
@@ -314,6 +331,8 @@ class SmpConfig:
         asked = copy.copy(self._before or self)
         for knob, value in values.items():
             object.__setattr__(asked, knob, value)
+        origins = {**self._origins, **dict.fromkeys(knobs, by)} if by else self._origins
+        object.__setattr__(asked, "_origins", origins)
         wrong = list(contradictions(asked))
         if wrong:
             raise ValueError("\n".join(wrong))
@@ -322,7 +341,7 @@ class SmpConfig:
         changed = copy.copy(self)
         anew = {name for knob in knobs for name in settings_of(knob)}
         reasons = {name: why for name, why in self._reasons.items() if name not in anew}
-        for attribute, value in {**values, "_reasons": reasons, "_before": asked}.items():
+        for attribute, value in {**values, "_reasons": reasons, "_origins": origins, "_before": asked}.items():
             object.__setattr__(changed, attribute, value)
         return changed
 

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from smp_core.adoption import adopt_sharded_model
-from smp_core.agreement import agreed
+from smp_core.agreement import agreed, of_rank_0
 from smp_core.config import SmpConfig
 from smp_core.layout import Layout
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
 from smp_core.parallelize import parallelize_model
 from smp_core.planning.auto_degree import decide_with_smallest_degree
+from smp_core.planning.auto_plan import RunningStep, plan_run
 from smp_core.planning.chain_recording import with_chain
 from smp_core.planning.cluster import Cluster
 from smp_core.planning.decide import TRAINERS_OWN, Plan, decide
@@ -49,6 +50,7 @@ def parallelize(
     precision: Precision = TRAINERS_OWN,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     init_fn: Callable[[nn.Module], None] | None = None,
+    accumulated: int = 1,
 ) -> ParallelModel:
     """Shard a model, and everything else that the knobs ask for. In place; collective over the world.
 
@@ -61,6 +63,7 @@ def parallelize(
         precision: what the trainer's precision means for dtypes.
         optimizers: that step this model, where they are known already; ``shard_degree="auto"`` plans memory for them.
         init_fn: initialises one module in place, for modules on meta that cannot do it themselves.
+        accumulated: micro-batches of an optimizer step; ``plan="auto"`` plans for them.
 
     Returns:
         the handle whose ``window``, ``clip_grad_norm_`` and ``meter`` a training loop uses.
@@ -73,14 +76,15 @@ def parallelize(
     topology = topology or (Topology.discover() if mesh is None else mesh.topology)
     given = given_sharding(model)
     observe = Cluster.observer(topology, device)
-    if mesh is not None and asked.shard_degree == "auto":
-        asked = asked.with_resolved("shard_degree", mesh.shard_degree, "as the model before")
+    if mesh is not None and (asked.shard_degree == "auto" or asked.plan is not None):
+        asked = _as_before(asked, mesh)
+    elif asked.plan is not None and given is None:
+        asked = _planned(model, asked, observe, RunningStep(device, entry, precision, accumulated, tuple(optimizers)))
 
     def settle() -> Plan:
         if given is not None:
-            return decide(
-                Shapes.with_units(model, given_units(model)), asked, observe(), given=given, precision=precision
-            )
+            shapes = Shapes.with_units(model, given_units(model))
+            return decide(shapes, asked, observe(), given=given, precision=precision)
         shapes = with_chain(Shapes.of(model, asked, entry), model, asked)
         if asked.shard_degree == "auto":
             return decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
@@ -91,9 +95,7 @@ def parallelize(
         mesh = _mesh_of(plan.knobs, plan.layout, topology, device)
     elif given is None:
         _require_layout(mesh, plan)
-    if mesh.rank == 0:
-        for line in plan.warnings:
-            logger.warning("%s", line)
+    _warn(plan, mesh.rank)
     if given is not None:
         return adopt_sharded_model(model, mesh, plan, given)
     return parallelize_model(model, mesh, plan, init_fn=init_fn)
@@ -129,6 +131,33 @@ def _mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch
         in_stages=knobs.asked("collectives.hierarchical") is not False,
         secondary=keep if type(keep) is int else None,
     )
+
+
+def _warn(plan: Plan, rank: int) -> None:
+    for line in plan.warnings if rank == 0 else ():
+        logger.warning("%s", line)
+
+
+def _planned(model: nn.Module, asked: SmpConfig, observe: Callable[[], Cluster], step: RunningStep) -> SmpConfig:
+    """Return the knobs with those that rank 0 plans. Collective."""
+    agreed(asked, lambda: True)  # a knob that only another rank was given would be planned over
+    decision = of_rank_0(lambda: plan_run(model, asked, observe(), step))
+    return asked.with_asked("the plan", **decision.knobs).with_resolved("plan", asked.plan, decision.why)
+
+
+def _as_before(asked: SmpConfig, mesh: SmpMesh) -> SmpConfig:
+    """Return the knobs with the degrees of an earlier model's mesh, where they were open. A further model is not
+    planned."""
+    before = "as the model before"
+    degrees = {"shard_degree": mesh.shard_degree}
+    if asked.plan is not None:
+        degrees["context_parallel_degree"] = mesh.context_degree
+        degrees["tensor_parallel_degree"] = mesh.tensor_degree
+        asked = asked.with_resolved("plan", None, "an earlier model was planned; this one has its degrees")
+    for knob, degree in degrees.items():
+        if knob not in asked.given or getattr(asked, knob) == "auto":
+            asked = asked.with_resolved(knob, degree, before)
+    return asked
 
 
 def _require_layout(mesh: SmpMesh, plan: Plan) -> None:

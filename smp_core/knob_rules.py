@@ -14,6 +14,7 @@ from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.knob_recipe import Recipe
 from smp_core.moved_knobs import MOVED, moved
 from smp_core.other_strategies import argument_of_another
+from smp_core.plan_recipes import AutoPlan, Planner
 from smp_core.recipes import (
     RECIPES,
     Activations,
@@ -23,7 +24,6 @@ from smp_core.recipes import (
     Compression,
     DelayedInit,
     Pipeline,
-    Planner,
     TensorParallel,
     Units,
 )
@@ -71,6 +71,7 @@ READERS: dict[str, read.Reader] = {
     "fp8": _of(Fp8Recipe),
     "chunked_cross_entropy": read.either(read.nothing(), _DEGREE, allowed="an integer of at least 1, none"),
     "collectives": _of(Collectives),
+    "plan": _of(AutoPlan),
     "planner": _of(Planner),
     "checkpoint": _of(Checkpoint),
 }

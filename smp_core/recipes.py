@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from smp_core import knob_values as read
 from smp_core.knob_recipe import Recipe, setting
+from smp_core.plan_recipes import Planner
 
 WrapRule = Callable[[str, Any], bool]
 """(module's name, module) -> whether it is a unit. Any: command lines read the types, and torch is not loaded here."""
@@ -31,8 +32,6 @@ _CHECKPOINTING = read.either(
     read.mapping(_RECOMPUTATION),
     allowed="'none', 'full', 'every:N', 'selective', a mapping from class names or globs to one of these",
 )
-# Those of smp_core.planning.optimizers, which stands above this file.
-_OPTIMIZERS = ("adamw", "adamw-amsgrad", "adam", "adam-amsgrad", "adagrad", "rmsprop", "lion", "sgd-momentum", "sgd")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -317,28 +316,6 @@ class Collectives(Recipe):
     symmetric_memory: bool = setting(False, _BOOLEAN)
     context_head_groups: int | Literal["auto"] = setting("auto", _AT_LEAST_ONE_OR_AUTO)
     meter: bool = setting(True, _BOOLEAN)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Planner(Recipe):
-    """Settings that shard_degree="auto" plans with.
-
-    Args:
-        memory_headroom: Share of device memory that is left to activations and buffers. A number in [0, 1); default
-            0.35.
-        device_memory_gib: Device memory in GiB. A number > 0, or None (default; the device is asked).
-        optimizer: "adamw", "adamw-amsgrad", "adam", "adam-amsgrad", "adagrad", "rmsprop", "lion", "sgd-momentum", "sgd"
-            or "auto" (default; the one that is prepared together with the model, as under Accelerate; otherwise AdamW,
-            and a warning if Lightning's configure_optimizers makes one for which another degree would have been
-            chosen).
-    """
-
-    KNOB: ClassVar[str] = "planner"
-    EXAMPLE: ClassVar[str] = '{"memory_headroom": 0.2, "optimizer": "sgd"}'
-
-    memory_headroom: float = setting(0.35, read.number(0.0, 1.0, include_lowest=True))
-    device_memory_gib: float | None = setting(None, _GIB)
-    optimizer: str = setting("auto", read.word("auto", *_OPTIMIZERS))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

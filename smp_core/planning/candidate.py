@@ -38,7 +38,7 @@ class Choice:
             value, default = as_asked(self.asked.asked(knob)), _DEFAULTS[knob]
             if value == default:
                 continue
-            if isinstance(value, Mapping):
+            if isinstance(value, Mapping) and default is not None:
                 value = {name: each for name, each in value.items() if each != default[name]}
             found[knob] = value
         return found

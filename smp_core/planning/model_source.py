@@ -4,6 +4,7 @@
     config.json, folder    a Transformers configuration
     package.module:name    a function that returns a model, or (model, batch), where batch(samples, tokens)
                            is what a step gets
+    a module               one that is to be trained, copied without its values
 
 A Transformers model is called with token ids and labels. Another model, a LightningModule too, needs the batch.
 """
@@ -14,6 +15,7 @@ import difflib
 import importlib
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_core.planning.chain_recording import example_of
 from smp_core.planning.known_models import KNOWN_MODELS
 from smp_core.planning.units import Entry
 
@@ -118,6 +121,66 @@ def _of_model(model: nn.Module) -> Source:
     config: Any = model.config
     has_plan = bool(getattr(config, "base_model_tp_plan", None)) or config.model_type in ("gpt2", "opt", "bert")
     return Source(model, loss, splits=has_plan)
+
+
+def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
+    """Copy a model that is there without its values, under a fake tensor mode. Of a module around a Transformers model
+    with all parameters, that model is copied; another one is called with its example, of other sizes.
+
+    Args:
+        dtype: what is computed in; None: in each parameter's own.
+
+    Raises:
+        ValueError: nothing is known to call it with; says what to write.
+    """
+    inner = _transformers_model(model)
+    root = inner or model
+    memo: dict[int, Any] = {}
+    for tensor in [*root.parameters(), *root.buffers()]:
+        trains = isinstance(tensor, nn.Parameter)
+        own = dtype if dtype is not None and trains and tensor.is_floating_point() else tensor.dtype
+        empty = torch.empty(tensor.shape, dtype=own, device="cpu")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trains else empty
+    # Other tensors, an example for one, stay what they are.
+    others = (value for module in root.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
+    memo |= {id(value): value for value in others}
+    copy = deepcopy(root, memo)
+    if inner is not None:
+        copy.config.use_cache = False
+        copy.set_attn_implementation(_attention())
+        return _of_model(copy)
+    args, kwargs = example_of(model, model, "")
+
+    def loss(samples: int, tokens: int) -> torch.Tensor:
+        positions, keywords = _resized(args, samples, tokens), _resized(kwargs, samples, tokens)
+        try:
+            return _loss_of(copy(*positions, **keywords))
+        except NotImplementedError:  # a LightningModule whose steps call its parts
+            return _loss_of(copy.training_step(keywords or (positions if len(positions) > 1 else positions[0]), 0))
+
+    return Source(copy, loss)
+
+
+def _transformers_model(model: nn.Module) -> Any:
+    """Return the causal language model of Transformers that has all parameters of a module, if there is one."""
+    total = set(model.parameters())
+    for module in model.modules():
+        if hasattr(module, "get_output_embeddings") and hasattr(module, "loss_function"):
+            has_head = module.get_output_embeddings() is not None
+            if has_head and total == set(module.parameters()):
+                return module
+    return None
+
+
+def _resized(values: Any, samples: int, tokens: int) -> Any:
+    """Return zeros of other sizes in the place of tensors [samples, tokens, ...]."""
+    if isinstance(values, Mapping):
+        return {name: _resized(value, samples, tokens) for name, value in values.items()}
+    if isinstance(values, tuple):
+        return tuple(_resized(value, samples, tokens) for value in values)
+    if isinstance(values, torch.Tensor) and values.ndim > 1:
+        return torch.zeros(samples, tokens, *values.shape[2:], dtype=values.dtype)
+    return values
 
 
 def _of_function(module: str, name: str, words: str) -> Source:

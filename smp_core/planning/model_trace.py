@@ -189,8 +189,9 @@ class ModelTrace:
         return tensor if self.vocabulary % tensor == 0 else 1
 
     def of_precision(self, mode: str, precision: str) -> Shapes:
-        """Return the shapes with parameters as they are stored: in float32 ("mixed"), or in "bfloat16"."""
-        return self.shapes[mode] if precision == "mixed" else self._in_bfloat16[mode]
+        """Return the shapes with parameters as they are stored: in float32 ("mixed"), in "bfloat16", or as those of a
+        built model are ("trainer")."""
+        return self._in_bfloat16[mode] if precision == "bfloat16" else self.shapes[mode]
 
     @cached_property
     def _in_bfloat16(self) -> dict[str, Shapes]:

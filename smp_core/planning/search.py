@@ -20,7 +20,8 @@ import yaml
 from smp_core.config import SmpConfig
 from smp_core.planning.candidate import Candidate, Choice
 from smp_core.planning.cluster import Cluster
-from smp_core.planning.decide import Plan, decide, decide_activations
+from smp_core.planning.decide import TRAINERS_OWN, Plan, decide, decide_activations
+from smp_core.planning.dtype_rules import Precision
 from smp_core.planning.hardware import Hardware
 from smp_core.planning.memory import GradientBytes, MemoryEstimate, estimate, gradient_bytes
 from smp_core.planning.model_trace import ModelTrace
@@ -40,7 +41,7 @@ SHORT_NAMES = {
 }
 """What `--fix` also takes for a knob."""
 
-MICRO_BATCH = "micro_batch"
+MICRO_BATCH, COUNT = "micro_batch", "micro_batches"
 TIE = 0.01
 _OF_ACTIVATIONS = ("activations", "chunked_cross_entropy")
 _UNPLANNED = ("units", "fp8", "pipeline_parallel_degree", "planner")
@@ -95,17 +96,22 @@ def search(
     workload: Workload,
     fixed: Mapping[str, Any] | None = None,
     objective: Objective = "time",
+    *,
+    cluster: Cluster | None = None,
+    precision: Precision = TRAINERS_OWN,
 ) -> Found:
     """Return all configurations that fit, ranked.
 
     Args:
         fixed: of :func:`read_fixed`.
+        cluster: the machines as decisions see them; None: those of ``hardware``.
+        precision: what a trainer's precision means, as :func:`decide` takes it.
 
     Raises:
         ValueError: no configuration is allowed at all (a contradiction among fixed knobs, a batch that no layout
             divides); says why.
     """
-    run = _Search(trace, hardware, workload, dict(fixed or {}))
+    run = _Search(trace, hardware, workload, dict(fixed or {}), cluster or hardware.cluster(), precision)
     run.look()
     found = run.found
     if not found.ranked and found.closest is None:
@@ -142,11 +148,19 @@ class _States:
 class _Search:
     """One walk over the open knobs."""
 
-    def __init__(self, trace: ModelTrace, hardware: Hardware, workload: Workload, fixed: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        trace: ModelTrace,
+        hardware: Hardware,
+        workload: Workload,
+        fixed: dict[str, Any],
+        cluster: Cluster,
+        precision: Precision,
+    ) -> None:
         self.trace, self.hardware, self.workload = trace, hardware, workload
-        self.micro_batch = fixed.pop(MICRO_BATCH, None)
+        self.micro_batch, self.count = fixed.pop(MICRO_BATCH, None), fixed.pop(COUNT, None)
         self.fixed = fixed
-        self.cluster: Cluster = hardware.cluster()
+        self.cluster, self.precision = cluster, precision
         self.links = hardware.links()
         flops = model_flops(trace, workload.global_batch, workload.sequence)
         self.of_all = (flops, hardware.device.flops, workload.tokens_of_step)
@@ -213,7 +227,9 @@ class _Search:
 
     def _micro_batches(self, samples: int) -> list[int]:
         sizes = [n for n in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1) if samples % n == 0]
-        return sizes if self.micro_batch is None else [n for n in [self.micro_batch] if samples % n == 0]
+        if self.micro_batch is not None:
+            sizes = [n for n in [self.micro_batch] if samples % n == 0]
+        return sizes if self.count is None else [n for n in sizes if n * self.count == samples]
 
     def _states_of(self, layout: dict[str, int], several: bool) -> Iterator[dict[str, Any]]:
         """Yield the knobs about model states that mean something in a layout."""
@@ -249,7 +265,7 @@ class _Search:
         own = {knob: value for knob, value in knobs.items() if knob not in _OF_ACTIVATIONS}
         try:
             shapes = self.trace.of_precision("none", self.workload.precision)
-            plan = decide(shapes, SmpConfig(**own), self.cluster)
+            plan = decide(shapes, SmpConfig(**own), self.cluster, precision=self.precision)
         except ValueError as error:
             self.found.refused.append(str(error))
             return None

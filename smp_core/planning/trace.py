@@ -21,128 +21,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import pickle
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # _subclasses: torch's documentation of fake tensors has it
-from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import flop_registry
 
 from smp_core.config import SmpConfig
 from smp_core.planning.kept_operators import is_kept
-from smp_core.planning.model_source import Source, build
-from smp_core.planning.model_trace import LEFT, Curve, Figures, Instant, Instants, ModelTrace, in_dtype
+from smp_core.planning.model_source import Source, build, copied
+from smp_core.planning.model_trace import LEFT, Curve, Figures, Instants, ModelTrace, in_dtype
 from smp_core.planning.shapes import Shapes
+from smp_core.planning.trace_meter import TraceMeter, flat
+from smp_core.planning.units import Entry
 
 Recomputation = Literal["none", "selective", "full"]
 MODES: tuple[Recomputation, ...] = ("none", "selective", "full")
-
-
-class _Meter(TorchDispatchMode):
-    """Counts what runs inside, by phase, and follows the storages that are made there.
-
-    Args:
-        gradients: shapes of gradients of embeddings and heads with more rows than there are tokens, which no
-            activation has.
-
-    Attributes:
-        instants: after each operation, as :class:`smp_core.planning.model_trace.Instants` takes them.
-    """
-
-    def __init__(self, gradients: set[torch.Size]) -> None:
-        super().__init__()
-        self._gradients = gradients
-        self.phase = "forward"
-        self.heads = 0
-        self.counts: dict[str, float] = {field.name: 0.0 for field in fields(Figures)}
-        self._sizes: dict[int, int] = {}
-        self._watchers: dict[int, Any] = {}
-        self._live = {False: 0, True: 0}  # of activations, of gradients
-        self._of_gradients: set[int] = set()
-        self.instants: list[Instant] = []
-        self.blocks_reached = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [each for each in _flat(result) if isinstance(each, torch.Tensor)]
-        if not func.is_view:
-            self._count(func, args, kwargs or {}, result, tensors)
-        for tensor in tensors:
-            self._follow(tensor)
-        if tensors:  # questions about devices are asked, or not, as fake tensors remember the answers
-            self.instants.append((self.blocks_reached, self._live[False], self._live[True], str(func)))
-        return result
-
-    def finish(self) -> Figures:
-        """Return the counts, after backward."""
-        self.counts["kept"] = max(live for reached, live, *_ in self.instants if not reached)
-        return Figures(**self.counts)
-
-    def is_gradient(self, tensor: torch.Tensor) -> None:
-        """Count the tensor's storage with gradients from here on."""
-        address = id(tensor.untyped_storage())
-        if address in self._sizes and address not in self._of_gradients:
-            self._of_gradients.add(address)
-            self._live[False] -= self._sizes[address]
-            self._live[True] += self._sizes[address]
-
-    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, tensors: list[torch.Tensor]) -> None:
-        packet = func.overloadpacket
-        name = str(packet).removeprefix("aten.")
-        if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
-            self._count_attention(name, func, args, kwargs)
-        elif packet in flop_registry:
-            self.counts[f"{self.phase}_products"] += flop_registry[packet](*args, **kwargs, out_val=result)
-        elif not name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
-            read = [each for each in _flat(args) if isinstance(each, torch.Tensor)]
-            self.counts[f"{self.phase}_moved"] += sum(each.numel() * each.itemsize for each in [*read, *tensors])
-
-    def _count_attention(self, name: str, func: Any, args: Any, kwargs: Any) -> None:
-        """Count two products in forward, and five in backward, which computes the scores again."""
-        is_backward = "backward" in name
-        query, key, value = args[1:4] if is_backward else args[:3]
-        flops = 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        names = [argument.name for argument in func._schema.arguments]  # _schema: no public name for arguments' names
-        given = dict(zip(names, args, strict=False)) | kwargs
-        share = 0.5 if given.get("is_causal") else 1.0
-        self.counts[f"{self.phase}_attention"] += share * flops * (2.5 if is_backward else 1.0)
-        if self.phase == "forward":
-            self.counts["full_attention"] += flops
-            self.heads = math.gcd(self.heads, key.shape[1] if key.ndim == 4 else 0)
-            self.counts["keys"] += key.numel() * key.itemsize + value.numel() * value.itemsize
-
-    def _follow(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if id(storage) in self._sizes:
-            return
-        size, address = storage.nbytes(), id(storage)
-        self._sizes[address] = size
-        self._watchers[address] = weakref.ref(storage, lambda _: self._forget(address))
-        if tensor.shape in self._gradients:
-            self._of_gradients.add(address)
-        self._live[address in self._of_gradients] += size
-
-    def ignore(self, tensor: torch.Tensor) -> None:
-        """Leave the tensor's storage out of what is live."""
-        storage = tensor.untyped_storage()
-        self._sizes[id(storage)] = 0
-        self._watchers[id(storage)] = storage  # held: its address is not given to another one
-
-    def _forget(self, address: int) -> None:
-        self._live[address in self._of_gradients] -= self._sizes.pop(address, 0)
-        self._of_gradients.discard(address)
-        self._watchers.pop(address, None)
+_DEFAULTS = SmpConfig()
 
 
 @contextlib.contextmanager
@@ -183,10 +86,43 @@ def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None)
             torch.set_default_dtype(before)
 
 
-def _traced(source: Source, tokens: int, words: str) -> ModelTrace:
+def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dtype | None, entry: Entry) -> ModelTrace:
+    """Trace a model that is there, in this process: a copy without values runs, the model itself is only read.
+
+    Args:
+        asked: its `units` name the blocks.
+        dtype: what is computed in; None: in each parameter's own.
+        entry: what a step calls (:func:`smp_core.planning.units.plan_units`).
+
+    Returns:
+        a trace with shapes as the model has them.
+
+    Raises:
+        ValueError: as :func:`trace_model`.
+    """
+    shapes = _shapes_by_mode(model, asked, entry)
+    with FakeTensorMode(allow_non_fake_inputs=True), scores_kept(), torch.inference_mode(False), torch.enable_grad():
+        try:
+            source = copied(model, dtype)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} cannot be copied without its values ({type(error).__name__}: {error})"
+            ) from error
+        is_whole = type(source.model) is type(model)  # names of units are the whole model's
+        found = _traced(source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS)
+        return replace(found, shapes=shapes)
+
+
+def _shapes_by_mode(model: nn.Module, asked: SmpConfig, entry: Entry) -> dict[str, Shapes]:
+    return {mode: Shapes.of(model, SmpConfig(units=asked.units, activations=mode), entry) for mode in MODES}
+
+
+def _traced(source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULTS) -> ModelTrace:
     model = source.model
-    lists, count = _lists_of_blocks(model, Shapes.of(model, SmpConfig(), source.entry))
-    found = {mode: Shapes.of(model, SmpConfig(activations=mode), source.entry) for mode in MODES}
+    found = _shapes_by_mode(model, asked, source.entry)
+    lists, count = _lists_of_blocks(model, found["none"])
     shapes: dict[str, Shapes] = {mode: in_dtype(each, torch.float32) for mode, each in found.items()}
     inside = {p for name in lists for p in model.get_submodule(name).parameters()}
     outside = [p for p in model.parameters() if p not in inside and p.ndim > 1]
@@ -245,13 +181,13 @@ def _lists_of_blocks(model: nn.Module, shapes: Shapes) -> tuple[list[str], int]:
     return list(names), sizes.pop()
 
 
-def _counted(source: Source, lists: list[str], mode: Recomputation, samples: int, tokens: int) -> _Meter:
+def _counted(source: Source, lists: list[str], mode: Recomputation, samples: int, tokens: int) -> TraceMeter:
     """Run one step and return what counted it."""
     model = source.model
     blocks = [block for name in lists for block in model.get_submodule(name).children()]
     of_blocks = {parameter for block in blocks for parameter in block.parameters()}
     of_rest = [p.shape for p in model.parameters() if p not in of_blocks and p.ndim > 1 and len(p) > samples * tokens]
-    meter = _Meter({*of_rest, *(torch.Size(shape[::-1]) for shape in of_rest)})
+    meter = TraceMeter({*of_rest, *(torch.Size(shape[::-1]) for shape in of_rest)})
     for tensor in [*model.parameters(), *model.buffers()]:
         meter.ignore(tensor)
     model.train()
@@ -276,7 +212,7 @@ def _counted(source: Source, lists: list[str], mode: Recomputation, samples: int
     return meter
 
 
-def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: _Meter) -> list[Any]:
+def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMeter) -> list[Any]:
     """Let the meter know which gradients are there, and how far backward is; return the hooks that do."""
 
     def note_backward(reached: int) -> Callable[[torch.Tensor], None]:
@@ -293,7 +229,7 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: _Meter) -
 
     def of_block(reached: int) -> Callable[..., None]:
         def called(module: nn.Module, args: Any, output: Any) -> None:
-            first = next(each for each in _flat(output) if isinstance(each, torch.Tensor))
+            first = next(each for each in flat(output) if isinstance(each, torch.Tensor))
             if first.requires_grad:
                 first.register_hook(note_backward(reached))
 
@@ -304,7 +240,7 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: _Meter) -
             meter.is_gradient(parameter.grad)
 
     def note_end(module: nn.Module, args: Any, kwargs: Any) -> None:
-        first = next((each for each in _flat([args, kwargs]) if isinstance(each, torch.Tensor)), None)
+        first = next((each for each in flat([args, kwargs]) if isinstance(each, torch.Tensor)), None)
         if first is not None and first.requires_grad:
             first.register_hook(note_backward(LEFT))
 
@@ -322,14 +258,6 @@ def _selective() -> Any:
         return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, (tuple, list)):
-        return [inner for each in value for inner in _flat(each)]
-    if isinstance(value, Mapping):
-        return [inner for each in value.values() for inner in _flat(each)]
-    return [value]
 
 
 def trace(words: str, tokens: int) -> ModelTrace:

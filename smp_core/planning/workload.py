@@ -15,14 +15,15 @@ class Workload:
     Attributes:
         sequence: tokens of a sample.
         global_batch: samples of a step, over all ranks and micro-batches.
-        precision: "mixed" (float32 parameters, computed with in bfloat16) or "bfloat16" (nothing is kept in float32).
+        precision: "mixed" (float32 parameters, computed with in bfloat16), "bfloat16" (nothing is kept in float32) or
+            "trainer" (dtypes are those of a model that is there, and its trainer's).
         optimizer: a name of :data:`smp_core.planning.optimizers.OPTIMIZERS`.
         tokens: of the whole training, for days and cost; None: not known.
     """
 
     sequence: int
     global_batch: int
-    precision: Literal["mixed", "bfloat16"] = "mixed"
+    precision: Literal["mixed", "bfloat16", "trainer"] = "mixed"
     optimizer: str = "adamw"
     tokens: float | None = None
 
@@ -32,7 +33,7 @@ class Workload:
                 raise ValueError(f"{name}={getattr(self, name)} is not a number of at least 1")
         if self.sequence < 2:
             raise ValueError(f"sequence={self.sequence} is no sequence; it has at least 2 tokens")
-        if self.precision not in ("mixed", "bfloat16"):
+        if self.precision not in ("mixed", "bfloat16", "trainer"):
             raise ValueError(f"precision={self.precision!r} is not planned with; allowed: 'mixed', 'bfloat16'")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={self.optimizer!r} is not known; allowed: {', '.join(OPTIMIZERS)}")

@@ -12,6 +12,7 @@ from smp_core.config import SmpConfig
 from smp_core.fp8 import Fp8Recipe
 from smp_core.knob_recipe import Recipe
 from smp_core.knob_rules import contradictions
+from smp_core.plan_recipes import AutoPlan, Planner
 from smp_core.recipes import (
     Activations,
     Checkpoint,
@@ -20,7 +21,6 @@ from smp_core.recipes import (
     Compression,
     DelayedInit,
     Pipeline,
-    Planner,
     TensorParallel,
     Units,
 )
@@ -75,6 +75,12 @@ FIELDS: dict[type[Recipe], dict[str, Any]] = {
         "context_head_groups": _ONE_OR_AUTO,
         "meter": st.booleans(),
     },
+    AutoPlan: {
+        "sequence": st.none() | st.integers(2, 10**6),
+        "micro_batch": st.none() | st.integers(1, 64),
+        "global_batch": st.none() | st.integers(1, 4096),
+        "cluster": st.sampled_from([None, "4xp5", "cluster.yaml"]),
+    },
     Planner: {
         "memory_headroom": st.floats(0, 1, exclude_max=True),
         "device_memory_gib": st.none() | st.floats(0.01, 1e4),
@@ -120,6 +126,7 @@ VALUES: dict[str, Any] = {
     "fp8": st.sampled_from([None, Fp8Recipe(fp8_all_gather=False), Fp8Recipe(fp8_all_gather=False, margin=1)]),
     "chunked_cross_entropy": st.none() | st.integers(1, 10**6),
     "collectives": some(Collectives),
+    "plan": st.none() | some(AutoPlan),
     "planner": some(Planner),
     "checkpoint": some(Checkpoint),
 }

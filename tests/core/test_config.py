@@ -19,6 +19,7 @@ from rich.console import Console
 from smp_core.config import SmpConfig
 from smp_core.fp8 import Fp8Recipe
 from smp_core.knob_rules import READERS, SETTINGS
+from smp_core.plan_recipes import AutoPlan
 from smp_core.planning.cluster import Cluster
 from smp_core.planning.decide import decide
 from smp_core.planning.shapes import Shapes
@@ -46,7 +47,7 @@ def documentation(of: type) -> dict[str, str]:
 
 def test_every_knob_is_documented_with_its_default() -> None:
     assert list(documentation(SmpConfig)) == [field.name for field in KNOB_FIELDS] == list(SmpConfig.knobs())
-    assert list(READERS) == list(SmpConfig.knobs()) and len(READERS) == 24
+    assert list(READERS) == list(SmpConfig.knobs()) and len(READERS) == 25
     for documented, fields in [
         (documentation(SmpConfig), KNOB_FIELDS),
         *((documentation(recipe), dataclasses.fields(recipe)) for recipe in FIELDS),
@@ -75,7 +76,7 @@ def test_every_way_to_build_gives_the_same_config(values: dict[str, Any], tmp_pa
 def test_the_property_test_covers_every_knob() -> None:
     assert list(VALUES) == list(SmpConfig.knobs())
     assert all(list(fields) == list(recipe.readers()) for recipe, fields in FIELDS.items())
-    assert set(FIELDS) == {*RECIPES.values(), DelayedInit, Compile}
+    assert set(FIELDS) == {*RECIPES.values(), DelayedInit, Compile, AutoPlan}
 
 
 def test_a_resolved_knob_remembers_what_was_asked_and_why_it_changed() -> None:

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from smp_core.sharding.grad_norm import NonfiniteGradNormError
 from smp_core.sharding.unit_window import UnitWindow
 from tests.harness import run_ranks
-from tests.lightning.modules import LanguageModule, rank
+from tests.lightning.modules import LanguageModule, rank, token_rows
 from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
 
 EXACT: dict[str, Any] = {"precision": "64-true"}
@@ -177,13 +177,20 @@ def test_learning_rates_follow_the_schedule_of_one_process(schedule: str) -> Non
 
 def fit_by_name(name: str, **flags: Any) -> Run:
     module: LightningModule = LanguageModule()
+    module.example_input_array = token_rows(1)[:2]  # where all is planned: a micro-batch, which steps take
     trainer = make_trainer(strategy=name, plugins=[TorchElasticEnvironment()], **flags)
     trainer.fit(module)
     config = trainer.strategy.config  # type: ignore[attr-defined]
-    return report(trainer, module, degree=config.shard_degree)
+    planned = [knob for knob in config.knobs() if config.why(knob) == "the plan"]
+    return report(trainer, module, degree=config.shard_degree, planned=planned, why=config.why("plan"))
 
 
-NAMED = [("smp_sharded", 2), pytest.param("smp_sharded_node", 2, marks=pytest.mark.slow), ("smp_sharded_world", 4)]
+NAMED = [
+    ("smp_sharded", 2),
+    pytest.param("smp_sharded_node", 2, marks=pytest.mark.slow),
+    ("smp_sharded_world", 4),
+    ("smp_sharded_auto", 1),  # all of it fits one rank
+]
 
 
 @pytest.mark.parametrize("name, degree", NAMED)
@@ -192,6 +199,9 @@ def test_strategies_chosen_by_name_train_like_one_process(name: str, degree: int
     runs = together(fit_by_name, name, **EXACT)
     assert_same(runs, fit(LanguageModule, **EXACT))
     assert [run.extra["degree"] for run in runs] == [degree] * 4
+    if name == "smp_sharded_auto":
+        assert "shard_degree" in runs[0].extra["planned"] and "planned for 8 x" in runs[0].extra["why"]
+    assert all(run.extra == runs[0].extra for run in runs)
 
 
 class BlowsUp(LanguageModule):

@@ -81,6 +81,7 @@ NOT_DRAWN: dict[str, str] = {
     "compile": "takes minutes: tests/accelerate/test_compiled.py",
     "units.optional": "needs a model with branches that ranks leave out: tests/core/test_optional_units.py",
     "chunked_cross_entropy": "needs a Transformers model: tests/core/context_parallel",
+    "plan": "chooses the others: tests/core/test_auto_plan.py",
     "planner.memory_headroom": _FACES,
     "planner.device_memory_gib": _FACES,
     "planner.optimizer": _FACES,
