@@ -100,7 +100,6 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
     Raises:
         ValueError: as :func:`trace_model`.
     """
-    shapes = _shapes_by_mode(model, asked, entry)
     with FakeTensorMode(allow_non_fake_inputs=True), scores_kept(), torch.inference_mode(False), torch.enable_grad():
         try:
             source = copied(model, dtype)
@@ -112,7 +111,7 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
             ) from error
         is_whole = type(source.model) is type(model)  # names of units are the whole model's
         found = _traced(source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS)
-        return replace(found, shapes=shapes)
+    return replace(found, shapes=_shapes_by_mode(model, asked, entry))
 
 
 def _shapes_by_mode(model: nn.Module, asked: SmpConfig, entry: Entry) -> dict[str, Shapes]:
@@ -121,8 +120,8 @@ def _shapes_by_mode(model: nn.Module, asked: SmpConfig, entry: Entry) -> dict[st
 
 def _traced(source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULTS) -> ModelTrace:
     model = source.model
+    lists, count = _lists_of_blocks(model, Shapes.of(model, SmpConfig(units=asked.units), source.entry))
     found = _shapes_by_mode(model, asked, source.entry)
-    lists, count = _lists_of_blocks(model, found["none"])
     shapes: dict[str, Shapes] = {mode: in_dtype(each, torch.float32) for mode, each in found.items()}
     inside = {p for name in lists for p in model.get_submodule(name).parameters()}
     outside = [p for p in model.parameters() if p not in inside and p.ndim > 1]

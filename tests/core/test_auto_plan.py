@@ -12,6 +12,7 @@ from torch import nn
 
 from smp_core.agreement import of_rank_0
 from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
 from smp_core.planning.auto_plan import RunningStep, hardware_of_run, plan_run
 from smp_core.planning.cluster import GIB, Cluster
 from smp_core.planning.dtype_rules import Precision
@@ -135,6 +136,9 @@ def of_one_rank(refuses: bool) -> Any:
 
 
 def decisions() -> list[Any]:
+    only_here: dict[str, Any] = {"keep_between_micro_batches": "gradients"} if dist.get_rank() else {}
+    with pytest.raises(ValueError, match="keep_between_micro_batches differs between ranks"):
+        parallelize(SmallGpt(), SmpConfig(plan={"sequence": 8, "micro_batch": 2}, **only_here))
     return [of_one_rank(False), of_one_rank(True)]
 
 
