@@ -240,7 +240,8 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
 
     def _require_same_readers(self, mesh: SmpMesh) -> None:
         """Refuse degrees that a plan chose after a loader was prepared for others."""
-        if self._dataloaders and mesh.data_size != self.layout.size(*DATA):
+        assumed = mesh.data_size if self.layout is None else self.layout.size(*DATA)
+        if self._dataloaders and mesh.data_size != assumed:
             raise ValueError(
                 f"plan='auto' chose context_parallel_degree={mesh.context_degree} and tensor_parallel_degree="
                 f"{mesh.tensor_degree} after a data loader was prepared; prepare the model first or together with it"

@@ -144,7 +144,7 @@ def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
     # Other tensors, an example for one, stay what they are.
     others = (value for module in root.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
     memo |= {id(value): value for value in others}
-    copy = deepcopy(root, memo)
+    copy: Any = deepcopy(root, memo)
     if inner is not None:
         copy.config.use_cache = False
         copy.set_attn_implementation(_attention())
