@@ -164,6 +164,7 @@ def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
 def _transformers_model(model: nn.Module) -> Any:
     """Return the causal language model of Transformers that has all parameters of a module, if there is one."""
     total = set(model.parameters())
+    module: Any
     for module in model.modules():
         if hasattr(module, "get_output_embeddings") and hasattr(module, "loss_function"):
             has_head = module.get_output_embeddings() is not None
