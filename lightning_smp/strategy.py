@@ -58,8 +58,7 @@ logger = logging.getLogger("smp")
 class SmpShardedStrategy(SteppingStrategy):
     """A strategy of MiCS sharding for ``Trainer(strategy=SmpShardedStrategy(...))``.
 
-    By name it is ``"smp_sharded"``, ``"smp_sharded_node"``, ``"smp_sharded_world"``, ``"smp_sharded_auto"``,
-    ``"smp_sharded_fp8"``.
+    By name it is ``"smp_sharded"``, or that with ``_node``, ``_world``, ``_auto`` or ``_fp8`` behind it.
 
     Args:
         config: all knobs in one :class:`smp_core.config.SmpConfig` or mapping; or give them as keywords.
