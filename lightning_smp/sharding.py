@@ -79,14 +79,12 @@ def shard(
     precision: Precision,
     layer_sync: LayerSync | None,
     init_fn: Callable[[nn.Module], None] | None,
-    accumulated: int = 1,
 ) -> ParallelModel:
     """Shard a module for the first time and attach the handle to it. Collective.
 
     Args:
         layer_sync: Lightning's plugin for ``sync_batchnorm=True``.
         init_fn: as in :class:`~lightning_smp.SmpShardedStrategy`.
-        accumulated: micro-batches of an optimizer step.
 
     Raises:
         ValueError: :func:`smp_core.engine.parallelize` refuses the module or the knobs.
@@ -107,7 +105,7 @@ def shard(
         entry="steps" if module.automatic_optimization else "children",
         precision=_meant_by(precision, device),
         init_fn=init_fn,
-        accumulated=accumulated,
+        accumulated=module.trainer.accumulate_grad_batches,
     )
     object.__setattr__(module, _ATTACHED, (parallel, str(precision.precision)))
     return parallel

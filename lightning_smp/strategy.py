@@ -186,7 +186,6 @@ class SmpShardedStrategy(SteppingStrategy):
                 precision=precision,
                 layer_sync=self._layer_sync,
                 init_fn=self._init_fn,
-                accumulated=trainer.accumulate_grad_batches,
             )
             self.config = self._parallel.config
             self._say_what_took_effect()
