@@ -38,7 +38,8 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from deepspeed_run import DeepSpeedRun, start_deepspeed
+from lab_model import LENGTH, RATE, WIDTH, Block, Model, batch
 from netlab import counters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -78,65 +79,7 @@ ALONE = "alone"
 PEERS = ("ddp", "fsdp", "fsdp-ring", "hsdp", "hsdp-two-hop")
 DEEPSPEED = ("ds3", "mics")
 EXACT = (*PEERS, *DEEPSPEED, *(n for n in OURS if "int8" not in n and "bf16" not in n))
-VOCABULARY, WIDTH, LAYERS, LENGTH, RATE = 4096, 512, 6, 16, 0.05
 SETTLE = 0.03
-
-
-class Sleep(torch.autograd.Function):
-    """Emulated compute: ``seconds`` in forward, twice that in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
-
-
-class Block(nn.Module):
-    def __init__(self, compute: float, width: int) -> None:
-        super().__init__()
-        self.compute = compute
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.compute:
-            x = Sleep.apply(x, self.compute)
-        b, length, width = x.shape
-        # As many of the eight heads as this rank computes.
-        q, k, v = (y.view(b, length, -1, width // 8).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, length, -1))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Model(nn.Module):
-    """A language model of 23 million parameters (7 at width 256); returns the next-token loss."""
-
-    def __init__(self, compute: float = 0.0, width: int = WIDTH) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(compute, width) for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-        self.dummy_inputs = {"tokens": torch.zeros(1, LENGTH + 1, dtype=torch.int64)}  # how blocks follow one another
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens[:, :-1])
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def batch(step: int, micro: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100_000 * step + 1000 * micro + rank)
-    start = torch.randint(0, VOCABULARY, (1, 1), generator=generator)
-    return (start + torch.arange(LENGTH + 1)) % VOCABULARY
 
 
 class RingReduceScatter:
@@ -243,86 +186,6 @@ class Run:
             with self.before(micro == micro_batches - 1):
                 loss = self.model(torch.cat([batch(number, micro, rank) for rank in self.read]))
                 (loss / micro_batches).backward()
-            total += loss.item() / micro_batches
-        return total
-
-
-def start_deepspeed() -> None:
-    """Start DeepSpeed's process group. Two of its calls do not exist on gloo and are replaced by ones with the same
-    traffic."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ["NDEV_PER_NODE"] = os.environ["LOCAL_WORLD_SIZE"]
-    import logging
-
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at the start
-
-    def all_gather_coalesced(self: Any, outputs: Any, inputs: Any, group: Any = None, async_op: bool = False) -> Any:
-        works = [
-            dist.all_gather_into_tensor(o, i, group=group, async_op=True) for o, i in zip(outputs, inputs, strict=True)
-        ]
-
-        class Handle:
-            def wait(self) -> None:
-                for work in works:
-                    work.wait()
-
-        return Handle() if async_op else Handle().wait()
-
-    sys.modules["deepspeed.comm.torch"].TorchBackend.all_gather_coalesced = all_gather_coalesced
-    deepspeed.comm.has_all_reduce_coalesced = lambda: False
-    deepspeed.init_distributed("gloo", verbose=False)
-
-
-class DeepSpeedRun:
-    """ZeRO-3 and MiCS."""
-
-    def __init__(self, scheme: str, micro_batches: int, half: bool) -> None:
-        import deepspeed
-
-        zero: dict[str, Any] = {
-            "stage": 3,
-            "contiguous_gradients": True,
-            "overlap_comm": False,
-            "reduce_scatter": True,
-            "stage3_param_persistence_threshold": 0,
-            "reduce_bucket_size": int(4e6),
-            "stage3_prefetch_bucket_size": int(4e6),
-            "stage3_max_live_parameters": 1,
-            "stage3_max_reuse_distance": 0,
-        }
-        init = deepspeed.zero.Init
-        if scheme == "mics":
-            zero.update(mics_shard_size=int(os.environ["LOCAL_WORLD_SIZE"]), mics_hierarchical_params_gather=False)
-            init = deepspeed.zero.MiCS_Init
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": micro_batches,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": 10**9,
-            "bf16": {"enabled": half},  # gathers and, by its default, sums in bfloat16
-        }
-        torch.manual_seed(0)
-        with init(config_dict_or_path=config):
-            model = Model()
-        if scheme == "mics":
-            # DeepSpeed 0.19.6 sums gradients over the group written on a parameter before the optimizer's own, and
-            # MiCS_Init writes the world there: the nodes then wait for one another in different collectives.
-            for parameter in model.parameters():
-                parameter.ds_process_group = parameter.comm.param_shard_group
-        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        self.engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
-        self.metered = None
-
-    def step(self, number: int, micro_batches: int) -> float:
-        total = 0.0
-        for micro in range(micro_batches):
-            loss = self.engine(batch(number, micro, dist.get_rank()))
-            self.engine.backward(loss)
-            self.engine.step()
             total += loss.item() / micro_batches
         return total
 

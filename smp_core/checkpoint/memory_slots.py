@@ -7,6 +7,7 @@ next step's forward and backward pass (:meth:`SharedSlots.copy_rest`), everythin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from smp_core.checkpoint.memory_folder import NodeMemory
 from smp_core.checkpoint.memory_records import in_layout, layout_bytes
 from smp_core.checkpoint.save_plan import StagedTensor
 from smp_core.checkpoint.staging import HostBuffers, Place, Staged, copy_to_hosts
+
+logger = logging.getLogger("smp")
 
 _ALIGNMENT = 64
 
@@ -61,6 +64,7 @@ class SharedSlots(HostBuffers):
         self._folder = folder
         self._rank = rank
         self._slots: dict[int, Slot] = {}
+        self._pinned: set[Slot] = set()
         self._number = 0
         self._sharded: dict[str, torch.Tensor] = {}
         self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -103,7 +107,8 @@ class SharedSlots(HostBuffers):
             if slot is None and number != self._number and self._folder.holds(slot_name(self._rank, number)):
                 continue  # an earlier process's, which is still the newest state that is complete
             if slot is None or (number == self._number and len(slot.memory) != end):
-                self._slots.pop(number, None)
+                if slot is not None:
+                    self._unpin(self._slots.pop(number))
                 name = slot_name(self._rank, number)
                 self._slots[number] = Slot(name, self._folder.allocate(name, end))
                 self._pin(self._slots[number], sources)
@@ -115,8 +120,24 @@ class SharedSlots(HostBuffers):
 
     def _pin(self, slot: Slot, sources: Mapping[Place, torch.Tensor]) -> None:
         """Register a file's memory with the driver, so that copies from a CUDA device do not pass through another."""
-        if any(streams.pins(source.device) for source in sources.values()) and len(slot.memory):
-            torch.cuda.cudart().cudaHostRegister(slot.memory.data_ptr(), len(slot.memory), 0)
+        if not any(streams.pins(source.device) for source in sources.values()) or not len(slot.memory):
+            return
+        refused = int(torch.cuda.cudart().cudaHostRegister(slot.memory.data_ptr(), len(slot.memory), 0))
+        if refused:
+            logger.warning(
+                "the driver did not pin %d bytes of shared memory (CUDA error %d): "
+                "copies of states take longer and hold up the device",
+                len(slot.memory),
+                refused,
+            )
+        else:
+            self._pinned.add(slot)
+
+    def _unpin(self, slot: Slot) -> None:
+        """Give a file's memory back, which would otherwise stay registered at an address that is used again."""
+        if slot in self._pinned:
+            self._pinned.remove(slot)
+            torch.cuda.cudart().cudaHostUnregister(slot.memory.data_ptr())
 
     def _copy(self, sources: Mapping[Place, torch.Tensor], hosts: Mapping[Place, torch.Tensor]) -> None:
         now = [(hosts[place], source) for place, source in sources.items() if place[0] not in self._sharded]

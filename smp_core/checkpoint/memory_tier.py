@@ -19,7 +19,7 @@ from smp_core.checkpoint.memory_folder import NodeMemory, left_by_others, run_na
 from smp_core.checkpoint.memory_records import MemoryCheckpoint, record_name
 from smp_core.checkpoint.memory_save import MemorySaver
 from smp_core.checkpoint.memory_search import Found, bring_back, find
-from smp_core.checkpoint.progress import Past, Progress, pasts, report_of
+from smp_core.checkpoint.progress import Progress, last_of, pasts, report_of
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.sequence import manifests_in, next_sequence
 from smp_core.compat import collective_timeout
@@ -57,8 +57,7 @@ class MemoryTier:
         self._saves_to = saves_to
         self._saver = MemorySaver(self.folder, self._ranks, nodes, self._on_disk)
         self._progress = Progress(self.folder, self._ranks.rank)
-        found = [past for part in self._ranks.gather(pasts(self.folder)) for past in part]
-        self._past: Past | None = max(found, key=lambda past: past.last, default=None)
+        self._past = last_of(past for part in self._ranks.gather(pasts(self.folder)) for past in part)
         self._source = ""
         self._resumed_at: int | None = None
         self._saved_step = -1

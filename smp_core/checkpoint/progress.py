@@ -14,6 +14,7 @@ import os
 import re
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from smp_core.checkpoint.memory_folder import NodeMemory
@@ -97,6 +98,14 @@ def pasts(folder: NodeMemory) -> list[Past]:
             numbers = _NUMBERS.unpack(folder.folder().read(name, _NUMBERS.size))
             found.append(Past(*numbers))
     return found
+
+
+def last_of(found: Iterable[Past]) -> Past | None:
+    """Return the one of the last processes that came furthest: earlier ones may have been of more ranks, whose numbers
+    nobody has written over since."""
+    found = list(found)
+    latest = max((past.started for past in found), default=0.0)
+    return max((past for past in found if past.ended >= latest), key=lambda past: past.last, default=None)
 
 
 def report_of(past: Past, step: int, source: str, now: float) -> str:

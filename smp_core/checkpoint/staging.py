@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,7 @@ class Staged:
     meshes: list[dict[str, Any]] = field(default_factory=list)
 
 
+@torch.no_grad()  # else each look at a DTensor's part is an operator of autograd
 def stage(
     state: Mapping[str, Any], per_rank: Any, rank: int, allow_pickle: bool, buffers: HostBuffers | None = None
 ) -> Staged:
@@ -95,12 +96,10 @@ def _frozen(rest: EncodedRest) -> EncodedRest:
 
 def _meshes(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
     meshes = {}
-    for tensor in tensors.values():
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            ranks = mesh.mesh.flatten().tolist()
-            described = {"axes": list(mesh.mesh_dim_names or []), "shape": list(mesh.mesh.shape), "ranks": ranks}
-            meshes[json.dumps(described)] = described
+    for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)):
+        ranks = mesh.mesh.flatten().tolist()
+        described = {"axes": list(mesh.mesh_dim_names or []), "shape": list(mesh.mesh.shape), "ranks": ranks}
+        meshes[json.dumps(described)] = described
     return list(meshes.values())
 
 
@@ -109,10 +108,11 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._kept: dict[Place, torch.Tensor] = {}
+        self._items: dict[str, tuple[Hashable, list[WriteItem]]] = {}
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | StagedTensor | LazyTensor]:
         """Copy this rank's slices, and return when all values have arrived. Tied tensors are copied once."""
-        items = {name: _write_items(name, tensor) for name, tensor in tensors.items()}
+        items = {name: self._write_items(name, tensor) for name, tensor in tensors.items()}
         keys = {name: tie_key(tensor) if _can_tie(tensor) else None for name, tensor in tensors.items()}
         first: dict[Any, str] = {}
         sources: dict[Place, torch.Tensor] = {}
@@ -129,6 +129,18 @@ class HostBuffers:
             slices = {item.index.offset: hosts[owner, number] for number, item in enumerate(items[name])}
             staged[name] = StagedTensor(items[name], slices, keys[name], can_tie=_can_tie(tensor))
         return staged
+
+    def _write_items(self, name: str, tensor: torch.Tensor) -> list[WriteItem]:
+        """Return which slices this rank writes; of a tensor that is laid out as in the last save, those of then."""
+        if not _can_tie(tensor):
+            return write_items(name, tensor)
+        layout: Hashable = (tensor.shape, tensor.dtype)
+        if isinstance(tensor, DTensor):
+            layout = (layout, tensor.device_mesh, tuple(tensor.placements))
+        known = self._items.get(name)
+        if known is None or known[0] != layout:
+            known = self._items[name] = (layout, write_items(name, tensor))
+        return known[1]
 
     def _hosts(self, sources: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
         """Return host tensors of the same shapes and dtypes; those of the last save where they fit."""
@@ -157,5 +169,6 @@ def _can_tie(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) or not hasattr(tensor, "__create_write_items__")
 
 
-def _write_items(name: str, tensor: torch.Tensor) -> list[WriteItem]:
+def write_items(name: str, tensor: torch.Tensor) -> list[WriteItem]:
+    """Return which slices of a tensor this rank writes."""
     return list(create_default_local_save_plan({name: tensor}, is_coordinator=True).items)

@@ -29,7 +29,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
 
 from tests.core.recording import CallRecorder, first_dtype
-from tests.core.stream_sanitizer import place, play_a_device
+from tests.core.stream_sanitizer import play_a_device
+from tests.core.streamed_operators import place
 
 WIDTH, STEPS = 16, 2
 

@@ -1,11 +1,9 @@
 """Streams, events and the caching allocator of an accelerator, played on a CPU by a process of its own.
 
-    python -m tests.core.stream_sanitizer CASES(JSON)
-
-runs the real code on one rank of torch's fake process group, which takes the way it takes with NCCL, and prints as JSON
-what it did wrong in each case, and how often the host waited for the device. FSDP2, the background and the meter take
-their streams and events from the device's module, which is exchanged here for one that records; a dispatch mode sees
-which storages every operator reads and writes, and the host's questions to the device.
+:mod:`tests.core.streamed_cases` runs the real code on one rank of torch's fake process group, which takes the way it
+takes with NCCL. FSDP2, the background and the meter take their streams and events from the device's module, which is
+exchanged here for one that records; a dispatch mode sees which storages every operator reads and writes, and the
+host's questions to the device.
 
 The rules: a stream knows what it was made to wait for (vector clocks). Work on a storage has to know the last write to
 it, and a write all reads before. A storage that nobody holds any more goes back to the stream it was taken on, and the
@@ -22,14 +20,10 @@ and has to know of all copies that may still read or write what it touches. Its 
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,21 +31,12 @@ from torch import nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
 from torch.utils import _pytree as pytree  # the public one comes with optree
 from torch.utils._python_dispatch import TorchDispatchMode  # torch's only hook below autograd
 
-from tests.core.streamed_models import MODELS, WIDTH, loss_of
+from tests.core.streamed_operators import asks, counts, group_given, is_asynchronous, place, written_by
 
 WORLD, RANKS_PER_NODE = 4, 2
-# Operators whose result the host has to know, or whose result's size: it waits for the device.
-_ASKING = (
-    *("aten._local_scalar_dense.", "aten.is_nonzero.", "aten.equal.", "aten.nonzero", "aten.masked_select"),
-    *("aten.bincount", "aten._unique2", "aten.unique_dim", "aten.unique_consecutive", "aten.repeat_interleave.Tensor"),
-)
-_INDEXING = ("aten.index.", "aten.index_put", "aten._index_put")
-# Files whose lines are worth naming.
-_OURS = ("/smp_core/", "/_fully_shard/", "/amp/grad_scaler.py")
 
 # Streams
 
@@ -249,19 +234,19 @@ class Sanitizer(TorchDispatchMode):
         name = str(func)
         stream = caller = current_stream()
         caller.learn(host.known)
-        if name.startswith("c10d.") and _is_asynchronous(func, args, kwargs):
-            group = next(found for arg in args if (found := _group(arg)) is not None)
+        if name.startswith("c10d.") and is_asynchronous(func, args, kwargs):
+            group = next(found for arg in args if (found := group_given(arg)) is not None)
             stream = self._of_groups.setdefault(group, Stream(name=f"group {group}"))
             stream.wait_stream(caller)
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _counts(leaf)]
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if counts(leaf)]
         on_host = bool(given) and all(map(self.is_on_host, given))
-        if not on_host and _asks(name, given):
+        if not on_host and asks(name, given):
             self.host_waits(name.split(".")[1], caller.known)
         if on_host:
             stream = caller = host
         stream.known[stream] += 1
         launched[stream] = stream.known[stream]
-        written = {id(leaf) for leaf in _written(func, name, args, kwargs)}
+        written = {id(leaf) for leaf in written_by(func, name, args, kwargs)}
         known = {leaf.untyped_storage()._cdata for leaf in given}
         made = func(*args, **kwargs)
         # What only makes a view touches nothing.
@@ -269,60 +254,12 @@ class Sanitizer(TorchDispatchMode):
             for tensor in given:
                 self._use(tensor, stream, name, id(tensor) in written)
             for leaf in pytree.tree_leaves(made):
-                if _counts(leaf) and leaf.untyped_storage()._cdata not in known:
+                if counts(leaf) and leaf.untyped_storage()._cdata not in known:
                     self._use(leaf, stream, name, True)
                     self._block(leaf, stream).on_host = on_host
         if stream is not caller:
             self.last_async = stream.record_event()
         return made
-
-
-def _counts(leaf: Any) -> bool:
-    if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.is_meta:
-        return False
-    return leaf.numel() > 0 and leaf.untyped_storage().nbytes() > 0
-
-
-def _asks(name: str, given: list[torch.Tensor]) -> bool:
-    """Whether an operator makes the host wait; places of a mask that is an index are counted first."""
-    masks = name.startswith(_INDEXING) and any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
-    return masks or name.startswith(_ASKING)
-
-
-def _written(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
-    by_name = [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-    given = [*zip(func._schema.arguments, args, strict=False), *by_name]
-    found = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
-    if name.startswith("c10d."):
-        found.append(args[0])
-    if name.startswith("fsdp.all_gather_copy_in"):
-        found.append(args[1])
-    return pytree.tree_leaves(found)
-
-
-def _is_asynchronous(func: Any, args: Any, kwargs: Any) -> bool:
-    """What a collective was given as ``async_op``; trailing arguments that have their default are left out."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
-    return bool(given.get("async_op", defaults.get("async_op")))
-
-
-def _group(argument: Any) -> str | None:
-    try:
-        return str(dist.ProcessGroup.unbox(argument).group_name)
-    except (RuntimeError, TypeError):
-        return None
-
-
-def place() -> str:
-    """The nearest lines of ours, of FSDP2 and of torch's loss scaling, innermost first."""
-    frame, lines = sys._getframe(1), []
-    while frame is not None and len(lines) < 3:
-        file = frame.f_code.co_filename
-        if any(part in file for part in _OURS):
-            lines.append(f"{file.rsplit('/', 1)[-1]}:{frame.f_code.co_name}:{frame.f_lineno}")
-        frame = frame.f_back  # type: ignore[assignment]
-    return " < ".join(lines)
 
 
 # The device
@@ -420,150 +357,3 @@ sanitizer = Sanitizer()
 
 
 # Cases
-
-
-@dataclass
-class Case:
-    """Training steps of a small model.
-
-    Args:
-        knobs: SmpConfig's.
-        model: one of ``MODELS``.
-        thaws: one parameter of the last block is frozen in the first micro-batch of a step.
-        skips: forward ends before the last block, which is gathered ahead all the same.
-        evaluates: before each step a forward like that is evaluated, and what was gathered given up.
-        twice: backward runs through the last micro-batch's graph once more.
-        scales: the loss is scaled, as for float16.
-        saves: after each step model and optimizer are staged for a checkpoint, which the host reads.
-        without: one of ``WITHOUT``.
-        steps: how many; what the host is asked in the first is not counted.
-    """
-
-    knobs: dict[str, Any]
-    dtype: str = "float32"
-    micro_batches: int = 2
-    thaws: bool = False
-    skips: bool = False
-    evaluates: bool = False
-    twice: bool = False
-    scales: bool = False
-    saves: bool = False
-    without: str | None = None
-    steps: int = 3
-    model: str = "chain"
-
-
-def run(case: Case) -> dict[str, Any]:
-    """What was wrong, and per line how often a step made the host wait (the first step not counted)."""
-    from smp_core.checkpoint.staging import HostBuffers
-    from smp_core.config import SmpConfig
-    from smp_core.engine import build_mesh, parallelize
-    from smp_core.sharding.grad_scaler import ShardedGradScaler
-    from smp_core.topology import Topology
-
-    sanitizer.begin()
-    torch.manual_seed(0)
-    dtype = getattr(torch, case.dtype)
-    model: Any = MODELS[case.model]().to(dtype)
-    mesh, config = build_mesh(SmpConfig(**case.knobs), Topology.uniform(WORLD, RANKS_PER_NODE), "cpu")
-    parallel = parallelize(model, config, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    parallel.prepare_optimizer(optimizer)
-    buffers = HostBuffers()
-    scaler = ShardedGradScaler("cpu", enabled=case.scales)
-    sanitizer.found.clear()
-    with sanitizer:
-        for step in range(case.steps):
-            if step == 1:
-                sanitizer.asked.clear()
-            if case.evaluates:
-                with torch.no_grad():
-                    parallel.module(torch.randn(8, WIDTH, dtype=dtype), True)
-                parallel.reshard()
-            for micro in range(case.micro_batches):
-                if case.thaws:
-                    model.blocks[-1][0].weight.requires_grad_(micro > 0)
-                last = micro == case.micro_batches - 1
-                with parallel.window.accumulate(enabled=not last):
-                    loss = loss_of(parallel, case.model, dtype, case.skips)
-                    if last and case.twice:
-                        with parallel.window.accumulate():
-                            loss.backward(retain_graph=True)
-                    scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            parallel.clip_grad_norm_(1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            parallel.meter.close_step()
-            if case.saves:
-                _save(parallel.model_state(), buffers)
-    asked = {line: count / (case.steps - 1) for line, count in sanitizer.asked.items()}
-    return {"found": dict(sanitizer.found), "asked": asked}
-
-
-def _save(state: dict[str, Any], buffers: Any) -> None:
-    for staged in buffers.fill(state).values():
-        for host_copy in staged.slices.values():
-            host_copy.clone()
-
-
-def _holds_nothing(recorded: Any, event: Any, run: Any) -> None:
-    recorded.event, recorded.run = event, None
-
-
-def _dropped_at_once(group: Any) -> None:
-    if group is not None:
-        group._all_gather_result = None
-
-
-def _given_up_at_once(offloader: Any, packed: Any) -> Any:
-    if not isinstance(packed, torch.Tensor) and packed.device_tensor is not None:
-        packed.copied_out = None
-    return _kept["_unpack"](offloader, packed)
-
-
-_kept: dict[str, Any] = {}
-"""What a mutation calls in the end."""
-
-
-# Mends, taken out again: what is exchanged for what.
-WITHOUT: dict[str, tuple[str, Any]] = {
-    "what was launched behind is held until somebody waits": (
-        "smp_core.comm.background._Recorded.__init__",
-        _holds_nothing,
-    ),
-    "streams that read another's memory are told": ("smp_core.streams.used_here", lambda tensor: None),
-    "nobody asks whether terms are finite": (
-        "smp_core.comm.encoded_sum.streams",
-        SimpleNamespace(run_behind=lambda device: False),
-    ),
-    "a gather that nobody used is waited for": ("smp_core.sharding.fsdp.passes.drop_gather", _dropped_at_once),
-    "an input that never left is held until its copy out is done": (
-        "smp_core.activations.offloading.Offloader._unpack",
-        _given_up_at_once,
-    ),
-    "a save waits for its copies": ("torch.accelerator.synchronize", lambda *_: None),
-    "numbers go to the device from pinned memory": (
-        "smp_core.streams.on_device",
-        lambda values, dtype, device: torch.tensor(values, dtype=dtype, device=device),
-    ),
-}
-
-
-def main(cases: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    play_a_device()
-    from smp_core.activations.offloading import Offloader
-
-    _kept["_unpack"] = Offloader._unpack
-    results = []
-    for case in (Case(**each) for each in json.loads(cases)):
-        with mock.patch(*WITHOUT[case.without]) if case.without else contextlib.nullcontext():
-            results.append(run(case))
-    print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

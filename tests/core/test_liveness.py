@@ -3,8 +3,7 @@
 A lost rank is played by one whose signs stop (or, for rank 0, whose store closes) while its process lives on, so that
 it can report to the test. A look, which takes four intervals of the clock elsewhere, ends here when every rank that
 lives has given new signs: however busy the machine is, none of them is taken for lost. Real deaths, by the clock, are
-in the tests of the faces.
-"""
+in the tests of the faces."""
 
 from __future__ import annotations
 
@@ -13,8 +12,6 @@ import io
 import os
 import signal
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,67 +20,20 @@ import pytest
 import torch.distributed as dist
 
 import smp_core.liveness as liveness
-import smp_core.rank_watch as rank_watch
 import smp_core.signs as signs
 from smp_core.liveness import RankWatch
-from smp_core.whereabouts import here
+from tests.core.liveness_runs import (
+    INTERVAL,
+    LONG,
+    Report,
+    after,
+    fall_silent,
+    leave,
+    report,
+    silence_rank_2,
+    watch,
+)
 from tests.harness import run_ranks
-
-INTERVAL = 0.1
-# Seconds for what surely comes.
-LONG = timedelta(seconds=150)
-PEER_LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
-
-Report = tuple[str | None, str]
-
-
-def watch() -> RankWatch:
-    here.least = LONG.total_seconds()  # nothing is said about waiting on a busy machine
-    started = RankWatch.start(interval=INTERVAL)
-    assert started is not None
-    return started
-
-
-def report(watching: RankWatch, alive: list[int], error: BaseException = PEER_LOST) -> Report:
-    """What was found, and what was written to stderr. A look ends when the ranks that are ``alive`` have given signs,
-    two of them: the first may have been on its way when it began."""
-
-    def beats() -> list[int]:
-        seen = watching._look()
-        return [] if seen is None else [seen[rank]["beats"] for rank in alive]
-
-    def await_signs() -> None:
-        before, deadline = beats(), time.monotonic() + LONG.total_seconds()
-        while any(now < then + 2 for then, now in zip(before, beats(), strict=False)):
-            assert time.monotonic() < deadline, f"no signs of life from ranks {alive}"
-            time.sleep(INTERVAL / 4)
-
-    patched = mock.patch.object(watching, "_await_signs", await_signs)
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, patched:
-        found = watching.report(error)
-    return found, stderr.getvalue()
-
-
-def fall_silent(watching: RankWatch) -> None:
-    watching._stopped.set()
-    watching._thread.join()
-
-
-def leave(watching: RankWatch) -> None:
-    fall_silent(watching)
-    for board in watching.boards:
-        board.close()
-
-
-def after(prepare: Callable[[RankWatch, int], None], reporting: list[int], alive: list[int]) -> Report:
-    """Every rank prepares, then the reporting ones report; the others wait until those are done."""
-    watching, rank = watch(), dist.get_rank()
-    prepare(watching, rank)
-    dist.monitored_barrier(timeout=LONG)
-    result = report(watching, alive) if rank in reporting else (None, "")
-    dist.monitored_barrier(timeout=LONG)
-    leave(watching)
-    return result
 
 
 def written(reports: list[Report]) -> str:
@@ -92,16 +42,6 @@ def written(reports: list[Report]) -> str:
     assert len(lines) == 1, lines
     assert lines[0].count("\n") == 1
     return lines[0]
-
-
-def silence_rank_2(watching: RankWatch, rank: int) -> None:
-    if rank == 2:
-        watching.step = 7
-        dist.barrier()
-        fall_silent(watching)
-        watching._beat()  # the last sign of life
-    else:
-        dist.barrier()
 
 
 def take_board_away(watching: RankWatch) -> None:
@@ -309,67 +249,6 @@ def test_a_look_takes_four_intervals_and_longer_while_the_looking_rank_has_no_tu
     assert clock.now == takes
 
 
-def told_to_end_while_it_looks() -> tuple[Report, list[int], bool]:
-    """What rank 0 reports when each of its looks is met by SIGTERM; the signals that were handled, and whether the
-    handler is there again."""
-    handled: list[int] = []
-
-    def handler(number: int, frame: object) -> None:
-        handled.append(number)
-
-    def prepare(watching: RankWatch, rank: int) -> None:
-        look = watching._look
-
-        def look_under_fire() -> Any:
-            os.kill(os.getpid(), signal.SIGTERM)
-            return look()
-
-        watching._look = look_under_fire  # type: ignore[method-assign]
-        signal.signal(signal.SIGTERM, handler)
-        silence_rank_2(watching, rank)
-
-    reported = after(prepare, reporting=[0], alive=[0, 1, 3])
-    return reported, handled, signal.getsignal(signal.SIGTERM) is handler
-
-
-def test_a_launcher_that_wants_the_survivors_to_end_does_not_keep_them_from_telling() -> None:
-    (found, text), handled, restored = run_ranks(told_to_end_while_it_looks, 4)[0]
-    assert found is not None and "rank 2 was lost" in found and found in text
-    assert handled == [] and restored
-
-
-def test_one_process_watches_nobody() -> None:
-    assert RankWatch.start(interval=INTERVAL) is None
-
-
-def stop_twice() -> None:
-    watching = RankWatch.start(interval=60.0)  # stop waits for its thread for two intervals at most
-    assert watching is not None
-    watching.stop()
-    assert not watching._thread.is_alive()
-    watching.stop()
-    dist.barrier()
-
-
-def test_stopping_is_final_and_may_be_repeated() -> None:
-    run_ranks(stop_twice, 4)
-
-
-def rank_0_ends_first() -> bool:
-    watching = RankWatch.start()
-    assert watching is not None
-    board, rank = watching.boards[0], watching.rank
-    while rank > 0 and "left" not in watching._read(board)[0] and not board.closed:
-        time.sleep(INTERVAL / 4)
-    watching.stop()
-    return rank > 0 or "left" in watching._read(board)[1] or board.check(["done/1"])
-
-
-def test_the_store_stays_until_the_others_are_done_with_it() -> None:
-    """It is in rank 0's process: torch writes stacks to stderr of a rank under which it goes away."""
-    assert run_ranks(rank_0_ends_first, 2) == [True, True]
-
-
 def nobody_meets_an_exception(lost: int) -> tuple[str, list[int]]:
     """As under NCCL, where collectives with a lost rank only never end: what is written, and with what ranks end."""
     watching, rank, ended = watch(), dist.get_rank(), []
@@ -403,16 +282,3 @@ def test_where_nothing_is_raised_a_lost_rank_is_named_all_the_same_and_the_other
     assert all("timeout=0.2 seconds are over" in text for text, _ in survivors)
     named = [text for text, _ in survivors if f"rank {lost} was lost" in text]
     assert named and (lost == 0 or "it was in optimizer step 7" in named[0])
-
-
-@pytest.mark.parametrize(
-    ("restarts", "shared", "warned"), [("3", "True", True), ("3", "False", False), ("0", "True", False)]
-)
-def test_restarts_that_may_fail_while_connecting_are_warned_of(
-    restarts: str, shared: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = {"TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared, "RANK": "0"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    rank_watch._warn_of_shared_store()
-    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) == warned

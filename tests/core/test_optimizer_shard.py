@@ -1,13 +1,11 @@
 """Optimizer states over all replicas train like one process; what cannot be stepped in parts is refused.
 
-float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another order.
-"""
+float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another order."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.checkpoint import load_checkpoint, save_checkpoint
+from smp_core.checkpoint import save_checkpoint
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
 from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.optimizer_trial import require_elementwise
 from smp_core.stepped import model_parameter
 from tests.core.equivalence import HELD, SAMPLES, STEPS, assert_close, full_weights
-from tests.core.gpt import SmallGpt
 from tests.core.metered import per_node, train_one_step, unit_bytes
 from tests.core.models import Trajectory, TroubledModel, global_batches, loss_of, train_alone
+from tests.core.optimizer_shard_runs import RECIPES, bf16_model, momentum
 from tests.core.scenarios import (
     SCENARIOS,
     Gradients,
@@ -42,6 +40,8 @@ CASES = [
     {"shard_degree": degree, "collectives": {"hierarchical": hierarchical}, "micro_batches": micro}
     for degree, hierarchical, micro in itertools.product((1, 2), ("auto", False), (1, 3))
 ]
+
+
 CASES += [{"shard_degree": degree, "micro_batches": 3, "state_offload": "optimizer"} for degree in (1, 2)]
 
 
@@ -188,6 +188,8 @@ def save_and_load(path: str, before: dict[str, Any], later: dict[str, Any]) -> T
 
 
 OFFLOADED = {"optimizer_shard": "world", "state_offload": "optimizer"}
+
+
 MOVES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"shard_degree": 2, "optimizer_shard": "world"}, {"shard_degree": 1, "optimizer_shard": "world"}),
     ({"shard_degree": 1, "optimizer_shard": "world"}, {"shard_degree": 4}),
@@ -212,143 +214,6 @@ def test_a_run_goes_on_with_other_degrees_and_without(before: dict, later: dict,
             assert (seen.weights[name] - value).abs().max() <= 1e-12, name
 
 
-def half_precision(steps: int) -> list[float]:
-    """Master values after many steps too small for bfloat16 to add up, and the parameters."""
-    torch.manual_seed(0)
-    parallel = parallel_model(nn.Linear(64, 4, bias=False).bfloat16(), shard_degree=1, optimizer_shard="world")
-    before = parallel.module.weight.detach().float().clone()
-    optimizer = torch.optim.SGD(parallel.module.parameters(), lr=1.0)
-    parallel.prepare_optimizer(optimizer)
-    for _ in range(steps):
-        (parallel.module(torch.ones(1, 64, dtype=torch.bfloat16)).sum() * 4e-5).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    saved = optimizer.state_dict()["state"]
-    moved = (before - parallel.module.weight.float()).mean().item()
-    return [moved, float(len(saved))]
-
-
-def test_half_precision_parameters_have_float32_masters() -> None:
-    """100 steps of 4e-5 move weights of up to 1/8 by 4e-3; in bfloat16 itself most would not move at all."""
-    for moved, _ in run_ranks(half_precision, 2, 100):
-        assert moved == pytest.approx(4e-3, rel=0.05)
-
-
-# bfloat16 to compute with, float32 to step: every rank's gradients are those of a bfloat16 copy of the float32 weights,
-# added up in float32. Two recipes: a bfloat16 model (masters begin where rounding left it), and a float32 model that is
-# gathered in bfloat16.
-
-RECIPES: dict[str, dict[str, Any]] = {"bfloat16 model": {}, "mixed": {"param_dtype": "bfloat16"}}
-BF16_STEPS, BF16_MICRO = 4, 2
-
-
-def bf16_model(recipe: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = SmallGpt(layers=2)
-    return model.bfloat16() if recipe == "bfloat16 model" else model
-
-
-def bf16_tokens(step: int, micro: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-    return torch.randint(101, (2, 9), generator=generator)
-
-
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    """Not Adam, which makes steps out of the noise of gradients that are zero."""
-    return torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
-
-
-def one_process_with_masters(recipe: str) -> dict[str, torch.Tensor]:
-    computing = bf16_model(recipe).bfloat16()
-    masters = {name: nn.Parameter(p.detach().float()) for name, p in bf16_model(recipe).named_parameters()}
-    optimizer = momentum(masters.values())
-    for step in range(BF16_STEPS):
-        for name, parameter in computing.named_parameters():
-            parameter.data.copy_(masters[name].data)
-        sums = {name: torch.zeros_like(master) for name, master in masters.items()}
-        for micro, rank in itertools.product(range(BF16_MICRO), range(4)):
-            computing.zero_grad()
-            (computing(bf16_tokens(step, micro, rank)) / BF16_MICRO).backward()
-            for name, parameter in computing.named_parameters():
-                assert parameter.grad is not None
-                sums[name] += parameter.grad.float()
-        for name, master in masters.items():
-            master.grad = sums[name] / 4
-        optimizer.step()
-    return {name: master.detach() for name, master in masters.items()}
-
-
-@dataclass
-class HalfPrecisionRun:
-    weights: dict[str, torch.Tensor]
-    stored: set[torch.dtype]
-    gathered_between_nodes: float
-    said: str
-
-
-def half_precision_run(
-    recipe: str, knobs: dict[str, Any], steps: tuple[int, int], load: str | None = None, save: str | None = None
-) -> HalfPrecisionRun:
-    parallel = parallel_model(bf16_model(recipe), **{**RECIPES[recipe], **knobs})
-    optimizer = momentum(parallel.module.parameters())
-    parallel.prepare_optimizer(optimizer)
-    if load is not None:
-        state = parallel.model_state()
-        load_checkpoint(load, {"model": state})
-        parallel.take_model_state(state)
-        load_named_optimizer_state(load, ("optimizer",), parallel.module, optimizer)
-    for step in range(*steps):
-        for micro in range(BF16_MICRO):
-            with parallel.window.accumulate(micro < BF16_MICRO - 1):
-                (parallel.module(bf16_tokens(step, micro, dist.get_rank())) / BF16_MICRO).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    sent = parallel.meter.unfinished().get("all_gather/inter_bytes", 0.0)
-    state, named = parallel.model_state(), named_optimizer_state(parallel.module, optimizer)
-    if save is not None:
-        save_checkpoint(save, {"model": state, "optimizer": named})
-    # For a bfloat16 model the weights are those of its optimizer state.
-    names = [name for name, _ in parallel.module.named_parameters()]
-    fine = {name: named["state"][name].get("smp_master", state[name]) for name in names}
-    weights = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in fine.items()}
-    stored = {parameter.dtype for parameter in parallel.module.parameters()}
-    return HalfPrecisionRun(weights, stored, sent, str(parallel.config.why("optimizer_shard")))
-
-
-def half_precision_runs(recipe: str, cases: list[dict[str, Any]]) -> list[HalfPrecisionRun]:
-    return [half_precision_run(recipe, knobs, (0, BF16_STEPS)) for knobs in cases]
-
-
-def assert_near(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """float32 sums of eight gradients in another order, through four steps; an update that was lost to bfloat16 would
-    be 2**-9 of a weight off."""
-    for name, value in expected.items():
-        assert seen[name].dtype == torch.float32
-        assert (seen[name] - value).abs().max() <= 2e-6, name
-
-
-@pytest.mark.parametrize("recipe", [pytest.param("bfloat16 model", marks=pytest.mark.slow), "mixed"])
-def test_half_precision_training_equals_one_process_with_float32_masters(recipe: str) -> None:
-    world = [{"shard_degree": degree, "optimizer_shard": "world"} for degree in (2, 1)]
-    expected = one_process_with_masters(recipe)
-    for runs in run_ranks(half_precision_runs, 4, recipe, world, ranks_per_node=2):
-        for run in runs:
-            assert run.stored == {torch.bfloat16}
-            assert_near(run.weights, expected)
-        if recipe == "mixed":
-            assert "stored in bfloat16" in runs[0].said
-
-
-def test_updated_parameters_travel_in_half_the_bytes() -> None:
-    """Partition groups of a node: what is gathered between nodes is what the optimizer has updated."""
-    knobs = {"shard_degree": 2, "optimizer_shard": "world"}
-    mixed = run_ranks(half_precision_runs, 4, "mixed", [knobs], ranks_per_node=2)
-    whole = run_ranks(half_precision_runs, 4, "mixed", [{**knobs, "param_dtype": None}], ranks_per_node=2)
-    for (half,), (full,) in zip(mixed, whole, strict=True):
-        assert full.stored == {torch.float32}
-        assert half.gathered_between_nodes == full.gathered_between_nodes / 2 > 0
-
-
 def referred_to_weakly() -> str:
     parallel = parallel_model(bf16_model("mixed"), **RECIPES["mixed"], shard_degree=2, optimizer_shard="world")
     parameter = next(parallel.module.blocks[0].parameters())
@@ -363,26 +228,6 @@ def referred_to_weakly() -> str:
 def test_a_parameter_that_cannot_be_exchanged_is_named() -> None:
     for said in run_ranks(referred_to_weakly, 4, ranks_per_node=2):
         assert "blocks.0.attention_norm.weight cannot be stored in torch.bfloat16" in said and "weakref" in said
-
-
-def moved(save: str, before: dict[str, Any], later: dict[str, Any]) -> HalfPrecisionRun:
-    half_precision_run("mixed", before, (0, 2), save=save)
-    return half_precision_run("mixed", later, (2, BF16_STEPS), load=save)
-
-
-@pytest.mark.slow
-def test_half_precision_checkpoints_are_elastic(tmp_path: Path) -> None:
-    """To other degrees, to float32 parameters and back: the weights in them are float32."""
-    world, expected = {"optimizer_shard": "world"}, one_process_with_masters("mixed")
-    moves: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"shard_degree": 2, **world}, {"shard_degree": 1, **world}),
-        ({"shard_degree": 2, **world}, {"shard_degree": 4}),
-        ({"shard_degree": 4}, {"shard_degree": 2, **world}),
-    ]
-    for number, (before, later) in enumerate(moves):
-        saved = str(tmp_path / str(number))
-        for run in run_ranks(moved, 4, saved, before, later, ranks_per_node=2):
-            assert_near(run.weights, expected)
 
 
 class AcrossTensor(torch.optim.SGD):

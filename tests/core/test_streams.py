@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from smp_core.comm.background import Background
-from tests.core.stream_sanitizer import WITHOUT, Case
+from tests.core.streamed_cases import WITHOUT, Case
 from tests.harness import run_script
 
 OFFLOADED = {"checkpoint": "full", "offload": True, "offload_min_bytes": 0}
@@ -164,7 +164,7 @@ ASKS_OF_FEATURES = {
 
 def played(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     done = run_script(
-        ["-m", "tests.core.stream_sanitizer", json.dumps([asdict(case) for case in cases.values()])], timeout=3600
+        ["-m", "tests.core.streamed_cases", json.dumps([asdict(case) for case in cases.values()])], timeout=3600
     )
     assert done.returncode == 0, done.stderr
     return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
@@ -182,7 +182,7 @@ def waits(result: dict[str, Any]) -> dict[str, float]:
     asked: dict[str, float] = {}
     for line, count in result["asked"].items():
         function = line.split(" at ")[1].split(":")[1]
-        if function != "_write_items":  # reads the mesh, which the host has
+        if function != "write_items":  # reads the mesh, which the host has
             asked[function] = asked.get(function, 0.0) + count
     return asked
 

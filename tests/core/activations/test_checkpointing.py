@@ -4,7 +4,6 @@ run again on the same numbers."""
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import random
 import shutil
@@ -13,15 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from smp_core.activations.checkpointing import NotDeterministicError, apply_checkpointing
 from smp_core.activations.selective import keep_outputs_of
-from smp_core.config import SmpConfig
-from smp_core.engine import build_mesh, parallelize
 from smp_core.planning.checkpointed import CheckpointedModule, plan_checkpointing
-from smp_core.topology import Topology
 from tests.core.activations.models import DroppingGpt, assert_equal_bits, build, observe, tokens
 from tests.harness import run_ranks
 
@@ -31,12 +26,17 @@ MODES: dict[str, Any] = {
     "selective": "selective",
     "parts of blocks": {"blocks.[01]": "selective", "blocks.2": "none", "*.up": "full"},
 }
+
+
 UNITS = {
     "blocks": {},
     "units inside blocks": {"units": {"modules": ["DroppingBlock", "*.down"], "min_parameters": 500}},
 }
+
+
 DEGREES = (2, 1)
-BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+
+
 Case = tuple[str, float, str, int]
 
 
@@ -62,6 +62,8 @@ def compare_modes(cases: list[Case]) -> int:
 
 
 ALL: list[Case] = list(itertools.product(MODES, (0.0, 0.1), UNITS, DEGREES))
+
+
 SAMPLE = random.Random(5).sample(ALL, 3)
 
 
@@ -99,7 +101,11 @@ def costly(x: torch.Tensor) -> torch.Tensor:
 
 
 costly_calls: list[int] = []
+
+
 costly.register_fake(torch.empty_like)
+
+
 costly.register_autograd(lambda context, gradient: gradient * 2)
 
 
@@ -176,31 +182,6 @@ def test_the_check_finds_nothing_in_dropout_however_often_it_is_computed_again(m
         assert torch.equal(ours.grad, theirs.grad)
 
 
-class TakesMask(nn.Module):
-    """Random numbers, and tensors by name only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, *, hidden: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-        return F.dropout(self.linear(hidden), 0.5) * (1.0 if scale is None else scale)
-
-
-def test_tensors_given_by_name() -> None:
-    def gradient(mode: str) -> torch.Tensor:
-        torch.manual_seed(0)
-        model = nn.Sequential(TakesMask())
-        for chosen in plan_checkpointing(model, ["0"], mode):
-            apply_checkpointing(model, chosen)
-        hidden = torch.randn(3, 8, requires_grad=True)
-        model[0](hidden=hidden, scale=torch.full((8,), 3.0)).square().sum().backward()
-        assert hidden.grad is not None
-        return hidden.grad
-
-    assert torch.equal(gradient("full"), gradient("none"))
-
-
 def compiled_gradients(mode: str, backend: str | None, whole_model: bool) -> list[torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -275,127 +256,3 @@ def test_inductor_recomputes_what_checkpointing_says(monkeypatch: pytest.MonkeyP
     assert plain > 0
     assert products("selective") == plain
     assert products("full") > plain
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(5))
-        self.head = nn.Linear(2, 2)
-
-
-def planned(setting: Any, blocks: tuple[str, ...] = BLOCKS) -> dict[str, str]:
-    return {each.name: each.mode for each in plan_checkpointing(Tower(), blocks, setting)}
-
-
-def test_which_modules_are_chosen() -> None:
-    assert planned("none") == {}
-    assert planned("full") == dict.fromkeys(BLOCKS, "full")
-    assert planned("selective") == dict.fromkeys(BLOCKS, "selective")
-    assert planned("every:3") == {"blocks.0": "full", "blocks.3": "full"}
-    assert planned("every:9") == {"blocks.0": "full"}
-    assert planned({"head": "full", "blocks.*": "every:2"}) == dict.fromkeys(
-        ("blocks.0", "blocks.2", "blocks.4", "head"), "full"
-    )
-    # "blocks.*" matches blocks.1.0 too, which is inside of one that was decided about.
-    assert planned({"blocks.1": "none", "blocks.*": "selective"}) == dict.fromkeys(
-        ("blocks.0", "blocks.2", "blocks.3", "blocks.4"), "selective"
-    )
-    assert planned({"Sequential": "full"}) == {f"blocks.{i}": "full" for i in range(5)}
-
-
-def test_patterns_without_effect_are_refused() -> None:
-    with pytest.raises(ValueError, match="did you mean 'Sequential'"):
-        planned({"Sequentail": "full"})
-    with pytest.raises(ValueError, match=r"blocks\.0\.0 and all else that it matches lie inside"):
-        planned({"blocks.[0-9]": "full", "*.[0-9].0": "full"})
-    with pytest.raises(ValueError, match="has no repeated blocks"):
-        planned("full", blocks=())
-
-
-def test_what_the_knob_accepts() -> None:
-    assert SmpConfig.from_env({"SMP_ACTIVATIONS": "every:2"}).activations.checkpoint == "every:2"
-    by_glob = SmpConfig.from_env({"SMP_ACTIVATIONS": '{"checkpoint": {"*.mlp": "full", "Attention": "selective"}}'})
-    assert by_glob.activations.checkpoint == {"*.mlp": "full", "Attention": "selective"}
-    assert SmpConfig.from_dict(by_glob.to_dict()) == by_glob
-    assert by_glob.effective()["activations.checkpoint"] == {"*.mlp": "full", "Attention": "selective"}
-    for wrong in ("ful", "every:0", "every:x", {}, {"a": "ful"}, {"": "full"}, {1: "full"}, ["full"]):
-        with pytest.raises(ValueError, match=r"activations\.checkpoint"):
-            SmpConfig(activations={"checkpoint": wrong})
-
-
-class Llama(nn.Module):
-    """Its own checkpointing on or off; a cache where Transformers makes one by itself."""
-
-    def __init__(self, own: bool, use_cache: bool = True) -> None:
-        super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=37,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            use_cache=use_cache,
-        )
-        self.model = LlamaForCausalLM(config)
-        if own:
-            self.model.activation_checkpointing_enable()
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, labels=tokens).loss
-
-
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-def train_llamas() -> dict[str, Any]:
-    """On ranks: gradients of a Llama under each setting, the knob in effect, and what was said."""
-    found: dict[str, Any] = {}
-    heard = Messages()
-    logging.getLogger("smp").addHandler(heard)
-    for name, own, setting in (
-        ("plain", False, "none"),
-        ("own", True, "none"),
-        ("full", False, "full"),
-        ("selective", False, "selective"),
-        ("both", True, "full"),
-    ):
-        torch.manual_seed(0)
-        mesh, config = build_mesh(
-            SmpConfig(shard_degree=2, activations={"checkpoint": setting}), Topology.discover(), "cpu"
-        )
-        heard.lines.clear()
-        parallel = parallelize(Llama(own), config, mesh=mesh)
-        parallel.module.train()
-        parallel.module(tokens(mesh.rank)).backward()
-        gradients = [p.grad.full_tensor() for p in parallel.module.parameters()]
-        said = [line for line in heard.lines if "checkpointing" in line]
-        found[name] = (gradients, parallel.config.activations.checkpoint, said)
-    logging.getLogger("smp").removeHandler(heard)
-    return found
-
-
-def test_a_transformers_model_with_a_cache_or_its_own_checkpointing() -> None:
-    for rank, found in enumerate(run_ranks(train_llamas, 2)):
-        expected = found["plain"][0]
-        for name, (gradients, _, _) in found.items():
-            assert all(map(torch.equal, gradients, expected)), name
-        assert {name: setting for name, (_, setting, _) in found.items()} == {
-            "plain": "none",
-            "own": "none",
-            "full": "full",
-            "selective": "selective",
-            "both": "none",
-        }
-        assert found["full"][2] == []
-        said = found["both"][2]  # by rank 0 for all
-        assert [True] * (rank == 0) == ["own gradient checkpointing is on" in line for line in said]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from smp_core.checkpoint import CheckpointError, load_checkpoint, memory_save, read_per_rank
 from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.memory_tier import MemoryTier
-from smp_core.checkpoint.progress import Past, report_of
+from smp_core.checkpoint.progress import Past, last_of, report_of
 from tests.core.checkpoint.states import differences, gathered, sharded_state
 from tests.harness import run_ranks, run_script
 
@@ -314,6 +314,14 @@ def test_the_share_that_trained_counts_no_lost_steps_and_no_restarts() -> None:
     assert "2 steps lost, 10.0 s from the last step before to the next one, 44.4% of the 180 s" in report_of(
         second, 8, "memory", 180.0
     )
+
+
+def test_numbers_of_ranks_that_are_no_more_say_nothing_about_the_last_run() -> None:
+    """Eight ranks came to step 90, four went on from step 50 and came to 62 and 63."""
+    eight = [Past(began=0.0, trained=0.0, started=1.0, ended=95.0, first=0, last=90)]
+    four = [Past(began=0.0, trained=50.0, started=120.0, ended=133.0, first=50, last=last) for last in (62, 63)]
+    assert last_of([*four, *eight]) == four[1]
+    assert last_of([]) is None
 
 
 @pytest.mark.timeout(1200)

@@ -21,7 +21,7 @@ from smp_core.planning.checkpointed import plan_checkpointing
 from smp_core.planning.layout_rules import two_stages
 from smp_core.planning.units import plan_units
 from smp_core.topology import Topology
-from tests.core.fuzz.models import FAMILIES, Family
+from tests.core.fuzz.families import FAMILIES, Family
 from tests.core.fuzz.optimizers import WITH_FUSED_KERNELS, WITH_TENSOR_LR
 
 # Setting -> kinds of values, the default first; `value_of` makes values of them that depend on the model.

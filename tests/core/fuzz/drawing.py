@@ -14,7 +14,7 @@ from typing import Any
 
 from smp_core.config import SmpConfig
 from tests.core.fuzz.cases import KNOBS, Case, objection, value_of
-from tests.core.fuzz.models import FAMILIES, Family
+from tests.core.fuzz.families import FAMILIES, Family
 from tests.core.fuzz.operations import OPERATIONS
 from tests.core.fuzz.optimizers import KERNELS, KINDS
 

@@ -6,21 +6,13 @@ is used may depend on the micro-batch and the rank. What custom parameters begin
 ``reset_parameters``, so that every family can be initialised on the meta device too.
 
 ``leave`` is used by every call and is never frozen: a backward pass has something to do on every rank.
-
-A new family: a class, and a line in `FAMILIES`.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from smp_core.planning.units import Entry
 
 WIDTH, LENGTH, VOCABULARY = 6, 4, 11
 
@@ -337,109 +329,3 @@ class Adversaries(nn.Module):
     def step(self, x: torch.Tensor, path: str) -> torch.Tensor:
         made = self.generator(x)
         return self.critic(x) - self.critic(made.detach()) if path == "d" else self.critic(made)
-
-
-def one_path(rng: random.Random, methods: bool) -> str:
-    return ""
-
-
-@dataclass(frozen=True)
-class Family:
-    """How a model is built, wrapped, called and cut into patterns (parts of parameter names).
-
-    Args:
-        classes: class names for ``units``; of its blocks.
-        globs: over module names, for ``units`` and ``activations.checkpoint``.
-        patterns: what is frozen, edited, or put into parameter groups.
-        paths: draws a path; (generator, whether it may use methods that ``forward_methods`` names).
-        differs: whether replicas may take other paths.
-        other_ways: draws a path through the same units, which may differ inside a partition group.
-        methods: for ``forward_methods``.
-        entries: what a step calls; ``"apart"``: each child is parallelized by itself.
-        parts: beginnings of parameter names, each with an optimizer of its own.
-    """
-
-    build: Callable[[], nn.Module]
-    classes: tuple[str, ...]
-    globs: tuple[str, ...]
-    patterns: tuple[str, ...]
-    paths: Callable[[random.Random, bool], str] = one_path
-    differs: bool = False
-    other_ways: Callable[[random.Random, str], str] | None = None
-    methods: tuple[str, ...] = ()
-    entries: tuple[Entry | str, ...] = ("forward",)
-    parts: tuple[str, ...] = ("",)
-
-    def frozen_to_begin_with(self) -> set[str]:
-        return {name for name, parameter in self.on_meta().named_parameters() if not parameter.requires_grad}
-
-    def on_meta(self) -> nn.Module:
-        with torch.device("meta"):
-            return self.build().double()
-
-
-def cell_path(rng: random.Random, methods: bool) -> str:
-    """All cells or some, in order, seldom one of them twice, each by its ways."""
-    cells = [cell for cell in range(3) if rng.random() < 0.8]
-    if cells and rng.random() < 0.15:
-        cells.append(rng.choice(cells))
-    return " ".join(f"{cell}{rng.choice(['lr', 'lr', 'l', 'r', *(['e'] if methods else [])])}" for cell in cells)
-
-
-def other_ways(rng: random.Random, path: str) -> str:
-    return " ".join(f"{step[0]}{rng.choice(['lr', 'l', 'r'])}" for step in path.split())
-
-
-def expert_path(rng: random.Random, methods: bool) -> str:
-    return " ".join(name for name in "abc" if rng.random() < 0.6)
-
-
-def turn(rng: random.Random, methods: bool) -> str:
-    return rng.choice(["d", "g"])
-
-
-FAMILIES: dict[str, Family] = {
-    "mlp": Family(Mlp, ("Sequential",), ("enter*",), ("enter.0", "enter.4", "bias")),
-    "cells": Family(
-        Cells,
-        ("Cell",),
-        ("cells.*",),
-        ("cells.1", "left", "right", "enter", "gain", "shift", "bias"),
-        cell_path,
-        True,
-        other_ways,
-        methods=("cells.0.encode", "cells.1.encode", "cells.2.encode"),
-    ),
-    "attention": Family(
-        Attention, ("TransformerEncoderLayer",), ("layers.?",), ("layers.0", "in_proj", "norm", "bias")
-    ),
-    "gpt": Family(Gpt, ("GptBlock",), ("blocks.*",), ("blocks.1", "norm", "up.weight", "places", "qkv")),
-    "recurrent": Family(Recurrent, ("GRU",), ("second",), ("enter", "second", "bias")),
-    "conv": Family(Conv, ("Residual",), ("wide.*", "narrow.?"), ("wide", "body.0", "norm", "down")),
-    "odd": Family(Odd, ("OddBlock",), ("blocks.*",), ("nothing", "row", "columns", "gate", "gain", "directions")),
-    "shared": Family(Shared, ("Half", "Pair"), ("encoder", "layers.*"), ("embedding", "own", "pair", "up.weight")),
-    "experts": Family(
-        Experts, ("Sequential", "Pair"), ("experts.*",), ("experts.a", "gate", "bias"), expert_path, True
-    ),
-    "adapters": Family(Adapters, ("Adapted", "Pair"), ("blocks.*", "frozen.*"), ("base", "down", "frozen.1", "enter")),
-    "stepping": Family(
-        Stepping, ("Pair",), ("first.*",), ("first", "shift", "gate", "bias"), entries=("steps", "children")
-    ),
-    "adversaries": Family(
-        Adversaries,
-        ("Pair",),
-        ("generator.*",),
-        ("generator", "critic.0", "bias"),
-        turn,
-        entries=("children", "apart"),
-        parts=("generator", "critic"),
-    ),
-}
-
-
-def matching(model: nn.Module, patterns: Sequence[str] | str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters with one of the patterns in their names, without ``leave``."""
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    for name, parameter in model.named_parameters():
-        if any(pattern in name for pattern in patterns) and not name.startswith("leave."):
-            yield name, parameter

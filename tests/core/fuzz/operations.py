@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from smp_core.sharding.grad_norm import NonfiniteGradNormError
-from tests.core.fuzz.models import matching
+from tests.core.fuzz.families import matching
 from tests.core.fuzz.procedure import Run
 
 Op = Mapping[str, Any]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.core.fuzz.models import matching
+from tests.core.fuzz.families import matching
 
 _ADAM = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.05}
 

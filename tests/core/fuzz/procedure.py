@@ -30,7 +30,8 @@ from smp_core.sharding.delayed_init import materialize
 from smp_core.sharding.grad_norm import NonfiniteGradNormError, clip_grad_value_
 from smp_core.topology import Topology
 from tests.core.fuzz.cases import Case, config_of
-from tests.core.fuzz.models import FAMILIES, LENGTH, WIDTH
+from tests.core.fuzz.families import FAMILIES
+from tests.core.fuzz.models import LENGTH, WIDTH
 from tests.core.fuzz.optimizers import late_group, make_optimizer
 
 Tensors = dict[str, torch.Tensor | None]

@@ -15,7 +15,7 @@ import pytest
 from smp_core.config import SmpConfig
 from tests.core.fuzz.cases import KNOBS, NOT_DRAWN, Case, config_of, value_of
 from tests.core.fuzz.drawing import LAYOUTS, NORMAL, draw, features, features_of
-from tests.core.fuzz.models import FAMILIES
+from tests.core.fuzz.families import FAMILIES
 from tests.core.fuzz.running import difference, play, play_all
 
 
