@@ -50,16 +50,19 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert_lost("torchrun", 1, end("torchrun", 2, "kill", 1, tmp_path).stderr)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_other_pipeline_stage(rank: int, tmp_path: Path) -> None:
-    assert_lost("torchrun", rank, end("torchrun", 2, "kill", rank, tmp_path, stages=2).stderr)
+IN_STAGES = [(2, 0), (2, 1), (4, 0), (4, 3)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_in_one_pipeline_stage_ends_the_other(rank: int, tmp_path: Path) -> None:
-    stderr = end("torchrun", 2, "raise", rank, tmp_path, stages=2).stderr
+@pytest.mark.parametrize(("ranks", "rank"), IN_STAGES)
+def test_a_killed_rank_ends_the_other_pipeline_stage(ranks: int, rank: int, tmp_path: Path) -> None:
+    assert_lost("torchrun", rank, end("torchrun", ranks, "kill", rank, tmp_path, stages=2).stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "rank"), IN_STAGES)
+def test_an_exception_in_one_pipeline_stage_ends_the_other(ranks: int, rank: int, tmp_path: Path) -> None:
+    stderr = end("torchrun", ranks, "raise", rank, tmp_path, stages=2).stderr
     assert "ArithmeticError: the user's own mistake" in stderr
 
 
