@@ -22,11 +22,19 @@ from tests.lightning.running import Run, assert_same, make_trainer, together, wh
 
 
 class StagedModule(LanguageModule):
-    """options: batch_size; kind of the model; pairs: batches are (tokens, targets)."""
+    """options: batch_size; kind of the model; pairs: batches are (tokens, targets); late: built in configure_model."""
 
     def build(self) -> None:
-        self.model = example_of(build(self.options["kind"], seed=torch.initial_seed() % 100))
         self.calls = 0
+        if not self.options.get("late"):
+            self._build_model()
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self._build_model()
+
+    def _build_model(self) -> None:
+        self.model = example_of(build(self.options["kind"], seed=torch.initial_seed() % 100))
 
     def loss(self, batch: Any) -> torch.Tensor:
         if isinstance(batch, torch.Tensor):
@@ -87,7 +95,8 @@ def train(
         ]
         flags = {"enable_checkpointing": True, "callbacks": callbacks, **flags}
     with Wide():
-        module = StagedModule(kind=kind, batch_size=batch_size, pairs=pairs)
+        late = bool(knobs.get("delayed_init"))
+        module = StagedModule(kind=kind, batch_size=batch_size, pairs=pairs, late=late)
         flags = {"gradient_clip_val": 0.5, "max_epochs": 2, "accumulate_grad_batches": 2, **flags}
         trainer = make_trainer(knobs, **flags)
         trainer.fit(module, ckpt_path=ckpt_path)
@@ -97,6 +106,7 @@ def train(
         losses /= dist.get_world_size()
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     parallel: Any = getattr(trainer.strategy, "_parallel", None)
+    assert not late or parallel.config.delayed_init is not None, "something was on the meta device"
     if parallel is None or parallel.pipeline is None:
         weights = whole_weights(module)
     else:
@@ -141,13 +151,14 @@ def test_micro_batches_are_split_over_ranks_that_share_sequences() -> None:
 
 def test_runs_go_on_in_mid_epoch_with_other_numbers_of_stages(tmp_path: Path) -> None:
     """Two stages, one, and two of another size, each from the first of an epoch's two steps. Averages of weights,
-    optimizer states and schedules too; from a sharded folder and from an ordinary file, which the last one writes."""
+    optimizer states and schedules too; from a sharded folder, and from an ordinary file into a model that was built on
+    the meta device, which writes such a file too."""
     first, second, third, alone = (tmp_path / name for name in ("first", "second", "third", "alone"))
     expected = named_once(train("gpt2", 8, {}, max_epochs=3, steps=alone))
     together(train, "gpt2", 8, knobs_of(2), steps=first, max_epochs=1, ranks=2)
     flat = {"shard_degree": 2, "checkpoint": "full"}
     together(train, "gpt2", 4, flat, ranks=2, ckpt_path=first / "step=1.ckpt", steps=second, max_epochs=2)
-    split = {**knobs_of(2, shard=2, split=[1, 1], schedule="gpipe"), "checkpoint": "full"}
+    split = {**knobs_of(2, shard=2, split=[1, 1], schedule="gpipe"), "checkpoint": "full", "delayed_init": True}
     runs = together(train, "gpt2", 4, split, ckpt_path=second / "step=3.ckpt", steps=third, max_epochs=3)
     for run in runs:
         assert_same(
