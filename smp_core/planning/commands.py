@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from smp_core.command_line import console
+from smp_core.planning.calibrate import calibrate
 from smp_core.planning.dry_run import compared, dry_run_of
 from smp_core.planning.explain import as_json, as_yaml, front_table, table
 from smp_core.planning.hardware import Hardware
+from smp_core.planning.model_trace import ModelTrace
 from smp_core.planning.plan_picture import draw_plans
 from smp_core.planning.planner import NothingFits
 from smp_core.planning.planner import plan as plan_model
+from smp_core.planning.trace import trace
 from smp_core.planning.workload import Workload
 
 NOTHING_FITS = 2
@@ -31,6 +35,7 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="adamw, lion, sgd, ...")] = "adamw",
     tokens: Annotated[float | None, typer.Option(help="of the whole training, for days and cost")] = None,
     links: Annotated[Path | None, typer.Option(help="what `smp topology --measure --store` wrote there")] = None,
+    from_log: Annotated[Path | None, typer.Option(help="refit on the log of a run of this model (run.jsonl)")] = None,
     why_not: Annotated[list[str] | None, typer.Option(help="why not this knob, as tensor=8; may be repeated")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="run the chosen plan without values, and compare")] = False,
     front: Annotated[bool, typer.Option("--front", help="also show step times of fewer nodes")] = False,
@@ -47,11 +52,19 @@ def plan(
     workload = Workload(seq, global_batch, precision, optimizer, tokens)  # type: ignore[arg-type]  # checked there
     fixed = dict(map(_pair, fix or []))
     questions = list(map(_pair, why_not or []))
+    planned: str | ModelTrace = model
+    if from_log is not None:
+        planned = trace(model, workload.sequence)
+        calibration = calibrate(from_log, planned, hardware, workload)
+        hardware = replace(hardware, fitted=calibration.fitted)
+        for line in calibration.lines():
+            typer.echo(line, err=as_json_)
     try:
-        found = plan_model(model, hardware, workload, fixed=fixed, objective=objective)  # type: ignore[arg-type]
+        found = plan_model(planned, hardware, workload, fixed=fixed, objective=objective)  # type: ignore[arg-type]
     except NothingFits as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(NOTHING_FITS) from None
+    found = replace(found, model=model)
     if out is not None:
         out.write_text(as_yaml(found), encoding="utf-8")
     if picture is not None:

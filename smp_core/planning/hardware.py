@@ -39,6 +39,7 @@ class Hardware:
         price: of a node for an hour, in any currency; None: not known.
         measured: links measured on these machines; None: those of the data sheets, at the efficiency that was fitted.
         host_gib: host memory of a node.
+        fitted: constants of the time model on these machines.
     """
 
     nodes: int
@@ -48,6 +49,7 @@ class Hardware:
     price: float | None = None
     measured: Links | None = None
     host_gib: float = 1024.0
+    fitted: Fitted = FITTED
 
     @classmethod
     def parse(cls, text: str | os.PathLike[str]) -> Hardware:
@@ -106,10 +108,11 @@ class Hardware:
             self.measured,
         )
 
-    def links(self, fitted: Fitted = FITTED) -> Links:
+    def links(self, fitted: Fitted | None = None) -> Links:
         """Return latency and bandwidth of all collectives: as measured, or by data sheets and fitted efficiencies."""
         if self.measured is not None:
             return self.measured
+        fitted = fitted or self.fitted
         k, m = self.ranks_per_node, self.nodes
         inside = _alike(k, fitted.latency_inside, self.device.link * fitted.link)
         of_rank = max(self.gbit, 1e-3) * 1e9 / 8 / k * fitted.network

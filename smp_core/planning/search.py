@@ -284,7 +284,7 @@ class _Search:
             self.found.refused.append(str(error))
             return
         choice = Choice(plan.knobs.unresolved, plan, (*states.names, *knobs))
-        model = StepModel(plan, self.trace, self.hardware, self.links, self.workload.sequence)
+        model = StepModel(plan, self.trace, self.hardware, self.links, self.workload.sequence, self.hardware.fitted)
         samples, tokens = self.workload.global_batch // data, self.workload.sequence
         for size in sizes:
             self.found.considered += 1

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from smp_core import run_log
 from smp_core.cli import app
 from smp_core.config import SmpConfig
-from smp_core.planning import NothingFits, Workload, plan, planner
+from smp_core.planning import NothingFits, Workload, commands, plan, planner
+from smp_core.planning.calibrate import calibrate
 from smp_core.planning.decide import decide, decide_activations
-from smp_core.planning.fitted import FITTED
+from smp_core.planning.fitted import FITTED, Fitted
 from smp_core.planning.hardware import Hardware
 from smp_core.planning.memory import estimate
 from smp_core.planning.model_trace import ModelTrace
@@ -25,6 +27,7 @@ from smp_core.planning.search import TIE, search
 from smp_core.planning.step_memory import peak_memory
 from smp_core.planning.time import StepModel, exposed_seconds
 from smp_core.planning.trace import trace, trace_model
+from smp_core.run_record import _of_plan
 from tests.harness import ROOT
 
 WIDTH, HEADS, TOKENS, WORDS = 64, 4, 32, 96
@@ -397,3 +400,78 @@ def test_constants_and_the_page_are_those_of_the_result() -> None:
         worst = max((off for off in run["off"].values() if off is not None), key=abs)
         assert f"| {name} | {run['ranks']} | {total:.1f} | {run['off_in_all']:+.1%} | {worst:+.1%} |" in text
     assert all(run["sent_is_equal"] for run in runs.values()) and len(runs) == 10
+
+
+def write_log(folder: Path, large: ModelTrace, true: Fitted, **asked: Any) -> Path:
+    """Write the log that a monitor would write on two nodes where the time model is right with ``true`` constants."""
+    hardware = replace(Hardware.parse("2x8:a100-80g@400gbps"), fitted=true)
+    knobs = SmpConfig(param_dtype="bfloat16", activations={"checkpoint": "full"}, **asked)
+    made = decide(large.of_precision("full", "mixed"), knobs, hardware.cluster())
+    links = hardware.links()
+    seconds = StepModel(made, large, hardware, links, 2048, true).step(2, 4).total
+    path = folder / "run.jsonl"
+    run_log.append(path, "run", step=0, micro_batches=4, **_of_plan(made, [], 4))
+    samples = 2 * 4 * made.layout.replicate * made.layout.shard
+    assert links.inter is not None and links.intra is not None
+    sent = {
+        **{"all_gather/inter_bytes": 3e9, "all_gather/inter_seconds": 3e9 / links.inter.all_gather.bandwidth},
+        **{"all_gather/intra_bytes": 8e9, "all_gather/intra_seconds": 8e9 / links.intra.all_gather.bandwidth},
+    }
+    for step in (5, 10, 15):
+        rates = {"samples_per_second": samples / seconds, "tokens_per_second": 2048 * samples / seconds}
+        run_log.append(path, "step", step=step, samples=samples * step, **rates, sent=sent, peak_device_memory_gib=60.0)
+    return path
+
+
+def test_constants_of_a_run_are_found_in_its_log(large: ModelTrace, tmp_path: Path) -> None:
+    """A run on two nodes, whose devices compute 0.7 and whose network sends 0.5 of what is assumed."""
+    products, attention = ({"A100": 0.7 * own["A100"]} for own in (FITTED.products, FITTED.attention))
+    slower = {"products": {**FITTED.products, **products}, "attention": {**FITTED.attention, **attention}}
+    true = replace(FITTED, **slower, moving=0.7 * FITTED.moving, network=0.5 * FITTED.network)
+    write_log(tmp_path, large, true, shard_degree=16, keep_between_micro_batches="parameters")
+    hardware = Hardware.parse("32x8:a100-80g@400gbps")
+    found = calibrate(tmp_path, large, hardware, SETTING[1])
+    for name in ("moving", "network", "link"):
+        assert getattr(found.fitted, name) == pytest.approx(getattr(true, name), rel=1e-3), name
+    assert found.fitted.products_of("A100") == pytest.approx(true.products_of("A100"), rel=1e-3)
+    assert found.fitted.attention_of("A100") == pytest.approx(true.attention_of("A100"), rel=1e-3)
+    assert set(found.changes) == {"products", "attention", "moving", "network"}
+    step, *links, memory = found.compared
+    assert step.measured is not None and step.measured > 1.3 * step.planned and "measured" in step.words
+    assert [each.words.endswith(f"({off})") for each, off in zip(links, ("+0%", "-50%"), strict=True)] == [True, True]
+    assert memory.measured == 60.0
+    planned = plan(large, replace(hardware, fitted=found.fitted), SETTING[1], fixed={"shard": 64, "micro_batch": 2})
+    before = plan(large, hardware, SETTING[1], fixed={"shard": 64, "micro_batch": 2})
+    assert planned.chosen.time.compute == pytest.approx(before.chosen.time.compute / 0.7, rel=2e-3)
+
+
+def test_a_log_that_says_too_little_says_what_to_do(large: ModelTrace, tiny: ModelTrace, tmp_path: Path) -> None:
+    hardware, work = Hardware.parse(SETTING[0]), SETTING[1]
+    path = write_log(tmp_path, large, FITTED, shard_degree=16)
+    with pytest.raises(ValueError, match="is of a model with 29,"):
+        calibrate(path, tiny, hardware, work)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join(lines[:2]), encoding="utf-8")
+    with pytest.raises(ValueError, match="let the run take some more steps"):
+        calibrate(path, large, hardware, work)
+    path.write_text("\n".join([json.dumps({"kind": "run", "time": 0, "step": 0}), *lines[1:]]), encoding="utf-8")
+    with pytest.raises(ValueError, match="has no plan in it"):
+        calibrate(path, large, hardware, work)
+    with pytest.raises(ValueError, match="cannot read"):
+        calibrate(tmp_path / "nowhere", large, hardware, work)
+
+
+def test_the_command_plans_with_what_a_log_says(
+    large: ModelTrace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(commands, "trace", lambda words, tokens: large)
+    write_log(tmp_path, large, replace(FITTED, network=0.1 * FITTED.network), shard_degree=16)
+    typed = ["plan", "gpt2-30b", "--cluster", SETTING[0], "--seq", "2048", "--global-batch", "1536", "--json"]
+    typed += ["--fix", "shard=256", "--fix", "tensor=1", "--fix", "micro_batch=2", "--from-log", str(tmp_path)]
+    done = CliRunner().invoke(app, typed)
+    assert done.exit_code == 0, done.output
+    assert "links between nodes: planned" in done.stderr and "network: 0.443 -> 0.0443" in done.stderr
+    told = json.loads(done.stdout)
+    assert told["model"] == "gpt2-30b"
+    before = plan(large, SETTING[0], SETTING[1], fixed={"shard": 256, "tensor": 1, "micro_batch": 2}).chosen
+    assert told["chosen"]["seconds"]["gathers"] > 2 * before.time.gathers
