@@ -122,7 +122,8 @@ def calibrate(path: Path, trace: ModelTrace, hardware: Hardware, workload: Workl
 
     before = hardware.fitted
     links = {} if hardware.measured is not None else _rates(measured.sent, machines)
-    with_links = replace(before, **{name: min(each.share, 1.0) for name, each in links.items()})
+    shares: Any = {name: min(each.share, 1.0) for name, each in links.items()}
+    with_links = replace(before, **shares)
     fitted = _with_efficiency(with_links, machines.device.name, measured.seconds, seconds)
     peak = peak_memory(plan, estimate(plan, workload.states), trace, micro_batch, count, measured.sequence)
     compared = [Comparison("step", "s", seconds(before), measured.seconds)]
