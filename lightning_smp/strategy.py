@@ -77,8 +77,7 @@ class SmpShardedStrategy(SteppingStrategy):
             (LightningCLI reads it).
 
     Raises:
-        ValueError: an unknown knob (with the nearest known one), a bad value, a knob that is not built yet, or both
-            ``config`` and knobs.
+        ValueError: an unknown knob (with the nearest known one), a bad value, or both ``config`` and knobs.
     """
 
     strategy_name = "smp_sharded"

@@ -15,8 +15,7 @@ from smp_core.planning.decide import Plan
 def compile_blocks(model: nn.Module, plan: Plan) -> None:
     """Compile the blocks that the plan names, in place. Those that were compiled before stay as they are."""
     asked = plan.knobs.compile
-    if asked is None:
-        return
+    assert asked is not None
     for name in plan.shapes.units.blocks:
         block = model.get_submodule(name)
         if not is_compiled(block):

@@ -85,7 +85,8 @@ def parallelize(
         if given is not None:
             shapes = Shapes.with_units(model, given_units(model))
             return decide(shapes, asked, observe(), given=given, precision=precision)
-        shapes = with_chain(Shapes.of(model, asked, entry), model, asked)
+        shapes = Shapes.of(model, asked, entry)
+        shapes = with_chain(shapes, model) if asked.pipeline_parallel_degree > 1 else shapes
         if asked.shard_degree == "auto":
             return decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
         return decide(shapes, asked, observe(), precision=precision)

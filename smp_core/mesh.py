@@ -36,8 +36,7 @@ class SmpMesh:
 
     Attributes:
         layout: the axes and their sizes.
-        device_mesh: 2-D, axes ("replicate", "shard"); with tensor ranks "tensor" inside, with stages "pipeline"
-        outside.
+        device_mesh: axes "replicate" and "shard", with tensor ranks "tensor" inside, with stages "pipeline" outside.
     """
 
     topology: Topology
@@ -192,11 +191,6 @@ class SmpMesh:
     def shard_ranks(self) -> Ranks:
         """Global ranks of the partition group."""
         return self.layout.ranks(self.rank, *PARTITION)
-
-    @property
-    def replicate_ranks(self) -> Ranks:
-        """Global ranks of the replication group."""
-        return self.layout.ranks(self.rank, "replicate")
 
     @property
     def world_group(self) -> dist.ProcessGroup:

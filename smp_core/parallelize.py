@@ -1,5 +1,5 @@
 """parallelize_model(): what was decided about a model is done to it. The one place that knows the order of all
-conversions.
+conversions, but for models that came sharded (:mod:`smp_core.adoption`).
 
 1.  _leave_out: what other pipeline stages hold, before anything is made of it
 2.  _to_fp8: linear layers to FP8, whose weights then travel in FP8
@@ -8,14 +8,15 @@ conversions.
 5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
 6.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
 7.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
-8.  broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
-9.  shard_units: fully_shard of blocks, then roots, with our communication objects
-10. apply_fsdp_options: how far ahead units are gathered
-11. materialize: what is on the meta device, shard by shard
-12. move_plain_tensors: what FSDP2 does not manage, to the device
-13. register_forward_methods: methods besides forward that gather
-14. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
-15. AccumulationWindow: gradients from here on, with the hop across replicas
+8.  lay_out_contiguously: shards are stretches of a parameter's rows
+9.  broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
+10. shard_units: fully_shard of blocks, then roots, with our communication objects
+11. apply_fsdp_options: how far ahead units are gathered
+12. materialize: what is on the meta device, shard by shard
+13. move_plain_tensors: what FSDP2 does not manage, to the device
+14. register_forward_methods: methods besides forward that gather
+15. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
+16. AccumulationWindow: gradients from here on, with the hop across replicas
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from smp_core.activations.activation_memory import save_activations
+from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, save_activations
 from smp_core.comm.flat import FlatMaxReduce
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
@@ -47,6 +48,7 @@ from smp_core.pipeline.stage import leave_out_other_stages
 from smp_core.pipeline.step import Pipeline
 from smp_core.pipeline.tied import TiedGradients
 from smp_core.planning.decide import Plan
+from smp_core.planning.pipeline_rules import Stages
 from smp_core.planning.units import units_with
 from smp_core.recipes import DelayedInit
 from smp_core.sharding.accumulation import AccumulationWindow
@@ -92,17 +94,26 @@ def parallelize_model(
     for method in knobs.forward_methods:
         units_with(model, plan.units, method)  # also where nothing is gathered and none has to be registered
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
-    traffic = Traffic(mesh, meter, plan.of_stage(mesh.stage))
+    whole_plan, plan = plan, plan.of_stage(mesh.stage)
+    traffic = Traffic(mesh, meter, plan)
 
     # What the model computes: layers in FP8, in parts, over shared sequences, losses in chunks, again in backward.
-    whole_plan, plan = plan, _leave_out(model, mesh, plan)
-    fp8, fp8_region = _to_fp8(model, mesh, knobs.fp8)
-    tensor = _split_layers(model, traffic, plan, meter)
-    context = share_sequences(model, mesh, int(knobs.collectives.context_head_groups), meter)
+    fp8, tensor, context, saved = None, None, None, NO_ACTIVATION_MEMORY_SAVED
+    fp8_region: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if plan.stages is not None:
+        _leave_out(model, mesh, plan.stages)
+    if knobs.fp8 is not None:
+        fp8, fp8_region = _to_fp8(model, mesh, knobs.fp8)
+    if mesh.tensor_degree > 1:
+        tensor = _split_layers(model, traffic, plan, meter)
+    if mesh.context_degree > 1:
+        context = share_sequences(model, mesh, int(knobs.collectives.context_head_groups), meter)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
-    saved = save_activations(model, plan, mesh.device)
-    compile_blocks(model, plan)
+    if plan.activations.checkpointed:
+        saved = save_activations(model, plan, mesh.device)
+    if knobs.compile is not None:
+        compile_blocks(model, plan)
 
     # Where its parameters live: rank 0's weights for what stays whole; a unit gets them just before it is sharded.
     if plan.gathers or knobs.optimizer_shard == "world":
@@ -131,12 +142,10 @@ def parallelize_model(
     return ParallelModel((part,), mesh, whole_plan, meter, traffic, saved, fp8, context, fp8_region, tensor, pipeline)
 
 
-def _leave_out(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Plan:
-    """Keep this rank's pipeline stage of the model, with rank 0's weights, and of the plan."""
-    if plan.stages is not None:
-        broadcast_from_rank_0([*model.parameters(), *model.buffers()], mesh.device)
-        leave_out_other_stages(model, mesh, plan.stages)
-    return plan.of_stage(mesh.stage)
+def _leave_out(model: nn.Module, mesh: SmpMesh, stages: Stages) -> None:
+    """Keep this rank's pipeline stage of the model, with rank 0's weights."""
+    broadcast_from_rank_0([*model.parameters(), *model.buffers()], mesh.device)
+    leave_out_other_stages(model, mesh, stages)
 
 
 def _join_stages(
@@ -198,11 +207,9 @@ def _keep_alike(
     return alike
 
 
-def _split_layers(model: nn.Module, traffic: Traffic, plan: Plan, meter: CommMeter) -> SplitModel | None:
+def _split_layers(model: nn.Module, traffic: Traffic, plan: Plan, meter: CommMeter) -> SplitModel:
     """Split layers over tensor ranks, from rank 0's weights."""
     mesh = traffic.mesh
-    if mesh.tensor_degree == 1:
-        return None
     broadcast_from_rank_0(model.parameters(), mesh.device, mesh.model_group)
     recipe = plan.knobs.tensor_parallel
     axis = TensorAxis(mesh.group("tensor"), meter)
@@ -222,15 +229,14 @@ def _split_layers(model: nn.Module, traffic: Traffic, plan: Plan, meter: CommMet
             f"tensor_parallel: {', '.join(shared)} belongs to several units and would be split over tensor ranks; "
             "write units={'min_parameters': 0}, or a tensor_parallel.plan that leaves its layers whole"
         )
-    traffic.gather_exactly(split.whole)  # beside split weights, which differ, codes of equal weights would too
+    # Equal on tensor ranks, and not so any more if codes were made of them together with weights that differ.
+    traffic.gather_exactly(split.whole)
     return split
 
 
 def _to_fp8(
-    model: nn.Module, mesh: SmpMesh, recipe: Fp8Recipe | None
+    model: nn.Module, mesh: SmpMesh, recipe: Fp8Recipe
 ) -> tuple[Fp8Model | None, Callable[[], AbstractContextManager[Any]]]:
-    if recipe is None:
-        return None, nullcontext
     if recipe.backend == "native":
         return convert_to_fp8(model, recipe, parts=mesh.tensor_degree), nullcontext
     other = convert_with(model, recipe, mesh.device, mesh.gradient_group)

@@ -40,13 +40,13 @@ class TensorParallel(Recipe):
 
     Args:
         plan: Which layer is split how. "auto" (default; by the plan that a Transformers model carries, or ours for
-            GPT-2, OPT and BERT), "infer" (by running the model once and looking at which layers feed which) or a
+            those that carry none), "infer" (by running the model once and looking at which layers feed which) or a
             mapping from globs over module names to roles ({"*.q_proj": "column", "*.o_proj": "row"}): "column",
             "column:N" (N equal blocks in one weight), "column_gather", "row", "row_split", "vocabulary", "features",
             "experts", "sum", "whole", "replicate"; the first glob that matches decides about a module.
         sequence_parallel: Whether what stands between split layers (norms, residuals) holds 1/T of the tokens. True
             (default) or False.
-        across_nodes: Whether a tensor group may be larger than a node. True or False (default; refused).
+        across_nodes: Whether a tensor group may be larger than a node. True, or False (default: a larger group is an error).
     """
 
     KNOB: ClassVar[str] = "tensor_parallel"
@@ -331,7 +331,7 @@ class Checkpoint(Recipe):
             byte of a tensor while it is read), "digests" (every byte before anything is loaded; so does "auto" when an
             interrupted save lies beside it) or "sizes" (no bytes of tensors).
         allow_batch_change: Whether a run may resume with another number of samples per optimizer step than it was saved
-            with, where accumulation cannot be adapted to keep it. True or False (default; refused).
+            with, where accumulation cannot be adapted to keep it. True, or False (default: a larger group is an error).
         preemption_grace_s: Seconds between a notice of the job's end (SIGTERM, SIGUSR1) and that end, in which all
             ranks save a checkpoint at the same step and leave. A number >= 0; default 30.0, as torchrun, Kubernetes and
             SLURM give. 0 leaves signals alone.

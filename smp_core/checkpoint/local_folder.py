@@ -4,8 +4,9 @@ A save goes to a fresh sibling ``.tmp-<name>-<host>-<random>``; its files and di
 written last, and one rename is the commit. Over an existing checkpoint the rename is an exchange (Linux renameat2), so
 that at every instant the path holds a whole checkpoint. Where the file system cannot exchange (NFS), the save's files
 carry its identity in their names, as on an object store: they are moved into the checkpoint that is there, the manifest
-replaces the old one in one rename, which is the commit, and the old files go. (Earlier versions moved the old one to
-``.prev-<name>-...``; readers accept that one while the path is empty.)
+replaces the old one in one rename, which is the commit, and the old files go. Only what is at the path and no whole
+checkpoint of ours (a link, half of one) is moved away first, to ``.prev-<name>-...``; readers accept a checkpoint there
+while the path is empty.
 
 The temporary directory is locked (flock) for as long as its save lives, so that a later save can tell what a crash
 left behind from what another job is writing at the moment.

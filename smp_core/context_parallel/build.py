@@ -11,20 +11,18 @@ from smp_core.context_parallel.transformers_models import adapt_transformers_mod
 from smp_core.mesh import SmpMesh
 
 
-def share_sequences(model: nn.Module, mesh: SmpMesh, head_groups: int, meter: CommMeter) -> ContextParallel | None:
+def share_sequences(model: nn.Module, mesh: SmpMesh, head_groups: int, meter: CommMeter) -> ContextParallel:
     """Make the model's attention one over the context ranks, in place.
 
     Args:
         head_groups: the number of groups of heads in which keys and values are gathered.
 
     Returns:
-        the splitter of batches; None where no ranks share sequences.
+        the splitter of batches.
 
     Raises:
         ValueError: a Transformers model that would be wrong (see :mod:`smp_core.context_parallel.transformers_models`).
     """
-    if mesh.context_degree == 1:
-        return None
     adapt_transformers_models(model)
     group = register_group(mesh.group("context"), head_groups=head_groups, meter=meter)
     return ContextParallel(group, mesh.world_group)

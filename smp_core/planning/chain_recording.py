@@ -19,7 +19,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smp_core.checkpoint.tree import iterate_tensors
-from smp_core.config import SmpConfig
 from smp_core.module_names import is_compiled
 from smp_core.planning.chain import Chain, Place, given_by, with_argument, with_output
 from smp_core.planning.checkpointed import checkpoints_itself
@@ -35,14 +34,12 @@ _EXAMPLE = (
 )
 
 
-def with_chain(shapes: Shapes, model: nn.Module, asked: SmpConfig) -> Shapes:
-    """Return the shapes of a model with its chain, where there are pipeline stages.
+def with_chain(shapes: Shapes, model: nn.Module) -> Shapes:
+    """Return the shapes of a model with its chain.
 
     Raises:
         ValueError: as :func:`record_chain`.
     """
-    if asked.pipeline_parallel_degree == 1:
-        return shapes
     return replace(shapes, chain=record_chain(model, shapes.units))
 
 

@@ -319,6 +319,14 @@ def test_internals_of_fsdp2_are_in_one_room() -> None:
     assert {str(path): names for path, names in found.items() if names and INTERNALS not in str(path)} == {}
 
 
+# Calls in parallelize_model() whose place does not matter to what a model becomes.
+NO_CONVERSIONS = {
+    *("CommMeter", "Traffic", "Calls", "ReplacedParameters", "ModelPart", "ParallelModel", "DelayedInit"),
+    *("change_this_process", "units_with", "plain_tensors", "explain_uncalled", "follow_window", "int", "tuple"),
+    *("_keep_alike", "_veto_of", "_start_scales"),  # around the window
+}
+
+
 def test_conversions_come_in_the_order_that_is_told() -> None:
     """At the top of parallelize.py with the reasons, and on the page: those calls of parallelize_model(), in order."""
     path = ROOT / "smp_core" / "parallelize.py"
@@ -331,10 +339,8 @@ def test_conversions_come_in_the_order_that_is_told() -> None:
     calls = [n for statement in function.body for n in calls_outside_functions(statement)]
     first = {name: min(n.lineno for n in calls if n.func.id == name) for name in {n.func.id for n in calls}}
     assert told == sorted(told, key=first.__getitem__)
-    # What changes the model or what is made of it: a new one has to be told.
-    verbs = ("plan", "settle", "build", "convert", "chunk", "save", "shar", "apply", "materialize", "move", "register")
-    untold = {name for name in first if name.startswith(verbs)} - set(told)
-    assert not untold, f"tell where {sorted(untold)} comes"
+    untold = set(first) - set(told) - NO_CONVERSIONS
+    assert not untold, f"tell where {sorted(untold)} comes, or list it in NO_CONVERSIONS"
 
 
 def calls_outside_functions(node: ast.AST) -> Iterator[ast.Call]:

@@ -145,7 +145,7 @@ def recorded_on_meta(make: Callable[[], tuple[nn.Module, Any]], asked: SmpConfig
     model.example_input_array = example
     if getattr(model.config, "num_local_experts", None) or getattr(model.config, "num_experts", None):
         model.set_experts_implementation("batched_mm")  # the eager one asks which tokens come to which expert
-    return with_chain(Shapes.of(model, asked), model, asked).chain
+    return with_chain(Shapes.of(model, asked), model).chain
 
 
 def assert_bits(make: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]], units: Any = "auto") -> None:
@@ -154,7 +154,7 @@ def assert_bits(make: Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]], u
     model = model.double().train()
     model.example_input_array = {name: value for name, value in batch.items() if name != "labels"}  # type: ignore[assignment]
     asked = SmpConfig(shard_degree=1, pipeline_parallel_degree=3, pipeline={"split": [1, 1, 1]}, units=units)
-    shapes = with_chain(Shapes.of(model, asked), model, asked)
+    shapes = with_chain(Shapes.of(model, asked), model)
     assert recorded_on_meta(make, asked, model.example_input_array) == shapes.chain
     stages = decide(shapes, asked, Cluster(Topology.uniform(3, 1))).stages
     assert stages is not None

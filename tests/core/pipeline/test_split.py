@@ -82,7 +82,7 @@ class Bare(Chain):
 
 def plan_of(model: nn.Module, stages: int, ranks: int = 4, **recipe: Any) -> Plan:
     asked = SmpConfig(shard_degree=1, pipeline_parallel_degree=stages, pipeline=recipe, units=["Block"])
-    shapes = with_chain(Shapes.of(model, asked), model, asked)
+    shapes = with_chain(Shapes.of(model, asked), model)
     return decide(shapes, asked, Cluster(Topology.uniform(ranks, 2)))
 
 
@@ -115,7 +115,7 @@ def test_recording_changes_nothing() -> None:
     model = example_of(build("odd"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
-    with_chain(Shapes.of(model, SmpConfig()), model, SmpConfig(pipeline_parallel_degree=2))
+    with_chain(Shapes.of(model, SmpConfig()), model)
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
