@@ -85,8 +85,7 @@ def parallelize(
         if given is not None:
             shapes = Shapes.with_units(model, given_units(model))
             return decide(shapes, asked, observe(), given=given, precision=precision)
-        shapes = Shapes.of(model, asked, entry)
-        shapes = with_chain(shapes, model) if asked.pipeline_parallel_degree > 1 else shapes
+        shapes = _shapes_of(model, asked, entry)
         if asked.shard_degree == "auto":
             return decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
         return decide(shapes, asked, observe(), precision=precision)
@@ -100,6 +99,11 @@ def parallelize(
     if given is not None:
         return adopt_sharded_model(model, mesh, plan, given)
     return parallelize_model(model, mesh, plan, init_fn=init_fn)
+
+
+def _shapes_of(model: nn.Module, asked: SmpConfig, entry: Entry) -> Shapes:
+    shapes = Shapes.of(model, asked, entry)
+    return with_chain(shapes, model) if asked.pipeline_parallel_degree > 1 else shapes
 
 
 def build_mesh(asked: SmpConfig, topology: Topology, device: torch.device | str) -> tuple[SmpMesh, SmpConfig]:

@@ -85,33 +85,25 @@ def parallelize_model(
         the handle whose ``window``, ``clip_grad_norm_`` and ``meter`` a training loop uses.
 
     Raises:
-        ValueError: a method of ``forward_methods`` that the model does not have, a module without initialiser, a
-            Transformers model whose attention cannot share sequences.
+        ValueError: a method of ``forward_methods`` that there is not, and what conversions refuse.
     """
     knobs = plan.knobs
     change_this_process()
     replaced = ReplacedParameters(model)
-    for method in knobs.forward_methods:
-        units_with(model, plan.units, method)  # also where nothing is gathered and none has to be registered
+    _require_methods(model, plan)
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
     whole_plan, plan = plan, plan.of_stage(mesh.stage)
     traffic = Traffic(mesh, meter, plan)
 
     # What the model computes: layers in FP8, in parts, over shared sequences, losses in chunks, again in backward.
-    fp8, tensor, context, saved = None, None, None, NO_ACTIVATION_MEMORY_SAVED
-    fp8_region: Callable[[], AbstractContextManager[Any]] = nullcontext
     if plan.stages is not None:
         _leave_out(model, mesh, plan.stages)
-    if knobs.fp8 is not None:
-        fp8, fp8_region = _to_fp8(model, mesh, knobs.fp8)
-    if mesh.tensor_degree > 1:
-        tensor = _split_layers(model, traffic, plan, meter)
-    if mesh.context_degree > 1:
-        context = share_sequences(model, mesh, int(knobs.collectives.context_head_groups), meter)
+    fp8, fp8_region = (None, nullcontext) if knobs.fp8 is None else _to_fp8(model, mesh, knobs.fp8)
+    tensor = None if mesh.tensor_degree == 1 else _split_layers(model, traffic, plan, meter)
+    context = None if mesh.context_degree == 1 else share_sequences(model, mesh, plan, meter)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
-    if plan.activations.checkpointed:
-        saved = save_activations(model, plan, mesh.device)
+    saved = save_activations(model, plan, mesh.device) if plan.activations.checkpointed else NO_ACTIVATION_MEMORY_SAVED
     if knobs.compile is not None:
         compile_blocks(model, plan)
 
@@ -119,8 +111,7 @@ def parallelize_model(
     if plan.gathers or knobs.optimizer_shard == "world":
         lay_out_contiguously(model)
     broadcast_from_rank_0(plain_tensors(model, plan), mesh.device, mesh.model_group)
-    gather_of = None if fp8 is None else fp8.gather_of
-    units = shard_units(model, plan, mesh, traffic, recomputed=saved.recomputed_units, gather_of=gather_of)
+    units = shard_units(model, plan, mesh, traffic, saved.recomputed_units, None if fp8 is None else fp8.gather_of)
     apply_fsdp_options(model, knobs)
     explain_uncalled(units)
     if plan.shapes.on_meta:
@@ -138,8 +129,14 @@ def parallelize_model(
     window = AccumulationWindow(model, units, traffic, plan, calls, _veto_of(fp8), alike)
     follow_window(model, window)
     _start_scales(fp8, mesh, meter)
-    part = ModelPart(model, tuple(units), window, calls, replaced)
-    return ParallelModel((part,), mesh, whole_plan, meter, traffic, saved, fp8, context, fp8_region, tensor, pipeline)
+    parts = (ModelPart(model, tuple(units), window, calls, replaced),)
+    return ParallelModel(parts, mesh, whole_plan, meter, traffic, saved, fp8, context, fp8_region, tensor, pipeline)
+
+
+def _require_methods(model: nn.Module, plan: Plan) -> None:
+    """Refuse methods that there are not, also where nothing is gathered and none has to be registered."""
+    for method in plan.knobs.forward_methods:
+        units_with(model, plan.units, method)
 
 
 def _leave_out(model: nn.Module, mesh: SmpMesh, stages: Stages) -> None:

@@ -46,7 +46,8 @@ class TensorParallel(Recipe):
             "experts", "sum", "whole", "replicate"; the first glob that matches decides about a module.
         sequence_parallel: Whether what stands between split layers (norms, residuals) holds 1/T of the tokens. True
             (default) or False.
-        across_nodes: Whether a tensor group may be larger than a node. True, or False (default: a larger group is an error).
+        across_nodes: Whether a tensor group may be larger than a node. True, or False (default: a larger group is an
+            error).
     """
 
     KNOB: ClassVar[str] = "tensor_parallel"

@@ -9,13 +9,11 @@ from smp_core.context_parallel.batch import ContextParallel
 from smp_core.context_parallel.key_value_exchange import register_group
 from smp_core.context_parallel.transformers_models import adapt_transformers_models
 from smp_core.mesh import SmpMesh
+from smp_core.planning.decide import Plan
 
 
-def share_sequences(model: nn.Module, mesh: SmpMesh, head_groups: int, meter: CommMeter) -> ContextParallel:
+def share_sequences(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter) -> ContextParallel:
     """Make the model's attention one over the context ranks, in place.
-
-    Args:
-        head_groups: the number of groups of heads in which keys and values are gathered.
 
     Returns:
         the splitter of batches.
@@ -24,5 +22,6 @@ def share_sequences(model: nn.Module, mesh: SmpMesh, head_groups: int, meter: Co
         ValueError: a Transformers model that would be wrong (see :mod:`smp_core.context_parallel.transformers_models`).
     """
     adapt_transformers_models(model)
+    head_groups = int(plan.knobs.collectives.context_head_groups)
     group = register_group(mesh.group("context"), head_groups=head_groups, meter=meter)
     return ContextParallel(group, mesh.world_group)

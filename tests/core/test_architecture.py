@@ -322,7 +322,7 @@ def test_internals_of_fsdp2_are_in_one_room() -> None:
 # Calls in parallelize_model() whose place does not matter to what a model becomes.
 NO_CONVERSIONS = {
     *("CommMeter", "Traffic", "Calls", "ReplacedParameters", "ModelPart", "ParallelModel", "DelayedInit"),
-    *("change_this_process", "units_with", "plain_tensors", "explain_uncalled", "follow_window", "int", "tuple"),
+    *("change_this_process", "_require_methods", "plain_tensors", "explain_uncalled", "follow_window", "int", "tuple"),
     *("_keep_alike", "_veto_of", "_start_scales"),  # around the window
 }
 

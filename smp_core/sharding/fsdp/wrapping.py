@@ -34,9 +34,8 @@ def shard_units(
     plan: Plan,
     mesh: SmpMesh,
     traffic: Traffic,
-    *,
-    recomputed: Container[str] = (),
-    gather_of: Callable[[nn.Module, str], WeightGather | None] | None = None,
+    recomputed: Container[str],
+    gather_of: Callable[[nn.Module, str], WeightGather | None] | None,
 ) -> list[ShardedUnit]:
     """Apply ``fully_shard`` to every planned unit over the partition group, innermost first, with our communication
     objects. Each gets rank 0's weights just before.
