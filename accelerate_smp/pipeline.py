@@ -25,6 +25,7 @@ from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
 from smp_core.pipeline.results import loss_of, mean_of
 from smp_core.pipeline.schedule import Within
+from smp_core.sharding.grad_scaler import scale_in_stages
 
 _NAME = "a function under @accelerator.pipeline_step"
 
@@ -128,19 +129,22 @@ class PipelinedAccelerator(Accelerator):
         parts, within = self.split_micro_batches(split_batch(batch, count))
         weight = 1.0 if adds_up else 1.0 / count
 
+        scaled = scale_in_stages(self.scaler)
+
         def loss_in(result: Any) -> torch.Tensor:
             return loss_of(result, name)
 
         with handle.window.accumulate(), self._inside_step():
             calls = [functools.partial(of, part) for part in parts]
             results = pipeline.train(
-                calls, lambda result: part_of_mean(loss_in(result)), weight / divisor, batch, within
+                calls, lambda result: scaled(part_of_mean(loss_in(result))), weight / divisor, batch, within
             )
         returned = self.over_shared_sequences(pipeline.share(mean_of(results, name) if results else None))
         loss = loss_in(returned)
         if adds_up:
             loss *= count
-        loss.requires_grad_().register_hook(functools.partial(_require_unchanged, divisor))
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()  # backward will scale it, too
+        loss.requires_grad_().register_hook(functools.partial(_require_unchanged, divisor / scale))
         self._stepped = handle
         return returned
 

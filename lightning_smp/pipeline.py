@@ -21,6 +21,7 @@ from lightning_smp.sequences import SharedSequences
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
 from smp_core.pipeline.results import is_number, loss_of, mean_of
+from smp_core.sharding.grad_scaler import scale_in_stages
 
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": torch.mean,
@@ -55,9 +56,17 @@ class PipelinedSteps:
         parallel: the model, with a pipeline.
         module: that logs.
         sequences: splits micro-batches where ranks share sequences.
+        scaler: scales losses; None: none does.
     """
 
-    def __init__(self, parallel: ParallelModel, module: LightningModule, sequences: SharedSequences) -> None:
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        module: LightningModule,
+        sequences: SharedSequences,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._scaled = scale_in_stages(scaler)
         assert parallel.pipeline is not None
         self._sequences = sequences
         self._parallel, self._module, self._pipeline = parallel, module, parallel.pipeline
@@ -93,7 +102,7 @@ class PipelinedSteps:
         with self._parallel.window.accumulate():
             results = self._pipeline.train(
                 calls,
-                lambda result: self._sequences.weighted(_loss_of(result)),
+                lambda result: self._scaled(self._sequences.weighted(_loss_of(result))),
                 1.0 / (count * windows),
                 batch,
                 lambda number: self._sequences.during(splits[number]),

@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -126,7 +127,7 @@ def parallelize_model(
         register_forward_methods(model, units, calls, knobs.forward_methods)
     pipeline, finishing = _join_stages(model, mesh, plan, meter, lambda: window.world)
     alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
-    window = AccumulationWindow(model, units, traffic, plan, calls, _veto_of(fp8), alike)
+    window = AccumulationWindow(model, units, traffic, plan, calls, _veto_of(fp8, mesh), alike)
     follow_window(model, window)
     _start_scales(fp8, mesh, meter)
     parts = (ModelPart(model, tuple(units), window, calls, replaced),)
@@ -242,8 +243,18 @@ def _to_fp8(
     return None, other.region
 
 
-def _veto_of(fp8: Fp8Model | None) -> Callable[[], torch.Tensor] | None:
-    return None if fp8 is None else fp8.state.nonfinite
+def _veto_of(fp8: Fp8Model | None, mesh: SmpMesh) -> Callable[[], torch.Tensor] | None:
+    """Return what drops a window whose inputs or gradients held inf or nan, on whatever pipeline stage."""
+    if fp8 is None or mesh.pipeline_degree == 1:
+        return None if fp8 is None else fp8.state.nonfinite
+    state, stages = fp8.state, mesh.group("pipeline")
+
+    def nonfinite() -> torch.Tensor:
+        flag = state.nonfinite().int()
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=stages)
+        return flag.bool()
+
+    return nonfinite
 
 
 def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None:
@@ -261,7 +272,9 @@ def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None
 
         return all_reduce_max
 
-    fp8.device = mesh.device
+    fp8.device, fp8.group = mesh.device, mesh.model_group
+    if mesh.pipeline_degree > 1:
+        fp8.stages = mesh.group("pipeline")
     # What is sent before the first step belongs to none.
     fp8.all_reduce_max = maximum_by(CommMeter(mesh.topology, mesh.rank, enabled=False))
     fp8.refresh_weights()

@@ -1,7 +1,9 @@
 """What error feedback has rounded off and not made up for yet, in checkpoints.
 
-Every rank has its own remainders, of equal sizes, so that each of them is saved as one tensor sharded over the world. A
-run on another number of ranks, or with other degrees, has no use for them and starts without.
+Every rank has its own remainders, of equal sizes inside a pipeline stage, so that each of them is saved as one tensor
+sharded over the world. Stages have other units: with several of them a rank's remainders are saved one behind the other
+in one tensor, filled up to the length of the longest, and a table of each stage says which they are. A run on another
+number of ranks, or with other degrees, has no use for them and starts without.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -24,17 +27,23 @@ logger = logging.getLogger("smp")
 
 KEY = "smp_error_feedback"
 """Where a checkpoint's state has them."""
+_JOINED = "of all units"
+_Table = list[tuple[str, int]]
+"""Names and elements of a stage's remainders."""
 
 
 def remainder_state(traffic: Traffic) -> dict[str, Any]:
     """Return ``{KEY: ...}`` to be saved with the rest of the state, or nothing. Collective."""
-    remainders = traffic.error_feedback()
+    if not traffic.keeps_remainders:
+        return {}
+    remainders, tables = traffic.error_feedback(), None
+    if traffic.mesh.pipeline_degree > 1:
+        remainders, tables = _joined(remainders, traffic)
     if not remainders:
         return {}
-    device = next(iter(remainders.values())).device.type
-    mesh = DeviceMesh.from_group(traffic.of_replicated.group, device)
+    mesh = _world_mesh(traffic)
     tensors = {name: DTensor.from_local(t, mesh, [Shard(0)], run_check=False) for name, t in remainders.items()}
-    return {KEY: {"layout": traffic.layout(), "remainders": tensors}}
+    return {KEY: {"layout": traffic.layout(), "tables": tables, "remainders": tensors}}
 
 
 def load_remainder_state(traffic: Traffic, path: str | os.PathLike[str]) -> None:
@@ -44,17 +53,44 @@ def load_remainder_state(traffic: Traffic, path: str | os.PathLike[str]) -> None
     path = open_checkpoint(path)
     if KEY not in read_rest(path):
         return
-    if read_rest(path, KEY)["layout"] != traffic.layout():
+    saved = read_rest(path, KEY)
+    if saved["layout"] != traffic.layout():
         logger.warning("%s: remainders of error feedback are of another layout of ranks and are left out", path.address)
         return
     index, world = read_index(path), dist.get_world_size()
-    device = traffic.device
-    mesh = DeviceMesh.from_group(traffic.of_replicated.group, device.type)
+    mesh = _world_mesh(traffic)
     template = {}
     for place, name in index.by_path().items():
         if place[:2] == (KEY, "remainders"):
             record = index.record(name)
-            local = torch.zeros(record.shape[0] // world, dtype=record.dtype, device=device)
+            local = torch.zeros(record.shape[0] // world, dtype=record.dtype, device=traffic.device)
             template[place[2]] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
     load_checkpoint(path, {KEY: {"remainders": template}}, strict=False, verify="sizes")
-    traffic.load_error_feedback({name: tensor.to_local() for name, tensor in template.items()})
+    remainders = {name: tensor.to_local() for name, tensor in template.items()}
+    if saved["tables"] is not None:
+        remainders = _split(remainders[_JOINED], saved["tables"][traffic.mesh.stage])
+    traffic.load_error_feedback(remainders)
+
+
+def _world_mesh(traffic: Traffic) -> DeviceMesh:
+    return DeviceMesh.from_group(traffic.mesh.world_group, traffic.device.type)
+
+
+def _joined(remainders: dict[str, torch.Tensor], traffic: Traffic) -> tuple[dict[str, torch.Tensor], list[_Table]]:
+    """Join this rank's remainders; the tables are those of all stages. Collective over the stages."""
+    tables: list[Any] = [None] * traffic.mesh.pipeline_degree
+    own = [(name, tensor.numel()) for name, tensor in remainders.items()]
+    dist.all_gather_object(tables, own, group=traffic.mesh.group("pipeline"))
+    longest = max(sum(size for _, size in table) for table in tables)
+    if longest == 0:
+        return {}, tables
+    kept = [tensor.double() for tensor in remainders.values()] or [
+        torch.zeros(0, dtype=torch.float64, device=traffic.device)
+    ]
+    flat = torch.cat(kept)
+    return {_JOINED: F.pad(flat, (0, longest - flat.numel()))}, tables
+
+
+def _split(joined: torch.Tensor, table: _Table) -> dict[str, torch.Tensor]:
+    parts = joined[: sum(size for _, size in table)].split([size for _, size in table])
+    return {name: part for (name, _), part in zip(table, parts, strict=True)}

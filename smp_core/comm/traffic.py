@@ -176,20 +176,24 @@ class Traffic:
         return self.mesh.device
 
     def layout(self) -> list[int]:
-        """Return what remainders depend on: the number of ranks, the shard degree, and whether there are two stages."""
-        return [self.mesh.topology.world_size, self.mesh.shard_degree, int(self._stages is not None)]
+        """Return what remainders depend on: the number of ranks, the shard degree, whether collectives have two stages,
+        and the pipeline stages."""
+        mesh = self.mesh
+        return [mesh.topology.world_size, mesh.shard_degree, int(self._stages is not None), mesh.pipeline_degree]
 
     # What was rounded off and not made up for yet is part of a training's state.
 
     def error_feedback(self) -> dict[str, torch.Tensor]:
-        """Return this rank's rounded-off remainders, flat, by name: equal names and sizes on all ranks. Collective."""
+        """Return this rank's rounded-off remainders, flat, by name: equal names and sizes on all ranks of a pipeline
+        stage. Collective over these."""
         if not self.keeps_remainders:
             return {}
         own = {f"reduce {name}": made.residual for name, made in self._reductions.items() if made.residual is not None}
         for key, (to_owners, from_owner) in self.of_units.hop.residuals.items():
             own[f"hop {key}, to owners"], own[f"hop {key}, from owner"] = to_owners, from_owner
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, {name: (tuple(t.shape), t.dtype) for name, t in own.items()})
+        group = self.mesh.model_group
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}, group=group)
         found = {}
         for name, (shape, dtype) in sorted({name: what for ranks in everyone for name, what in ranks.items()}.items()):
             # A replica that never used a unit has nothing of it.

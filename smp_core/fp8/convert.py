@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp_core.absent import is_absent
 from smp_core.fp8.gathered import WeightGather
 from smp_core.fp8.linear import SITES, Fp8Site, fp8_class
 from smp_core.fp8.recipe import Fp8Recipe
@@ -40,6 +42,8 @@ class Fp8Model:
         left_out: module name -> reason, of every module with a matrix product that stays as it is.
         all_reduce_max: makes a float32 tensor the elementwise maximum over all ranks that share the model, in place.
         device: the device on which the model computes; None: that of its parameters.
+        group: the ranks that have the same sites; None: all.
+        stages: the ranks of the other pipeline stages, which have other sites; None: there are none.
     """
 
     model: nn.Module
@@ -49,6 +53,16 @@ class Fp8Model:
     left_out: Mapping[str, str]
     all_reduce_max: Callable[[torch.Tensor], None] = field(default=_alone)
     device: torch.device | None = None
+    group: dist.ProcessGroup | None = None
+    stages: dist.ProcessGroup | None = None
+
+    def of_all_stages(self, by_site: dict[str, Any]) -> dict[str, Any]:
+        """Return what there is by site name, of all pipeline stages. Collective over these."""
+        if self.stages is None:
+            return by_site
+        everyone: list[Any] = [None] * dist.get_world_size(self.stages)
+        dist.all_gather_object(everyone, by_site, group=self.stages)
+        return {name: found for of_stage in everyone for name, found in of_stage.items()}
 
     def gather_of(self, module: nn.Module, parameter: str) -> WeightGather | None:
         """Return the FP8 form of this parameter for all-gathers; None: it is gathered in its own dtype."""
@@ -95,7 +109,8 @@ class Fp8Model:
     def state_dict(self) -> dict[str, Any]:
         """Return plain tensors by module name, the same on every rank and for every number of ranks.
 
-        Collective only where ``reduce_amax=False`` (ranks' own histories are merged to their maximum).
+        Collective only where ``reduce_amax=False`` (ranks' own histories are merged to their maximum), and over
+        pipeline stages.
         """
         state = self.state.state_dict()
         if not self.recipe.reduce_amax:
@@ -103,7 +118,7 @@ class Fp8Model:
             self.all_reduce_max(history)
             for number, tensors in enumerate(state["sites"].values()):
                 tensors["amax_history"] = history[:, number].cpu()
-        return state
+        return {**state, "sites": self.of_all_stages(state["sites"])}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, name_there: Callable[[str], str] = str) -> None:
         """Load a state, and scale weights by their present values. Collective.
@@ -244,6 +259,8 @@ def _why_not(
         return f"{type(module).__name__} has a forward of its own"
     for weight in weights:
         parameter = getattr(module, weight)
+        if is_absent(parameter):
+            return "it is on another pipeline stage"
         if isinstance(parameter, DTensor):
             return "its weight is sharded already"
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:

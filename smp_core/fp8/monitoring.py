@@ -8,6 +8,7 @@ are probed. Weights are scaled by their present amax and never saturate; the log
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Fp8Probe:
             for r, role in enumerate(ROLES):
                 if r != WEIGHT:
                     found[name] |= {f"{role}_saturated": share[r][0], f"{role}_flushed": share[r][1]}
-        return found
+        return self._fp8.of_all_stages(found)
 
 
 class Fp8Watch:
@@ -101,7 +102,8 @@ class Fp8Watch:
                 f"leave {self.monitor} out"
             )
         together = dist.is_initialized() and dist.get_world_size() > 1
-        self._probe = Fp8Probe(fp8, dist.all_reduce if together else lambda _: None)
+        over_ranks = functools.partial(dist.all_reduce, group=fp8.group)
+        self._probe = Fp8Probe(fp8, over_ranks if together else lambda _: None)
         if self.path is None:
             self.path = Path(folder) / "fp8.jsonl"
 

@@ -207,7 +207,7 @@ def decide(
     _settle_delayed_init(draft, shapes)
     _settle_compile(draft, shapes, given)
     stored = settle_stored_dtype(draft, shapes, gathers) if given is None else None
-    stages = settle_pipeline_stages(draft, shapes, precision, given is not None)
+    stages = settle_pipeline_stages(draft, shapes, given is not None)
     knobs = draft.knobs
     return Plan(
         knobs=knobs,

@@ -13,7 +13,6 @@ from functools import cached_property
 from smp_core.config import SmpConfig
 from smp_core.planning.chain import Chain
 from smp_core.planning.draft import Draft
-from smp_core.planning.dtype_rules import Precision
 from smp_core.planning.shapes import Shapes
 from smp_core.planning.units import WrapPlan
 
@@ -101,7 +100,7 @@ class Stages:
         return f"{self.count} pipeline stages, blocks: {parts}"
 
 
-def settle_pipeline_stages(draft: Draft, shapes: Shapes, precision: Precision, given: bool) -> Stages | None:
+def settle_pipeline_stages(draft: Draft, shapes: Shapes, given: bool) -> Stages | None:
     """Deal the blocks out to stages; resolve ``pipeline.microbatches`` and ``pipeline.split``.
 
     Raises:
@@ -112,7 +111,7 @@ def settle_pipeline_stages(draft: Draft, shapes: Shapes, precision: Precision, g
         if asked != type(asked)():
             draft.warnings.append(f"pipeline={asked!r} has no effect: pipeline_parallel_degree=1")
         return None
-    require_known_pipeline(draft.knobs, shapes, precision, given)
+    require_known_pipeline(draft.knobs, shapes, given)
     chain = shapes.chain
     assert chain is not None
     chunks = count * _chunks_of_stage(asked.schedule)
@@ -200,7 +199,7 @@ def _most_even(blocks: list[int], weights: list[int], count: int, limit: int) ->
     return best[len(blocks)][1]
 
 
-def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precision, given: bool) -> None:
+def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, given: bool) -> None:
     """Refuse what pipelines have not been shown to be exact with.
 
     Raises:
@@ -208,7 +207,7 @@ def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precisio
     """
     if knobs.pipeline_parallel_degree == 1:
         return
-    found = [*_unknown_knobs(knobs), *_unknown_models(knobs, shapes, precision, given)]
+    found = [*_unknown_knobs(knobs), *_unknown_models(knobs, shapes, given)]
     if found:
         lines = "\n".join(f"- {what}; {instead}" for what, instead in found)
         raise ValueError(
@@ -217,12 +216,8 @@ def require_known_pipeline(knobs: SmpConfig, shapes: Shapes, precision: Precisio
 
 
 def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
-    if knobs.fp8 is not None:
-        yield "fp8", "leave fp8 out"
-    if knobs.param_dtype == "float16":
-        yield "param_dtype='float16'", "write param_dtype='bfloat16'"
-    if knobs.compression.gather is not None or knobs.compression.reduce is not None:
-        yield f"compression={knobs.compression!r}", "leave compression out"
+    if knobs.fp8 is not None and knobs.fp8.backend != "native":
+        yield f"fp8.backend={knobs.fp8.backend!r}", "write fp8={'backend': 'native'}"
     if knobs.units.optional:
         yield (
             f"units.optional={list(knobs.units.optional)!r}",
@@ -234,11 +229,9 @@ def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
         yield f"forward_methods={knobs.forward_methods!r}", "leave it out: only forward goes through the stages"
 
 
-def _unknown_models(knobs: SmpConfig, shapes: Shapes, precision: Precision, given: bool) -> Iterator[tuple[str, str]]:
+def _unknown_models(knobs: SmpConfig, shapes: Shapes, given: bool) -> Iterator[tuple[str, str]]:
     if given:
         yield f"a model that came sharded ({shapes.kind})", "give the model as it is built"
-    if precision.skips_steps:
-        yield "a gradient scaler (precision='16-mixed')", "write precision='bf16-mixed'"
     if shapes.checkpoints_itself:
         yield "the model's own activation checkpointing", "call model.gradient_checkpointing_disable()"
     chain = shapes.chain
