@@ -196,8 +196,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tensor_parallel_degree": 2, "shard_degree": 8}, r"shard_degree=8 does not divide.*count as one"),
     (
-        {"shard_degree": 1, "pipeline_parallel_degree": 2, "param_dtype": "float16", "units": {"optional": ["*"]}},
-        r"pipeline_parallel_degree=2 is not built yet together with\n- param_dtype='float16'.*\n- units.optional",
+        {"shard_degree": 1, "pipeline_parallel_degree": 2, "forward_methods": ["score"], "units": {"optional": ["*"]}},
+        r"pipeline_parallel_degree=2 is not built yet together with\n- units.optional.*\n- forward_methods",
     ),
     (
         {"collectives": {"symmetric_memory": True}},

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_smp import SmpMonitor
@@ -80,11 +81,15 @@ def train(
     steps: Path | None = None,
     watched: Path | None = None,
     pairs: bool = False,
+    scale: float = 0.0,
     **flags: Any,
 ) -> Run:
     """``watched``: the best model by the validation loss is kept there, and the run ends when it does not fall;
     ``steps``: every optimizer step is, and the weights are averaged."""
     callbacks: list[Any] = []
+    if scale:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        flags = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], **flags}
     if steps is not None:
         every = ModelCheckpoint(steps, "{step}", every_n_train_steps=1, save_top_k=-1)
         flags = {"enable_checkpointing": True, "callbacks": [EMAWeightAveraging(decay=0.8), every], **flags}
@@ -142,11 +147,12 @@ def test_a_fit_equals_one_process(tmp_path: Path) -> None:
     assert all(run.extra == expected.extra for run in runs), "callbacks agree everywhere"
 
 
-def test_micro_batches_are_split_over_ranks_that_share_sequences() -> None:
-    """Each rank of a pair has as many targets, so that what is logged is the mean over all."""
+def test_micro_batches_are_split_over_ranks_that_share_sequences_and_their_losses_scaled() -> None:
+    """Each rank of a pair has as many targets, so that what is logged is the mean over all. A gradient scaler
+    multiplies losses by a power of two (autocast leaves float64 as it is)."""
     expected = train("plain", 8, {}, pairs=True)
     knobs = {**knobs_of(2, shard=2, microbatches=4), "context_parallel_degree": 2}
-    assert_same(together(train, "plain", 8, knobs, pairs=True), expected)
+    assert_same(together(train, "plain", 8, knobs, pairs=True, scale=2.0**14), expected)
 
 
 def test_runs_go_on_in_mid_epoch_with_other_numbers_of_stages(tmp_path: Path) -> None:
