@@ -144,8 +144,8 @@ def measure(args: argparse.Namespace, stages: int, micro_batches: int, schedule:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps; the first is not counted")
-    parser.add_argument("--milliseconds", type=float, default=300.0, help="of a block's forward pass")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps; the first is not counted")
+    parser.add_argument("--milliseconds", type=float, default=600.0, help="of a block's forward pass")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--micro-batches", type=int, default=0, help=argparse.SUPPRESS)

@@ -56,17 +56,11 @@ class PipelinedSteps:
         parallel: the model, with a pipeline.
         module: that logs.
         sequences: splits micro-batches where ranks share sequences.
-        scaler: scales losses; None: none does.
     """
 
-    def __init__(
-        self,
-        parallel: ParallelModel,
-        module: LightningModule,
-        sequences: SharedSequences,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        self._scaled = scale_in_stages(scaler)
+    def __init__(self, parallel: ParallelModel, module: LightningModule, sequences: SharedSequences) -> None:
+        # Lightning's plugin for "16-mixed" has one.
+        self._scaled = scale_in_stages(getattr(module.trainer.strategy.precision_plugin, "scaler", None))
         assert parallel.pipeline is not None
         self._sequences = sequences
         self._parallel, self._module, self._pipeline = parallel, module, parallel.pipeline

@@ -199,8 +199,7 @@ class SmpShardedStrategy(SteppingStrategy):
             self._watch.meetings.add_group(self.mesh.shard_ranks)
         in_stages = self._parallel.pipeline is not None
         self._sequences.attach(self._parallel.context, module, in_stages)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        self._pipelined = PipelinedSteps(self._parallel, module, self._sequences, scaler) if in_stages else None
+        self._pipelined = PipelinedSteps(self._parallel, module, self._sequences) if in_stages else None
         self.model = module
         self.model_to_device()
         if self.config.checkpoint.async_save and self.background_saves is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def train(
             EarlyStopping("val_loss", min_delta=10.0, patience=3),
         ]
         flags = {"enable_checkpointing": True, "callbacks": callbacks, **flags}
-    with Wide():
+    with nullcontext() if scale else Wide():  # a scaler casts its own numbers
         late = bool(knobs.get("delayed_init"))
         module = StagedModule(kind=kind, batch_size=batch_size, pairs=pairs, late=late)
         flags = {"gradient_clip_val": 0.5, "max_epochs": 2, "accumulate_grad_batches": 2, **flags}
