@@ -37,16 +37,17 @@ def test_the_cluster_tables_are_those_of_the_result(monkeypatch: pytest.MonkeyPa
     bench: Any = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "cluster_bench", bench)
     spec.loader.exec_module(bench)
+    tables: Any = importlib.import_module("tables")
     found = result("cluster")
     rows, report = found["rows"], "run benchmarks/cluster/bench.py --report"
     machine = found["machine"]
-    made = {"docs/performance.md": bench.page(machine, rows), "README.md": bench.headline(machine, rows)}
+    made = {"docs/performance.md": tables.page(machine, rows), "README.md": tables.headline(machine, rows)}
     for name, text in made.items():
         shown = page(name).split(bench.BEGIN, 1)[1].split(bench.END, 1)[0]
         assert shown.strip() == text.strip(), f"{name}: {report}"
-    every_row = bench.every_row(rows, found["scaling"])
+    every_row = tables.every_row(rows, found["scaling"])
     assert page("benchmarks/results/cluster.md") == every_row, f"benchmarks/results/cluster.md: {report}"
-    lines = [line.split(" | ")[1:] for line in bench.ratios(rows).rstrip(" |").splitlines()[2:]]
+    lines = [line.split(" | ")[1:] for line in tables.ratios(rows).rstrip(" |").splitlines()[2:]]
     for column in zip(*lines, strict=True):
         ratios = [float(cell.rstrip(" |")) for cell in column if cell.rstrip(" |") != "-"]
         assert f"| {min(ratios):.2f} to {max(ratios):.2f} |" in page("docs/performance.md")
