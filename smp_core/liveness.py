@@ -234,7 +234,7 @@ class RankWatch:
     def _run(self) -> None:
         while self.boards and not self._stopped.wait(self.interval):
             self._beats += 1
-            self._beat()
+            self._beat(waits=False)
             self._leave_boards_of_ended_keepers()
             for board in self.boards:
                 if board.keeper == self.rank:
@@ -251,8 +251,8 @@ class RankWatch:
     def _leave_boards_of_ended_keepers(self) -> None:
         """Tell keepers that end not to wait for this rank."""
         for board in [board for board in self.boards if board.keeper != self.rank]:
-            state = _attempt(board.get, f"beat/{board.keeper}")
-            if state is None or "left" not in json.loads(state):
+            answer = board.post_again("get", f"beat/{board.keeper}")
+            if answer is None or answer.error is not None or "left" not in json.loads(answer.result):
                 continue
             if board.keeper == 0:
                 self.meetings.rank_0_ended = True
@@ -297,7 +297,9 @@ class RankWatch:
             self._say(f"ends: another rank was lost, and {waited} are over")
             os._exit(1)  # os._exit: the main thread waits for a device or a peer, where no exception reaches it
 
-    def _beat(self) -> None:
+    def _beat(self, *, waits: bool = True) -> None:
+        """Give a sign of life. The thread does not wait until it is on the boards: beside a keeper that gets a turn now
+        and then, this rank would look at those moments only."""
         state: dict[str, Any] = {
             "beats": self._beats,
             "step": self.step,
@@ -311,8 +313,12 @@ class RankWatch:
         elif (at := self._stalls.shown(self.boards)) is not None:
             state["at"] = at
         for board in list(self.boards):
+            key, value = f"beat/{self.rank}", json.dumps(state)
             try:
-                board.set(f"beat/{self.rank}", json.dumps(state))
+                if waits:
+                    board.set(key, value)
+                elif (answer := board.post_again("set", key, value)) is not None and answer.error is not None:
+                    raise answer.error
             except BoardSilent:
                 pass  # its keeper may answer later
             except GONE:

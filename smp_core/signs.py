@@ -28,9 +28,16 @@ class BoardSilent(ConnectionError):
     """The keeper of a board does not answer; it may answer later."""
 
 
-class _Call:
-    def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
-        self.name, self.arguments = name, arguments
+class Call:
+    """A question to a board.
+
+    Attributes:
+        ended: set when there is an answer.
+        result, error: the answer; one of them.
+    """
+
+    def __init__(self, name: str, arguments: tuple[Any, ...], is_awaited: bool) -> None:
+        self.name, self.arguments, self.is_awaited = name, arguments, is_awaited
         self.ended = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
@@ -52,7 +59,8 @@ class Board:
         self.closed = False
         self._turn = threading.Lock()  # held by the caller, and given back by the thread
         self._silent = False
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._posted: dict[str, Call] = {}
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._answer, args=(store,), name="smp-board", daemon=True)
         self._thread.start()
 
@@ -65,15 +73,16 @@ class Board:
                 call.error = error
             self._silent = False
             call.ended.set()
+            if call.is_awaited:
+                self._turn.release()
             del call
-            self._turn.release()
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         if self.closed:
             raise ConnectionError(f"this rank is done with the board of rank {self.keeper}")
         if not self._turn.acquire(timeout=0 if self._silent else PATIENCE):
             raise BoardSilent(f"rank {self.keeper} does not answer")
-        call = _Call(name, arguments)
+        call = Call(name, arguments, is_awaited=True)
         self._calls.put(call)
         if not call.ended.wait(PATIENCE):
             self._silent = not call.ended.is_set()
@@ -81,6 +90,23 @@ class Board:
         if call.error is not None:
             raise call.error
         return call.result
+
+    def post(self, name: str, *arguments: Any) -> None:
+        """Ask without waiting for the answer, after what was asked before."""
+        self._calls.put(Call(name, arguments, is_awaited=False))
+
+    def post_again(self, name: str, *arguments: Any) -> Call | None:
+        """Ask without waiting, if the last such question has been answered: to a silent keeper they would pile up.
+
+        Returns:
+            the last one, with its answer; None if there is none.
+        """
+        last = self._posted.get(name)
+        if last is not None and not last.ended.is_set():
+            return None
+        self._posted[name] = Call(name, arguments, is_awaited=False)
+        self._calls.put(self._posted[name])
+        return last
 
     def set(self, key: str, value: str) -> None:
         self._ask("set", key, value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from smp_core.signs import GONE, Board
+from smp_core.signs import Board
 from smp_core.whereabouts import Whereabouts, ranks_in_words, went_apart
 
 _MARK = "waiting"
@@ -49,11 +49,7 @@ class StallWatch:
         waits = at is not None and at["waits"] and at["for"] >= at["after"] / 2
         if waits != self._marked:
             for board in boards:
-                try:
-                    board.set(f"{_MARK}/{self.rank}", "1") if waits else board.delete_key(f"{_MARK}/{self.rank}")
-                    board.add(_MARK, 1 if waits else -1)
-                except GONE:
-                    pass  # a board more or less
+                board.post("add", _MARK, 1 if waits else -1)
             self._marked = waits
         return at
 

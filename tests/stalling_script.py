@@ -2,7 +2,8 @@
 
     python -m tests.stalling_script FACE EVENT RANK UNTIL
 
-FACE is "lightning" or "accelerate", EVENT a key of ``EVENTS`` or ``GIVEN`` or "validation", RANK who it happens to.
+FACE is "lightning" or "accelerate", EVENT a key of ``EVENTS`` or ``GIVEN``, "validation" or "none", RANK
+who it happens to.
 Any rank ends the run as soon as it has written a line to stderr that matches UNTIL: what hangs would go on for minutes
 otherwise.
 """
@@ -24,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-WIDTH, STEPS, STRIKES = 16, 4, 2
+WIDTH, STRIKES = 16, 2
+STEPS = int(os.environ.get("STEPS", 4))
 
 
 class Block(nn.Module):
@@ -128,7 +130,7 @@ def swap_out(_: Step) -> None:
         return
     with contextlib.suppress(ProcessLookupError):
         while os.getppid() != 1:
-            for number, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.1)):
+            for number, seconds in ((signal.SIGSTOP, 9.0), (signal.SIGCONT, 0.1)):
                 os.kill(os.getppid(), number)
                 time.sleep(seconds)
     os._exit(0)

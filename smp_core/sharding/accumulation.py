@@ -183,7 +183,8 @@ class AccumulationWindow:
         # Phase 2: ranks tell each other what they have; what only others have is sent as zeros.
         told = Told(self._units, self._replicated, self._mesh, self._veto, self._issued)
         if self._next < len(self._units):
-            told.wait()
+            with here.waiting("the window's end"):
+                told.wait()
             self._send_the_rest(told.sums())
         # Behind all units on every rank: stages of this route may share groups with theirs.
         self._replicated.send()

@@ -157,7 +157,9 @@ def refusals() -> dict[str, str]:
     accelerator.prepare(forgotten).step()
     refused("before its model", lambda: accelerator.prepare(torch.optim.SGD(TroubledModel().parameters(), lr=0.1)))
     accelerator.prepare(make_loader(1, 1, 2))
-    dist.barrier()
+    refused("uneven", lambda: accelerator.join_uneven_inputs([model], even_batches=False).__enter__())
+    with accelerator.join_uneven_inputs([model]):
+        dist.barrier()
     return said
 
 
@@ -169,4 +171,5 @@ def test_refusals_on_ranks() -> None:
         assert "of no prepared model" in said["before its model"]
         for name in ("forgotten", "made of a list"):
             assert "TroubledModel had before it was sharded" in said[name] and "accelerator.prepare(" in said[name]
+        assert "even_batches=False" in said["uneven"] and "drop_last=True" in said["uneven"]
         assert "'cuda:nccl' sends nothing from cpu; allowed there: 'gloo', 'mpi'; write" in said["backend"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 import time
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.liveness import RankWatch
+from smp_core.signs import Board
 from smp_core.stalls import HINT, StallWatch, line_about
 from smp_core.whereabouts import Whereabouts, here, ranks_in_words
 from tests.core.branching import Branching, batch_of, loss_of
@@ -192,3 +194,22 @@ def test_patience_follows_the_slowest_of_the_last_windows() -> None:
 def test_ranks_in_words() -> None:
     assert ranks_in_words([3]) == "rank 3"
     assert ranks_in_words([9, 0, 1, 2, 4, 5]) == "ranks 0-2, 4-5, 9"
+
+
+def test_a_keeper_that_does_not_answer_is_waited_for_by_nobody_who_posts() -> None:
+    class Slow:
+        answers, seen = threading.Event(), list[tuple[str, str]]()
+
+        def set(self, key: str, value: str) -> None:
+            assert self.answers.wait(LONG)
+            self.seen.append((key, value))
+
+    board = Board(1, Slow())  # type: ignore[arg-type]
+    assert board.post_again("set", "beat", "1") is None and board.post_again("set", "beat", "2") is None
+    board.post("set", "mark", "1")
+    Slow.answers.set()
+    board.set("beat", "3")  # waits for all before it
+    assert Slow.seen == [("beat", "1"), ("mark", "1"), ("beat", "3")]
+    answered = board.post_again("set", "beat", "4")
+    assert answered is not None and answered.ended.is_set() and answered.arguments == ("beat", "1")
+    board.close()
