@@ -7,7 +7,7 @@ into their final place, then all sends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,22 +66,36 @@ def sum_rows(out_N: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGrou
     up in float32 and rounded once, which a library need not do: it is sent as it is and added up here. ``out_N`` may be
     this rank's own row.
     """
-    if not prefers_messages(group, rows_PN.device):
-        if out_N.dtype not in (torch.float16, torch.bfloat16):
-            reduce_scatter_single(out_N, rows_PN.view(-1), group=group)
-            return
-        received_PN = torch.empty_like(rows_PN)
-        all_to_all(received_PN, rows_PN, group)
-        torch.sum(received_PN, 0, out=out_N)  # one kernel, with float32 inside
+    if prefers_messages(group, rows_PN.device):
+        start_sum_rows(out_N, rows_PN, group, tag)()
         return
+    if out_N.dtype not in (torch.float16, torch.bfloat16):
+        reduce_scatter_single(out_N, rows_PN.view(-1), group=group)
+        return
+    received_PN = torch.empty_like(rows_PN)
+    all_to_all(received_PN, rows_PN, group)
+    torch.sum(received_PN, 0, out=out_N)  # one kernel, with float32 inside
+
+
+def start_sum_rows(
+    out_N: torch.Tensor, rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0
+) -> Callable[[], None]:
+    """Start the same by messages; what is returned waits for them and adds up."""
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     others = [i for i in range(len(ranks)) if i != me]
     received = dict(zip(others, rows_PN.new_empty(len(others), rows_PN.shape[1]), strict=True))
-    exchange([(rows_PN[i], ranks[i]) for i in others], [(received[i], ranks[i]) for i in others], group, tag)
-    own_N = rows_PN[me]
-    if me > 1 and own_N.data_ptr() == out_N.data_ptr():
-        own_N = own_N.clone()
-    sum_in_order([received.get(i, own_N) for i in range(len(ranks))], out_N)
+    sends, receives = [(rows_PN[i], ranks[i]) for i in others], [(received[i], ranks[i]) for i in others]
+    works = start_exchange(sends, receives, group, tag)
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+        own_N = rows_PN[me]
+        if me > 1 and own_N.data_ptr() == out_N.data_ptr():
+            own_N = own_N.clone()
+        sum_in_order([received.get(i, own_N) for i in range(len(ranks))], out_N)
+
+    return finish
 
 
 def gather_rows(rows_PN: torch.Tensor, group: dist.ProcessGroup, tag: int = 0) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.comm.deferred import Deferred
-from smp_core.comm.exchange import GATHER, REDUCE, prefers_messages, start_gather_rows, sum_rows
+from smp_core.comm.exchange import GATHER, REDUCE, prefers_messages, start_gather_rows, start_sum_rows
 from smp_core.comm.meter import CommMeter, LinkClass
 from smp_core.compat import all_gather_single, reduce_scatter_single
 
@@ -141,9 +141,17 @@ class FlatReduceScatter(CommObject):
         sent = [(rank, shard_bytes) for rank in ranks if rank != self.meter.rank]
         link: LinkClass = "inter" if self.meter.topology.spans_nodes(ranks) else "intra"
         with self.meter.point_to_point(f"{self._prefix}reduce_scatter", sent, link):
-            sum_rows(output_tensor, input_tensor.view(len(ranks), -1), group, REDUCE)
-        if divisor != 1:
-            output_tensor /= divisor
+            add_up = start_sum_rows(output_tensor, input_tensor.view(len(ranks), -1), group, REDUCE)
+
+        def finish() -> None:
+            with self.meter.point_to_point(f"{self._prefix}reduce_scatter", [], link, new_call=False):
+                add_up()
+            if divisor != 1:
+                output_tensor.div_(divisor)
+
+        if async_op:
+            return Deferred(finish)
+        finish()
         return None
 
 

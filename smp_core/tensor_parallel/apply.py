@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,13 @@ from smp_core.tensor_parallel.layers import (
     OwnHeadsForward,
     PartForward,
     RowForward,
-    SharedInputs,
     SharingForward,
     SummingForward,
     WholeForward,
 )
 from smp_core.tensor_parallel.loss import SplitLogits, split_vocabulary_loss
-from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis, gather_tokens, sum_gradient
+from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis
+from smp_core.tensor_parallel.overlap import ColumnInputs
 from smp_core.tensor_parallel.randomness import RandomForward, settle_random
 from smp_core.tensor_parallel.refused import refuse_hooks, refuse_whole_states, refuse_wrapped
 from smp_core.tensor_parallel.roles import (
@@ -157,7 +157,7 @@ class _Splitting:
         self.stacks = stacks_of(model, splits) if sequence_parallel else []
         self.blocks = [name for stack in self.stacks for name in stack]
         self.whole = [split.name for split in splits if split.role == "whole"]
-        self._shared: dict[nn.Module, SharedInputs] = {}
+        self._shared: dict[nn.Module, ColumnInputs] = {}
         if sequence_parallel and not self.stacks:
             logger.warning(
                 "tensor_parallel: tokens stay whole, as no split layer is inside an nn.ModuleList of blocks; "
@@ -193,7 +193,7 @@ class _Splitting:
         for name in attention:
             if self._splits_tokens(name):
                 module = self.model.get_submodule(name)
-                module.forward = AttentionForward(module.forward, self.axis)
+                module.forward = AttentionForward(module.forward, self._inputs(module))
         for name in self.whole:
             if self._splits_tokens(name, itself_whole=True):
                 module = self.model.get_submodule(name)
@@ -235,14 +235,20 @@ class _Splitting:
             self._share_heads(split, parent, above)
         self._distribute(layer, "weight", dim)
         self._distribute(layer, "bias", 0)
-        shared = None if parent is self.model else self._shared.setdefault(parent, SharedInputs())
+        alone = parent is self.model
+        inputs = ColumnInputs(self.axis) if alone else self._inputs(parent)
+        if rows is None:
+            inputs.add(layer)
         known = transformers_model(self.model)
         is_head = known is not None and layer is known.get_output_embeddings()
         gathers = functools.partial(_gathers, self.axis, split.role, is_head)
-        enter: Callable[[torch.Tensor], torch.Tensor] | None = functools.partial(sum_gradient, axis=self.axis)
+        splits_tokens: bool | None = False
         if self._splits_tokens(split.name) and not reads_other_tokens(self.model, split.name):
-            enter = None if above in self._attention else functools.partial(gather_tokens, axis=self.axis)
-        layer.forward = ColumnForward(layer, layer.forward, self.axis, enter, gathers, rows, dim, shared)
+            splits_tokens = None if above in self._attention else True
+        layer.forward = ColumnForward(layer, layer.forward, self.axis, inputs, splits_tokens, gathers, rows, dim, alone)
+
+    def _inputs(self, module: nn.Module) -> ColumnInputs:
+        return self._shared.setdefault(module, ColumnInputs(self.axis))
 
     def _query_outputs(self, above: str) -> int:
         """Return outputs of the largest column layer of a module: its queries."""

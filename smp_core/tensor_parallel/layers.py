@@ -27,7 +27,6 @@ from smp_core.tensor_parallel.operators import (
     TensorAxis,
     exchange_rows,
     gather_features,
-    gather_tokens,
     join_tokens,
     scatter_tokens,
     split_features,
@@ -35,6 +34,7 @@ from smp_core.tensor_parallel.operators import (
     sum_gradient,
     sum_outputs,
 )
+from smp_core.tensor_parallel.overlap import ColumnInputs
 from smp_core.tensor_parallel.randomness import same_random
 
 Forward = Callable[..., Any]
@@ -65,33 +65,12 @@ def showing(module: nn.Module, tensors: Mapping[str, torch.Tensor | None], **att
             setattr(module, name, value)
 
 
-class SharedInputs:
-    """The gathered input that column layers of one module share: queries, keys and values are projections of the same
-    tensor, which is gathered once and whose gradient is added up once."""
-
-    def __init__(self) -> None:
-        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def of(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return what was made of the tensor before, or make it."""
-        for given, made in self._made:
-            if given is tensor:
-                return made
-        made = make(tensor)
-        self._made.append((tensor, made))
-        return made
-
-    def forget(self) -> None:
-        """Drop everything: the module's call is over."""
-        self._made.clear()
-
-
 @dataclass(eq=False)
 class SharingForward:
     """The forward of a module with column layers: what these share ends with it."""
 
     original: Forward
-    inputs: SharedInputs
+    inputs: ColumnInputs
 
     @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,37 +85,40 @@ class ColumnForward:
     """A layer whose outputs are split: each rank computes some of the features.
 
     Attributes:
-        enter: what is done with the input; None: nothing, as it was done for the module that the layer is in.
+        inputs: those of the column layers of the module that the layer is in.
+        splits_tokens: its input holds 1/T of the tokens; None: what the module was called with has been entered.
         gathers: the output is gathered.
         rows: which rows of the weight this rank uses, where those are not the ones it stores.
         weight_dim: the dimension of the outputs in the weight.
-        shared: of the module that the layer is in; None where calls of that module are not seen.
+        is_alone: calls of the module that the layer is in are not seen.
     """
 
     module: nn.Module
     original: Forward
     axis: TensorAxis
-    enter: Callable[[torch.Tensor], torch.Tensor] | None
+    inputs: ColumnInputs
+    splits_tokens: bool | None
     gathers: Callable[[], bool]
     rows: RowsInUse | None
     weight_dim: int
-    shared: SharedInputs | None
+    is_alone: bool
 
     @torch.compiler.disable
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        entered = self._entered(hidden)
-        weight, bias = self._used(self.module.weight, self.weight_dim), self.module.bias
+        entered = hidden if self.splits_tokens is None else self.inputs.enter(hidden, self.splits_tokens)
+        later = self.inputs.later(self.module, entered)
+        if self.is_alone:
+            self.inputs.forget()
+        weight = self._used(self.module.weight, self.weight_dim) if later is None else later.weight
+        bias = self.module.bias
         shown = {"weight": weight, "bias": None if bias is None else self._used(bias, 0)}
         # Transformers' Conv1D has the number of its outputs as `nf`.
         attributes = {"nf": weight.shape[self.weight_dim]} if hasattr(self.module, "nf") else {}
         with showing(self.module, shown, **attributes):
             output: torch.Tensor = self.original(entered)
+        if later is not None:
+            output = later.take_from(output)
         return gather_features(output, self.axis) if self.gathers() else output
-
-    def _entered(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.enter is None:
-            return hidden
-        return self.enter(hidden) if self.shared is None else self.shared.of(hidden, self.enter)
 
     def _used(self, parameter: Any, dim: int) -> torch.Tensor:
         stored = local(parameter)
@@ -278,12 +260,15 @@ class AttentionForward:
     for the module and not for each of its column layers."""
 
     original: Forward
-    axis: TensorAxis
+    inputs: ColumnInputs
 
     @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = with_hidden(args, kwargs, lambda hidden: gather_tokens(hidden, self.axis))
-        return self.original(*args, **kwargs)
+        args, kwargs = with_hidden(args, kwargs, lambda hidden: self.inputs.enter(hidden, True))
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self.inputs.forget()
 
 
 @dataclass(eq=False)

@@ -8,7 +8,6 @@ arXiv 2205.05198):
     function           forward                            backward
     sum_gradient       nothing                            all-reduce
     sum_outputs        all-reduce                         nothing
-    gather_tokens      all-gather of tokens               reduce-scatter of tokens
     scatter_tokens     reduce-scatter of tokens           all-gather of tokens
     split_tokens       this rank's tokens                 all-gather of tokens
     join_tokens        all-gather of tokens               this rank's tokens
@@ -16,12 +15,14 @@ arXiv 2205.05198):
     split_features     this rank's features               all-gather of features
     exchange_rows      rows of a weight that ranks use    the gradients of these rows, added up where they are stored
 
-Tokens are dimension -2, features -1. Shape letters: T ranks of the axis, N tokens, H features, R rows of a weight.
+What column layers read goes through :mod:`smp_core.tensor_parallel.overlap`: an all-gather of tokens or nothing, and
+backward a reduce-scatter or an all-reduce. Tokens are dimension -2, features -1. Shape letters: T ranks of the axis,
+N tokens, H features, R rows of a weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,9 +66,7 @@ class TensorAxis:
 
     def all_reduce(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Return the sum over the ranks, whatever ``dim`` is."""
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        self._all_reduce(total, self.group)
-        return total
+        return self.start_all_reduce(tensor, dim)()
 
     def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elementwise maximum over the ranks."""
@@ -92,14 +91,36 @@ class TensorAxis:
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part, along a dimension, of the sum over the ranks."""
+        return self.start_reduce_scatter(tensor, dim)()
+
+    def start_all_reduce(self, tensor: torch.Tensor, dim: int = -1) -> Callable[[], torch.Tensor]:
+        """Start :meth:`all_reduce`; what is returned waits for it and returns the sum."""
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        return _waiting(self._all_reduce(total, self.group, async_op=True), total)
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, dim: int) -> Callable[[], torch.Tensor]:
+        """Start :meth:`reduce_scatter`; what is returned waits for it and returns this rank's part."""
         parts_T = torch.stack(tensor.chunk(self.degree, dim))
         part = torch.empty_like(parts_T[0])
-        self._reduce_scatter(part.view(-1), parts_T.view(-1), self.group, dist.ReduceOp.SUM)
-        return part
+        work = self._reduce_scatter(part.view(-1), parts_T.view(-1), self.group, dist.ReduceOp.SUM, async_op=True)
+        return _waiting(work, part, parts_T)
 
     def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part along a dimension."""
         return tensor.chunk(self.degree, dim)[self.rank].contiguous()
+
+
+def _waiting(work: dist.Work | None, result: torch.Tensor, *in_use: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return a function that waits for a collective and returns its result; what it reads lives as long."""
+
+    def finish() -> torch.Tensor:
+        if work is not None:
+            work.wait()
+        del kept[:]
+        return result
+
+    kept = list(in_use)
+    return finish
 
 
 class _Move(torch.autograd.Function):
@@ -133,11 +154,6 @@ def sum_outputs(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     return _move(tensor, axis, "all_reduce", None)
 
 
-def gather_tokens(part: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
-    """Gather tokens [..., N/T, H] for a layer that is split: each rank uses all of them in another way."""
-    return _without_padding(_move(part, axis, "gather", "reduce_scatter", -2), axis)
-
-
 def scatter_tokens(partial: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Add up partial values [..., N, H]; each rank gets its tokens."""
     return _move(_with_padding(partial, axis), axis, "reduce_scatter", "gather", -2)
@@ -150,7 +166,7 @@ def split_tokens(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
 
 def join_tokens(part: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Gather tokens [..., N/T, H] for what every rank does alike with all of them."""
-    return _without_padding(_move(part, axis, "gather", "part", -2), axis)
+    return without_padding(_move(part, axis, "gather", "part", -2), axis)
 
 
 def gather_features(part: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
@@ -168,7 +184,7 @@ def _with_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     return F.pad(tensor, (0, 0, 0, missing)) if missing else tensor
 
 
-def _without_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+def without_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Leave padding out: tokens are only padded where no gradients are wanted; what has two dimensions holds several
     sequences, for layers that look at one token at a time."""
     if torch.is_grad_enabled() or tensor.ndim < 3:

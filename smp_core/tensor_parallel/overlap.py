@@ -1,0 +1,197 @@
+"""The sum of a column layer's input gradients travels while the gradients of its weights are computed.
+
+Backward of a column layer makes two products: the gradient of its input, which has to be added up over the ranks
+before anything below can go on, and the gradient of its weight, which nothing waits for. Autograd makes both in one
+node. Here the second is a node of its own that runs between the start of the sum and the wait for it (Megatron-LM's
+asynchronous sums of input gradients, for however many layers read one input):
+
+    forward     input -> _Wait -> (one _Weight for each layer) -> _Start: gathers -> layers, each -> _Output
+    backward    _Output: keeps the outputs' gradient for _Weight -> layers: the input's gradient -> _Start: starts its
+                sum -> _Weight of each layer: the weight's gradient -> _Wait
+
+Of the nodes that could run, autograd takes the one that was made last, so the order of backward follows from the order
+in which forward makes them. Nothing but the overlap depends on it. Each layer's own forward is called, with its weight
+detached; the products are those that autograd would make, in the same order of operands, so numbers are equal to the
+bit. Layers of other kinds than torch's Linear and Transformers' Conv1D, under autocast, in a unit of their own, or
+with rows of other ranks, keep autograd's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from smp_core.tensor_parallel.operators import TensorAxis, without_padding
+from smp_core.tensor_parallel.roles import is_conv1d
+
+
+@dataclass(eq=False)
+class _Sum:
+    """The sum of one input's gradient: what its end is, once it was started."""
+
+    finish: Callable[[], torch.Tensor] | None = None
+
+
+@dataclass(eq=False)
+class _Operands:
+    """What the gradient of one weight is made of: the input and the outputs' gradient, [tokens, features] each."""
+
+    transposed: bool
+    found: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def product(self) -> torch.Tensor:
+        assert self.found is not None
+        (hidden, grad), self.found = self.found, None
+        return hidden.t().mm(grad) if self.transposed else grad.t().mm(hidden)
+
+
+@dataclass(frozen=True, eq=False)
+class LaterGradient:
+    """The gradient of one layer's weight, to be computed later.
+
+    Attributes:
+        entered: what the layer is expected to be called with.
+        weight: of the layer; its own gradient is left out.
+        token: a number in the graph, behind which the weight is.
+    """
+
+    entered: torch.Tensor
+    weight: torch.Tensor
+    token: torch.Tensor
+    operands: _Operands
+
+    def take_from(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the output of the layer such that its gradient is kept for the weight's."""
+        result: torch.Tensor = _Output.apply(output, self.entered.detach(), self.token, self.operands)
+        return result
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, total: _Sum) -> torch.Tensor:
+        ctx.total = total
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        finish, ctx.total.finish = ctx.total.finish, None
+        return finish(), None
+
+
+class _Start(torch.autograd.Function):
+    """What is done with the input on its way to the layers, and on the way back the start of a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis, total: _Sum, tokens_are_split: bool) -> torch.Tensor:
+        ctx.axis, ctx.total, ctx.tokens_are_split, ctx.shape = axis, total, tokens_are_split, tensor.shape
+        return axis.gather(tensor, -2) if tokens_are_split else tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (grad,) = grads
+        start = ctx.axis.start_reduce_scatter if ctx.tokens_are_split else ctx.axis.start_all_reduce
+        ctx.total.finish = start(grad, -2)
+        # The sum itself is handed on by _Wait. Autograd only looks at the shape of this.
+        return grad.new_zeros(()).expand(ctx.shape), None, None, None
+
+
+class _Weight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, operands: _Operands) -> torch.Tensor:
+        ctx.operands = operands
+        return weight.new_zeros(())
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.operands.product(), None
+
+
+class _Output(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, output: torch.Tensor, hidden: torch.Tensor, token: torch.Tensor, operands: _Operands
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.operands = operands
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor, None]:
+        (grad,) = grads
+        (hidden,) = ctx.saved_tensors
+        ctx.operands.found = hidden.reshape(-1, hidden.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        return grad, None, grad.new_zeros(()), None
+
+
+class ColumnInputs:
+    """The inputs of the column layers of one module: queries, keys and values are projections of one tensor, which is
+    gathered once, and whose gradient is added up once.
+
+    What was made in a call of the module is dropped at its end.
+    """
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self.axis = axis
+        self.layers: list[nn.Module] = []
+        self._entered: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._later: dict[nn.Module, LaterGradient] = {}
+
+    def add(self, layer: nn.Module) -> None:
+        """Let the gradient of a layer's weight be computed later, if that is possible. Before the layer's forward is
+        exchanged."""
+        # A layer that is a unit of FSDP2 by itself has a class of its own, and its gradient is reduced at once.
+        known = type(layer) is nn.Linear or (is_conv1d(layer) and type(layer).__name__ == "Conv1D")
+        if known and "forward" not in vars(layer):
+            self.layers.append(layer)
+
+    @torch.compiler.disable
+    def enter(self, tensor: torch.Tensor, tokens_are_split: bool) -> torch.Tensor:
+        """Return what the layers read, made once for each tensor in a call.
+
+        Args:
+            tensor: [..., N, H], or [..., N/T, H] where the tokens are split.
+        """
+        for given, entered in self._entered:
+            if given is tensor:
+                return entered
+        total = _Sum()
+        waited: torch.Tensor = _Wait.apply(tensor, total)
+        weights = self._weights() if torch.is_grad_enabled() else []
+        entered: torch.Tensor = _Start.apply(waited, self.axis, total, tokens_are_split)
+        if tokens_are_split:
+            entered = without_padding(entered, self.axis)
+        for layer, weight, token, operands in weights:
+            if entered.dtype == weight.dtype and not torch.is_autocast_enabled(entered.device.type):
+                self._later[layer] = LaterGradient(entered, weight.detach(), token, operands)
+        self._entered.append((tensor, entered))
+        return entered
+
+    def _weights(self) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, _Operands]]:
+        found = []
+        for layer in self.layers:
+            weight: Any = layer.weight
+            # A parameter that is not gathered now is a DTensor over the shards too.
+            if weight.requires_grad and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
+                part, operands = weight.to_local(), _Operands(transposed=is_conv1d(layer))
+                found.append((layer, part, _Weight.apply(part, operands), operands))
+        return found
+
+    def later(self, layer: nn.Module, entered: torch.Tensor) -> LaterGradient | None:
+        """Return the later gradient of a layer that is called with this input, once; None: it is autograd's."""
+        found = self._later.pop(layer, None)
+        return found if found is not None and found.entered is entered else None
+
+    def forget(self) -> None:
+        """Drop everything: the module's call is over."""
+        self._entered.clear()
+        self._later.clear()

@@ -1,0 +1,78 @@
+"""Sums of input gradients travel while the gradients of weights are computed, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.tensor_parallel.overlap import ColumnInputs, _Operands
+from tests.core.tensor_parallel.model_cases import Case, Training, batches, differences, loss_of, together
+from tests.harness import run_ranks
+
+RECOMPUTED = (("activations", "full"),)
+CASES = [Case("llama"), Case("llama", sequence=False, knobs=RECOMPUTED), Case("gpt2", micro_batches=2)]
+
+
+def with_and_without() -> list[tuple[Training, Training]]:
+    found = [together(case) for case in CASES]
+    add, ColumnInputs.add = ColumnInputs.add, lambda *_: None  # type: ignore[method-assign]
+    try:
+        return [(seen, together(case)) for seen, case in zip(found, CASES, strict=True)]
+    finally:
+        ColumnInputs.add = add  # type: ignore[method-assign]
+
+
+def test_numbers_are_equal_to_the_bit() -> None:
+    for case, (seen, plain) in zip(CASES, run_ranks(with_and_without, 2)[0], strict=True):
+        assert differences(seen, plain, 0.0) == [], case
+
+
+class Log:
+    """What happens in a backward pass, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self._kept = TensorAxis.start_reduce_scatter, TensorAxis.start_all_reduce, _Operands.product
+
+    def __enter__(self) -> list[str]:
+        changed: Any = TensorAxis
+        changed.start_reduce_scatter, changed.start_all_reduce = map(self._noting, self._kept[:2])
+        product = self._kept[2]
+        _Operands.product = lambda operands: self.events.append("weight") or product(operands)  # type: ignore
+        return self.events
+
+    def __exit__(self, *_: object) -> None:
+        changed: Any = TensorAxis
+        changed.start_reduce_scatter, changed.start_all_reduce, _Operands.product = self._kept  # type: ignore
+
+    def _noting(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(*args: Any) -> Callable[[], torch.Tensor]:
+            self.events.append("sum")
+            finish = start(*args)
+            return lambda: self.events.append("its end") or finish()  # type: ignore[func-returns-value]
+
+        return begin
+
+
+def backward_of(case: Case) -> list[str]:
+    parallel = case.parallel()
+    loss = loss_of(parallel.module, batches(1)[0, 0])
+    with Log() as events:
+        loss.backward()
+    return events
+
+
+def backwards() -> list[list[str]]:
+    return [backward_of(Case("llama")), backward_of(Case("llama", sequence=False, knobs=RECOMPUTED))]
+
+
+def test_weights_gradients_are_computed_between_the_start_of_a_sum_and_its_end() -> None:
+    """Gate and up share one input and its sum, and so do queries, keys and values; two blocks after the head. Of what
+    else is added up (norms among split tokens; outputs of row layers that are computed again) each is waited for."""
+    head, mlp, attention = (["sum", *["weight"] * layers, "its end"] for layers in (1, 2, 3))
+    for events in run_ranks(backwards, 2)[0]:
+        text = " ".join(events).replace("sum its end", "").split()
+        assert text == [*head, *mlp, *attention, *mlp, *attention]
