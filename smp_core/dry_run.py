@@ -50,6 +50,8 @@ from smp_core.planning.shapes import Shapes
 from smp_core.planning.trace import scores_kept
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.received_gradients import Told
+from smp_core.tensor_parallel import randomness
+from smp_core.tensor_parallel.operators import TensorAxis
 
 # Those of `smp_core.planning.optimizers.OPTIMIZERS` that torch has and that make their states in a step.
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -157,7 +159,7 @@ def rehearse(question: Question) -> DryRun:
         ValueError: knobs or a model that cannot be run.
     """
     asked = SmpConfig(**question.knobs)
-    for knob in ("tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"):
+    for knob in ("context_parallel_degree", "pipeline_parallel_degree"):
         if getattr(asked, knob) > 1:
             raise ValueError(f"{knob}={getattr(asked, knob)}: a dry run has no such groups yet; leave --dry-run out")
     if asked.fp8 is not None:
@@ -275,13 +277,18 @@ def _at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undivided() -> Iterator[None]:
-    """Let ranks be told to agree: whether they do is a question of values, and here is one rank."""
-    divergence = Told.divergence
+    """Let ranks be told to agree: whether they do is a question of values, and here is one rank. Tensor ranks seed
+    their dropout by a value, too: without values it makes no difference."""
+    divergence, holds_alike, own_random = Told.divergence, TensorAxis.holds_alike, randomness.own_random
     Told.divergence = lambda self: None  # type: ignore[method-assign]
+    TensorAxis.holds_alike = lambda *_: True  # type: ignore[method-assign]
+    randomness.own_random = contextlib.nullcontext  # type: ignore[assignment]
     try:
         yield
     finally:
         Told.divergence = divergence  # type: ignore[method-assign]
+        TensorAxis.holds_alike = holds_alike  # type: ignore[method-assign]
+        randomness.own_random = own_random
 
 
 @contextlib.contextmanager

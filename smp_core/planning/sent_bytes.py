@@ -13,11 +13,16 @@ Sums across replicas are of what a rank holds of a unit. Compressed payloads are
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from smp_core.planning.decide import Plan
 from smp_core.planning.memory import unit_bytes
 from smp_core.planning.model_trace import ModelTrace
+from smp_core.planning.step_memory import recomputation
 from smp_core.planning.units import PlannedUnit
+
+# Gathers and sums of a block's tensor ranks that are made again in backward, by way of recomputation.
+_AGAIN: Mapping[str, tuple[int, int]] = {"none": (0, 0), "selective": (0, 0), "full": (2, 1)}
 
 
 def sent_bytes(plan: Plan, trace: ModelTrace | None, micro_batch: int, count: int, tokens: int) -> dict[str, float]:
@@ -36,6 +41,8 @@ def sent_bytes(plan: Plan, trace: ModelTrace | None, micro_batch: int, count: in
         sent.replicated(names)
     if plan.layout.context > 1 and trace is not None:
         sent.context(trace, micro_batch, count, tokens)
+    if plan.layout.tensor > 1:
+        sent.tensor(trace, micro_batch, count, tokens)
     return {name: n_bytes for name, n_bytes in sorted(sent.bytes.items()) if n_bytes}
 
 
@@ -96,6 +103,32 @@ class _Sent:
         again = self.plan.knobs.activations.checkpoint == "full"
         self._ring("context_gather", degree, self.stride, whole * (3 if again else 2))
         self._ring("context_reduce", degree, self.stride, whole)
+
+    def tensor(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> None:
+        """Count what the two split products of each block send, in forward, where that is made again, and in backward;
+        and gradients of vectors among split tokens, embedding, head and the loss."""
+        degree, held = self.plan.layout.tensor, tokens / self.plan.layout.context
+        rows = micro_batch * held * count
+        inputs = trace.block["full"].at(micro_batch, held).kept * count
+        gathers, scatters = _AGAIN[recomputation(self.plan)]
+        if self.plan.knobs.tensor_parallel.sequence_parallel:
+            # Tokens are split before the first block, and joined behind the last.
+            self._ring("tensor_all_gather", degree, 1, ((4 + gathers) * trace.blocks + 2) * inputs)
+            self._ring("tensor_reduce_scatter", degree, 1, (4 + scatters) * trace.blocks * inputs)
+            self._ring("tensor_all_reduce", degree, 1, 2 * count * self._vectors(inputs / rows))
+        else:
+            self._ring("tensor_all_reduce", degree, 1, 2 * (4 + scatters) * trace.blocks * inputs)
+        if trace.rest_degree(degree) == degree:
+            # The embedding's outputs, the gradient of the head's inputs; four float32 numbers of each token's logits.
+            self._ring("tensor_all_reduce", degree, 1, 2 * (2 * inputs + 4 * 4 * rows))
+
+    def _vectors(self, row_bytes: float) -> float:
+        """Return the bytes of vectors in blocks that are as wide as a row of the activations, or narrower: norms, and
+        biases of row layers."""
+        inside = [unit for unit in self.plan.units if not unit.is_root]
+        found = [self.plan.shapes.of_name(name) for unit in inside for name in unit.parameters]
+        sizes = [each.elements * self.plan.dtypes.of_gathered(each).itemsize for each in found if len(each.shape) == 1]
+        return float(sum(size for size in sizes if size <= row_bytes))
 
     def _over_partition(self, kind: str, full: float) -> None:
         inside = max(self.per_node // self.stride, 1)

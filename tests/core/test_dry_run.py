@@ -42,6 +42,8 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
     (1, 2, {"shard_degree": 2, "activations": "full", "keep_between_micro_batches": "parameters"}),
     (2, 1, {"shard_degree": 4, "activations": "selective", "optimizer_shard": "world"}),
     (4, 1, {"shard_degree": 8, "activations": {"checkpoint": "full", "offload": True}}),
+    (4, 2, {"shard_degree": 4, "tensor_parallel_degree": 2, "activations": "full"}),
+    (2, 1, {"shard_degree": 2, "tensor_parallel_degree": 4, "tensor_parallel": {"sequence_parallel": False}}),
 ]
 
 

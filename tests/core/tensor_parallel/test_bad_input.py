@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 
@@ -157,6 +158,26 @@ def reads_its_shape() -> nn.Module:
     return model
 
 
+class FlippedBlock(PlainBlock):
+    """Turns features around between two layers: a part of them is another part then, and these layers stay whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attend(self.before(x))
+        x = x + self.scale(x).tanh()
+        return x + self.down(self.up(self.between(x)).flip(-1))
+
+
+def one_rank_refuses() -> nn.Module:
+    return reads_its_shape() if dist.get_rank() == 1 else PlainModel()
+
+
+def one_rank_finds_less() -> nn.Module:
+    model = PlainModel()
+    if dist.get_rank() == 1:
+        model.blocks[1] = FlippedBlock()
+    return model
+
+
 INFERRED = {"tensor_parallel": {"plan": "infer"}}
 TORCHAO = {"backend": "torchao", "scaling": "dynamic", "fp8_all_gather": False}
 REFUSED = {
@@ -187,6 +208,8 @@ REFUSED = {
     ),
     "no blocks": (Unplanned, INFERRED, "no layer of Unplanned was found that 2 ranks can share; write globs"),
     "shapes": (reads_its_shape, INFERRED, "blocks.1 does not compute the same with a part of the tokens between its l"),
+    "refused on one rank": (one_rank_refuses, INFERRED, 'rank 1 "ValueError: '),
+    "found on ranks": (one_rank_finds_less, INFERRED, "give all ranks the same example (example_input_array, of one"),
     "infer and fp8": (PlainModel, {**INFERRED, "fp8": {}}, "tensor_parallel.plan='infer' and fp8; write globs"),
     "hooks": (with_hook, {"tensor_parallel": {"plan": GLOBS}}, "blocks.1 has forward hooks, which would see 1/T"),
     "fp8": (PlainModel, {"fp8": TORCHAO}, "write fp8={'backend': 'native'}"),

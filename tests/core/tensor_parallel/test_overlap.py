@@ -52,7 +52,7 @@ class Log:
         def begin(*args: Any) -> Callable[[], torch.Tensor]:
             self.events.append("sum")
             finish = start(*args)
-            return lambda: self.events.append("its end") or finish()  # type: ignore[func-returns-value]
+            return lambda: self.events.append("end") or finish()  # type: ignore[func-returns-value]
 
         return begin
 
@@ -72,7 +72,7 @@ def backwards() -> list[list[str]]:
 def test_weights_gradients_are_computed_between_the_start_of_a_sum_and_its_end() -> None:
     """Gate and up share one input and its sum, and so do queries, keys and values; two blocks after the head. Of what
     else is added up (norms among split tokens; outputs of row layers that are computed again) each is waited for."""
-    head, mlp, attention = (["sum", *["weight"] * layers, "its end"] for layers in (1, 2, 3))
+    head, mlp, attention = (["sum", *["weight"] * layers, "end"] for layers in (1, 2, 3))
     for events in run_ranks(backwards, 2)[0]:
-        text = " ".join(events).replace("sum its end", "").split()
+        text = " ".join(events).replace("sum end", "").split()
         assert text == [*head, *mlp, *attention, *mlp, *attention]
