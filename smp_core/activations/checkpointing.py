@@ -8,6 +8,7 @@ reentrant autograd. That forward runs
   backward together;
 - inside ``torch.compile`` where the module was compiled, so that the compiler sees which values to keep;
 - a subclass and not an attribute of the instance, so that names, signatures and copies of the module stay as they were.
+  A forward that the instance has of its own (around the layers of tensor ranks) would hide it, and is moved inside.
 
 Under ``torch.no_grad`` the module runs its own forward. A recomputation draws the same random numbers: torch restores
 the state of its generators. A Transformers block that would append to a key-value cache once more in its recomputation
@@ -36,6 +37,9 @@ logger = logging.getLogger("smp")
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
+_OWN_FORWARD = "_smp_own_forward"
+
+
 class NotDeterministicError(RuntimeError):
     """A module computed other values in its recomputation; its gradients would be wrong."""
 
@@ -53,6 +57,8 @@ def apply_checkpointing(
     """
     module = uncompiled(model.get_submodule(chosen.name))
     kind: Any = type(module)
+    if "forward" in vars(module):
+        vars(module)[_OWN_FORWARD] = vars(module).pop("forward")
     module.__class__ = _checkpointed(kind, chosen.mode == "selective", chosen.name if check else None, to_the_end)
 
 
@@ -64,10 +70,14 @@ def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | Non
         compared_as: the module's name for the error when a recomputation differs; None: it is not compared.
     """
 
+    def computed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(self, _OWN_FORWARD, None)
+        return kind.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or _is_recomputed_by_its_own(self):
-            return kind.forward(self, *args, **kwargs)
+            return computed(self, *args, **kwargs)
         kwargs = _without_cache(self, kwargs)
         # Tensors become positional: torch stores the random state of the devices of positional arguments.
         names = [key for key, value in kwargs.items() if isinstance(value, torch.Tensor)]
@@ -77,7 +87,7 @@ def _checkpointed(kind: type[nn.Module], selective: bool, compared_as: str | Non
 
         def run(*given: Any) -> Any:
             named = dict(zip(names, given[first_named:], strict=True))
-            return kind.forward(self, *given[:first_named], **kwargs, **named)
+            return computed(self, *given[:first_named], **kwargs, **named)
 
         # With FSDP units inside, or for the comparison, recomputation runs to the end of forward.
         given = (*args, *tensors)

@@ -22,7 +22,7 @@ from smp_core.planning.step_memory import recomputation
 from smp_core.planning.units import PlannedUnit
 
 # Gathers and sums of a block's tensor ranks that are made again in backward, by way of recomputation.
-_AGAIN: Mapping[str, tuple[int, int]] = {"none": (0, 0), "selective": (0, 0), "full": (2, 1)}
+_AGAIN: Mapping[str, tuple[int, int]] = {"none": (0, 0), "selective": (2, 1), "full": (2, 1)}
 
 
 def sent_bytes(plan: Plan, trace: ModelTrace | None, micro_batch: int, count: int, tokens: int) -> dict[str, float]:

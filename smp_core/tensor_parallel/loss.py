@@ -33,17 +33,18 @@ class _CrossEntropy(torch.autograd.Function):
         words = own_words * axis.degree
         kept_N = targets != ignored
         largest_N = axis.maximum(logits.amax(-1))
+        # Rows of logits are what takes memory here: there is one tensor of them beside the input.
         shifted = logits - largest_N[:, None]
         place_N = targets - axis.rank * own_words
         is_own_N = (place_N >= 0) & (place_N < own_words) & kept_N
         place_N = place_N.clamp(0, own_words - 1)
         of_target_N = shifted.gather(1, place_N[:, None])[:, 0] * is_own_N
-        exponentials = shifted.exp()
-        sums = torch.stack([exponentials.sum(-1), of_target_N, shifted.sum(-1)])
-        denominator_N, target_N, all_N = axis.all_reduce(sums)
+        all_own_N = shifted.sum(-1)
+        exponentials = shifted.exp_()
+        denominator_N, target_N, all_N = axis.all_reduce(torch.stack([exponentials.sum(-1), of_target_N, all_own_N]))
         log_N = denominator_N.log()
         loss_N = (1 - smoothing) * (log_N - target_N) + smoothing * (log_N - all_N / words)
-        ctx.save_for_backward(exponentials / denominator_N[:, None], place_N, is_own_N, kept_N)
+        ctx.save_for_backward(exponentials.div_(denominator_N[:, None]), place_N, is_own_N, kept_N)
         ctx.smoothing, ctx.words = smoothing, words
         return (loss_N * kept_N).sum()
 
@@ -52,7 +53,7 @@ class _CrossEntropy(torch.autograd.Function):
         probabilities, place_N, is_own_N, kept_N = ctx.saved_tensors
         gradient = probabilities - ctx.smoothing / ctx.words
         gradient.scatter_add_(1, place_N[:, None], -(1 - ctx.smoothing) * is_own_N.to(gradient.dtype)[:, None])
-        return gradient * (kept_N * grads[0])[:, None], None, None, None, None
+        return gradient.mul_((kept_N * grads[0])[:, None]), None, None, None, None
 
 
 def cross_entropy_sum(

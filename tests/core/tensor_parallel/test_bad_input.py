@@ -158,23 +158,25 @@ def reads_its_shape() -> nn.Module:
     return model
 
 
-class FlippedBlock(PlainBlock):
-    """Turns features around between two layers: a part of them is another part then, and these layers stay whole."""
+class OtherOnRank1(PlainBlock):
+    """A block of equal parameters on all ranks, whose forward on rank 1 adds each token's place, or turns features
+    around between two layers: a part of them is another part then, and these layers stay whole."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way if dist.get_rank() == 1 else ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attend(self.before(x))
         x = x + self.scale(x).tanh()
-        return x + self.down(self.up(self.between(x)).flip(-1))
+        inner = self.up(self.between(x))
+        x = x + self.down(inner.flip(-1) if self.way == "turns" else inner)
+        return x + torch.arange(x.shape[1])[:, None] if self.way == "places" else x
 
 
-def one_rank_refuses() -> nn.Module:
-    return reads_its_shape() if dist.get_rank() == 1 else PlainModel()
-
-
-def one_rank_finds_less() -> nn.Module:
+def other_on_rank_1(way: str) -> nn.Module:
     model = PlainModel()
-    if dist.get_rank() == 1:
-        model.blocks[1] = FlippedBlock()
+    model.blocks[1] = OtherOnRank1(way)
     return model
 
 
@@ -208,8 +210,12 @@ REFUSED = {
     ),
     "no blocks": (Unplanned, INFERRED, "no layer of Unplanned was found that 2 ranks can share; write globs"),
     "shapes": (reads_its_shape, INFERRED, "blocks.1 does not compute the same with a part of the tokens between its l"),
-    "refused on one rank": (one_rank_refuses, INFERRED, 'rank 1 "ValueError: '),
-    "found on ranks": (one_rank_finds_less, INFERRED, "give all ranks the same example (example_input_array, of one"),
+    "refused on one rank": (
+        lambda: other_on_rank_1("places"),
+        INFERRED,
+        "ValueError: blocks.1 does not compute the same with",
+    ),
+    "found apart": (lambda: other_on_rank_1("turns"), INFERRED, "give all ranks the same example (example_input_array"),
     "infer and fp8": (PlainModel, {**INFERRED, "fp8": {}}, "tensor_parallel.plan='infer' and fp8; write globs"),
     "hooks": (with_hook, {"tensor_parallel": {"plan": GLOBS}}, "blocks.1 has forward hooks, which would see 1/T"),
     "fp8": (PlainModel, {"fp8": TORCHAO}, "write fp8={'backend': 'native'}"),

@@ -35,18 +35,20 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self._kept = TensorAxis.start_reduce_scatter, TensorAxis.start_all_reduce, _Operands.product
+        axis = TensorAxis
+        self._kept: Any = axis.start_reduce_scatter, axis.start_all_reduce, axis.gather, _Operands.product
 
     def __enter__(self) -> list[str]:
         changed: Any = TensorAxis
         changed.start_reduce_scatter, changed.start_all_reduce = map(self._noting, self._kept[:2])
-        product = self._kept[2]
+        gather, product = self._kept[2:]
+        changed.gather = lambda *args: self.events.append("gather") or gather(*args)
         _Operands.product = lambda operands: self.events.append("weight") or product(operands)  # type: ignore
         return self.events
 
     def __exit__(self, *_: object) -> None:
         changed: Any = TensorAxis
-        changed.start_reduce_scatter, changed.start_all_reduce, _Operands.product = self._kept  # type: ignore
+        changed.start_reduce_scatter, changed.start_all_reduce, changed.gather, _Operands.product = self._kept
 
     def _noting(self, start: Callable[..., Any]) -> Callable[..., Any]:
         def begin(*args: Any) -> Callable[[], torch.Tensor]:
@@ -66,13 +68,21 @@ def backward_of(case: Case) -> list[str]:
 
 
 def backwards() -> list[list[str]]:
-    return [backward_of(Case("llama")), backward_of(Case("llama", sequence=False, knobs=RECOMPUTED))]
+    return [
+        backward_of(Case("llama")),
+        backward_of(Case("llama", sequence=False, knobs=RECOMPUTED)),
+        backward_of(Case("llama", knobs=RECOMPUTED)),
+    ]
 
 
 def test_weights_gradients_are_computed_between_the_start_of_a_sum_and_its_end() -> None:
     """Gate and up share one input and its sum, and so do queries, keys and values; two blocks after the head. Of what
-    else is added up (norms among split tokens; outputs of row layers that are computed again) each is waited for."""
+    else is added up (norms among split tokens; outputs of row layers that are computed again) each is waited for.
+    Blocks that are recomputed gather again, the first and the last one too."""
     head, mlp, attention = (["sum", *["weight"] * layers, "end"] for layers in (1, 2, 3))
-    for events in run_ranks(backwards, 2)[0]:
-        text = " ".join(events).replace("sum end", "").split()
-        assert text == [*head, *mlp, *attention, *mlp, *attention]
+    once, again, gathered_again = run_ranks(backwards, 2)[0]
+    for events in (once, again, gathered_again):
+        told = " ".join(event for event in events if event != "gather").replace("sum end", "").split()
+        assert told == [*head, *mlp, *attention, *mlp, *attention]
+    # Two row layers in each block and the tokens before the first; two inputs of column layers in each.
+    assert once.count("gather") == 5 and gathered_again.count("gather") == 5 + 4
