@@ -93,6 +93,39 @@ CASES: Mapping[str, Case] = {
         1,
         {**BF16, "shard_degree": 32, "activations": "selective", "optimizer_shard": "world"},
     ),
+    "llama-3.1-8b, tensor 2, none": Case(
+        "llama-3.1-8b", "1x8:h100-80g", 4096, 1, 2, {**BF16, "shard_degree": 4, "tensor_parallel_degree": 2}
+    ),
+    "llama-3.1-8b, tensor 4, selective, whole tokens": Case(
+        "llama-3.1-8b",
+        "4x8:h100-80g@3200gbps",
+        8192,
+        1,
+        2,
+        {
+            **BF16,
+            "shard_degree": 8,
+            "tensor_parallel_degree": 4,
+            "tensor_parallel": {"sequence_parallel": False},
+            "activations": "selective",
+        },
+    ),
+    "llama-3-70b, tensor 8, full": Case(
+        "llama-3-70b",
+        H100,
+        8192,
+        2,
+        2,
+        {**BF16, "shard_degree": 16, "tensor_parallel_degree": 8, "activations": "full"},
+    ),
+    "gpt2-30b, tensor 8, selective": Case(
+        "gpt2-30b",
+        A100,
+        2048,
+        4,
+        2,
+        {**BF16, "shard_degree": 32, "tensor_parallel_degree": 8, "activations": "selective"},
+    ),
 }
 
 

@@ -282,7 +282,7 @@ def _undivided() -> Iterator[None]:
     divergence, holds_alike, own_random = Told.divergence, TensorAxis.holds_alike, randomness.own_random
     Told.divergence = lambda self: None  # type: ignore[method-assign]
     TensorAxis.holds_alike = lambda *_: True  # type: ignore[method-assign]
-    randomness.own_random = contextlib.nullcontext  # type: ignore[assignment]
+    randomness.own_random = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,return-value]
     try:
         yield
     finally:

@@ -213,7 +213,7 @@ REFUSED = {
     "refused on one rank": (
         lambda: other_on_rank_1("places"),
         INFERRED,
-        "ValueError: blocks.1 does not compute the same with",
+        "rank 1 \"ValueError: tensor_parallel.plan='infer': blocks.1 does not",
     ),
     "found apart": (lambda: other_on_rank_1("turns"), INFERRED, "give all ranks the same example (example_input_array"),
     "infer and fp8": (PlainModel, {**INFERRED, "fp8": {}}, "tensor_parallel.plan='infer' and fp8; write globs"),
