@@ -336,15 +336,18 @@ class Wide(TorchFunctionMode):
 
 
 def wide_when_computed_again(model: nn.Module) -> nn.Module:
-    """Let blocks leave casts out by themselves: backward passes begin outside of the mode around them."""
+    """Let blocks, and attention and perceptrons in them, leave casts out by themselves: backward passes begin outside of
+    the mode around them."""
 
     def wide(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with Wide():
             return forward(*args, **kwargs)
 
     for module in model.modules():
-        for block in module if isinstance(module, nn.ModuleList) else ():
-            block.forward = functools.partial(wide, block.forward)
+        for block in list(module) if isinstance(module, nn.ModuleList) else ():
+            for part in (block, *block.children()):
+                if any(True for _ in part.children()):
+                    part.forward = functools.partial(wide, part.forward)
     return model
 
 
