@@ -336,8 +336,8 @@ class Wide(TorchFunctionMode):
 
 
 def wide_when_computed_again(model: nn.Module) -> nn.Module:
-    """Let blocks, and attention and perceptrons in them, leave casts out by themselves: backward passes begin outside of
-    the mode around them."""
+    """Let blocks, and attention and perceptrons in them, leave casts out by themselves: backward passes begin outside
+    of the mode around them."""
 
     def wide(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with Wide():
