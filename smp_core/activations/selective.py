@@ -1,9 +1,10 @@
 """Selective checkpointing: outputs that are expensive to compute are kept, cheap ones are recomputed.
 
 The kept outputs are those of matrix products, convolutions and attention (the split between the two kinds of operations
-is Megatron's, arXiv 2205.05198, section 5), and of communication: a collective is never repeated in backward. An
-operator that is not torch's own is kept after :func:`keep_outputs_of`. The other operators (norms, activation
-functions, dropout, element-wise arithmetic, casts) are recomputed from the kept outputs.
+is Megatron's, arXiv 2205.05198, section 5), and of communication: a collective is never repeated in backward, but for
+those between tensor ranks, whose outputs are whole inputs of layers. An operator that is not torch's own is kept after
+:func:`keep_outputs_of`. The other operators (norms, activation functions, dropout, element-wise arithmetic, casts) are
+recomputed from the kept outputs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The run itself (:mod:`smp_core.dry_run`) needs a process group and fake tensors,
 ``parallelize_model`` on rank 0 of a fake process group of the plan's size, on the CPU, with three optimizer steps.
 Here are the question, the answer, and both beside the plan's own figures.
 
-Not run that way: FP8, tensor, context and pipeline degrees.
+Not run that way: FP8, context and pipeline degrees.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def sent_bytes(plan: Plan, trace: ModelTrace | None, micro_batch: int, count: in
     """Return the bytes by "kind/link", as in "all_gather/inter".
 
     Args:
-        trace: of the model; None: bytes of context ranks are left out.
+        trace: of the model; None: bytes of context and tensor ranks are left out.
         micro_batch, count: samples of a micro-batch on each rank, and micro-batches of a step.
         tokens: of a whole sequence.
     """
@@ -41,7 +41,7 @@ def sent_bytes(plan: Plan, trace: ModelTrace | None, micro_batch: int, count: in
         sent.replicated(names)
     if plan.layout.context > 1 and trace is not None:
         sent.context(trace, micro_batch, count, tokens)
-    if plan.layout.tensor > 1:
+    if plan.layout.tensor > 1 and trace is not None:
         sent.tensor(trace, micro_batch, count, tokens)
     return {name: n_bytes for name, n_bytes in sorted(sent.bytes.items()) if n_bytes}
 

@@ -13,9 +13,9 @@ A step has seven points that can be the highest. L blocks, of which L (or as man
     step        all gradients and optimizer states, and no activations
 
 Sums of earlier micro-batches are there in the first three. Context ranks hold 1 / c of each sequence. Tensor ranks hold
-1 / T of a block's activations, and the two inputs whose tokens were gathered for its products (2 (1 - 1 / T) block
-inputs more). The kinds are those of :mod:`smp_core.memory_report` and of dry runs, so that all can be laid side by
-side.
+1 / T of a block's activations, and the two inputs whose tokens were gathered for its products, or with selective
+recomputation the two outputs before they are added up (2 (1 - 1 / T) block inputs more). The kinds are those of
+:mod:`smp_core.memory_report` and of dry runs, so that all can be laid side by side.
 """
 
 from __future__ import annotations

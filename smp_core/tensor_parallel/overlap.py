@@ -161,9 +161,9 @@ class ColumnInputs:
         Args:
             tensor: [..., N, H], or [..., N/T, H] where the tokens are split.
         """
-        for given, entered in self._entered:
+        for given, made in self._entered:
             if given is tensor:
-                return entered
+                return made
         total = _Sum()
         waited: torch.Tensor = _Wait.apply(tensor, total)
         weights = self._weights() if torch.is_grad_enabled() else []
