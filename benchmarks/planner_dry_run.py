@@ -110,14 +110,6 @@ CASES: Mapping[str, Case] = {
             "activations": "selective",
         },
     ),
-    "llama-3-70b, tensor 8, full": Case(
-        "llama-3-70b",
-        H100,
-        8192,
-        2,
-        2,
-        {**BF16, "shard_degree": 16, "tensor_parallel_degree": 8, "activations": "full"},
-    ),
 }
 
 

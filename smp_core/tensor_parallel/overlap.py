@@ -33,14 +33,14 @@ from smp_core.tensor_parallel.roles import is_conv1d
 
 @dataclass(eq=False)
 class _Sum:
-    """The sum of one input's gradient: what its end is, once it was started."""
+    """The sum of one input's gradient, and how to wait for it once it was started."""
 
     finish: Callable[[], torch.Tensor] | None = None
 
 
 @dataclass(eq=False)
 class _Operands:
-    """What the gradient of one weight is made of: the input and the outputs' gradient, [tokens, features] each."""
+    """The operands of one weight's gradient: the layer's input and its outputs' gradient, [tokens, features] each."""
 
     transposed: bool
     found: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -86,7 +86,7 @@ class _Wait(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """What is done with the input on its way to the layers, and on the way back the start of a sum."""
+    """An input is gathered on its way to the layers; the sum of its gradient is started on the way back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: TensorAxis, total: _Sum, tokens_are_split: bool) -> torch.Tensor:
