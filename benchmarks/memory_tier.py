@@ -35,6 +35,7 @@ from typing import Any
 
 import psutil
 import torch
+from cluster.lab_model import Sleep
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -48,21 +49,6 @@ STEPS, KILLED_IN, LOST_NODE = 12, 9, 1
 SECONDS_GOAL, COST_GOAL = 15.0, 0.01
 
 
-class Asleep(torch.autograd.Function):
-    """Passes its input on, and the gradient, after some seconds."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0], None
-
-
 class Block(nn.Module):
     def __init__(self, width: int, seconds: float) -> None:
         super().__init__()
@@ -70,7 +56,7 @@ class Block(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(Asleep.apply(x, self.seconds))
+        return x + self.inner(Sleep.apply(x, self.seconds))
 
 
 class Model(LightningModule):

@@ -16,7 +16,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+from cluster.lab_model import Sleep
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -39,21 +39,6 @@ CASES = [
     (2, 4, "gpipe"), (2, 4, "1f1b"), (2, 4, "interleaved:2"),
     (4, 8, "gpipe"), (4, 8, "1f1b"), (4, 8, "interleaved:2"),
 ]  # fmt: skip
-
-
-class Sleep(torch.autograd.Function):
-    """Identity that takes its time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        time.sleep(2 * ctx.seconds)
-        return grad, None
 
 
 class Block(nn.Module):
