@@ -71,6 +71,17 @@ def test_the_lab_row_of_tensor_ranks_is_that_of_the_result() -> None:
             assert line in text and found["losses_agree"], line
 
 
+def test_the_bubble_is_that_of_the_result() -> None:
+    found, text = result("pipeline_bubble"), page("docs/pipeline-parallelism.md")
+    for row in found["results"]:
+        measured = ", ".join(f"{share:.3f}" for share in row["measured"])
+        line = (
+            f'| {row["stages"]} | {row["micro_batches"]} | `"{row["schedule"]}"` | {row["expected"]:.3f} | {measured} |'
+        )
+        assert line in text and row["off"] <= found["goal"] == 0.1
+    assert f"at most {100 * max(row['off'] for row in found['results']):.1f} % off the formula" in text
+
+
 def test_memory_modes_are_those_of_the_result() -> None:
     modes, text = result("memory")["modes"], page("docs/memory.md")
     for mode, found in modes.items():
