@@ -119,5 +119,5 @@ def draw_timeline(stages: Sequence[Sequence[Computation]], path: str | Path) -> 
             axes.text(middle, number, str(each.micro_batch), ha="center", va="center", fontsize=8)
     axes.set_yticks(range(len(stages)), [f"stage {number}" for number in range(len(stages))])
     axes.invert_yaxis()
-    axes.set_xlabel("seconds since the batch began; numbers are micro-batches, forward blue and backward red")
+    axes.set_xlabel("seconds since the batch began; numbers are micro-batches, forward blue and backward orange")
     figure.savefig(path)
