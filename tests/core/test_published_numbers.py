@@ -158,6 +158,14 @@ def test_context_parallel_memory_is_that_of_the_result() -> None:
     )
 
 
+def test_the_page_about_a_run_takes_what_the_result_says() -> None:
+    found = result("report")
+    said = " ".join(page("docs/monitoring.md").split())
+    assert f"{found['reports']:,} reports" in said and f"a page of {found['page_bytes'] / 1e6:.2f} MB" in said
+    assert f"in {found['processor_seconds']:.1f} s of processor time" in said
+    assert f"and {found['wall_seconds']:.0f} s on the clock" in said
+
+
 def test_the_cost_of_noting_is_that_of_the_result() -> None:
     found = result("noting")
     said = f"{found['difference_ms']:.2f} +- {found['uncertainty_ms']:.2f} ms of the main thread"
