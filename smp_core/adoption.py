@@ -63,7 +63,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: Give
     units = adopt_units(model, plan.units, traffic)
     explain_uncalled(units)
     apply_fsdp_options(model, knobs)
-    calls = Calls(model, mesh.shard_ranks)
+    calls = Calls(model, mesh.shard_ranks, units)
     register_forward_methods(model, units, calls, knobs.forward_methods)
     window = AccumulationWindow(model, units, traffic, plan, calls)
     follow_window(model, window)

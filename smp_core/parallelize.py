@@ -122,7 +122,7 @@ def parallelize_model(
     replaced.settle(model)
 
     # Calls into it, and its gradients from here on.
-    calls = Calls(model, mesh.shard_ranks)
+    calls = Calls(model, mesh.shard_ranks, units)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
     pipeline, finishing = _join_stages(model, mesh, plan, meter, lambda: window.world)

@@ -12,7 +12,7 @@ that only some of them make (`if rank == 0: model(batch)`) would wait for the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,20 +37,22 @@ class Calls:
     Args:
         model: with all its units sharded by ``fully_shard``.
         ranks: the partition group, which makes calls together.
+        units: those that hear of their uses.
     """
 
-    def __init__(self, model: nn.Module, ranks: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, ranks: Sequence[int], units: Iterable[ShardedUnit] = ()) -> None:
         self._name = type(model).__name__.removeprefix("FSDP")
         self._names = {id(module): clean_name(name) for name, module in model.named_modules()}
         self._ranks = ranks
         self._depth = 0
         self._units: dict[int, _Unit] = {}
+        hearing = {id(group_of(unit.module)): unit for unit in units}
         parameter_names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 group = group_of(module)
                 if group is not None and id(group) not in self._units:
-                    self._units[id(group)] = _Unit(group, parameter_names)
+                    self._units[id(group)] = _Unit(group, parameter_names, hearing.get(id(group)))
                 module.register_forward_pre_hook(self._before_forward, prepend=True)
                 module.register_forward_hook(self._after_forward, always_call=True)
 
@@ -59,7 +61,10 @@ class Calls:
         self._meet(unit.module, getattr(method, "__name__", None))
         self._depth += 1
         try:
-            return unit.run_as_forward(method, *args, **kwargs)
+            unit.refuse_after_failure()
+            state = state_of(unit.module)
+            args, kwargs = state._pre_forward(unit.module, args, kwargs)
+            return state._post_forward(unit.module, args, method(*args, **kwargs))
         finally:
             self._depth -= 1
             self._after_forward(unit.module)
@@ -99,11 +104,13 @@ class Calls:
 class _Unit:
     """Parameters that are gathered together, and whether their modules show them unsharded."""
 
-    def __init__(self, group: Any, names: Mapping[int, str]) -> None:
-        self._group = group
+    def __init__(self, group: Any, names: Mapping[int, str], unit: ShardedUnit | None) -> None:
+        self._group, self._unit = group, unit
         self._left_by_a_call = False
         self._kept_versions: list[int] | None = None
         self._parameters = [_ShownParameter(each, names) for each in group.fsdp_params]
+        if unit is not None:
+            self._begin_forward, group.pre_forward = group.pre_forward, self._forward
         self._unshard = _outside_inference_mode(group.unshard)
         group.unshard = self._gather
         group.wait_for_unshard = _outside_inference_mode(group.wait_for_unshard)
@@ -118,6 +125,14 @@ class _Unit:
             parameter._setattr_on_modules(parameter.sharded_param)
         if kept:
             self._kept_versions = self._shard_versions()
+
+    def _forward(self, module: nn.Module, *inputs: Any) -> Any:
+        """Call FSDP2's ``pre_forward``, which gathers."""
+        assert self._unit is not None
+        self._unit.note_use(inputs)
+        inputs = self._begin_forward(module, *inputs)
+        self._unit.find_dtypes()
+        return inputs
 
     def _gather(self, async_op: bool = False) -> None:
         """Call FSDP2's ``unshard``. Parameters that an earlier call left unsharded are used again in its own backward

@@ -89,10 +89,9 @@ class ShardedUnit:
             names = {id(p): f"{name}.{local}" if name else local for local, p in module.named_parameters()}
             self.names = [names[id(parameter)] for parameter in self.parameters()]
         if group is not None:
-            group.pre_forward = self._using(group.pre_forward)
             group.post_backward = self._noting(group.post_backward)
         if is_root:
-            module.register_forward_pre_hook(self._refuse_after_failure, prepend=True)
+            module.register_forward_pre_hook(self.refuse_after_failure, prepend=True)
 
     @property
     def fsdp_parameters(self) -> list[Any]:
@@ -242,31 +241,25 @@ class ShardedUnit:
         parameters = self.parameters()
         return flat.to(parameters[0].device, non_blocking=True) if parameters else flat
 
-    def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``method`` of the module with the unit's parameters unsharded, as if it were the module's forward."""
-        self._refuse_after_failure()
-        state = state_of(self.module)
-        args, kwargs = state._pre_forward(self.module, args, kwargs)
-        return state._post_forward(self.module, args, method(*args, **kwargs))
+    def note_use(self, inputs: Any) -> None:
+        """Take note of a forward, recomputed ones included.
 
-    def _using(self, pre_forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Tell of uses."""
+        Args:
+            inputs: its arguments.
+        """
+        self.was_called = True
+        # A unit inside a checkpointed module is used again in backward.
+        if torch.is_grad_enabled() and backward_pass() == -1:
+            self._reductions.used(self, inputs, group_of(self.module).post_backward)
+            if self.listener is not None:
+                self.listener.used()
 
-        def used(*args: Any) -> Any:
-            self.was_called = True
-            # A unit inside a checkpointed module is used again in backward.
-            if torch.is_grad_enabled() and backward_pass() == -1:
-                self._reductions.used(self, args[1:], group_of(self.module).post_backward)
-                if self.listener is not None:
-                    self.listener.used()
-            inputs = pre_forward(*args)
-            if not self._has_dtypes and self.trainable():
-                # FSDP2 looked for the dtypes of gradients before, when the unit may have been frozen as a whole.
-                group_of(self.module)._init_mp_dtypes()
-                self._has_dtypes = True
-            return inputs
-
-        return used
+    def find_dtypes(self) -> None:
+        """Let FSDP2 look for the dtypes of gradients again, which it has done when the unit may have been frozen as a
+        whole."""
+        if not self._has_dtypes and self.trainable():
+            group_of(self.module)._init_mp_dtypes()
+            self._has_dtypes = True
 
     def _noting(self, post_backward: Callable[..., None]) -> Callable[..., None]:
         """Wrap FSDP2's hook after backward: tell which gradients there are, and put zeros where there are none, so that
@@ -338,7 +331,7 @@ class ShardedUnit:
             parameter._unsharded_param.grad = None
 
     @torch.compiler.disable
-    def _refuse_after_failure(self, *_: Any) -> None:
+    def refuse_after_failure(self, *_: Any) -> None:
         """Refuse a forward after a failed pass: FSDP2 itself would go on from the middle of that and return wrong
         gradients."""
         state = state_of(self.module)
