@@ -248,6 +248,7 @@ class _Groups:
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
         self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._uneven: dict[tuple[Ranks, ...], dist.ProcessGroup] = {}
         self._unused: list[dist.ProcessGroup] = []
         backend: Any = _world_group()._get_backend(device)
         # torch's fake groups have none.
@@ -273,6 +274,11 @@ class _Groups:
         """Return the one this rank is in. All are made, on every rank in the same order as torch.distributed wants
         it."""
         mine = next(ranks for ranks in groups if self._rank in ranks)
+        if len({len(ranks) for ranks in groups}) > 1:
+            # Some ranks may know theirs of another axis, and others not.
+            if tuple(groups) not in self._uneven:
+                self._uneven[tuple(groups)] = self.make(groups)
+            return self._uneven[tuple(groups)]
         if mine not in self._known:
             self._known[mine] = self.make(groups)
         return self._known[mine]

@@ -388,3 +388,25 @@ def test_every_group_is_connected_when_it_is_made_and_gives_up_when_the_default_
     cases = [{"shard_degree": 4}, {"shard_degree": 2}, {"shard_degree": 2, "context_parallel_degree": 2}]
     for of_rank in run_ranks(look_at_new_groups, 4, cases, 77.0, ranks_per_node=2):
         assert of_rank == [([], [])] * len(cases)
+
+
+def groups_between_end_stages() -> list[list[int]]:
+    made: list[list[int]] = []
+    new_group = dist.new_group
+
+    def noting(ranks: list[int], **options: Any) -> Any:
+        made.append(ranks)
+        return new_group(ranks, **options)
+
+    mesh, _ = build_mesh(SmpConfig(shard_degree=1, pipeline_parallel_degree=4), Topology.discover(), "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noting)
+        for _ in range(2):
+            between = mesh.between_stages((0, 3))
+    assert (between is None) == (mesh.stage in (1, 2))
+    return made
+
+
+def test_all_ranks_make_the_groups_between_end_stages() -> None:
+    """Groups that only some ranks make keep all from making any further one together."""
+    assert run_ranks(groups_between_end_stages, 4) == [[[0, 3], [1], [2]]] * 4
