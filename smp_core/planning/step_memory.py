@@ -12,10 +12,11 @@ A step has seven points that can be the highest. L blocks, of which L (or as man
     root        no activations, while the root's gradients are reduced
     step        all gradients and optimizer states, and no activations
 
-Sums of earlier micro-batches are there in the first three. Context ranks hold 1 / c of each sequence. Tensor ranks hold
-1 / T of a block's activations, and the two inputs whose tokens were gathered for its products, or with selective
-recomputation the two outputs before they are added up (2 (1 - 1 / T) block inputs more). The kinds are those of
-:mod:`smp_core.memory_report` and of dry runs, so that all can be laid side by side.
+Where parameters stay gathered from one micro-batch to the next, the micro-batch before the last has the same points,
+with all units gathered at each. Sums of earlier micro-batches are there in the first three. Context ranks hold 1 / c of
+each sequence. Tensor ranks hold 1 / T of a block's activations, and the two inputs whose tokens were gathered for its
+products, or with selective recomputation the two outputs before they are added up (2 (1 - 1 / T) block inputs more).
+The kinds are those of :mod:`smp_core.memory_report` and of dry runs, so that all can be laid side by side.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ def peak_memory(
         gradients: of the same plan; None: counted here.
     """
     held = tokens / plan.layout.context
-    points = _Points(plan, states, gradients or gradient_bytes(plan), trace, micro_batch, count, held).all()
+    sums = gradients or gradient_bytes(plan)
+    points = _Points(plan, states, sums, trace, micro_batch, count, held).all()
+    if count > 1 and plan.keeps_parameters and not plan.keeps_gradients:
+        points += _Points(plan, states, sums, trace, micro_batch, count - 1, held, frees=False).all()
     highest = max(points, key=lambda point: point.total)
     margin = int(fitted.context_gib * GIB + fitted.fragmentation * (states.parameters + states.buffers + highest.total))
     assert plan.cluster.device_memory is not None
@@ -112,7 +116,11 @@ class _Point:
 
 
 class _Points:
-    """The seven points of a step of ``count`` micro-batches, of ``held`` tokens of each sample on a rank."""
+    """The seven points of the last of ``count`` micro-batches, of ``held`` tokens of each sample on a rank.
+
+    Args:
+        frees: False: it is not the step's last, and what is gathered stays for the next one.
+    """
 
     def __init__(
         self,
@@ -123,8 +131,9 @@ class _Points:
         micro_batch: int,
         count: int,
         held: float,
+        frees: bool = True,
     ) -> None:
-        self.plan, self.states, self.trace, self.count = plan, states, trace, count
+        self.plan, self.states, self.trace, self.count, self.frees = plan, states, trace, count, frees
         self.tensor = plan.layout.tensor
         mode = recomputation(plan)
         instants = trace.instants[mode]
@@ -185,6 +194,8 @@ class _Points:
         if not self.plan.gathers:
             return self.states.gathered
         blocks, block, kept = self.trace.blocks, self.sizes.gathered, self.plan.knobs.reshard_after_forward
+        if not self.frees:
+            return self.states.gathered
         if kept is False:  # each is freed after its backward
             return self.states.gathered - max(reached - 1, 0) * block
         copies = block / kept if type(kept) is int else 0.0
