@@ -15,9 +15,6 @@ A step has seven points that can be the highest. L blocks, of which L (or as man
 Where parameters stay gathered from one micro-batch to the next, the micro-batch before the last has the same points,
 with all units gathered at each. Sums of earlier micro-batches are there in the first three. Context ranks hold 1 / c of
 each sequence. Tensor ranks hold 1 / T of a block's activations, and the two inputs whose tokens were gathered for its
-Where parameters stay gathered from one micro-batch to the next, the micro-batch before the last has the same points,
-with all units gathered at each. Sums of earlier micro-batches are there in the first three. Context ranks hold 1 / c of
-each sequence. Tensor ranks hold 1 / T of a block's activations, and the two inputs whose tokens were gathered for its
 products, or with selective recomputation the two outputs before they are added up (2 (1 - 1 / T) block inputs more).
 The kinds are those of :mod:`smp_core.memory_report` and of dry runs, so that all can be laid side by side.
 """
