@@ -205,7 +205,7 @@ def decide(
     activations = settle_activations(draft, shapes, stage)
     settle_prefetch(draft, shapes, of_groups, groups)
     _settle_delayed_init(draft, shapes)
-    _settle_compile(draft, shapes, given)
+    _settle_compile(draft, shapes, given, layout.tensor > 1 and bool(activations.checkpointed))
     stored = settle_stored_dtype(draft, shapes, gathers) if given is None else None
     stages = settle_pipeline_stages(draft, shapes, given is not None)
     knobs = draft.knobs
@@ -226,7 +226,7 @@ def decide(
 
 
 def decide_activations(plan: Plan, shapes: Shapes, **knobs: Any) -> Plan:
-    """Decide anew about activations and the loss's chunks alone, on which nothing else depends. What :func:`decide`
+    """Decide anew about activations and the loss's chunks alone, on which nothing but `compile` depends. What :func:`decide`
     would come to with these knobs, for planners that try all of them.
 
     Args:
@@ -240,6 +240,7 @@ def decide_activations(plan: Plan, shapes: Shapes, **knobs: Any) -> Plan:
     assert knobs.keys() <= {"activations", "chunked_cross_entropy"}
     draft = Draft(plan.knobs.with_asked(**knobs))
     activations = settle_activations(draft, shapes, plan.cluster.of_stage(plan.layout.pipeline))
+    _settle_compile(draft, shapes, plan.given, plan.layout.tensor > 1 and bool(activations.checkpointed))
     warnings = (*plan.warnings, *draft.warnings)
     return replace(plan, knobs=draft.knobs, shapes=shapes, activations=activations, warnings=warnings)
 
@@ -250,11 +251,15 @@ def _settle_delayed_init(draft: Draft, shapes: Shapes) -> None:
         draft.drop("delayed_init", None, why)
 
 
-def _settle_compile(draft: Draft, shapes: Shapes, given: GivenSharding | None) -> None:
+def _settle_compile(draft: Draft, shapes: Shapes, given: GivenSharding | None, recomputes_split: bool) -> None:
     if draft.knobs.compile and given is not None:
         draft.drop("compile", None, "the model came sharded; call .compile() on its blocks before it is sharded")
     elif draft.knobs.compile and not shapes.units.blocks:
         draft.drop("compile", None, f"there are no blocks ({shapes.units.why}); name them with units=[...]")
+    elif draft.knobs.compile and recomputes_split:
+        # torch makes one operator of a recomputed stretch, in which nothing may stay outside of the graph.
+        why = "the compiler leaves out what is recomputed around split layers; leave activations or compile out"
+        draft.drop("compile", None, why)
 
 
 def _is_cut(layout: Layout) -> bool:

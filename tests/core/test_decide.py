@@ -137,6 +137,14 @@ def test_what_has_no_effect_is_a_warning(knobs: dict[str, Any], knob: str) -> No
     assert "has no effect" in said
 
 
+def test_what_is_recomputed_around_split_layers_is_not_compiled_and_that_is_said() -> None:
+    knobs: dict[str, Any] = {"tensor_parallel_degree": 2, "compile": True}
+    assert plan_of(**knobs).knobs.compile is not None
+    plan = plan_of(**knobs, activations="full")
+    assert plan.knobs.compile is None and "leave activations or compile out" in plan.knobs.why("compile")
+    assert any(line.startswith("compile=") for line in plan.warnings)
+
+
 def test_there_has_to_be_something_to_compile() -> None:
     plan = plan_of(compile=True, units=lambda name, module: False)
     assert plan.knobs.compile is None and "there are no blocks" in plan.knobs.why("compile")
