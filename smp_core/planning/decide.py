@@ -226,8 +226,8 @@ def decide(
 
 
 def decide_activations(plan: Plan, shapes: Shapes, **knobs: Any) -> Plan:
-    """Decide anew about activations and the loss's chunks alone, on which nothing but `compile` depends. What :func:`decide`
-    would come to with these knobs, for planners that try all of them.
+    """Decide anew about activations and the loss's chunks alone, on which nothing but `compile` depends. What
+    :func:`decide` would come to with these knobs, for planners that try all of them.
 
     Args:
         plan: with both knobs at their defaults.
