@@ -82,6 +82,28 @@ def test_the_bubble_is_that_of_the_result() -> None:
     assert f"at most {100 * max(row['off'] for row in found['results']):.1f} % off the formula" in text
 
 
+def test_the_lab_rows_of_pipeline_stages_are_those_of_the_result() -> None:
+    text, found = page("docs/pipeline-parallelism.md"), result("cluster-pipeline")
+    names = {
+        "HSDP, two-hop": "hsdp-two-hop",
+        "world": "ours-world",
+        "node": "ours-node",
+        "node, once": "ours-node-once",
+    }
+    names |= {"stages": "ours-pipeline", "stages, replicas": "ours-pipeline-replicas"}
+    assert f"other programs, {max(row['busy_before'] for row in found['rows']):.0f} %" in text
+    for row in found["rows"]:
+        schemes = row["schemes"]
+        assert all(schemes[name]["losses_agree"] for name in names.values() if name in schemes)
+        cells = [
+            f"{statistics.median(schemes[name]['seconds']):.2f}" if name in schemes else "-" for name in names.values()
+        ]
+        stages = schemes["ours-pipeline"]
+        sent, bound = statistics.fmean(stages["node_bytes"]) / 1e6, stages["lower_bound"] / 1e6
+        line = f"| {row['layout']} | {row['rate']} | {row['micro']} | {' | '.join(cells)} | {sent:.2f} | {bound:.2f} |"
+        assert line in text, line
+
+
 def test_memory_modes_are_those_of_the_result() -> None:
     modes, text = result("memory")["modes"], page("docs/memory.md")
     for mode, found in modes.items():
