@@ -16,17 +16,9 @@ from accelerate_smp.callbacks import SmpMonitorCallback
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import VOCABULARY, Run, assert_close, fit, life, make_trainer, noise_between
 from tests.core.pipeline.cases import example_of, of_all_stages
-from tests.core.tensor_parallel.model_cases import (
-    STEPS,
-    Training,
-    Wide,
-    batches,
-    build,
-    differences,
-    loss_of,
-    optimizer_of,
-)
+from tests.core.tensor_parallel.model_cases import Training, Wide, batches, build, differences, loss_of, optimizer_of
 from tests.core.tensor_parallel.model_cases import alone as one_process
+from tests.core.tensor_parallel.models import STEPS
 from tests.harness import run_ranks
 
 BATCH = 8

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_smp import SmpMonitor
 from smp_core.pipeline.times import Computation
 from tests.core.pipeline.cases import example_of, of_all_stages
-from tests.core.tensor_parallel.model_cases import TOKENS, Wide, batches, build, loss_of
+from tests.core.tensor_parallel.model_cases import Wide, batches, build, loss_of
+from tests.core.tensor_parallel.models import TOKENS
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule
 from tests.lightning.running import Run, assert_same, make_trainer, together, whole_weights, worst

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.core.tensor_parallel.model_cases import GLOBS, Wide, batches, build, own_loss
+from tests.core.tensor_parallel.model_cases import Wide, batches, build, own_loss
+from tests.core.tensor_parallel.models import GLOBS
 from tests.lightning.modules import LanguageModule
 from tests.lightning.running import Run, assert_same, fit, together
 

@@ -22,17 +22,8 @@ from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
 from smp_core.sharding.delayed_tensors import Slot
-from tests.core.tensor_parallel.model_cases import (
-    STEPS,
-    Training,
-    Wide,
-    batches,
-    build,
-    full,
-    loss_of,
-    optimizer_of,
-    own_loss,
-)
+from tests.core.tensor_parallel.model_cases import Training, Wide, batches, build, full, loss_of, optimizer_of, own_loss
+from tests.core.tensor_parallel.models import STEPS
 
 
 def example_of(model: nn.Module, keeps_loss: bool = False) -> nn.Module:

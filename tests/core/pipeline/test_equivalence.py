@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.core.pipeline.cases import Case, several
-from tests.core.tensor_parallel.model_cases import SAMPLES, Training, alone, differences
+from tests.core.tensor_parallel.model_cases import Training, alone, differences
+from tests.core.tensor_parallel.models import SAMPLES
 from tests.harness import run_ranks
 
 Knobs = tuple[tuple[str, Any], ...]

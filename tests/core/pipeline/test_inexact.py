@@ -17,7 +17,8 @@ from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
 from smp_core.sharding.grad_scaler import ShardedGradScaler, scale_in_stages
 from tests.core.pipeline.cases import of_all_stages
-from tests.core.tensor_parallel.model_cases import VOCABULARY, PlainBlock, batches, full, own_loss
+from tests.core.tensor_parallel.model_cases import batches, full, own_loss
+from tests.core.tensor_parallel.models import VOCABULARY, PlainBlock
 from tests.harness import run_ranks
 
 STEPS, MICRO_BATCHES = 3, 4

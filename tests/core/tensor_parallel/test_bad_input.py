@@ -14,7 +14,8 @@ from smp_core.config import SmpConfig
 from smp_core.planning.tensor_rules import require_tensor_degree
 from smp_core.tensor_parallel.roles import splits_of
 from smp_core.topology import Topology
-from tests.core.tensor_parallel.model_cases import GLOBS, MODELS, Case, PlainBlock, PlainModel
+from tests.core.tensor_parallel.model_cases import Case
+from tests.core.tensor_parallel.models import GLOBS, MODELS, PlainBlock, PlainModel
 from tests.harness import run_ranks
 
 

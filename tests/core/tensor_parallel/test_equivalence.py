@@ -14,15 +14,8 @@ from typing import Any
 import pytest
 
 from smp_core.tensor_parallel import apply, layers
-from tests.core.tensor_parallel.model_cases import (
-    MODELS,
-    Case,
-    Training,
-    alone,
-    assert_like_one_process,
-    differences,
-    together,
-)
+from tests.core.tensor_parallel.model_cases import Case, Training, alone, assert_like_one_process, differences, together
+from tests.core.tensor_parallel.models import MODELS
 from tests.harness import run_ranks
 
 # Tensor 2 x shard 2; tensor 2 x 2 replicas; keys and values of two heads on four ranks. Others are the slow test's.
