@@ -45,7 +45,7 @@ def of_rank_0(decide: Callable[[], T]) -> T:
         try:
             told = [decide()]
         except ValueError as error:
-            told = [error]
+            told = [ValueError(str(error))]  # of a class that every rank can read
         except Exception as error:  # the others wait; they end with it too
             if not alone:
                 dist.broadcast_object_list([ValueError(f"rank 0: {type(error).__name__}: {error}")], src=0)

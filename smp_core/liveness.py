@@ -186,7 +186,8 @@ class RankWatch:
     def _say(self, what: str) -> None:
         sys.stderr.write(f"torch-smp, rank {self.rank}: {what}\n")
         sys.stderr.flush()
-        run_log.note("stall", text=what)
+        # Not in this thread: a file system that hangs must not keep this rank from signs of life, or from ending.
+        threading.Thread(target=run_log.note, args=("stall",), kwargs={"text": what}, daemon=True).start()
 
     def _compare(self) -> str | None:
         """Return what two looks, some signs apart, say about the others; None when no board answers.

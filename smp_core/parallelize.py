@@ -33,6 +33,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, save_activations
+from smp_core.agreement import of_all_ranks
 from smp_core.comm.flat import FlatMaxReduce
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
@@ -236,11 +237,25 @@ def _to_fp8(
     model: nn.Module, mesh: SmpMesh, recipe: Fp8Recipe
 ) -> tuple[Fp8Model | None, Callable[[], AbstractContextManager[Any]]]:
     if recipe.backend == "native":
-        return convert_to_fp8(model, recipe, parts=mesh.tensor_degree), nullcontext
+        return _converted_on_every_stage(model, mesh, recipe), nullcontext
     other = convert_with(model, recipe, mesh.device, mesh.gradient_group)
     for name, reason in other.left_out.items():
         logger.info("fp8: left out: %s (%s)", name, reason)
     return None, other.region
+
+
+def _converted_on_every_stage(model: nn.Module, mesh: SmpMesh, recipe: Fp8Recipe) -> Fp8Model | None:
+    """Convert layers to FP8; a pipeline stage that has none to convert is an error on all ranks."""
+    if mesh.pipeline_degree == 1:
+        return convert_to_fp8(model, recipe, parts=mesh.tensor_degree)
+    fp8, problem = None, ""
+    try:
+        fp8 = convert_to_fp8(model, recipe, parts=mesh.tensor_degree)
+    except ValueError as error:
+        problem = f"pipeline stage {mesh.stage}: {error}"
+    for told in filter(None, of_all_ranks(problem)):
+        raise ValueError(told)
+    return fp8
 
 
 def _veto_of(fp8: Fp8Model | None, mesh: SmpMesh) -> Callable[[], torch.Tensor] | None:

@@ -68,7 +68,7 @@ class RunLog(logging.Handler):
         try:
             with _lock:
                 append(self.path, kind, **{"step": self.step, **fields})
-        except OSError as error:
+        except (OSError, TypeError, ValueError) as error:
             close(self)
             logging.getLogger("smp").warning("%s is not written any more: %s", self.path, error)
 

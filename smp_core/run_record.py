@@ -6,6 +6,7 @@ communicates.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -23,6 +24,8 @@ from smp_core.planning.memory import estimate
 from smp_core.planning.optimizers import planned_states
 from smp_core.planning.savings import savings
 from smp_core.planning.sent_bytes import sent_bytes
+
+logger = logging.getLogger("smp")
 
 # Ranks whose times by part go into a line of a step: those that worked longest.
 _MOST_RANKS = 64
@@ -49,7 +52,7 @@ class RunRecord:
     ) -> None:
         self._parallel = parallel
         self._log = run_log.start(path, step)
-        fields = {} if parallel is None else _of_plan(parallel.plan, optimizers, micro_batches)
+        fields = {} if parallel is None else _as_far_as_known(parallel.plan, optimizers, micro_batches)
         self._log.append("run", micro_batches=micro_batches, torch=torch.__version__, **fields)
 
     def write_step(
@@ -76,6 +79,15 @@ class RunRecord:
         how = "completed" if error is None else f"{type(error).__name__}: {error}"[:2000]
         self._log.append("end", step=step, how=how)
         run_log.close(self._log)
+
+
+def _as_far_as_known(plan: Plan, optimizers: Sequence[torch.optim.Optimizer], micro_batches: int) -> dict[str, Any]:
+    """Return what :func:`_of_plan` does; no error of it ends a run, on one rank alone."""
+    try:
+        return _of_plan(plan, optimizers, micro_batches)
+    except Exception as error:
+        logger.warning("run.jsonl does not say what was decided: %s: %s", type(error).__name__, error)
+        return {}
 
 
 def _of_plan(plan: Plan, optimizers: Sequence[torch.optim.Optimizer], micro_batches: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ next step's forward and backward pass (:meth:`SharedSlots.copy_rest`), everythin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ class SharedSlots(HostBuffers):
             return
         refused = int(torch.cuda.cudart().cudaHostRegister(slot.memory.data_ptr(), len(slot.memory), 0))
         if refused:
+            with contextlib.suppress(RuntimeError):  # the driver's error is told to the next kernel, whichever it is
+                torch.zeros((), device=next(iter(sources.values())).device)
             logger.warning(
                 "the driver did not pin %d bytes of shared memory (CUDA error %d): "
                 "copies of states take longer and hold up the device",

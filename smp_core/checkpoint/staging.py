@@ -134,7 +134,7 @@ class HostBuffers:
         """Return which slices this rank writes; of a tensor that is laid out as in the last save, those of then."""
         if not _can_tie(tensor):
             return write_items(name, tensor)
-        layout: Hashable = (tensor.shape, tensor.dtype)
+        layout: Hashable = (tensor.shape, tensor.dtype, tensor.requires_grad)
         if isinstance(tensor, DTensor):
             layout = (layout, tensor.device_mesh, tuple(tensor.placements))
         known = self._items.get(name)

@@ -134,7 +134,8 @@ class FlatReduceScatter(CommObject):
         if not prefers_messages(group, input_tensor.device):
             n_bytes = input_tensor.numel() * input_tensor.element_size()
             with self.meter.ring(f"{self._prefix}reduce_scatter", ranks, n_bytes):
-                return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+                work = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return self.counted_to_its_end(work, f"{self._prefix}reduce_scatter", ranks)
 
         divisor = average_divisor(op, len(ranks))
         shard_bytes = output_tensor.numel() * output_tensor.element_size()

@@ -140,10 +140,11 @@ class _Awaited(Work):
             return True
         here.begin(self.describe)
         try:
-            return bool(self.work.wait())
+            waited = bool(self.work.wait())
         finally:
             here.end()
-            self.work = None
+        self.work = None  # one that failed stays: what is awaited has not come
+        return waited
 
 
 def first_to_differ(issued: IssuedCollectives, by_rank: dict[int, tuple[int, list[int]]]) -> str:

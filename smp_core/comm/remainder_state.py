@@ -28,8 +28,8 @@ logger = logging.getLogger("smp")
 KEY = "smp_error_feedback"
 """Where a checkpoint's state has them."""
 _JOINED = "of all units"
-_Table = list[tuple[str, int]]
-"""Names and elements of a stage's remainders."""
+_Table = list[tuple[str, int, str]]
+"""Names, elements and dtypes of a stage's remainders."""
 
 
 def remainder_state(traffic: Traffic) -> dict[str, Any]:
@@ -79,9 +79,9 @@ def _world_mesh(traffic: Traffic) -> DeviceMesh:
 def _joined(remainders: dict[str, torch.Tensor], traffic: Traffic) -> tuple[dict[str, torch.Tensor], list[_Table]]:
     """Join this rank's remainders; the tables are those of all stages. Collective over the stages."""
     tables: list[Any] = [None] * traffic.mesh.pipeline_degree
-    own = [(name, tensor.numel()) for name, tensor in remainders.items()]
+    own = [(name, tensor.numel(), str(tensor.dtype).removeprefix("torch.")) for name, tensor in remainders.items()]
     dist.all_gather_object(tables, own, group=traffic.mesh.group("pipeline"))
-    longest = max(sum(size for _, size in table) for table in tables)
+    longest = max(sum(size for _, size, _ in table) for table in tables)
     if longest == 0:
         return {}, tables
     kept = [tensor.double() for tensor in remainders.values()] or [
@@ -92,5 +92,6 @@ def _joined(remainders: dict[str, torch.Tensor], traffic: Traffic) -> tuple[dict
 
 
 def _split(joined: torch.Tensor, table: _Table) -> dict[str, torch.Tensor]:
-    parts = joined[: sum(size for _, size in table)].split([size for _, size in table])
-    return {name: part for (name, _), part in zip(table, parts, strict=True)}
+    sizes = [size for _, size, _ in table]
+    parts = joined[: sum(sizes)].split(sizes)
+    return {name: part.to(getattr(torch, dtype)) for (name, _, dtype), part in zip(table, parts, strict=True)}

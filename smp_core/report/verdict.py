@@ -74,6 +74,8 @@ def _links(run: Run, figures: Mapping[str, list[float]]) -> list[str]:
             "predicted where the links were measured (SMP_LINKS)."
         ]
     step = statistics.median(figures["seconds_step"])
+    if step <= 0:
+        return []
     seconds = {kind: _seconds(kind, sent, inter, nodes) for kind in inter}
     share = sum(seconds.values()) / step
     found = [

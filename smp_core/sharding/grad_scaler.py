@@ -43,12 +43,15 @@ class ShardedGradScaler(torch.amp.GradScaler):
             seen = super()._unscale_grads_(part, inv_scale, torch.zeros_like(found_inf), allow_fp16)
             for device, flag in seen.items():
                 found[device] = torch.maximum(found[device], flag) if device in found else flag
-        if self.in_stages:
-            found.setdefault(found_inf.device, torch.zeros_like(found_inf))
         masters = any(model_parameter(p) is not p for group in optimizer.param_groups for p in group["params"])
         if masters or self.in_stages:
-            for flag in found.values():  # parts that no other rank has
-                dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            # Parts that no other rank has, and on devices that not every rank has gradients on: one flag for all.
+            flag = found.setdefault(found_inf.device, torch.zeros_like(found_inf))
+            for other in found.values():
+                torch.maximum(flag, other.to(flag.device), out=flag)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            for other in found.values():
+                other.copy_(flag)
         return found
 
 

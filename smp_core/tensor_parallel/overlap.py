@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp_core.tensor_parallel.operators import TensorAxis, without_padding
@@ -149,7 +150,6 @@ class ColumnInputs:
     def add(self, layer: nn.Module) -> None:
         """Let the gradient of a layer's weight be computed later, if that is possible. Before the layer's forward is
         exchanged."""
-        # A layer that is a unit of FSDP2 by itself has a class of its own, and its gradient is reduced at once.
         known = type(layer) is nn.Linear or (is_conv1d(layer) and type(layer).__name__ == "Conv1D")
         if known and "forward" not in vars(layer):
             self.layers.append(layer)
@@ -179,6 +179,8 @@ class ColumnInputs:
     def _weights(self) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, _Operands]]:
         found = []
         for layer in self.layers:
+            if isinstance(layer, FSDPModule):
+                continue  # a unit by itself: its gradient is reduced when its own backward is over
             weight: Any = layer.weight
             # A parameter that is not gathered now is a DTensor over the shards too.
             if weight.requires_grad and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:

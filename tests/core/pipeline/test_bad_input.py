@@ -65,6 +65,8 @@ def misuse() -> dict[str, str]:
         "unknown": said(lambda: parallel.prepare_optimizer(ClipsInside(model.parameters()))),
         "known": said(lambda: parallel.prepare_optimizer(EachByItself(model.parameters()))),
     }
+    only_first = (("fp8", {"include": ["blocks.0.*"]}),)
+    found["fp8"] = said(lambda: Case("plain", micro_batches=1, knobs=only_first).parallel())
     together = torch.optim.AdamW(model.parameters(), foreach=True)
     parallel.prepare_optimizer(together)
     found["kernel"] = str(together.param_groups[0]["foreach"])
@@ -84,6 +86,7 @@ def test_misuse_is_refused_in_words() -> None:
         assert "LBFGS looks across all its parameters" in found["optimizer"]
         assert "ClipsInside looks across all its parameters" in found["unknown"]
         assert found["known"] == "nothing"
+        assert "ValueError: pipeline stage 1: fp8: no layer of" in found["fp8"]
         assert found["kernel"] == "True", "tensors of other stages keep no kernel from taking all others at once"
     assert "has to call the model once" in last["never"]
     assert first["twice"] == "nothing" and "called twice in one step" in last["twice"]

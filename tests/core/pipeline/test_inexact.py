@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from smp_core.checkpoint import save_checkpoint
+from smp_core.comm import remainder_state as remainder_state_module
 from smp_core.comm.remainder_state import load_remainder_state, remainder_state
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
@@ -126,6 +127,13 @@ def remainders_go_through_a_checkpoint(parallel: ParallelModel, again: ParallelM
     before, after = parallel.traffic.error_feedback(), again.traffic.error_feedback()
     assert before.keys() == after.keys() and any(torch.any(kept) for kept in before.values())
     return all(torch.equal(kept, after[name]) for name, kept in before.items())
+
+
+def test_remainders_come_back_in_their_dtypes() -> None:
+    joined = torch.tensor([0.5, 0.25, 3.0, 0.0], dtype=torch.float64)
+    first, second = remainder_state_module._split(joined, [("a", 2, "float32"), ("b", 1, "float64")]).values()
+    assert (first.dtype, first.tolist()) == (torch.float32, [0.5, 0.25])
+    assert (second.dtype, second.tolist()) == (torch.float64, [3.0])
 
 
 F64, F32 = torch.float64, torch.float32
