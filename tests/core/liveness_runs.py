@@ -15,15 +15,9 @@ from smp_core.liveness import RankWatch
 from smp_core.whereabouts import here
 
 INTERVAL = 0.1
-
-
 # Seconds for what surely comes.
 LONG = timedelta(seconds=150)
-
-
 PEER_LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
-
-
 Report = tuple[str | None, str]
 
 

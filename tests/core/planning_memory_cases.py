@@ -33,8 +33,6 @@ class TwoBlocks(nn.Module):
 
 
 Units = list[list[str]]
-
-
 UNITS: Units = [["first.weight", "first.bias"], ["second.weight"]]
 
 

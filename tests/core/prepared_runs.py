@@ -13,11 +13,7 @@ from smp_core.parallel_model import ParallelModel
 from tests.core.scenarios import parallel_model
 
 WORLD = 2
-
-
 STEPS = 6
-
-
 LAYOUTS: list[dict[str, Any]] = [
     {"shard_degree": 2},
     {"shard_degree": 1, "optimizer_shard": "world"},

@@ -181,8 +181,6 @@ def ways(cases: list[dict[str, Any]]) -> list[tuple[Any, str, list[str], bool]]:
 
 
 TWO = [HierarchicalAllGather.__name__, HierarchicalReduceScatter.__name__]
-
-
 ONE = [FlatAllGather.__name__, FlatReduceScatter.__name__]
 
 

@@ -188,8 +188,6 @@ def save_and_load(path: str, before: dict[str, Any], later: dict[str, Any]) -> T
 
 
 OFFLOADED = {"optimizer_shard": "world", "state_offload": "optimizer"}
-
-
 MOVES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"shard_degree": 2, "optimizer_shard": "world"}, {"shard_degree": 1, "optimizer_shard": "world"}),
     ({"shard_degree": 1, "optimizer_shard": "world"}, {"shard_degree": 4}),

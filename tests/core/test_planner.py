@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from typer.testing import CliRunner
 
 from smp_core import run_log
@@ -28,44 +27,13 @@ from smp_core.planning.step_memory import peak_memory
 from smp_core.planning.time import StepModel, exposed_seconds
 from smp_core.planning.trace import trace, trace_model
 from smp_core.run_record import _of_plan
+from tests.core.planner_models import WIDTH
 from tests.harness import ROOT
 
-WIDTH, HEADS, TOKENS, WORDS = 64, 4, 32, 96
+HEADS, TOKENS, WORDS = 4, 32, 96
 TINY = {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": 4, "n_head": HEADS, "vocab_size": WORDS}
 SETTING = ("32x8:a100-40g@400gbps", Workload(2048, 1536))
 MIB = 2**20
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def plain() -> Any:
-    return Plain(), lambda samples, tokens: torch.zeros(samples, tokens, WIDTH, dtype=torch.bfloat16)
-
-
-def without_batch() -> nn.Module:
-    return Plain()
-
-
-def without_blocks() -> Any:
-    return nn.Linear(2, 2), lambda samples, tokens: torch.zeros(samples, tokens, 2)
 
 
 @pytest.fixture(scope="module")
@@ -140,52 +108,9 @@ def test_peak_of_30_billion_is_the_one_that_fsdp_s_tracker_counts(large: ModelTr
 
 
 def test_a_model_of_one_s_own_is_traced_in_a_child_process() -> None:
-    found = trace("tests.core.test_planner:plain", 16)
+    found = trace("tests.core.planner_models:plain", 16)
     assert (found.blocks, found.heads) == (3, 0)
     assert found.block["none"].at(2, 8).forward_products == 2 * 2 * 8 * 8 * WIDTH**2
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("llama-3.1-8c", "did you mean 'llama-3.1-8b'"),
-        ("tests.core.test_planner:nothing", "write package.module:function"),
-        ("tests.core.test_planner:without_batch", r"return \(model, batch\)"),
-        ("tests.core.test_planner:without_blocks", "nn.ModuleList"),
-    ],
-)
-def test_a_model_that_cannot_be_traced_says_what_to_write(words: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        trace_model(words, 16)
-
-
-@pytest.mark.parametrize(
-    ("cluster", "said"),
-    [
-        ("4x8:a100-40q@400gbps", "did you mean 'a100-40g'"),
-        ("4x8:h200", "how fast are the nodes connected"),
-        ("4x8:h200@fast", "Gbit/s of a node"),
-        ("4xp7", "unknown kind of node"),
-        ("32 nodes", "NODESxDEVICES:DEVICE@RATE"),
-        ("0x8:h200", "at least 1"),
-        ("nowhere.yaml", "cannot read"),
-    ],
-)
-def test_a_cluster_that_is_not_understood_says_how_one_is_written(cluster: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        Hardware.parse(cluster)
-
-
-def test_a_cluster_file_has_what_the_tables_lack(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text("cluster: 4xp5\nprice_per_node_hour: 98\n", encoding="utf-8")
-    assert Hardware.parse(path) == replace(Hardware.parse("4xp5"), price=98.0)
-    device = "{name: New, memory_gib: 64, bf16_tflops: 500, hbm_gb_per_s: 2000, link_gb_per_s: 100}"
-    path.write_text(f"nodes: 2\ndevices_per_node: 4\ngbit_per_s: 800\ndevice: {device}\n", encoding="utf-8")
-    assert (Hardware.parse(path).devices, Hardware.parse(path).device.flops) == (8, 500e12)
-    path.write_text("cluster: 4xp5\nprice: 98\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="price_per_node_hour"):
-        Hardware.parse(path)
 
 
 def model_of(large: ModelTrace, cluster: str, **knobs: Any) -> StepModel:
@@ -374,32 +299,6 @@ def test_the_command_prints_a_table_json_and_a_file(
     assert silent.exit_code == 1 and "without it" in silent.stderr
     wrong = CliRunner().invoke(app, [*typed, "--fix", "shard"])
     assert wrong.exit_code == 1 and "write it as shard=16" in wrong.stderr
-
-
-def test_constants_and_the_page_are_those_of_the_result() -> None:
-    """The fits are `benchmarks/planner.py`'s; what is judged is one size that the others were fitted without."""
-    result = json.loads(Path(ROOT, "benchmarks", "results", "planner.json").read_text(encoding="utf-8"))
-    foundry, kempner = (result[name]["fitted_on_all"] for name in ("llm_foundry", "kempner"))
-    for kind, own in (("products", FITTED.products), ("attention", FITTED.attention)):
-        assert own == {"A100": round(foundry[f"{kind}_A100"], 3), "": round(foundry[f"{kind}_H100"], 3)}
-    assert (FITTED.link, FITTED.exposed) == (round(foundry["link"], 3), round(foundry["exposed"], 3))
-    assert FITTED.network == round(kempner["network"], 3)
-    text = Path(ROOT, "docs", "planning.md").read_text(encoding="utf-8")
-    for name in ("llm_foundry", "kempner", "vtrain"):
-        judged, rows = result[name]["held_out_by_size"], result[name]["rows"]
-        errors = [abs(row["held_out_error"]) for row in rows]
-        assert sum(errors) / len(errors) == pytest.approx(result[name]["held_out_mape"])
-        worst = max(judged, key=lambda size: judged[size]["mape"])
-        assert f"| {len(rows)} | {result[name]['held_out_mape']:.1%} | {judged[worst]['mape']:.1%} ({worst}) |" in text
-    assert f"| {result['lab_by_scaling_model']['mape']:.1%} |" in text
-    memory = result["kempner_memory"]
-    assert f"{memory['mape']:.1%} off on average" in text and f"{memory['worst']:.0%} too high" in text
-    runs = json.loads(Path(ROOT, "benchmarks", "results", "planner_dry_run.json").read_text(encoding="utf-8"))
-    for name, run in runs.items():
-        total = sum(run["counted"].values()) / 2**30
-        worst = max((off for off in run["off"].values() if off is not None), key=abs)
-        assert f"| {name} | {run['ranks']} | {total:.1f} | {run['off_in_all']:+.1%} | {worst:+.1%} |" in text
-    assert all(run["sent_is_equal"] for run in runs.values()) and len(runs) == 12
 
 
 def write_log(folder: Path, large: ModelTrace, true: Fitted, **asked: Any) -> Path:

@@ -228,11 +228,7 @@ class FailsWhereEmpty(torch.optim.SGD):
 
 
 AdamW = type("AdamW", (ClipsInside,), {"__module__": "torch.optim.adamw"})
-
-
 Shampoo = type("MyShampoo", (torch.optim.SGD,), {})
-
-
 AdamW8bit = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "torchao.optim.adam"})
 
 

@@ -74,8 +74,6 @@ def in_another_collective() -> None:
 
 
 STALLS = {"user code": in_user_code, "data loading": in_data_loading}
-
-
 # Where rank 1 is, and what is said about it.
 CASES = {
     "user code": (in_user_code, "elsewhere: rank 1: test_stalls.py:{line} in until_said, step 1, micro-batch 2"),

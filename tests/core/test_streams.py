@@ -83,8 +83,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "states on the host": {"state_offload": "optimizer"},
     "non-finite steps skipped": {"on_nonfinite_grad_norm": "skip"},
 }
-
-
 # Refused when the model is known.
 UNFIT = {(feature, "FP8") for feature in ("8-bit gathers", "FP8 payloads in nodes too", "a secondary shard")}
 
@@ -150,8 +148,6 @@ ASKING = {
     ),
     "flags from memory that is not pinned": Case({"shard_degree": 2}, without=PINNED),
 }
-
-
 # By feature, where two are taken together.
 ASKS_OF_FEATURES = {
     "8-bit gathers": {"_look": 1.0},

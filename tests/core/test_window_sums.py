@@ -89,8 +89,6 @@ def two_passes_together(cases: list[tuple[bool, dict[str, Any]]]) -> list[Gradie
 # Four bits of the largest term, once from each replica and once from the owner of the sum, and what the rest of the
 # block rounds to.
 NEAR = 2 / 14
-
-
 TWO_PASSES: list[tuple[dict[str, Any], float]] = [
     ({"shard_degree": 1}, 1e-12),
     ({"shard_degree": 2}, 1e-12),
@@ -100,8 +98,6 @@ TWO_PASSES: list[tuple[dict[str, Any], float]] = [
     ({"shard_degree": 2, "compression": {"reduce": "int4", "error_feedback": True}}, NEAR),
     ({"shard_degree": 2, "compression": "int4", "optimizer_shard": "world"}, NEAR),
 ]
-
-
 EVERY = [(retained, knobs) for retained in (True, False) for knobs, _ in TWO_PASSES]
 
 
@@ -133,8 +129,6 @@ class Window:
 
 
 LAYERS = 3
-
-
 UNITS = LAYERS + 1
 
 

@@ -26,17 +26,11 @@ MODES: dict[str, Any] = {
     "selective": "selective",
     "parts of blocks": {"blocks.[01]": "selective", "blocks.2": "none", "*.up": "full"},
 }
-
-
 UNITS = {
     "blocks": {},
     "units inside blocks": {"units": {"modules": ["DroppingBlock", "*.down"], "min_parameters": 500}},
 }
-
-
 DEGREES = (2, 1)
-
-
 Case = tuple[str, float, str, int]
 
 
@@ -62,8 +56,6 @@ def compare_modes(cases: list[Case]) -> int:
 
 
 ALL: list[Case] = list(itertools.product(MODES, (0.0, 0.1), UNITS, DEGREES))
-
-
 SAMPLE = random.Random(5).sample(ALL, 3)
 
 

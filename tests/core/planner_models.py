@@ -1,0 +1,42 @@
+"""Models that `smp plan` is given by name: one that it traces, and some that it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def plain() -> Any:
+    return Plain(), lambda samples, tokens: torch.zeros(samples, tokens, WIDTH, dtype=torch.bfloat16)
+
+
+def without_batch() -> nn.Module:
+    return Plain()
+
+
+def without_blocks() -> Any:
+    return nn.Linear(2, 2), lambda samples, tokens: torch.zeros(samples, tokens, 2)
