@@ -61,7 +61,7 @@ class Charts:
         self._matplotlib = matplotlib
         self._drawn = 0
 
-    def lines(self, series: Mapping[str, Points], unit: str, *, log: bool = False) -> str:
+    def lines(self, series: Mapping[str, Points], unit: str) -> str:
         """Draw a line over optimizer steps for each series."""
         with self._figure(_HEIGHT) as (figure, written):
             axes = figure.add_subplot()
@@ -70,8 +70,6 @@ class Charts:
                 marker = "o" if len(shown) == 1 else None
                 x, y = zip(*shown, strict=True) if shown else ((), ())
                 axes.plot(x, y, label=_short(label), color=colour, linewidth=1.0, marker=marker)
-            if log:
-                axes.set_yscale("log")
             axes.set_xlabel("optimizer step")
             axes.set_ylabel(unit)
             if len(series) > 1:

@@ -176,7 +176,7 @@ def _picture(run: Run) -> str | None:
         return None
     try:
         layout = Layout(**{axis: int(degree) for axis, degree in degrees.items()})
-    except TypeError:
+    except (TypeError, ValueError):
         return None
     world, k = len(names) * int(per_node), int(per_node)
     if layout.world_size != world or min(vars(layout).values()) < 1:
