@@ -22,15 +22,15 @@ IN_SCRIPT = r"stalling_script.py:\d+ in "
 # (face, event, rank): what is written.
 QUICK = {
     ("accelerate", "image", 0): IMAGE,
+}
+DIFFERS = "differs? between ranks .* on rank 0; .* on rank 1"
+SLOW = {
     # Rank 1 wants no gradients of a layer any more.
     (
         "accelerate",
         "frozen",
         1,
     ): r"went apart: in micro-batch 1, rank 0: reduce_scatter of 'text.0' in backward; rank 1: ",
-}
-DIFFERS = "differs? between ranks .* on rank 0; .* on rank 1"
-SLOW = {
     ("lightning", "image", 0): IMAGE,
     ("lightning", "image", 1): APART.format("text.0", "vision.0"),
     ("accelerate", "swallowed", 0): IMAGE,

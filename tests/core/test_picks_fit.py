@@ -16,7 +16,7 @@ from smp_core.planning.dry_run import Question, dry_run
 from smp_core.planning.hardware import Hardware
 from smp_core.planning.trace import trace_model
 
-QUICK = (0, 2, 6)  # parameters that stay gathered for the next micro-batch, twice
+QUICK = (0,)  # parameters that stay gathered for the next micro-batch
 SLOW = 24
 # Dry runs have no context ranks, and figures of tensor ranks are compared in test_dry_run.py.
 FIXED = {"tensor": 1, "context": 1}
