@@ -197,7 +197,9 @@ def _progress(runs: Sequence[Run], charts: Charts) -> list[Section]:
 
 
 def _figures(runs: Sequence[Run]) -> Table:
-    of_runs = [{name: [v for _, v in points] for name, points in run.figures.items()} for run in runs]
+    of_runs: list[dict[str, list[float]]] = []
+    for run in runs:
+        of_runs.append({name: [value for _, value in points] for name, points in run.figures.items()})
     there = dict.fromkeys(name for figures in of_runs for name in figures)
     ordered = [name for name in FIGURES if name in there] + [name for name in there if name not in FIGURES]
     if len(runs) == 1:

@@ -86,24 +86,16 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: it does, its name says that it does, or it cannot be made to find out. On all ranks.
     """
-    kind = type(optimizer)
-    if kind in KNOWN:
-        return
     refusal = (
-        f"optimizer_shard='world' gives each rank a part of every tensor, but {kind.__name__} %s; write "
+        f"optimizer_shard='world' gives each rank a part of every tensor, but {type(optimizer).__name__} %s; write "
         "optimizer_shard='shard', or use an elementwise optimizer such as AdamW"
     )
-    names = [base.__name__.lower() for base in kind.__mro__]
-    if any(name.startswith(_ACROSS) or name.endswith(_ACROSS) for name in names):
-        raise ValueError(refusal % "looks across a tensor")
-    _on_all_ranks(lambda: _difference(optimizer), refusal)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning(
-            "optimizer_shard='world': %s is not known here. It stepped small tensors in parts as it stepped them "
-            "whole; if later steps look across a tensor, or across several, they are other ones than in one process, "
-            "without an error. In doubt write optimizer_shard='shard'",
-            kind.__name__,
-        )
+    warning = (
+        "optimizer_shard='world': %s is not known here. It stepped small tensors in parts as it stepped them whole; if "
+        "later steps look across a tensor, or across several, they are other ones than in one process, without an "
+        "error. In doubt write optimizer_shard='shard'"
+    )
+    _require(optimizer, _ACROSS, refusal, "looks across a tensor", _difference, warning)
 
 
 def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
@@ -113,23 +105,42 @@ def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: it does, its name says that it does, or it cannot be made to find out. On all ranks.
     """
+    refusal = (
+        "with pipeline_parallel_degree each stage's optimizer steps the parameters of its blocks, but "
+        f"{type(optimizer).__name__} %s; use one that looks at one tensor at a time, such as AdamW"
+    )
+    warning = (
+        "pipeline_parallel_degree: %s is not known here. It stepped two small tensors together as it stepped each "
+        "alone; if later steps look across tensors, they are other ones than in one process, without an error"
+    )
+    _require(optimizer, _ACROSS_TENSORS, refusal, "looks across all its parameters", _difference_together, warning)
+
+
+def _require(
+    optimizer: torch.optim.Optimizer,
+    names: tuple[str, ...],
+    refusal: str,
+    reason: str,
+    difference: Callable[[torch.optim.Optimizer], str | None],
+    warning: str,
+) -> None:
+    """Refuse an optimizer by its name, or by a trial on small tensors; warn of one that was only tried.
+
+    Args:
+        names: beginnings and ends of the names of those that are refused for ``reason``.
+        refusal: takes the reason.
+        difference: the trial.
+        warning: takes the optimizer's name.
+    """
     kind = type(optimizer)
     if kind in KNOWN:
         return
-    refusal = (
-        f"with pipeline_parallel_degree each stage's optimizer steps the parameters of its blocks, but {kind.__name__} "
-        "%s; use one that looks at one tensor at a time, such as AdamW"
-    )
-    names = [base.__name__.lower() for base in kind.__mro__]
-    if any(name.startswith(_ACROSS_TENSORS) or name.endswith(_ACROSS_TENSORS) for name in names):
-        raise ValueError(refusal % "looks across all its parameters")
-    _on_all_ranks(lambda: _difference_together(optimizer), refusal)
+    classes = [base.__name__.lower() for base in kind.__mro__]
+    if any(name.startswith(names) or name.endswith(names) for name in classes):
+        raise ValueError(refusal % reason)
+    _on_all_ranks(lambda: difference(optimizer), refusal)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning(
-            "pipeline_parallel_degree: %s is not known here. It stepped two small tensors together as it stepped each "
-            "alone; if later steps look across tensors, they are other ones than in one process, without an error",
-            kind.__name__,
-        )
+        logger.warning(warning, kind.__name__)
 
 
 def require_steps_shards(optimizer: torch.optim.Optimizer) -> None:
