@@ -3,6 +3,7 @@ tests/accelerate/test_tensor_parallel.py (around degrees that were given)."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from smp_core.agreement import of_rank_0
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
+from smp_core.planning import auto_plan
 from smp_core.planning.auto_plan import RunningStep, hardware_of_run, plan_run
 from smp_core.planning.cluster import GIB, Cluster
 from smp_core.planning.dtype_rules import Precision
@@ -34,6 +36,17 @@ def model() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**FIELDS, bos_token_id=0, eos_token_id=0))
 
 
+@pytest.fixture(scope="module")
+def traced_once() -> Any:
+    """The trace of the model, which takes seconds and is the same for each of its plans."""
+
+    @functools.cache
+    def trace(of: nn.Module, *work: Any) -> Any:
+        return trace_built(of, SmpConfig(), *work)
+
+    return lambda of, asked, *work: trace(of, *work)
+
+
 class Around(nn.Module):
     """A module whose steps call a Transformers model, as LightningModules do."""
 
@@ -53,8 +66,11 @@ def test_a_built_model_is_traced_as_its_configuration_is(model: nn.Module) -> No
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_is_given_stays_and_what_is_open_is_chosen_within_memory(model: nn.Module) -> None:
+def test_what_is_given_stays_and_what_is_open_is_chosen_within_memory(
+    model: nn.Module, traced_once: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The device has 4 MiB less than the plan without recomputation needs, then room for all."""
+    monkeypatch.setattr(auto_plan, "trace_built", traced_once)
 
     def planned(**knobs: Any) -> dict[str, Any]:
         asked = SmpConfig(plan={"sequence": 64, "micro_batch": 8}, **knobs)
@@ -70,8 +86,11 @@ def test_what_is_given_stays_and_what_is_open_is_chosen_within_memory(model: nn.
         planned(planner={"device_memory_gib": MARGIN + 4 / 1024}, activations="none")
 
 
-def test_degrees_that_change_the_batch_are_chosen_where_it_is_given(model: nn.Module) -> None:
+def test_degrees_that_change_the_batch_are_chosen_where_it_is_given(
+    model: nn.Module, traced_once: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four ranks, two micro-batches of 4: 32 samples without them, 16 need two ranks for each sample."""
+    monkeypatch.setattr(auto_plan, "trace_built", traced_once)
     step = {"sequence": 64, "micro_batch": 4}
     decided = plan_run(model, SmpConfig(plan={**step, "global_batch": 16}), NODES, STEP)
     assert decided.knobs["tensor_parallel_degree"] == 2 and "planned for 16 x 64 tokens" in decided.why
