@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import platform
@@ -19,7 +20,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
 
 from smp_core.comm.issued import IssuedCollectives, NotedCollective
@@ -50,20 +52,45 @@ class Block(nn.Module):
         return x + self.inner(x)
 
 
-@contextlib.contextmanager
-def without_noting() -> Iterator[None]:
-    """Take out everything that is measured."""
+SETTERS = ("set_custom_all_gather", "set_custom_reduce_scatter")
+Noted = list[tuple[Callable[[Any], None], NotedCollective]]
 
-    def bare(self: NotedCollective, *args: Any, **kwargs: Any) -> Any:
-        return self.made(*args, **kwargs)  # type: ignore[operator]
+
+@contextlib.contextmanager
+def collected() -> Iterator[Noted]:
+    """List what units communicate with, and the setters that FSDP2 was given it by."""
+    found: Noted = []
+
+    def collecting(name: str) -> Callable[[FSDPModule, Any], None]:
+        setter = getattr(FSDPModule, name)
+
+        def collect(module: FSDPModule, made: Any) -> None:
+            found.append((functools.partial(setter, module), made))
+            setter(module, made)
+
+        return collect
+
+    with contextlib.ExitStack() as stack:
+        for name in SETTERS:
+            stack.enter_context(mock.patch.object(FSDPModule, name, collecting(name)))
+        yield found
+
+
+@contextlib.contextmanager
+def without_noting(noted: Noted) -> Iterator[None]:
+    """Take out everything that is measured: FSDP2 calls what moves the bytes itself."""
+    nowhere = contextlib.nullcontext()
 
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(NotedCollective, "__call__", bare))
+        for setter, each in noted:
+            setter(each.made)
+            stack.callback(setter, each)
         stack.enter_context(mock.patch.object(Told, "divergence", nothing))
         stack.enter_context(mock.patch.object(received_gradients, "told_by", lambda *_: []))
+        stack.enter_context(mock.patch.object(Whereabouts, "waiting", lambda *_: nowhere))
         for kind, names in ((IssuedCollectives, ["end_micro_batch"]), (Whereabouts, ["in_window", "end_window"])):
             for name in names:
                 stack.enter_context(mock.patch.object(kind, name, nothing))
@@ -74,7 +101,8 @@ def measured(pairs: int) -> tuple[list[float], list[float]]:
     """Seconds of processor time of steps with noting, and of those without that follow or precede them."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     torch.manual_seed(0)
-    parallel = parallelize(nn.Sequential(*(Block() for _ in range(BLOCKS))), SmpConfig(shard_degree=WORLD))
+    with collected() as noted:
+        parallel = parallelize(nn.Sequential(*(Block() for _ in range(BLOCKS))), SmpConfig(shard_degree=WORLD))
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-4)
     parallel.prepare_optimizer(optimizer)
     x = torch.randn(TOKENS, WIDTH)
@@ -87,7 +115,7 @@ def measured(pairs: int) -> tuple[list[float], list[float]]:
         return time.thread_time() - begun
 
     def bare_step() -> float:
-        with without_noting():
+        with without_noting(noted):
             return step()
 
     for _ in range(5):

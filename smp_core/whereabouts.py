@@ -1,6 +1,6 @@
 """Where this rank is: what it waits for, and otherwise the innermost line of user code, for whoever waits for it.
 
-Whoever communicates notes it here (two assignments for a collective); the thread that gives signs of life
+Whoever communicates notes it here (:meth:`Whereabouts.during` for a collective); the thread that gives signs of life
 (:mod:`smp_core.liveness`) looks whether anything has happened since it last looked, and reads the main thread's stack
 (``sys._current_frames``, the only way to that of another thread) only where nothing has.
 """
@@ -15,7 +15,10 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from time import perf_counter
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 # Parts of file names of code that is not the user's.
 _LIBRARIES = (
@@ -44,9 +47,10 @@ class Whereabouts:
         describe: says in words what one of those numbers means.
         peers: the ranks that issue the same.
         micro_batch: of the present window, from 1.
-        events: changes with everything that is noted.
-        waited: seconds in all, between :meth:`begin` and :meth:`end`; of the host.
+        events: how often something was begun or ended that is noted.
+        waited: seconds in all that the host was in :meth:`during` and :meth:`waiting`.
         doing: says what this rank waits for; None: for nothing.
+        window_began: when the first pass of the present window did; None: it has not.
     """
 
     def __init__(self) -> None:
@@ -57,37 +61,43 @@ class Whereabouts:
         self.micro_batch = 1
         self.events = 0
         self.waited = 0.0
-        self._waits_since = 0.0
         self.doing: Callable[[], str] | None = None
         self._windows: deque[float] = deque(maxlen=50)
-        self._began: float | None = None
-        self._seen, self._since = -1, time.monotonic()
+        self.window_began: float | None = None
+        self._seen: tuple[int, Callable[[], str] | None] = (-1, None)
+        self._since = time.monotonic()
 
-    def begin(self, doing: Callable[[], str]) -> None:
-        """Note that this rank waits for others from here on; ``doing`` says in what."""
-        self.events += 1
-        self.doing = doing
-        self._waits_since = time.perf_counter()
+    def during(self, doing: Callable[[], str], run: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Return ``run(*args, **kwargs)``, in which this rank waits for others; ``doing`` says in what.
 
-    def end(self) -> None:
-        """Note that it has come out of it."""
+        Every collective of a unit comes through here, so it is one call and no more."""
+        outer, self.doing = self.doing, doing
         self.events += 1
-        self.doing = None
-        self.waited += time.perf_counter() - self._waits_since
+        began = perf_counter()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.doing = outer
+            if outer is None:  # or those seconds are counted there
+                self.waited += perf_counter() - began
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """The same around a few lines."""
-        self.begin(lambda: what)
+        outer, self.doing = self.doing, lambda: what
+        self.events += 1
+        began = perf_counter()
         try:
             yield
         finally:
-            self.end()
+            self.doing = outer
+            if outer is None:
+                self.waited += perf_counter() - began
 
     def in_window(self) -> None:
         """Note a forward or backward pass of a window."""
-        if self._began is None:
-            self._began = time.monotonic()
+        if self.window_began is None:
+            self.window_began = time.monotonic()
 
     def end_micro_batch(self) -> None:
         self.events += 1
@@ -95,9 +105,9 @@ class Whereabouts:
 
     def end_window(self, measured: bool) -> None:
         """Note the end of a window, whose time counts for :meth:`patience` if it came to its end."""
-        if measured and self._began is not None:
-            self._windows.append(time.monotonic() - self._began)
-        self._began, self.micro_batch = None, 1
+        if measured and self.window_began is not None:
+            self._windows.append(time.monotonic() - self.window_began)
+        self.window_began, self.micro_batch = None, 1
 
     def patience(self) -> float:
         """Return the seconds of waiting after which something is said: ten times the slowest of the last windows."""
@@ -107,10 +117,11 @@ class Whereabouts:
         """Return where this rank stands still, as JSON; None if anything has happened since the last look. Called by
         one thread."""
         now = time.monotonic()
-        if self.events != self._seen:
-            self._seen, self._since = self.events, now
+        seen = self.events, self.doing
+        if seen != self._seen:
+            self._seen, self._since = seen, now
             return None
-        doing, frames = self.doing, _main_stack()
+        doing, frames = seen[1], _main_stack()
         waits = doing is not None or _communicates(frames)
         place = f"{doing()}" if doing is not None else place_of(frames, waits)
         found = {"for": now - self._since, "after": self.patience(), "waits": waits, "place": place}

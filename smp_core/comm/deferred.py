@@ -15,16 +15,36 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Work
 
+from smp_core.whereabouts import here
+
+_AT_ONCE = timedelta(0)
+
 
 class Deferred(Work):
-    """Runs ``finish`` once, when it is waited for."""
+    """Runs ``finish`` once, when it is waited for.
+
+    Attributes:
+        place: says in words what is waited for, to ranks that wait for this one; None: nobody is told.
+    """
+
+    place: Callable[[], str] | None = None
 
     def __init__(self, finish: Callable[[], None]) -> None:
         super().__init__()
         self._finish: Callable[[], None] | None = finish
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        finish, self._finish = self._finish, None
-        if finish is not None:
+    def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
+        finish = self._finish
+        if finish is None:
+            return True
+        self._finish = _failed_before  # unless it comes to its end: messages are not waited for twice
+        if self.place is None:
             finish()
+        else:
+            here.during(self.place, finish)
+        self._finish = None
         return True
+
+
+def _failed_before() -> None:
+    raise RuntimeError("this collective failed when it was waited for before: what it was to bring has not come")

@@ -12,11 +12,9 @@ import functools
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import Work
 
 from smp_core.comm.flat import CommObject
 from smp_core.whereabouts import here, ranks_in_words, went_apart
@@ -32,15 +30,14 @@ class IssuedCollectives:
 
     Args:
         peers: the ranks that issue the same.
-        host_waits: whether waiting for a collective keeps the host, as on CPU.
 
     Attributes:
         backward_pass: returns the number of the backward pass that runs, -1 outside.
         windows: how often all ranks began anew: the number of the window that runs.
     """
 
-    def __init__(self, peers: Sequence[int], host_waits: bool) -> None:
-        self.peers, self.host_waits = tuple(peers), host_waits
+    def __init__(self, peers: Sequence[int]) -> None:
+        self.peers = tuple(peers)
         self.backward_pass: Callable[[], int] = lambda: -1
         self.windows = 0
         self._names: list[tuple[str, str]] = []  # kind, unit
@@ -100,51 +97,21 @@ class NotedCollective:
 
     def __init__(self, issued: IssuedCollectives, made: CommObject, number: int) -> None:
         self._issued, self.made = issued, made
-        self._of_pass = [(each, functools.partial(issued.describe, each)) for each in (number, number + 1)]
-        self._awaited = _Awaited()
+        self._in_forward, self._in_backward = number, number + 1
+        self._places = {each: functools.partial(issued.describe, each) for each in (number, number + 1)}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.made.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         issued = self._issued
-        number, describe = self._of_pass[issued.backward_pass() != -1]
+        number = self._in_forward if issued.backward_pass() == -1 else self._in_backward
         issued.note(number)
-        here.begin(describe)
-        try:
-            work = self.made(*args, **kwargs)  # type: ignore[operator]
-        finally:
-            here.end()
-        if work is None or not issued.host_waits:
-            return work
-        # To make one takes longer than all else here, so the one that has been waited for is used again.
-        if self._awaited.work is not None:
-            self._awaited = _Awaited()
-        self._awaited.work, self._awaited.describe = work, describe
-        return self._awaited
-
-
-class _Awaited(Work):
-    """A collective that somebody waits for, who says so. FSDP2 knows a ``Work`` by torch's class.
-
-    Attributes:
-        work: that is under way; None: it has been waited for.
-        describe: says in words what it is.
-    """
-
-    work: Work | None = None
-    describe: Callable[[], str]
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if self.work is None:
-            return True
-        here.begin(self.describe)
-        try:
-            waited = bool(self.work.wait())
-        finally:
-            here.end()
-        self.work = None  # one that failed stays: what is awaited has not come
-        return waited
+        place = self._places[number]
+        work = here.during(place, self.made, *args, **kwargs)  # type: ignore[arg-type]
+        if work is not None:  # a Deferred
+            work.place = place
+        return work
 
 
 def first_to_differ(issued: IssuedCollectives, by_rank: dict[int, tuple[int, list[int]]]) -> str:

@@ -69,7 +69,7 @@ class Traffic:
     def __init__(self, mesh: SmpMesh, meter: CommMeter, plan: Plan) -> None:
         self.mesh, self._meter = mesh, meter
         self.steps = 0
-        self.issued = IssuedCollectives(mesh.shard_ranks, host_waits=mesh.device.type == "cpu")
+        self.issued = IssuedCollectives(mesh.shard_ranks)
         self.issued.show()
         knobs = plan.knobs
         form = self._form = knobs.compression

@@ -320,10 +320,10 @@ class AccumulationWindow:
         return hook
 
     def _queue_end(self) -> None:
-        here.in_window()
         this_pass = backward_pass()
         if self._running_pass == this_pass:
             return
+        here.in_window()
         if self._running_pass is not None:
             raise RuntimeError(FAILED_PASS)
         self._running_pass = this_pass

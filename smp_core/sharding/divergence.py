@@ -9,6 +9,7 @@ do they exchange what they issued.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -48,10 +49,11 @@ def told_by(issued: IssuedCollectives, mesh: SmpMesh) -> list[int]:
     return [*told, issued.windows, _GREATEST - issued.windows]
 
 
-def differing(told: torch.Tensor) -> list[bool]:
+def differing(told: Sequence[int]) -> list[bool]:
     """Return for each replica whether its ranks differ, and last whether any two ranks are in different windows; from
-    the maxima (int32) of what all told."""
-    return [total not in (_GREATEST, _UNTOLD) for total in told.view(-1, 2).sum(1).tolist()]
+    the maxima of what all told."""
+    totals = map(operator.add, told[::2], told[1::2])
+    return [total not in (_GREATEST, _UNTOLD) for total in totals]
 
 
 def stop_device_where_differing(told: torch.Tensor) -> None:
@@ -72,7 +74,7 @@ def require_same_collectives(issued: IssuedCollectives, mesh: SmpMesh) -> None:
     if mesh.shard_degree > 1:
         told = torch.tensor(told_by(issued, mesh), dtype=torch.int32, device=mesh.device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.model_group)
-        differs = differing(told)
+        differs = differing(told.tolist())
         if any(differs):
             raise RanksDiverged(first_difference(issued, mesh, differs))
     issued.forget()

@@ -93,7 +93,7 @@ class Told:
         if streams.run_behind(told.device):
             stop_device_where_differing(told)
         else:
-            differs = differing(told)
+            differs = differing(told.tolist())
             found = first_difference(self._issued, self._mesh, differs) if any(differs) else None
         self._issued.forget()
         return found

@@ -90,7 +90,8 @@ class UnitWindow:
     # Calls and backward passes
 
     def used(self) -> None:
-        here.in_window()
+        if here.window_began is None:
+            here.in_window()
         self._uses_left += 1
 
     def came_through(self, received: set[int], trainable: set[int]) -> set[int]:

@@ -18,9 +18,9 @@ FAILED_PASS = (
 )
 
 
-def backward_pass() -> int:
-    """Return a number for the backward pass that is running, to tell it from the one before."""
-    return torch._C._current_graph_task_id()
+# Returns a number for the backward pass that is running, to tell it from the one before; -1 outside of one. Asked for
+# with each collective of a unit, so it is torch's function itself.
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
