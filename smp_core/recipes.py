@@ -113,9 +113,10 @@ class Units(Recipe):
         min_parameters: Modules that hold at least this many own parameters (elements, not bytes) become units too, for
             example a large embedding. Integer >= 0; default 0 (off).
         optional: Modules that some ranks leave out in some micro-batches (samples without an image, one adapter or
-            expert of many): class names or globs over module names (["visual", "*.adapter_*"]). They and all inside
-            them are gathered and reduced with the unit around them (the root, if there is no other) on all ranks, which
-            takes the memory of their unsharded parameters and gradients. Default none.
+            expert of many): class names or globs over module names (["visual", "*.adapter_*"]), or "auto": the
+            sub-models of a Transformers model that no token goes through (vision and audio towers). They and all
+            inside them are gathered and reduced with the unit around them (the root, if there is no other) on all
+            ranks, which takes the memory of their unsharded parameters and gradients. Default none.
     """
 
     KNOB: ClassVar[str] = "units"
@@ -130,7 +131,10 @@ class Units(Recipe):
         read.either(read.word("auto"), _GLOBS, read.function("(module_name, module) -> bool"), allowed=ALLOWED),
     )
     min_parameters: int = setting(0, _COUNT)
-    optional: tuple[str, ...] = setting((), _GLOBS)
+    optional: Literal["auto"] | tuple[str, ...] = setting(
+        (),
+        read.either(read.word("auto"), _GLOBS, allowed="'auto', a list of class names or globs (in text a JSON list)"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

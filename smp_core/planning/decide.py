@@ -204,6 +204,7 @@ def decide(
     # Memory, and what is in flight.
     activations = settle_activations(draft, shapes, stage)
     settle_prefetch(draft, shapes, of_groups, groups)
+    _settle_optional_units(draft, shapes)
     _settle_delayed_init(draft, shapes)
     _settle_compile(draft, shapes, given, layout.tensor > 1 and bool(activations.checkpointed))
     stored = settle_stored_dtype(draft, shapes, gathers) if given is None else None
@@ -243,6 +244,15 @@ def decide_activations(plan: Plan, shapes: Shapes, **knobs: Any) -> Plan:
     _settle_compile(draft, shapes, plan.given, plan.layout.tensor > 1 and bool(activations.checkpointed))
     warnings = (*plan.warnings, *draft.warnings)
     return replace(plan, knobs=draft.knobs, shapes=shapes, activations=activations, warnings=warnings)
+
+
+def _settle_optional_units(draft: Draft, shapes: Shapes) -> None:
+    if draft.knobs.units.optional == "auto":
+        names = shapes.units.optional
+        inside = tuple(f"{name}." for name in names)
+        elements = sum(each.elements for each in shapes.parameters if each.name.startswith(inside))
+        why = f"no token goes through them: {elements:,} parameters, gathered with the unit around them"
+        draft.settle("units.optional", names, why)
 
 
 def _settle_delayed_init(draft: Draft, shapes: Shapes) -> None:

@@ -219,8 +219,9 @@ def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
     if knobs.fp8 is not None and knobs.fp8.backend != "native":
         yield f"fp8.backend={knobs.fp8.backend!r}", "write fp8={'backend': 'native'}"
     if knobs.units.optional:
+        asked = knobs.units.optional
         yield (
-            f"units.optional={list(knobs.units.optional)!r}",
+            f"units.optional={asked if asked == 'auto' else list(asked)!r}",
             "leave it out: stages take every batch through all blocks",
         )
     if knobs.collectives.symmetric_memory:

@@ -32,6 +32,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from smp_core.config import SmpConfig
 from smp_core.module_names import compiled_of, uncompiled
+from smp_core.planning.towers import towers
 
 logger = logging.getLogger("smp")
 
@@ -54,13 +55,14 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class WrapPlan:
-    """Units, innermost first; names of replicated parameters; for the log, how the blocks were chosen; and names of the
-    outermost blocks in the model's order, for activation checkpointing."""
+    """Units, innermost first; names of replicated parameters; for the log, how the blocks were chosen; names of the
+    outermost blocks in the model's order, for activation checkpointing; and names of the optional modules."""
 
     units: tuple[PlannedUnit, ...]
     replicated: tuple[str, ...]
     why: str
     blocks: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
 
 def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward") -> WrapPlan:
@@ -73,12 +75,14 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
             parameters are replicated, because backward runs in the middle of a step (manual optimization).
 
     Raises:
-        ValueError: ``units`` or ``units.optional`` name what matches nothing; the model has no parameters.
+        ValueError: ``units`` or ``units.optional`` name what matches nothing, or ``"auto"`` finds nothing; the model
+            has no parameters.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks, why = _blocks(model, config)
     blocks = _compiled_whole(model, blocks)
-    optional = _optional(model, config)
+    left_out = _optional(model, config)
+    optional = {inner for module in left_out for inner in module.modules()}
     children = [] if entry == "forward" else [each for each in _callable_children(model) if each not in optional]
     above_children = entry == "steps" and len(_outside(model, children)) > 0
     roots = [model] if entry == "forward" or above_children else children
@@ -112,7 +116,8 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
     if tied:
         shown = [name for name, parameter in model.named_parameters() if parameter in tied]
         logger.info("parameters shared by several units stay whole on every rank: %s", ", ".join(shown))
-    return WrapPlan(units, tuple(plain), why, tuple(_outermost(names, blocks)))
+    optional_names = tuple(names[module] for module in left_out)
+    return WrapPlan(units, tuple(plain), why, tuple(_outermost(names, blocks)), optional_names)
 
 
 def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
@@ -188,10 +193,20 @@ def _blocks(model: nn.Module, config: SmpConfig) -> tuple[list[nn.Module], str]:
     return found, f"units: {', '.join(choose)}"
 
 
-def _optional(model: nn.Module, config: SmpConfig) -> set[nn.Module]:
-    """Return the modules that ``units.optional`` names, with what is inside of them."""
-    named = [m for pattern in config.units.optional for m in _matching(model, "units.optional", pattern)]
-    return {inner for module in named for inner in module.modules()}
+def _optional(model: nn.Module, config: SmpConfig) -> list[nn.Module]:
+    """Return the modules that ``units.optional`` names."""
+    asked = config.units.optional
+    if asked != "auto":
+        return [module for pattern in asked for module in _matching(model, "units.optional", pattern)]
+    found = towers(model)
+    if not found:
+        children = ", ".join(repr(name) for name, _ in model.named_children())
+        raise ValueError(
+            f"units.optional='auto' finds nothing in {type(model).__name__}: it means sub-models of a Transformers "
+            "model that no token goes through, such as a vision tower. Name what ranks leave out: "
+            f"units={{'optional': ['visual', '*.adapter_*']}}, or leave it away. Its children: {children}"
+        )
+    return [model.get_submodule(name) for name in found]
 
 
 def _matching(model: nn.Module, knob: str, pattern: str) -> list[nn.Module]:

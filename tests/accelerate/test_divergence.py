@@ -12,6 +12,7 @@ import torch.distributed as dist
 from smp_core.sharding.divergence import RanksDiverged
 from tests.accelerate.running import fresh_accelerator, full_weights
 from tests.core.branching import WAYS, Branching, batch_of, loss_of
+from tests.core.pictured import pictured_loss, small_llava
 from tests.harness import run_ranks
 
 
@@ -71,13 +72,32 @@ def train(micro_batches: int, knobs: dict[str, Any] | None) -> dict[str, torch.T
     return full_weights(model)
 
 
+def train_with_pictures(knobs: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Six optimizer steps of a model with a vision tower, which ranks without a picture do not call."""
+    model = small_llava()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if knobs is not None:
+        accelerator = fresh_accelerator(smp_config=knobs)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        assert accelerator.smp_config.units.optional == ("model.vision_tower",)
+    for index in range(6):
+        if knobs is not None:
+            accelerator.backward(pictured_loss(model, dist.get_rank(), index))
+        else:
+            ((pictured_loss(model, 0, index) + pictured_loss(model, 1, index)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_weights(model)
+
+
 def optional() -> list[dict[str, torch.Tensor]]:
     knobs: dict[str, Any] = {"shard_degree": 2, "units": {"modules": ["Block"], "optional": ["left", "right"]}}
-    return [train(3, {**knobs, "activations": "full"}), train(1, knobs)]
+    found = train_with_pictures({"shard_degree": 2, "units": {"optional": "auto"}})
+    return [train(3, {**knobs, "activations": "full"}), train(1, knobs), found]
 
 
 def test_optional_units_may_be_left_out_by_any_rank() -> None:
-    expected = [train(3, None), train(1, None)]
+    expected = [train(3, None), train(1, None), train_with_pictures(None)]
     for runs in run_ranks(optional, 2):
         for ours, theirs in zip(runs, expected, strict=True):
             assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-12) for name in theirs)

@@ -40,7 +40,11 @@ FIELDS: dict[type[Recipe], dict[str, Any]] = {
         "schedule": st.sampled_from(["1f1b", "gpipe"]),
         "split": st.just("auto") | st.lists(st.integers(1, 9), min_size=1).map(tuple),
     },
-    Units: {"modules": st.just("auto") | _NAMES, "min_parameters": st.integers(0, 10**12), "optional": _NAMES},
+    Units: {
+        "modules": st.just("auto") | _NAMES,
+        "min_parameters": st.integers(0, 10**12),
+        "optional": st.just("auto") | _NAMES,
+    },
     DelayedInit: {"seed": st.integers(0, 2**40)},
     Activations: {
         "checkpoint": st.sampled_from(["none", "full", "selective", "every:3", {"*.mlp": "full"}]),

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.planning.units import plan_units
 from tests.core.branching import WAYS, Branching, batch_of, loss_of
 from tests.core.equivalence import full_weights
+from tests.core.pictured import small_llava
 from tests.harness import run_ranks
 
 OPTIONAL = {"units": {"modules": ["Block"], "optional": ["left", "right.*"]}, "shard_degree": 2}
@@ -96,3 +98,15 @@ def test_a_pattern_without_a_module_is_refused() -> None:
         ValueError, match=r"units\.optional='visual' matches no class name and no module name of Branch"
     ):
         plan_units(Branching(), SmpConfig(units={"optional": ["visual"]}))
+
+
+def test_auto_finds_towers_and_refuses_models_without() -> None:
+    auto = SmpConfig(units={"optional": "auto"})
+    plan = plan_units(small_llava(), auto)
+    assert plan.optional == ("model.vision_tower",)
+    assert [unit.name for unit in plan.units] == ["model.language_model.layers.1", "model.language_model.layers.0", ""]
+    wrapped = nn.ModuleDict({"net": small_llava()})
+    assert plan_units(wrapped, auto, entry="steps").optional == ("net.model.vision_tower",)
+    for model in (Branching(), small_llava().model.vision_tower, small_llava().model.language_model):
+        with pytest.raises(ValueError, match=r"units\.optional='auto' finds nothing in .* Name what ranks leave out"):
+            plan_units(model, auto)

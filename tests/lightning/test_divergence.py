@@ -13,6 +13,7 @@ from torch import nn
 
 from smp_core.sharding.divergence import RanksDiverged
 from tests.core.branching import WAYS, Branching, batch_of, loss_of
+from tests.core.pictured import pictured_loss, small_llava
 from tests.harness import run_ranks
 from tests.lightning.running import Run, assert_same, fit, make_trainer
 
@@ -102,16 +103,34 @@ class OptionalModule(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
+class PicturedModule(OptionalModule):
+    """A vision tower, which ranks without a picture do not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.left, self.right, self.head
+        self.model = small_llava()
+
+    def loss(self, rank: int, index: int) -> torch.Tensor:
+        return pictured_loss(self.model, rank, index)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
 def optional() -> list[Run]:
     knobs: dict[str, Any] = {"shard_degree": 2, "units": {"modules": ["Block"], "optional": ["left", "right"]}}
+    found: dict[str, Any] = {"shard_degree": 2, "units": {"optional": "auto"}}
     return [
         fit(OptionalModule, knobs={**knobs, "activations": "full"}, accumulate_grad_batches=3),
         fit(OptionalModule, knobs=knobs, accumulate_grad_batches=1),
+        fit(PicturedModule, knobs=found, accumulate_grad_batches=3),
     ]
 
 
 def test_optional_units_may_be_left_out_by_any_rank() -> None:
     expected = [fit(OptionalModule, accumulate_grad_batches=3), fit(OptionalModule, accumulate_grad_batches=1)]
+    expected += [fit(PicturedModule, accumulate_grad_batches=3)]
     for runs in run_ranks(optional, 2):
         for ours, theirs in zip(runs, expected, strict=True):
             assert_same(ours, theirs)
