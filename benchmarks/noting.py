@@ -1,8 +1,8 @@
 """What it costs to note collectives, to compare them, and to know where a rank waits (docs/ranks.md).
 
-    python benchmarks/noting.py [--pairs 200] [--out benchmarks/results/noting.json]
+    python benchmarks/noting.py [--pairs 200] [--nothing] [--out benchmarks/results/noting.json]
 
-One rank of torch's fake process group steps a model of 24 blocks, by turns with noting and without it. Each figure is
+One rank of torch's fake process group steps models of 24 blocks, by turns with noting and without it. Each figure is
 processor time of the main thread (``time.thread_time``). What disturbs a step (other programs, the memory that they
 share) only makes it longer, so the fast steps are compared: reported is the difference of the lower deciles of both
 kinds, with its uncertainty (drawing steps anew, 500 times), and as a share of a step of 50 ms.
@@ -14,12 +14,14 @@ import argparse
 import contextlib
 import functools
 import gc
+import inspect
 import json
 import platform
 import random
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,14 +33,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
 
-from smp_core.comm.issued import IssuedCollectives, NotedCollective
+from smp_core.comm.issued import NotedCollective
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
-from smp_core.sharding import received_gradients
+from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.received_gradients import Told
 from smp_core.whereabouts import Whereabouts
 
 WORLD, BLOCKS, WIDTH, TOKENS = 8, 24, 32, 8
+MODELS = 3  # of either kind: where a model's objects lie in memory makes a difference too
 GOAL = 0.005
 STEP_MS = 50.0  # the step that the goal is a share of
 
@@ -52,14 +55,13 @@ class Block(nn.Module):
         return x + self.inner(x)
 
 
-SETTERS = ("set_custom_all_gather", "set_custom_reduce_scatter")
-Noted = list[tuple[Callable[[Any], None], NotedCollective]]
+Setter = Callable[[Any], None]
 
 
 @contextlib.contextmanager
-def collected() -> Iterator[Noted]:
+def collected() -> Iterator[list[tuple[Setter, NotedCollective]]]:
     """List what units communicate with, and the setters that FSDP2 was given it by."""
-    found: Noted = []
+    found: list[tuple[Setter, NotedCollective]] = []
 
     def collecting(name: str) -> Callable[[FSDPModule, Any], None]:
         setter = getattr(FSDPModule, name)
@@ -71,41 +73,74 @@ def collected() -> Iterator[Noted]:
         return collect
 
     with contextlib.ExitStack() as stack:
-        for name in SETTERS:
+        for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
             stack.enter_context(mock.patch.object(FSDPModule, name, collecting(name)))
         yield found
 
 
-@contextlib.contextmanager
-def without_noting(noted: Noted) -> Iterator[None]:
-    """Take out everything that is measured: FSDP2 calls what moves the bytes itself."""
+class Unnoted:
+    """What stands for the notes of a model that has none."""
+
+    windows = 0
+    backward_pass: Any = None
+
+    def end_micro_batch(self) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+class UnseenPlace(Whereabouts):
+    """A place that nobody is told."""
+
     nowhere = contextlib.nullcontext()
 
-    def nothing(*_: Any, **__: Any) -> None:
+    def waiting(self, what: str) -> Any:
+        return self.nowhere
+
+    def in_window(self) -> None: ...
+
+    def end_window(self, measured: bool) -> None: ...
+
+
+class Uncompared(Told):
+    """Flags of a window without what ranks compare."""
+
+    def divergence(self) -> None:
         return None
 
-    with contextlib.ExitStack() as stack:
-        for setter, each in noted:
-            setter(each.made)
-            stack.callback(setter, each)
-        stack.enter_context(mock.patch.object(Told, "divergence", nothing))
-        stack.enter_context(mock.patch.object(received_gradients, "told_by", lambda *_: []))
-        stack.enter_context(mock.patch.object(Whereabouts, "waiting", lambda *_: nowhere))
-        for kind, names in ((IssuedCollectives, ["end_micro_batch"]), (Whereabouts, ["in_window", "end_window"])):
-            for name in names:
-                stack.enter_context(mock.patch.object(kind, name, nothing))
-        yield
+
+def with_globals(function: Any, **replaced: Any) -> Any:
+    """Return a function to which other names are global. What would be patched between two steps is looked up slowly
+    in the next one, which would then be part of the difference."""
+    inner = inspect.unwrap(function)  # of torch.no_grad
+    copied = types.FunctionType(
+        inner.__code__, {**inner.__globals__, **replaced}, None, inner.__defaults__, inner.__closure__
+    )
+    return copied if inner is function else torch.no_grad()(copied)
 
 
-def measured(pairs: int) -> tuple[list[float], list[float]]:
-    """Seconds of processor time of steps with noting, and of those without that follow or precede them."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+def bare_window() -> type[AccumulationWindow]:
+    """Return a window that notes and compares nothing."""
+    told = type("Told", (Uncompared,), {"__init__": with_globals(Told.__init__, told_by=lambda *_: [])})
+    replaced = {"Told": told, "here": UnseenPlace()}
+    names = ("close", "_queue_end")
+    methods = {name: with_globals(getattr(AccumulationWindow, name), **replaced) for name in names}
+    return type("BareWindow", (AccumulationWindow,), methods)
+
+
+def stepping(noting: bool) -> Callable[[], float]:
+    """Return a step of a new model, which returns its seconds of processor time."""
     torch.manual_seed(0)
-    with collected() as noted:
+    with collected() as units:
         parallel = parallelize(nn.Sequential(*(Block() for _ in range(BLOCKS))), SmpConfig(shard_degree=WORLD))
     optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-4)
     parallel.prepare_optimizer(optimizer)
     x = torch.randn(TOKENS, WIDTH)
+    if not noting:
+        for setter, noted in units:
+            setter(noted.made)
+        window: Any = parallel.window
+        window.__class__, window._issued = bare_window(), Unnoted()
 
     def step() -> float:
         begun = time.thread_time()
@@ -114,20 +149,24 @@ def measured(pairs: int) -> tuple[list[float], list[float]]:
         optimizer.zero_grad()
         return time.thread_time() - begun
 
-    def bare_step() -> float:
-        with without_noting(noted):
-            return step()
+    return step
 
-    for _ in range(5):
-        step(), bare_step()
+
+def measured(pairs: int, both: bool = False) -> tuple[list[float], list[float]]:
+    """Return seconds of steps with noting, and of those without that follow or precede them."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    with_notes, without = [stepping(True) for _ in range(MODELS)], [stepping(both) for _ in range(MODELS)]
+    for step in (*with_notes, *without) * 5:
+        step()
     gc.collect()
     gc.disable()  # whichever step it falls into would pay for all
     ours, bare = [], []
     for pair in range(pairs):
-        order = (step, bare_step) if pair % 2 else (bare_step, step)
+        noting, plain = with_notes[pair % MODELS], without[(pair // 2) % MODELS]
+        order = (noting, plain) if pair % 2 else (plain, noting)
         times = {run: run() for run in order}
-        ours.append(times[step])
-        bare.append(times[bare_step])
+        ours.append(times[noting])
+        bare.append(times[plain])
     return ours, bare
 
 
@@ -140,9 +179,10 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("--pairs", type=int, default=200)
     arguments.add_argument("--out", type=Path)
+    arguments.add_argument("--nothing", action="store_true", help="compare noting with noting: what chance makes")
     asked = arguments.parse_args()
     torch.set_num_threads(1)
-    ours, bare = measured(asked.pairs)
+    ours, bare = measured(asked.pairs, asked.nothing)
     difference = decile(ours) - decile(bare)
     drawn = random.Random(0)
     again = [decile(drawn.choices(ours, k=len(ours))) - decile(drawn.choices(bare, k=len(bare))) for _ in range(500)]

@@ -1,6 +1,6 @@
 """Where this rank is: what it waits for, and otherwise the innermost line of user code, for whoever waits for it.
 
-Whoever communicates notes it here (:meth:`Whereabouts.during` for a collective); the thread that gives signs of life
+Whoever communicates notes it here; the thread that gives signs of life
 (:mod:`smp_core.liveness`) looks whether anything has happened since it last looked, and reads the main thread's stack
 (``sys._current_frames``, the only way to that of another thread) only where nothing has.
 """
@@ -16,9 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any, TypeVar
-
-Result = TypeVar("Result")
+from typing import Any
 
 # Parts of file names of code that is not the user's.
 _LIBRARIES = (
@@ -48,7 +46,7 @@ class Whereabouts:
         peers: the ranks that issue the same.
         micro_batch: of the present window, from 1.
         events: how often something was begun or ended that is noted.
-        waited: seconds in all that the host was in :meth:`during` and :meth:`waiting`.
+        waited: seconds in all that the host waited.
         doing: says what this rank waits for; None: for nothing.
         window_began: when the first pass of the present window did; None: it has not.
     """
@@ -67,23 +65,9 @@ class Whereabouts:
         self._seen: tuple[int, Callable[[], str] | None] = (-1, None)
         self._since = time.monotonic()
 
-    def during(self, doing: Callable[[], str], run: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Return ``run(*args, **kwargs)``, in which this rank waits for others; ``doing`` says in what.
-
-        Every collective of a unit comes through here, so it is one call and no more."""
-        outer, self.doing = self.doing, doing
-        self.events += 1
-        began = perf_counter()
-        try:
-            return run(*args, **kwargs)
-        finally:
-            self.doing = outer
-            if outer is None:  # or those seconds are counted there
-                self.waited += perf_counter() - began
-
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """The same around a few lines."""
+        """Note that this rank waits for others in the lines inside; ``what`` says in what."""
         outer, self.doing = self.doing, lambda: what
         self.events += 1
         began = perf_counter()

@@ -3,7 +3,7 @@
 Collectives are matched by order alone. Where ranks of a partition group take different branches through units of one
 shape, each takes the other's values for its own: no error, wrong numbers. So every gather and reduction of a unit is
 noted by a number (unit, kind, direction), and a checksum of the numbers is compared when the accumulation window
-closes. Noting one takes well under a microsecond and asks nothing of a device.
+closes. Noting one takes about a microsecond and asks nothing of a device.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import functools
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from smp_core.comm.deferred import Deferred
 from smp_core.comm.flat import CommObject
 from smp_core.whereabouts import here, ranks_in_words, went_apart
 
@@ -48,7 +51,10 @@ class IssuedCollectives:
         """Return ``made``, a unit's communication object, such that its calls are noted. Every rank has to ask for the
         same units in the same order."""
         self._names.append((kind, unit))
-        return NotedCollective(self, made, 2 * len(self._names) - 1)
+        in_backward = 2 * len(self._names)
+        # A window may reduce what it holds behind its last pass; that belongs to backward all the same.
+        in_forward = in_backward - 1 if kind == "all_gather" else in_backward
+        return NotedCollective(self, made, in_forward, in_backward)
 
     def show(self) -> None:
         """Show these collectives, from here on, to ranks that wait for this one."""
@@ -92,25 +98,43 @@ class IssuedCollectives:
 
 
 class NotedCollective:
-    """A communication object of FSDP2 whose calls are noted before they are made, and that tells where this rank waits
-    (:mod:`smp_core.whereabouts`)."""
+    """A communication object of FSDP2 whose calls are noted before they are made, and that tells where this rank waits.
 
-    def __init__(self, issued: IssuedCollectives, made: CommObject, number: int) -> None:
+    Args:
+        in_forward, in_backward: numbers that its calls are noted by.
+    """
+
+    def __init__(self, issued: IssuedCollectives, made: CommObject, in_forward: int, in_backward: int) -> None:
         self._issued, self.made = issued, made
-        self._in_forward, self._in_backward = number, number + 1
-        self._places = {each: functools.partial(issued.describe, each) for each in (number, number + 1)}
+        self._in_forward = in_forward, functools.partial(issued.describe, in_forward)
+        self._in_backward = in_backward, functools.partial(issued.describe, in_backward)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.made.allocate(size, dtype=dtype, device=device)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+        **of_reduction: Any,
+    ) -> Deferred | None:
+        # A step comes here a hundred times. What `here.waiting` does is written out: its calls take longer than that.
         issued = self._issued
-        number = self._in_forward if issued.backward_pass() == -1 else self._in_backward
+        number, place = self._in_forward if issued.backward_pass() == -1 else self._in_backward
         issued.note(number)
-        place = self._places[number]
-        work = here.during(place, self.made, *args, **kwargs)  # type: ignore[arg-type]
-        if work is not None:  # a Deferred
-            work.place = place
+        outer, here.doing = here.doing, place
+        here.events += 1
+        began = perf_counter()
+        try:
+            work: Deferred | None = self.made(output_tensor, input_tensor, group, async_op=async_op, **of_reduction)  # type: ignore[operator]
+        finally:
+            here.doing = outer
+            if outer is None:
+                here.waited += perf_counter() - began
+        if work is not None:
+            work.place = place  # for whoever waits for it
         return work
 
 

@@ -204,8 +204,7 @@ def decide(
     # Memory, and what is in flight.
     activations = settle_activations(draft, shapes, stage)
     settle_prefetch(draft, shapes, of_groups, groups)
-    _settle_optional_units(draft, shapes)
-    _settle_delayed_init(draft, shapes)
+    _settle_by_model(draft, shapes)
     _settle_compile(draft, shapes, given, layout.tensor > 1 and bool(activations.checkpointed))
     stored = settle_stored_dtype(draft, shapes, gathers) if given is None else None
     stages = settle_pipeline_stages(draft, shapes, given is not None)
@@ -246,16 +245,15 @@ def decide_activations(plan: Plan, shapes: Shapes, **knobs: Any) -> Plan:
     return replace(plan, knobs=draft.knobs, shapes=shapes, activations=activations, warnings=warnings)
 
 
-def _settle_optional_units(draft: Draft, shapes: Shapes) -> None:
+def _settle_by_model(draft: Draft, shapes: Shapes) -> None:
+    """Settle what the model alone decides: which modules ranks may leave out, and whether anything is to be
+    initialised."""
     if draft.knobs.units.optional == "auto":
         names = shapes.units.optional
         inside = tuple(f"{name}." for name in names)
         elements = sum(each.elements for each in shapes.parameters if each.name.startswith(inside))
         why = f"no token goes through them: {elements:,} parameters, gathered with the unit around them"
         draft.settle("units.optional", names, why)
-
-
-def _settle_delayed_init(draft: Draft, shapes: Shapes) -> None:
     if draft.knobs.delayed_init and not shapes.on_meta:
         why = "nothing was on the meta device; in Lightning, build the model in configure_model()"
         draft.drop("delayed_init", None, why)

@@ -18,7 +18,7 @@ def small_llava() -> Any:
     heads: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
     vision = CLIPVisionConfig(image_size=_SIZE, patch_size=_SIZE // 2, intermediate_size=32, **heads)
     text = LlamaConfig(vocab_size=_VOCABULARY, intermediate_size=32, **heads)
-    config = LlavaConfig(vision, text, image_token_index=_PICTURE, vision_feature_layer=-1)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=_PICTURE, vision_feature_layer=-1)
     torch.manual_seed(0)
     return LlavaForConditionalGeneration(config).double()
 
