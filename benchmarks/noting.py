@@ -79,7 +79,7 @@ def collected() -> Iterator[list[tuple[Setter, NotedCollective]]]:
 
 
 class Unnoted:
-    """What stands for the notes of a model that has none."""
+    """The stand-in for the notes of a model that keeps none."""
 
     windows = 0
     backward_pass: Any = None
