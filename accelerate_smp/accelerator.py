@@ -21,6 +21,7 @@ The overridden methods, in this order:
     no_sync (hence accumulate), clip_grad_norm_, clip_grad_value_   windows and norms (accelerate_smp/gradients.py)
     get_state_dict, save, wait_for_everyone                         unsharded weights (accelerate_smp/full_weights.py)
     save_state, load_state                                          folders (accelerate_smp/saved_states.py)
+    load_newest_state, keep_state                                   states in memory (accelerate_smp/memory.py)
 
 A process by itself (no launcher) has nothing to shard: everything but save_state and load_state is Accelerate's own.
 """
@@ -132,11 +133,6 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         if self.smp_config.checkpoint.full_state_dict:
             why = "save_state writes folders; unsharded weights: save_model, or `smp checkpoint consolidate`"
             self.smp_config = self.smp_config.with_resolved("checkpoint.full_state_dict", False, why)
-        if self.smp_config.checkpoint.memory_every_n_steps:
-            raise ValueError(
-                f"checkpoint.memory_every_n_steps={self.smp_config.checkpoint.memory_every_n_steps} works under "
-                "Lightning; leave it out here, and save with checkpoint='async'"
-            )
         self._asked = self.smp_config
 
         # Accelerate, without a sharding engine of its own.
@@ -165,6 +161,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         elif self.smp_config != SmpConfig():
             lost = "nothing is sharded" + (" or computed in FP8" if self.smp_config.fp8 is not None else "")
             lost += ", no loss is chunked" if self.smp_config.chunked_cross_entropy is not None else ""
+            lost += ", no state is kept in memory" if self.smp_config.checkpoint.memory_every_n_steps else ""
             logger.warning("one process: %s; start with torchrun or `accelerate-smp launch`", lost)
 
     @property
@@ -186,7 +183,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
 
         Groups, threads and prepared objects are left out.
         """
-        own = ("smp_mesh", "layout", "background_saves", "_topology", "_parallelism", "_watch", "_preemption")
+        own = ("smp_mesh", "layout", "background_saves", "memory", "_topology", "_parallelism", "_watch", "_preemption")
         prepared = ("_models", "_optimizers", "_schedulers", "_dataloaders")
         left_out: dict[str, Any] = {**dict.fromkeys(own), **{name: [] for name in prepared}}
         return {**self.__dict__, **{name: value for name, value in left_out.items() if name in self.__dict__}}
@@ -303,6 +300,8 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
     def _before_step(self, handle: ParallelModel) -> Any:
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             handle.window.close()
+            if self.memory is not None:
+                self.memory.before_update()
             on_nonfinite = handle.config.on_nonfinite_grad_norm
             if on_nonfinite != "ignore":
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -316,6 +315,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
                 handle.meter.close_step()
             if self._watch is not None:
                 self._watch.step += 1
+            self._has_stepped = True
             self.settle_save()
 
         return after_step
@@ -359,8 +359,10 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         yield
 
     def end_training(self) -> None:
-        """End training as Accelerate does, after the save in flight, and stop the watch over the ranks."""
+        """End training as Accelerate does, after the save in flight: free the states in memory, and stop the watch over
+        the ranks."""
         self.wait_for_save()
+        self.close_memory(ended_well=True)
         if self.sharding:
             stop_watching()
         super().end_training()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from accelerate import Accelerator
 
 from smp_core.checkpoint import AsyncCheckpointer
@@ -17,6 +20,11 @@ class BackgroundSavingAccelerator(Accelerator):
 
     smp_config: SmpConfig
     background_saves: AsyncCheckpointer | None = None
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The facts that the manifest of a save begins with."""
+        return {"step": self.step}
 
     def wait_for_save(self) -> None:
         """Wait for the save that ``async_save=True`` left in flight.

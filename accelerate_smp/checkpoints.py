@@ -1,4 +1,4 @@
-"""The functions behind save_state and load_state: one checkpoint folder of smp_core.checkpoint.
+"""The content of checkpoint folders, and of states in memory: what an accelerator has prepared, written and read.
 
     state_dict, optimizer_states, lr_schedulers    under the names Lightning's folders have, so that each face loads the
                                                    other's; optimizer states by parameter name
@@ -10,16 +10,14 @@ A LightningModule's names begin with the name of its model (``model.``); the pre
 taken off, or put on, when the other face loads.
 
 Accelerate has no public names for what was prepared and registered: ``_models``, ``_optimizers``, ``_schedulers``,
-``_dataloaders``, ``_custom_objects``, ``_save_model_state_pre_hook`` and ``_load_model_state_pre_hook``.
+``_dataloaders`` and ``_custom_objects``.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,13 +30,12 @@ from accelerate_smp.handle import parallel_of
 from smp_core.checkpoint import (
     AsyncCheckpointer,
     CheckpointError,
-    is_checkpoint,
     load_checkpoint,
     read_per_rank,
     read_rest,
-    remove_checkpoint,
     save_checkpoint,
 )
+from smp_core.checkpoint.memory_tier import MemoryTier
 from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.optimizers import (
     load_named_optimizer_state,
@@ -48,7 +45,6 @@ from smp_core.checkpoint.optimizers import (
 )
 from smp_core.checkpoint.random_state import random_state, restore_random_state
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.root import surplus
 from smp_core.checkpoint.verify import open_checked
 from smp_core.comm.remainder_state import KEY as REMAINDERS
 from smp_core.comm.remainder_state import load_remainder_state, remainder_state
@@ -58,24 +54,9 @@ from smp_core.recipes import DelayedInit
 logger = logging.getLogger("smp")
 
 FP8_STATE = "smp_fp8"  # as in Lightning's folders
+_OURS = {"module_prefix": "", "trainer": "accelerate"}  # in the manifest
 # Tensors that are read into place; the rest (a scheduler's, a registered object's) comes whole.
 _SHARDED = ("state_dict.*", "more_state_dicts.*", "optimizer_states.*", f"{REMAINDERS}.*")
-
-
-def save_state(accelerator: BackgroundSavingAccelerator, output_dir: str | None) -> str:
-    """Write everything the accelerator has prepared. Collective. Returns the folder."""
-    output_dir = _folder_to_write(accelerator, output_dir)
-    write(accelerator, output_dir, {"step": accelerator.step})
-    if accelerator._save_model_state_pre_hook:
-        accelerator.wait_for_save()  # hooks write into the folder
-    for hook in accelerator._save_model_state_pre_hook.values():
-        hook(accelerator._models, [], output_dir)
-    limit = accelerator.project_configuration.total_limit
-    if accelerator.project_configuration.automatic_checkpoint_naming and limit is not None:
-        root = os.path.dirname(output_dir)
-        after_commit(accelerator, f"removal of the oldest in {root}", lambda: _keep_newest(root, limit))
-    accelerator.project_configuration.iteration += 1
-    return output_dir
 
 
 def after_commit(accelerator: BackgroundSavingAccelerator, what: str, action: Callable[[], object]) -> None:
@@ -88,18 +69,10 @@ def after_commit(accelerator: BackgroundSavingAccelerator, what: str, action: Ca
         accelerator.background_saves.after_commit(what, action)
 
 
-def _keep_newest(root: str, limit: int) -> None:
-    for folder in surplus(_numbered(root), max(limit, 1)):
-        if is_checkpoint(folder):
-            remove_checkpoint(folder)
-        else:
-            shutil.rmtree(folder)
-
-
 def write(
     accelerator: BackgroundSavingAccelerator,
     path: str,
-    facts: dict[str, Any],
+    facts: Mapping[str, Any],
     schedulers: list[Any] | None = None,
     random: dict[str, Any] | None = None,
 ) -> None:
@@ -110,6 +83,37 @@ def write(
         schedulers: those to save; default the prepared ones.
         random: this rank's random states; default the present ones.
     """
+    state, models = _whole_state(accelerator, schedulers)
+    options: dict[str, Any] = {
+        "metadata": {**_OURS, **facts},
+        "extra_files": config_files(models[0]) if models else {},
+        "per_rank": {"random": random or random_state()},
+    }
+    if accelerator.smp_config.checkpoint.async_save and accelerator.background_saves is None:
+        accelerator.background_saves = AsyncCheckpointer()
+    if accelerator.background_saves is None:
+        save_checkpoint(path, state, **options)
+    else:
+        accelerator.background_saves.save(path, state, **options)
+
+
+def keep(
+    accelerator: BackgroundSavingAccelerator,
+    tier: MemoryTier,
+    facts: Mapping[str, Any],
+    schedulers: list[Any] | None = None,
+    random: dict[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Keep in shared memory what :func:`write` writes, without files beside it, and ``more``. Collective."""
+    state, _ = _whole_state(accelerator, schedulers)
+    tier.save({**state, **(more or {})}, facts["step"], {**_OURS, **facts}, {"random": random or random_state()})
+
+
+def _whole_state(
+    accelerator: BackgroundSavingAccelerator, schedulers: list[Any] | None
+) -> tuple[dict[str, Any], list[nn.Module]]:
+    """Return the state of the prepared objects, and the models. Collective."""
     models = _models(accelerator)
     state: dict[str, Any] = {}
     if models:
@@ -136,28 +140,7 @@ def write(
     scales = [handle.fp8.state_dict() if handle is not None and handle.fp8 is not None else None for handle in handles]
     if any(scales):
         state[FP8_STATE], *state["more_" + FP8_STATE] = scales
-    files = config_files(models[0]) if models else {}
-    metadata = {"module_prefix": "", "trainer": "accelerate", **facts}
-    options: dict[str, Any] = {
-        "metadata": metadata,
-        "extra_files": files,
-        "per_rank": {"random": random or random_state()},
-    }
-    if accelerator.smp_config.checkpoint.async_save and accelerator.background_saves is None:
-        accelerator.background_saves = AsyncCheckpointer()
-    if accelerator.background_saves is None:
-        save_checkpoint(path, state, **options)
-    else:
-        accelerator.background_saves.save(path, state, **options)
-
-
-def load_state(accelerator: BackgroundSavingAccelerator, input_dir: str | None, strict: bool = True) -> None:
-    """Load a folder of :func:`save_state`, or of Lightning. Collective."""
-    accelerator.wait_for_save()
-    path = _folder_to_read(accelerator, input_dir)
-    read(accelerator, path, accelerator._schedulers, strict)
-    for hook in accelerator._load_model_state_pre_hook.values():
-        hook(accelerator._models, path)
+    return state, models
 
 
 def read(
@@ -348,37 +331,3 @@ def _load_each(what: str, objects: list[Any], saved: list[Any], path: Any) -> No
         )
     for obj, state in zip(objects, saved, strict=True):
         obj.load_state_dict(state)
-
-
-def _folder_to_write(accelerator: BackgroundSavingAccelerator, output_dir: str | None) -> str:
-    project = accelerator.project_configuration
-    if not project.automatic_checkpoint_naming:
-        if output_dir is None:
-            raise ValueError(
-                "save_state() needs a folder: save_state('checkpoints/step-100'), or "
-                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
-            )
-        return os.fspath(output_dir)
-    root = os.path.join(project.project_dir, "checkpoints")
-    target = os.path.join(root, f"checkpoint_{accelerator.save_iteration}")
-    if os.path.exists(target):
-        raise ValueError(f"{target} exists already; set accelerator.project_configuration.iteration to what comes next")
-    return target
-
-
-def _folder_to_read(accelerator: BackgroundSavingAccelerator, input_dir: str | None) -> str:
-    if input_dir is not None:
-        return os.path.expanduser(os.fspath(input_dir))
-    project = accelerator.project_configuration
-    found = _numbered(os.path.join(project.project_dir or "", "checkpoints"))
-    if not project.automatic_checkpoint_naming or not found:
-        raise ValueError("load_state() needs a folder: load_state('checkpoints/step-100')")
-    return found[-1]
-
-
-def _numbered(root: str) -> list[str]:
-    """List the folders ``checkpoint_<n>``, oldest first."""
-    names = [
-        name for name in (os.listdir(root) if os.path.isdir(root) else []) if re.fullmatch(r"checkpoint_\d+", name)
-    ]
-    return [os.path.join(root, name) for name in sorted(names, key=lambda name: int(name.rpartition("_")[2]))]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from accelerate_smp.saved_states import SavedStatesAccelerator
+from accelerate_smp.memory import StatesInMemoryAccelerator
 from smp_core.preemption import Preemption
 
 
-class PreemptibleAccelerator(SavedStatesAccelerator):
+class PreemptibleAccelerator(StatesInMemoryAccelerator):
     """An Accelerator that takes notices of the job's end, once a loop asks for them."""
 
     _preemption: Preemption | None = None

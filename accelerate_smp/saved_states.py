@@ -1,13 +1,26 @@
-"""The save_state and load_state of SmpAccelerator: one checkpoint folder (accelerate_smp/checkpoints.py)."""
+"""The save_state and load_state of SmpAccelerator: one checkpoint folder (checkpoints.py), and its place.
+
+Accelerate has no public names for the hooks ``_save_model_state_pre_hook`` and ``_load_model_state_pre_hook``, and for
+what was prepared: ``_models``, ``_schedulers``.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
+import shutil
 from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
 
 from accelerate_smp import checkpoints
 from accelerate_smp.background import BackgroundSavingAccelerator
 from accelerate_smp.handle import parallel_of
+from smp_core.checkpoint import is_checkpoint, remove_checkpoint
+from smp_core.checkpoint.opening import OpenCheckpoint
+from smp_core.checkpoint.root import surplus
 from smp_core.rank_watch import meet
 
 logger = logging.getLogger("smp")
@@ -45,7 +58,7 @@ class SavedStatesAccelerator(BackgroundSavingAccelerator):
             raise TypeError(f"save_state options {sorted(options)} have no counterpart here; leave them out")
         meet("accelerator.save_state(...)")
         self._say_what_an_open_window_means()
-        return checkpoints.save_state(self, output_dir)
+        return _save(self, output_dir)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **options: Any) -> None:
         """Load what :meth:`save_state`, or Lightning under ``strategy="smp_sharded"``, has saved. Collective.
@@ -62,7 +75,17 @@ class SavedStatesAccelerator(BackgroundSavingAccelerator):
         if load_kwargs:
             raise TypeError(f"load_kwargs {sorted(load_kwargs)} have no counterpart here; leave them out")
         meet("accelerator.load_state(...)")
-        checkpoints.load_state(self, input_dir, **options)
+        load(self, input_dir, **options)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader of the batches that are left of an epoch. Its start draws no random number: the epoch's own
+        start drew one, before the state was saved that goes on here.
+        """
+        left = super().skip_first_batches(dataloader, num_batches)
+        drawing = getattr(left, "base_dataloader", left)  # of Accelerate's own loaders
+        if self.smp and num_batches and isinstance(drawing, DataLoader) and drawing.generator is None:
+            drawing.generator = torch.Generator()
+        return left
 
     def _say_what_an_open_window_means(self) -> None:
         for handle in map(parallel_of, self._models):
@@ -73,3 +96,73 @@ class SavedStatesAccelerator(BackgroundSavingAccelerator):
                     handle.window.micro_batches,
                 )
                 return
+
+
+def _save(accelerator: BackgroundSavingAccelerator, output_dir: str | None) -> str:
+    """Write everything the accelerator has prepared. Collective. Returns the folder."""
+    output_dir = _folder_to_write(accelerator, output_dir)
+    checkpoints.write(accelerator, output_dir, accelerator.facts)
+    if accelerator._save_model_state_pre_hook:
+        accelerator.wait_for_save()  # hooks write into the folder
+    for hook in accelerator._save_model_state_pre_hook.values():
+        hook(accelerator._models, [], output_dir)
+    limit = accelerator.project_configuration.total_limit
+    if accelerator.project_configuration.automatic_checkpoint_naming and limit is not None:
+        root = os.path.dirname(output_dir)
+        checkpoints.after_commit(accelerator, f"removal of the oldest in {root}", lambda: _keep_newest(root, limit))
+    accelerator.project_configuration.iteration += 1
+    return output_dir
+
+
+def load(accelerator: BackgroundSavingAccelerator, input_dir: str | OpenCheckpoint | None, strict: bool = True) -> None:
+    """Load a folder of save_state, or of Lightning, or a state in memory. Collective."""
+    accelerator.wait_for_save()
+    if isinstance(input_dir, OpenCheckpoint):
+        checkpoints.read(accelerator, input_dir, accelerator._schedulers, strict)
+        return
+    path = _folder_to_read(accelerator, input_dir)
+    checkpoints.read(accelerator, path, accelerator._schedulers, strict)
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook(accelerator._models, path)
+
+
+def _keep_newest(root: str, limit: int) -> None:
+    for folder in surplus(_numbered(root), max(limit, 1)):
+        if is_checkpoint(folder):
+            remove_checkpoint(folder)
+        else:
+            shutil.rmtree(folder)
+
+
+def _folder_to_write(accelerator: BackgroundSavingAccelerator, output_dir: str | None) -> str:
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ValueError(
+                "save_state() needs a folder: save_state('checkpoints/step-100'), or "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            )
+        return os.fspath(output_dir)
+    root = os.path.join(project.project_dir, "checkpoints")
+    target = os.path.join(root, f"checkpoint_{accelerator.save_iteration}")
+    if os.path.exists(target):
+        raise ValueError(f"{target} exists already; set accelerator.project_configuration.iteration to what comes next")
+    return target
+
+
+def _folder_to_read(accelerator: BackgroundSavingAccelerator, input_dir: str | None) -> str:
+    if input_dir is not None:
+        return os.path.expanduser(os.fspath(input_dir))
+    project = accelerator.project_configuration
+    found = _numbered(os.path.join(project.project_dir or "", "checkpoints"))
+    if not project.automatic_checkpoint_naming or not found:
+        raise ValueError("load_state() needs a folder: load_state('checkpoints/step-100')")
+    return found[-1]
+
+
+def _numbered(root: str) -> list[str]:
+    """List the folders ``checkpoint_<n>``, oldest first."""
+    names = [
+        name for name in (os.listdir(root) if os.path.isdir(root) else []) if re.fullmatch(r"checkpoint_\d+", name)
+    ]
+    return [os.path.join(root, name) for name in sorted(names, key=lambda name: int(name.rpartition("_")[2]))]

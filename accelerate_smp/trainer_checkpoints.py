@@ -26,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, 
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.handle import parallel_of
+from accelerate_smp.trainer_memory import KeepsInMemory
 from accelerate_smp.trainer_preemption import LeavesWhenTold
 from smp_core.checkpoint import CheckpointError, first_undamaged, is_checkpoint, read_manifest
 from smp_core.checkpoint.opening import OpenCheckpoint
@@ -70,14 +71,26 @@ class CheckpointingTrainerMixin(_Base):
 
     def _finalize_training(self, *arguments: Any) -> Any:
         self.accelerator.wait_for_save()
+        if self.accelerator.memory is not None:
+            self.accelerator.memory.before_update()  # the best model may be loaded
         return super()._finalize_training(*arguments)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        facts: dict[str, Any] = {"step": self.state.global_step, **self._data_position()}
-        random = None
-        if self.leaves is not None:
-            facts["lacks_evaluation"], random = self.leaves.lacks_evaluation, self.leaves.random
+        facts, random = self.facts_of_save()
         checkpoints.write(self.accelerator, os.path.join(output_dir, STATE_FOLDER), facts, [self.lr_scheduler], random)
+
+    def facts_of_save(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Return what the manifest of a save says, and this rank's random states; None: the present ones."""
+        facts: dict[str, Any] = {"step": self.state.global_step, **self._data_position()}
+        if self.leaves is None:
+            return facts, None
+        return {**facts, "lacks_evaluation": self.leaves.lacks_evaluation}, self.leaves.random
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
+        """Log, evaluate and save as Trainer does after a step; then keep the state in memory."""
+        super()._maybe_log_save_evaluate(*arguments, **keywords)
+        if self.kept is not None:
+            self.kept.after_step()
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: the state folder has it."""
@@ -114,15 +127,13 @@ class CheckpointingTrainerMixin(_Base):
             ValueError: no accumulation keeps it, and ``checkpoint.allow_batch_change`` is not set.
         """
         self._opened = {}
-        if resume_from_checkpoint == "last":
-            resume_from_checkpoint = self._newest_undamaged()
-        elif resume_from_checkpoint is True:
-            resume_from_checkpoint = self._newest_undamaged() or True
-        if isinstance(resume_from_checkpoint, str) and _has_state(resume_from_checkpoint):
-            self._keep_global_batch(resume_from_checkpoint)
         try:
-            with self._leaving_when_told():
-                return super().train(resume_from_checkpoint, *arguments, **keywords)
+            with self._keeping_in_memory():
+                resume_from_checkpoint = self._beginning(resume_from_checkpoint)
+                if isinstance(resume_from_checkpoint, str) and self._has_state(resume_from_checkpoint):
+                    self._keep_global_batch(resume_from_checkpoint)
+                with self._leaving_when_told():
+                    return super().train(resume_from_checkpoint, *arguments, **keywords)
         except BaseException:
             if self.accelerator.background_saves is not None:
                 try:
@@ -130,6 +141,37 @@ class CheckpointingTrainerMixin(_Base):
                 except CheckpointError as error:  # what went wrong first is raised
                     logger.error("%s", error)
             raise
+
+    kept: KeepsInMemory | None = None
+
+    @contextlib.contextmanager
+    def _keeping_in_memory(self) -> Iterator[None]:
+        """Keep the newest state in shared memory while training goes on; free it if that ends well. Collective."""
+        tier = self.accelerator.make_memory(os.path.abspath(self.args.output_dir), STATE_FOLDER)
+        if tier is None:
+            yield
+            return
+        self.kept = KeepsInMemory(self, tier)  # type: ignore[arg-type]
+        self.add_callback(self.kept)
+        ended_well = False
+        try:
+            yield
+            ended_well = True
+        finally:
+            self.remove_callback(self.kept)
+            kept, self.kept = self.kept, None
+            kept.close(ended_well)
+
+    def _beginning(self, resume: str | bool | None) -> str | bool | None:
+        """Return where to begin: ``"last"`` and True become the newest of disk and memory. Collective."""
+        if self.kept is not None:
+            begin: str | bool | None = self.kept.begin(resume, self._newest_undamaged)
+            if self.kept.loaded is not None:
+                self._opened = {os.path.join(str(begin), STATE_FOLDER): self.kept.loaded}
+            return begin
+        if resume == "last":
+            return self._newest_undamaged()
+        return self._newest_undamaged() or True if resume is True else resume
 
     leaves: LeavesWhenTold | None = None
 
@@ -161,6 +203,10 @@ class CheckpointingTrainerMixin(_Base):
             verify = self.accelerator.smp_config.checkpoint.verify
             self._opened = {path: open_checked(path, verify, Ranks(), f"checkpoint {path} was not loaded")}
         return self._opened[path]
+
+    def _has_state(self, checkpoint: str) -> bool:
+        path = os.path.join(checkpoint, STATE_FOLDER)
+        return path in self._opened or is_checkpoint(path)
 
     def _newest_undamaged(self) -> str | None:
         """Return the newest complete checkpoint of ``output_dir``, None where there is none at all. Collective."""
@@ -213,7 +259,7 @@ class CheckpointingTrainerMixin(_Base):
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if _has_state(resume_from_checkpoint):
+        if self._has_state(resume_from_checkpoint):
             return  # weights follow with the optimizer, once the model is sharded
         target: Any = model or self.model
         if parallel_of(target) is not None:
@@ -226,7 +272,7 @@ class CheckpointingTrainerMixin(_Base):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if _has_state(checkpoint):
+        if self._has_state(checkpoint):
             where = self._state_of(checkpoint)
             checkpoints.read(self.accelerator, where, [self.lr_scheduler], random=False)  # Trainer asks for them later
             return
@@ -241,11 +287,11 @@ class CheckpointingTrainerMixin(_Base):
         self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and not _has_state(checkpoint):
+        if checkpoint is not None and not self._has_state(checkpoint):
             super()._load_scaler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not _has_state(checkpoint):
+        if checkpoint is None or not self._has_state(checkpoint):
             super()._load_rng_state(checkpoint)
             return
         opened = self._state_of(checkpoint)
@@ -256,7 +302,7 @@ class CheckpointingTrainerMixin(_Base):
     def _load_best_model(self) -> None:
         self.accelerator.wait_for_save()
         best = self.state.best_model_checkpoint
-        if best is None or not _has_state(best):
+        if best is None or not self._has_state(best):
             super()._load_best_model()
             return
         logger.info("loading the best model from %s (%s)", best, self.state.best_metric)
@@ -274,7 +320,7 @@ class CheckpointingTrainerMixin(_Base):
         start = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        if resume_from_checkpoint is None or not _has_state(resume_from_checkpoint):
+        if resume_from_checkpoint is None or not self._has_state(resume_from_checkpoint):
             return start
         saved = self._state_of(resume_from_checkpoint).manifest.metadata
         per_step = self.get_total_train_batch_size(self.args)
@@ -319,7 +365,3 @@ def _surplus(found: list[str], limit: int, best: str | None) -> list[str]:
     others = [path for path in found if path not in older_best]
     states = [os.path.join(path, STATE_FOLDER) for path in others]
     return others[: len(surplus(states, max(1, limit - len(older_best))))]
-
-
-def _has_state(checkpoint: str) -> bool:
-    return is_checkpoint(os.path.join(checkpoint, STATE_FOLDER))

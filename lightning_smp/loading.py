@@ -260,12 +260,9 @@ def _means_newest(strategy: SteppingStrategy, path: Any) -> bool:
 
 def _newest(strategy: SteppingStrategy, path: Any, verify: str, memory: KeepsInMemory | None) -> Any:
     """Return the newest unbroken one of the checkpoints beside ``path`` and the states in memory. Collective."""
-    found = None if memory is None else memory.newer_than(path)
-    if found is not None:
-        return found
-    path = _newest_undamaged(strategy, path, verify)
-    found = None if memory is None or os.path.isfile(path) else memory.newer_than_undamaged(path)
-    return path if found is None else found
+    if memory is None:
+        return _newest_undamaged(strategy, path, verify)
+    return memory.newest(path, lambda: _newest_undamaged(strategy, path, verify))
 
 
 def _newest_undamaged(strategy: SteppingStrategy, path: Any, verify: str) -> str:

@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from smp_core.checkpoint import CheckpointError, find_checkpoints
 from smp_core.checkpoint.addresses import is_address
 from smp_core.checkpoint.memory_records import MemoryCheckpoint
-from smp_core.checkpoint.memory_search import Found
-from smp_core.checkpoint.memory_tier import MemoryTier
-from smp_core.checkpoint.opening import open_checkpoint
-from smp_core.checkpoint.ranks import Ranks
 from smp_core.config import SmpConfig
-from smp_core.topology import RANKS_PER_NODE_VARIABLE, Topology
+from smp_core.engine import memory_tier
+from smp_core.topology import Topology
 
 PLACE = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}-memory.ckpt"
 """An empty folder beside the checkpoints, so that Lightning finds a "last" before the first one is on disk."""
 IN_MEMORY = "the newest state, in shared memory"
 """The path, by identity, that ``trainer.save_checkpoint`` gets for a state that goes to memory."""
-
-_LAYOUT = ("shard_degree", "pipeline_parallel_degree", "tensor_parallel_degree", "optimizer_shard")
 
 
 class KeepsInMemory(Callback):
@@ -40,69 +35,26 @@ class KeepsInMemory(Callback):
     """
 
     def __init__(self, trainer: Trainer, config: SmpConfig, topology: Topology) -> None:
-        layout = ", ".join(f"{knob}={getattr(config, knob)!r}" for knob in _LAYOUT)
-        self.tier = MemoryTier(
-            config.checkpoint.memory_every_n_steps,
-            _saves_to(trainer),
-            topology.nodes,
-            posed=RANKS_PER_NODE_VARIABLE in os.environ,
-            layout=layout,
-        )
-        self._found: Found | None = None
-        self._is_settled = False
+        self.tier = memory_tier(config, topology, _saves_to(trainer))
         self._place = os.path.join(_saves_to(trainer), PLACE)
-        self._folder = _folder_of(self._place)
 
     # The start
 
-    def newer_than(self, path: Any) -> MemoryCheckpoint | None:
-        """Return the newest state in memory if it is not older than the newest checkpoint beside ``path``. Collective.
+    def newest(self, path: Any, on_disk: Callable[[], str]) -> MemoryCheckpoint | str:
+        """Return the newest of memory and disk, and begin with it. Collective.
 
-        Only rank 0 looks at the disk, and opens manifests only if there are some that were not there when the state
-        was kept.
+        Args:
+            path: what ``ckpt_path="last"`` stands for; it may be in another callback's folder than the one that names
+                the run.
+            on_disk: as of :meth:`smp_core.checkpoint.memory_tier.MemoryTier.newest`.
         """
-        found = self._found = self.tier.find()
-        if found is None:
-            return None
-
-        def is_newest() -> bool:
-            folder = _folder_of(path)
-            if folder != self._folder:
-                return self._is_newer(found, path)
-            if self.tier.saw_all_on_disk(found):
-                return True
-            try:
-                names = find_checkpoints(folder)
-            except CheckpointError:
-                return True
-            return not names or self._is_newer(found, os.path.join(folder, names[-1]))
-
-        return self._take() if Ranks().on_first(f"{path} was not loaded", is_newest) else None
-
-    def newer_than_undamaged(self, path: Any) -> MemoryCheckpoint | None:
-        """Return the state that :meth:`newer_than` found, if newer checkpoints on disk have turned out to be broken."""
-        found = self._found
-        if found is None:
-            return None
-        return self._take() if Ranks().on_first("", lambda: self._is_newer(found, path)) else None
-
-    def _is_newer(self, found: Found, path: Any) -> bool:
-        """Compare a state with the checkpoint at ``path``. Sequence numbers are of one folder: elsewhere (another
-        callback's ``dirpath``) the step decides, and the disk where it is the same."""
-        manifest = open_checkpoint(path).manifest
-        if _folder_of(path) == self._folder:
-            return found.age >= manifest.age[:2]
-        return found.step > (manifest.step or 0)
-
-    def _take(self) -> MemoryCheckpoint:
-        assert self._found is not None
-        self._is_settled = True
-        return self.tier.take(self._found)
+        newest = self.tier.newest(on_disk, in_folder=_folder_of(path) == _folder_of(self._place))
+        assert newest is not None
+        return newest
 
     def begins_from(self, path: Any) -> None:
         """Note that the run begins from ``path``, or from nothing, unless it goes on from memory. Collective."""
-        if not self._is_settled:
-            self._is_settled = True
+        if not self.tier.is_begun:
             self.tier.leave("" if path is None else os.fspath(path))
 
     def begin_run(self, trainer: Trainer) -> None:

@@ -5,11 +5,14 @@ decide    a Plan: pure, the same on every rank
 agree     every rank was given the same knobs, links and model, and none refuses
 mesh      the process groups of its layout
 do        parallelize_model(), or adopt_sharded_model() for one that came sharded
+
+Beside it :func:`memory_tier`, which a run with the same knobs keeps its newest state in.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +20,7 @@ from torch import nn
 
 from smp_core.adoption import adopt_sharded_model
 from smp_core.agreement import agreed, of_rank_0
+from smp_core.checkpoint.memory_tier import MemoryTier
 from smp_core.config import SmpConfig
 from smp_core.layout import Layout
 from smp_core.mesh import SmpMesh
@@ -34,9 +38,11 @@ from smp_core.planning.shapes import Shapes
 from smp_core.planning.units import Entry
 from smp_core.sharding.fsdp import given_units
 from smp_core.sharding.given import given_sharding
-from smp_core.topology import Topology
+from smp_core.topology import RANKS_PER_NODE_VARIABLE, Topology
 
 logger = logging.getLogger("smp")
+
+_DECIDES_SHARDS = ("shard_degree", "pipeline_parallel_degree", "tensor_parallel_degree", "optimizer_shard")
 
 
 def parallelize(
@@ -125,6 +131,22 @@ def build_mesh(asked: SmpConfig, topology: Topology, device: torch.device | str)
 
     draft, layout = agreed(asked, settle)
     return _mesh_of(draft.knobs, layout, topology, torch.device(device)), draft.knobs
+
+
+def memory_tier(asked: SmpConfig, topology: Topology, saves_to: str, inside: str = "") -> MemoryTier:
+    """Make what ``checkpoint.memory_every_n_steps`` keeps a run's newest state in. Collective over the world.
+
+    Args:
+        asked: the knobs as they were given: degrees that follow the launch become others where nodes are lost.
+        saves_to, inside: where the run's checkpoints on disk are
+            (:class:`smp_core.checkpoint.memory_tier.MemoryTier`).
+
+    Raises:
+        CheckpointError: the folder in memory cannot be made, or is somebody else's; on all ranks.
+    """
+    layout = ", ".join(f"{knob}={getattr(asked, knob)!r}" for knob in _DECIDES_SHARDS)
+    posed = RANKS_PER_NODE_VARIABLE in os.environ
+    return MemoryTier(asked.checkpoint.memory_every_n_steps, saves_to, topology.nodes, posed, layout, inside)
 
 
 def _mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.device) -> SmpMesh:

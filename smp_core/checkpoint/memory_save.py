@@ -148,6 +148,11 @@ class MemorySaver:
         if error is not None:
             raise CheckpointError(str(error)) from error
 
+    def close(self) -> None:
+        """Give back pinned memory, unless a copy into it is still in flight."""
+        if self._thread is None or self._copied.is_set():
+            self.slots.close()
+
     # In the thread
 
     def _write(self, staged: Staged | None, problem: Exception | None, facts: tuple[int, dict[str, Any]]) -> None:

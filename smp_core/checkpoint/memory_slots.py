@@ -142,6 +142,11 @@ class SharedSlots(HostBuffers):
             self._pinned.remove(slot)
             torch.cuda.cudart().cudaHostUnregister(slot.memory.data_ptr())
 
+    def close(self) -> None:
+        """Give back what was registered with the driver. No copy may be in flight."""
+        for slot in tuple(self._pinned):
+            self._unpin(slot)
+
     def _copy(self, sources: Mapping[Place, torch.Tensor], hosts: Mapping[Place, torch.Tensor]) -> None:
         now = [(hosts[place], source) for place, source in sources.items() if place[0] not in self._sharded]
         self._later = [(hosts[place], source) for place, source in sources.items() if place[0] in self._sharded]

@@ -1,6 +1,6 @@
 """The memory tier of checkpoints: the newest state of a run in the shared memory of its nodes.
 
-A face makes one :class:`MemoryTier` for a run, asks it at the start whether there is something to go on from, gives it
+A face makes one :class:`MemoryTier` for a run, asks it at the start for the newest state of memory and disk, gives it
 the state every so many steps, and closes it. What it is made of: memory_folder.py (files), memory_slots.py (the copy),
 memory_save.py (the commit), memory_search.py (the way back), progress.py (what a failure has cost).
 """
@@ -8,9 +8,10 @@ memory_save.py (the commit), memory_search.py (the way back), progress.py (what 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -19,14 +20,17 @@ from smp_core.checkpoint.memory_folder import NodeMemory, left_by_others, run_na
 from smp_core.checkpoint.memory_records import MemoryCheckpoint, record_name
 from smp_core.checkpoint.memory_save import MemorySaver
 from smp_core.checkpoint.memory_search import Found, bring_back, find
+from smp_core.checkpoint.opening import is_checkpoint, open_checkpoint
 from smp_core.checkpoint.progress import Progress, last_of, pasts, report_of
 from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.root import find_checkpoints, join
 from smp_core.checkpoint.sequence import manifests_in, next_sequence
 from smp_core.compat import collective_timeout
 
 logger = logging.getLogger("smp")
 
 _LAYOUT, _SEEN = "ranks", "on_disk"  # in a record's metadata
+P = TypeVar("P", str, "os.PathLike[str]")
 
 
 class MemoryTier:
@@ -39,12 +43,26 @@ class MemoryTier:
         posed: whether ranks of one machine pose as several nodes, which then have a folder each.
         layout: what decides which rank holds what (degrees, as they were asked for); states of another one are not
             used.
+        inside: the name of the checkpoint in each folder of ``saves_to``, as in
+            :func:`smp_core.checkpoint.find_checkpoints`.
+
+    Attributes:
+        folder: the node's.
+        is_begun: whether it is decided where the run begins.
 
     Raises:
         CheckpointError: the folder in memory cannot be made, or is somebody else's; on all ranks.
     """
 
-    def __init__(self, every: int, saves_to: str, nodes: Sequence[Sequence[int]], posed: bool, layout: str) -> None:
+    def __init__(
+        self,
+        every: int,
+        saves_to: str,
+        nodes: Sequence[Sequence[int]],
+        posed: bool,
+        layout: str,
+        inside: str = "",
+    ) -> None:
         self.every = every
         group: dist.ProcessGroup | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -54,7 +72,8 @@ class MemoryTier:
         node = next(number for number, ranks in enumerate(nodes) if self._ranks.rank in ranks)
         name = self._ranks.on_first("memory tier", lambda: run_name(saves_to)) + (f"-node{node}" if posed else "")
         self.folder, _ = self._ranks.together("checkpoint.memory_every_n_steps", lambda: NodeMemory(name))
-        self._saves_to = saves_to
+        self._saves_to, self._inside = saves_to, inside
+        self.is_begun = False
         self._saver = MemorySaver(self.folder, self._ranks, nodes, self._on_disk)
         self._progress = Progress(self.folder, self._ranks.rank)
         self._past = last_of(past for part in self._ranks.gather(pasts(self.folder)) for past in part)
@@ -90,15 +109,54 @@ class MemoryTier:
         return found
 
     def _on_disk(self) -> tuple[int, dict[str, Any]]:
-        return next_sequence(f"{self._saves_to}/memory"), {_SEEN: manifests_in(self._saves_to)}
+        return next_sequence(self._at("memory")), {_SEEN: manifests_in(self._saves_to, self._inside)}
 
-    def saw_all_on_disk(self, found: Found) -> bool:
-        """Tell whether every checkpoint that is on disk was there when a state was kept, and so is older. No file is
-        opened for that; on rank 0.
+    def _at(self, name: str) -> str:
+        folder = join(self._saves_to, name)
+        return join(folder, self._inside) if self._inside else folder
+
+    def newest(self, on_disk: Callable[[], P | None], in_folder: bool = True) -> MemoryCheckpoint | P | None:
+        """Begin with the newest of the states in memory and the checkpoints on disk. Collective.
+
+        No file on disk is opened where every checkpoint there was there already when the state was kept.
+
+        Args:
+            on_disk: returns the newest undamaged checkpoint, with ``inside`` the folder around it; or None. Collective;
+                not called where memory is newer.
+            in_folder: whether that is one of ``saves_to``. Sequence numbers are of one folder; elsewhere the step
+                decides, and the disk where it is the same.
+
+        Returns:
+            the state in memory, what ``on_disk`` returned, or None: there is neither.
         """
+        found = self.find()
+        what = "the newest checkpoint was not found"
+        if found is not None and in_folder and self._ranks.on_first(what, lambda: self._is_newest(found)):
+            return self.take(found)
+        try:
+            path = on_disk()
+        except CheckpointError:
+            if found is None:
+                raise
+            path = None  # all on disk are broken, which has been said
+        around = path is not None and self._inside
+        there = join(path, self._inside) if around else path  # type: ignore[arg-type]
+        if found is not None and self._ranks.on_first(what, lambda: _is_newer(found, there, in_folder)):
+            return self.take(found)
+        self.leave("" if path is None else os.fspath(path))
+        return path
+
+    def _is_newest(self, found: Found) -> bool:
+        """Tell whether no checkpoint on disk is newer than a state; on rank 0."""
         seen = found.sources[0].record.metadata.get(_SEEN)
-        there = manifests_in(self._saves_to)
-        return there is not None and isinstance(seen, dict) and all(seen.get(name) == it for name, it in there.items())
+        there = manifests_in(self._saves_to, self._inside)
+        if there is not None and isinstance(seen, dict) and all(seen.get(name) == it for name, it in there.items()):
+            return True
+        try:
+            names = find_checkpoints(self._saves_to, inside=self._inside)
+        except CheckpointError:
+            return True  # there is no such folder yet
+        return _is_newer(found, self._at(names[-1]) if names else None, in_folder=True)
 
     def take(self, found: Found) -> MemoryCheckpoint:
         """Return a state for reading, once every rank has its part in its own node's memory. Collective.
@@ -106,6 +164,7 @@ class MemoryTier:
         Raises:
             CheckpointError: it cannot be brought there; on all ranks.
         """
+        self.is_begun = True
         checkpoint, part = bring_back(found, self.folder, self._ranks)
         record = part.record
         names = [record_name(record, record.to_bytes()), *(record.rest if self._saver.leads else ())]
@@ -120,6 +179,7 @@ class MemoryTier:
         Args:
             source: where the run begins instead: a path, or nothing.
         """
+        self.is_begun = True
         self._source = source
         keys = self._ranks.gather(self.folder.key)
 
@@ -183,6 +243,7 @@ class MemoryTier:
     def close(self, ended_well: bool) -> None:
         """Remove the folder if the run ended well; otherwise say that it stays. Collective if it ended well."""
         if not ended_well:
+            self._saver.close()
             if self._saver.leads:
                 logger.warning(
                     "the newest state stays in memory (%s, %.1f MiB) for the run that goes on; to free it: rm -r %s",
@@ -195,6 +256,18 @@ class MemoryTier:
             self._saver.wait()
         except CheckpointError as error:
             logger.warning("%s", error)
+        self._saver.close()
         self._ranks.gather(None)
         if self._saver.leads:
             self.folder.remove_all()
+
+
+def _is_newer(found: Found, path: str | os.PathLike[str] | None, in_folder: bool) -> bool:
+    """Tell whether a state in memory is newer than the checkpoint at a path, or the same. What is no folder of ours (a
+    single file, another program's) counts as newer: nothing is known of its save."""
+    if path is None:
+        return True
+    if not is_checkpoint(path):
+        return False
+    manifest = open_checkpoint(path).manifest
+    return found.age >= manifest.age[:2] if in_folder else found.step > (manifest.step or 0)

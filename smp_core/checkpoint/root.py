@@ -47,12 +47,14 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False) -> list[str]:
+def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False, inside: str = "") -> list[str]:
     """List the names of the checkpoints in a folder, the one saved last at the end; broken ones before all others.
 
     Args:
         root: the folder.
         broken_too: also folders that only look like a checkpoint: half ones, damaged ones.
+        inside: the name of the checkpoint in each folder there (``smp_state`` in ``checkpoint-*``); "": the folders are
+            checkpoints themselves.
 
     Raises:
         CheckpointError: no such folder.
@@ -64,7 +66,7 @@ def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False) -> 
     for name in sorted(moved.union(entries)):
         if name.startswith((TEMPORARY_PREFIX, PREVIOUS_PREFIX)):
             continue
-        address = join(root, name)
+        address = join(root, f"{name}/{inside}" if inside else name)
         try:
             manifest = open_checkpoint(address).manifest
         except CheckpointError:

@@ -32,16 +32,20 @@ def next_sequence(path: str | os.PathLike[str]) -> int:
     return 1 + max(_numbers_beside(os.path.abspath(local_path(text))), default=0)
 
 
-def manifests_in(folder: str | os.PathLike[str]) -> dict[str, list[int]] | None:
+def manifests_in(folder: str | os.PathLike[str], inside: str = "") -> dict[str, list[int]] | None:
     """Return what identifies the manifest of each checkpoint in a folder (inode, change in ns), without opening one;
     None for an address.
+
+    Args:
+        inside: the name of the checkpoint in each folder there (``smp_state`` in ``checkpoint-*``); "": the folders are
+            checkpoints themselves.
     """
     if is_address(folder):
         return None
     found = {}
     for path in _folders(os.path.abspath(local_path(folder))):
         with contextlib.suppress(OSError):
-            status = os.stat(os.path.join(path, MANIFEST))
+            status = os.stat(os.path.join(path, inside, MANIFEST))
             found[os.path.basename(path)] = [status.st_ino, status.st_mtime_ns]
     return found
 

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_smp.memory import PLACE, KeepsInMemory
+from lightning_smp.memory import PLACE
 from smp_core.checkpoint import save_checkpoint
 from smp_core.checkpoint.memory_slots import SharedSlots
+from smp_core.checkpoint.memory_tier import _is_newer
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, rank
 from tests.lightning.running import Run, make_trainer, report
@@ -137,7 +138,5 @@ def test_a_checkpoint_of_another_folder_is_compared_by_its_step(step: int, from_
     other = tmp_path / "other" / "on_exception.ckpt"
     other.parent.mkdir()
     save_checkpoint(other, {"state_dict": {"weight": torch.ones(2)}}, metadata={"step": step})
-    keeps = KeepsInMemory.__new__(KeepsInMemory)
-    keeps._folder = str(tmp_path / "run")
     found: Any = SimpleNamespace(age=(9, 100), step=100)
-    assert keeps._is_newer(found, other) is from_memory
+    assert _is_newer(found, other, in_folder=False) is from_memory

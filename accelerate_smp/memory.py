@@ -1,0 +1,137 @@
+"""The newest state in shared memory, under a bare loop: gone on from at the start, kept at the end of steps."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate_smp import checkpoints
+from accelerate_smp.saved_states import SavedStatesAccelerator, load
+from smp_core.checkpoint import CheckpointError, find_checkpoints, first_undamaged
+from smp_core.checkpoint.memory_records import MemoryCheckpoint
+from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.checkpoint.opening import open_checkpoint
+from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.root import join
+from smp_core.config import SmpConfig
+from smp_core.engine import memory_tier
+from smp_core.rank_watch import meet
+from smp_core.topology import Topology
+
+
+class StatesInMemoryAccelerator(SavedStatesAccelerator):
+    """An Accelerator that goes on from the newest of memory and disk, and keeps states in memory. The hooks of saves
+    (``_save_model_state_pre_hook``, ``_load_model_state_pre_hook``) have no public name in Accelerate.
+
+    Attributes:
+        memory: the states of ``checkpoint.memory_every_n_steps``, while a run keeps them: one of
+            :meth:`load_newest_state`, or Trainer's.
+    """
+
+    memory: MemoryTier | None = None
+    _asked: SmpConfig
+    _topology: Topology | None
+    _steps = 0  # optimizer steps of the run whose state was kept or looked at by keep_state()
+    _has_stepped = False  # since then
+
+    def load_newest_state(self, root: str | os.PathLike[str], **options: Any) -> str | None:
+        """Load the newest state that is whole: of the checkpoints in a folder and, with
+        ``checkpoint={"memory_every_n_steps": N}``, of what an earlier process of the run kept in memory. Collective.
+
+        Call it after ``prepare``, once, also where there may be nothing yet; broken checkpoints are skipped, with a
+        warning that names them.
+
+        Args:
+            root: the folder that :meth:`save_state` is given folders in. It names the run in memory.
+            options: as of :meth:`load_state`.
+
+        Returns:
+            what was loaded, for a message; None where there is nothing: the run begins anew.
+
+        Raises:
+            CheckpointError: all checkpoints there are broken, or what was found does not fit; on all ranks.
+        """
+        if not self.smp:
+            raise ValueError("load_newest_state() reads folders of torch-smp; with smp=False use load_state(folder)")
+        meet("accelerator.load_newest_state(...)")
+        self.wait_for_save()
+        text, step = os.fspath(root), 0
+        newest: MemoryCheckpoint | str | None
+        memory = self.make_memory(text)
+        newest = self._newest_on_disk(text) if memory is None else memory.newest(lambda: self._newest_on_disk(text))
+        if newest is not None:
+            load(self, newest, **options)
+            step = open_checkpoint(newest).manifest.step or 0
+        if memory is not None:
+            memory.begin(step)
+            atexit.register(self.close_memory, ended_well=False)
+        self._steps, self._has_stepped = step, False
+        return None if newest is None else os.fspath(newest)
+
+    def make_memory(self, saves_to: str, inside: str = "") -> MemoryTier | None:
+        """Make what a run keeps its states in (:func:`smp_core.engine.memory_tier`); None without the knob, and in
+        one process. Collective.
+        """
+        if not self.smp or not self.smp_config.checkpoint.memory_every_n_steps or self._topology is None:
+            return None
+        self.close_memory(ended_well=False)
+        self.memory = memory_tier(self._asked, self._topology, saves_to, inside)
+        return self.memory
+
+    def _newest_on_disk(self, root: str) -> str | None:
+        def names() -> list[str]:
+            try:
+                return find_checkpoints(root)
+            except CheckpointError:
+                return []  # no such folder yet
+
+        found = Ranks().on_first(f"no checkpoint of {root} was loaded", names)
+        newest_first = [join(root, name) for name in reversed(found)]
+        return first_undamaged(newest_first, self.smp_config.checkpoint.verify) if newest_first else None
+
+    def keep_state(self) -> None:
+        """Keep the newest state in shared memory, at every Nth step of ``checkpoint={"memory_every_n_steps": N}``.
+        Collective.
+
+        Call it at the end of each step, schedules included. It does nothing without the knob, in one process, and
+        inside an accumulation window. What :meth:`save_state` saves is kept; the call returns when what may change
+        before the next optimizer step has been copied.
+
+        Raises:
+            RuntimeError: :meth:`load_newest_state` was not called: it names the run.
+            ValueError: hooks of ``register_save_state_pre_hook``, which write into the folder of a save.
+            CheckpointError: the state, or the one before, could not be kept; on all ranks.
+        """
+        if not self.smp or not self.smp_config.checkpoint.memory_every_n_steps or self._topology is None:
+            return
+        if self.memory is None:
+            raise RuntimeError(
+                "keep_state() does not know whose state it keeps: call accelerator.load_newest_state('checkpoints') "
+                "after prepare(), also where there is nothing to load yet"
+            )
+        if self._save_model_state_pre_hook or self._load_model_state_pre_hook:
+            raise ValueError(
+                "register_save_state_pre_hook and register_load_state_pre_hook read and write files in the folder of a "
+                "save, which a state in memory does not have; use register_for_checkpointing, or write "
+                "checkpoint={'memory_every_n_steps': 0}"
+            )
+        if not self._has_stepped:
+            return
+        self._steps, self._has_stepped = self._steps + 1, False
+        self.memory.after_step(self._steps)
+        if self.memory.is_due(self._steps):
+            checkpoints.keep(self, self.memory, {"step": self._steps})
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What save_state says of a save: the step is that of states in memory, where there are some."""
+        return {"step": self.step if self.memory is None else self._steps + self._has_stepped}
+
+    def close_memory(self, ended_well: bool) -> None:
+        """Free the states in memory if the run ended well; otherwise they stay, and a line says so. Collective if it
+        ended well."""
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close(ended_well)

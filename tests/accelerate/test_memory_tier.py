@@ -1,0 +1,147 @@
+"""Runs of Trainer and of a bare loop that lost processes, or a node, go on from shared memory to the last bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
+from transformers import TrainerCallback
+
+from tests.accelerate.running import full_weights, prepared
+from tests.accelerate.trainers import Run, make_model, make_trainer, whole_weights
+from tests.core.models import loss_of
+from tests.harness import run_ranks
+from tests.lightning.test_memory_tier import Lost, Watch
+
+STEPS, LOST_IN, SAVED_AT = 7, 5, 4
+
+
+class Loses(TrainerCallback):
+    """Ends the run in a step; watches the disk until the first step of a resumed run begins."""
+
+    def __init__(self, trainer: Any, ends_in: int | None, watch: Watch | None) -> None:
+        self.trainer, self.ends_in, self.watch = trainer, ends_in, watch
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.watch is not None:
+            self.watch.is_on = False
+        if state.global_step == self.ends_in:
+            self.trainer.accelerator.memory._saver.wait()  # what would have been committed at some time
+            raise Lost
+
+
+def with_trainer(folder: Path, case: dict[str, Any], resume: bool = False, ends_in: int | None = None) -> Run:
+    """Dropout draws from each rank's generator; an evaluation follows step 4."""
+    model = make_model(dist.get_rank())
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    checkpoint = {"memory_every_n_steps": case["every"]}
+    trainer, recorder = make_trainer(
+        folder,
+        4,
+        1,
+        {"shard_degree": case["shard"], "checkpoint": checkpoint},
+        model=model,
+        max_steps=STEPS,
+        save_strategy="steps",
+        save_steps=SAVED_AT,
+        eval_strategy="steps",
+        eval_steps=SAVED_AT,
+    )
+    watch = Watch(folder) if resume else None
+    trainer.add_callback(Loses(trainer, ends_in, watch))
+    run = recorder.run
+    try:
+        trainer.train(resume_from_checkpoint="last" if resume else None)
+    except Lost:
+        run.extra["ended"] = "lost"
+    run.weights = whole_weights(trainer.model)
+    logged = [entry["step"] for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
+    run.extra |= {"opened": [] if watch is None else watch.opened, "logged": logged}
+    return run
+
+
+def with_loop(folder: Path, case: dict[str, Any], resume: bool = False, ends_in: int | None = None) -> Run:
+    """Windows of two batches, and numbers of each rank's own generator in the loss."""
+    checkpoint = {"memory_every_n_steps": case["every"]}
+    accelerator, optimizer, model, loader, scheduler = prepared(
+        torch.float32, 2, STEPS, shard_degree=case["shard"], checkpoint=checkpoint
+    )
+    torch.manual_seed(7 + dist.get_rank())
+    watch = Watch(folder) if resume else None
+    accelerator.load_newest_state(folder)
+    if watch is not None:
+        watch.is_on = False
+    run, done = Run(), scheduler.scheduler.last_epoch
+    run.extra["opened"] = [] if watch is None else watch.opened
+    for number, batch in enumerate(accelerator.skip_first_batches(loader, 2 * done), 2 * done):
+        if number == 2 * LOST_IN and ends_in is not None:
+            accelerator.memory._saver.wait()
+            run.extra["ended"] = "lost"
+            accelerator.close_memory(ended_well=False)  # as at the end of a process
+            return run
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch["tokens"]) * (1 + 0.1 * torch.rand(()))
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if number % 2:
+            run.losses.append(loss.item())
+        if number == 2 * SAVED_AT - 1:
+            accelerator.save_state(str(folder / f"step-{SAVED_AT:08d}"))
+        accelerator.keep_state()
+    with mock.patch.object(PartialState, "destroy_process_group"):  # the next run is in this process
+        accelerator.end_training()
+    run.weights = full_weights(model)
+    return run
+
+
+RUNS = {"trainer": with_trainer, "loop": with_loop}
+
+
+def lose_and_resume(kind: str, folder: str, cases: list[dict[str, Any]]) -> list[tuple[Run, Run, Run, list[str]]]:
+    train, seen = RUNS[kind], []
+    for number, case in enumerate(cases):
+        top = Path(folder, str(number))
+        os.environ["SMP_MEMORY_FOLDER"] = str(top)
+        if dist.get_rank() == 0:
+            top.mkdir()
+        dist.barrier()
+        plain = train(top / "plain", case) if number == 0 else seen[0][0]
+        ended = train(top / "run", case, ends_in=LOST_IN)
+        dist.barrier()
+        for node in case["lost"] if dist.get_rank() == 0 else ():
+            (gone,) = top.glob(f"torch-smp-*/run-*-node{node}")
+            shutil.rmtree(gone)
+        dist.barrier()
+        resumed = train(top / "run", case, resume=True)
+        dist.barrier()
+        seen.append((plain, ended, resumed, [str(path) for path in top.glob("torch-smp-*/*")]))
+    return seen
+
+
+@pytest.mark.parametrize(("kind", "shard"), [("trainer", "node"), ("loop", "world")])
+def test_a_run_goes_on_from_memory_or_from_what_is_newer_on_disk(kind: str, shard: str, tmp_path: Path) -> None:
+    """Two nodes of two ranks. A node is lost, whose shards the other one has (replicas, or copies): nobody opens a
+    checkpoint on disk. And a state that is older than the newest one on disk."""
+    cases = [{"shard": shard, "every": 1, "lost": [1]}, {"shard": shard, "every": 3, "lost": []}]
+    for seen in run_ranks(lose_and_resume, 4, kind, str(tmp_path), cases, ranks_per_node=2):
+        for (plain, ended, resumed, left), resumed_at in zip(seen, (LOST_IN, SAVED_AT), strict=True):
+            assert ended.extra["ended"] == "lost"
+            assert len(plain.losses) == STEPS
+            assert ended.losses[:resumed_at] + resumed.losses == plain.losses
+            for name, value in plain.weights.items():
+                assert torch.equal(value, resumed.weights[name]), name
+            assert resumed.extra.get("logged", []) == plain.extra.get("logged", [])
+            assert left == []
+        (_, _, from_memory, _), (_, _, from_disk, _) = seen
+        assert from_memory.extra["opened"] == [] and from_disk.extra["opened"]
