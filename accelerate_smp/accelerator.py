@@ -315,7 +315,6 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
                 handle.meter.close_step()
             if self._watch is not None:
                 self._watch.step += 1
-            self._has_stepped = True
             self.settle_save()
 
         return after_step

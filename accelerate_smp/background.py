@@ -1,10 +1,15 @@
-"""Saves behind training: the writer that an accelerator has with ``async_save=True``."""
+"""Saves behind training: the writer that an accelerator has with ``async_save=True``; the steps that saves count.
+
+Accelerate marks what it has prepared by ``_is_accelerate_prepared``, which has no public name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from smp_core.checkpoint import AsyncCheckpointer
@@ -12,19 +17,37 @@ from smp_core.config import SmpConfig
 
 
 class BackgroundSavingAccelerator(Accelerator):
-    """An Accelerator with knobs and a save in flight.
+    """An Accelerator with knobs, a count of its steps and a save in flight.
 
     Attributes:
         background_saves: the writer with ``async_save=True``, from the first save on.
     """
 
     smp_config: SmpConfig
+    _steps_before = 0
+    _steps_of: Mapping[int, int] = MappingProxyType({})  # by the identity of the optimizer
     background_saves: AsyncCheckpointer | None = None
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """The facts that the manifest of a save begins with."""
-        return {"step": self.step}
+    def optimizer_steps(self) -> int:
+        """Optimizer steps since training began, of the processes before included: load_state and load_newest_state
+        restore it. Where several optimizers step, those of the one that has stepped most.
+        """
+        return self._steps_before + max(self._steps_of.values(), default=0)
+
+    def resume_counting(self, steps: int) -> None:
+        """Count on from so many steps."""
+        self._steps_before, self._steps_of = steps, {}
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Prepare as Accelerate does, and count the steps."""
+        if isinstance(optimizer, torch.optim.Optimizer) and not getattr(optimizer, "_is_accelerate_prepared", False):
+
+            def count(stepped: torch.optim.Optimizer, *_: Any) -> None:
+                self._steps_of = {**self._steps_of, id(stepped): self._steps_of.get(id(stepped), 0) + 1}
+
+            optimizer.register_step_post_hook(count)
+        return super().prepare_optimizer(optimizer, device_placement)
 
     def wait_for_save(self) -> None:
         """Wait for the save that ``async_save=True`` left in flight.

@@ -160,6 +160,7 @@ def read(
     verify = "sizes" if isinstance(path, OpenCheckpoint) else accelerator.smp_config.checkpoint.verify
     path = open_checked(path, verify, Ranks(), f"checkpoint {os.fspath(path)} was not loaded")
     rest: dict[str, Any] = read_rest(path, tensors=["*"], exclude=_SHARDED)
+    accelerator.resume_counting(path.manifest.step or 0)
     load_weights(models[0] if models else None, path, strict, "sizes")
     extra = rest.get("more_state_dicts", [])
     if len(extra) != max(len(models) - 1, 0):

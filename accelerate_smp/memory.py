@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from accelerate_smp import checkpoints
 from accelerate_smp.saved_states import SavedStatesAccelerator, load
-from smp_core.checkpoint import CheckpointError, find_checkpoints, first_undamaged
+from smp_core.checkpoint import find_checkpoints, first_undamaged
 from smp_core.checkpoint.memory_records import MemoryCheckpoint
 from smp_core.checkpoint.memory_tier import MemoryTier
-from smp_core.checkpoint.opening import open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.root import join
+from smp_core.checkpoint.untrusted import NoSuchFolder
 from smp_core.config import SmpConfig
 from smp_core.engine import memory_tier
 from smp_core.rank_watch import meet
@@ -33,8 +32,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
     memory: MemoryTier | None = None
     _asked: SmpConfig
     _topology: Topology | None
-    _steps = 0  # optimizer steps of the run whose state was kept or looked at by keep_state()
-    _has_stepped = False  # since then
+    _kept_until = 0  # the optimizer step that keep_state() has seen last
 
     def load_newest_state(self, root: str | os.PathLike[str], **options: Any) -> str | None:
         """Load the newest state that is whole: of the checkpoints in a folder and, with
@@ -48,7 +46,8 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
             options: as of :meth:`load_state`.
 
         Returns:
-            what was loaded, for a message; None where there is nothing: the run begins anew.
+            what was loaded, for a message; None where there is nothing: the run begins anew. ``optimizer_steps`` tells
+            where it goes on.
 
         Raises:
             CheckpointError: all checkpoints there are broken, or what was found does not fit; on all ranks.
@@ -57,17 +56,16 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
             raise ValueError("load_newest_state() reads folders of torch-smp; with smp=False use load_state(folder)")
         meet("accelerator.load_newest_state(...)")
         self.wait_for_save()
-        text, step = os.fspath(root), 0
+        text = os.fspath(root)
         newest: MemoryCheckpoint | str | None
         memory = self.make_memory(text)
         newest = self._newest_on_disk(text) if memory is None else memory.newest(lambda: self._newest_on_disk(text))
         if newest is not None:
             load(self, newest, **options)
-            step = open_checkpoint(newest).manifest.step or 0
         if memory is not None:
-            memory.begin(step)
+            memory.begin(self.optimizer_steps)
             atexit.register(self.close_memory, ended_well=False)
-        self._steps, self._has_stepped = step, False
+        self._kept_until = self.optimizer_steps
         return None if newest is None else os.fspath(newest)
 
     def make_memory(self, saves_to: str, inside: str = "") -> MemoryTier | None:
@@ -84,8 +82,8 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         def names() -> list[str]:
             try:
                 return find_checkpoints(root)
-            except CheckpointError:
-                return []  # no such folder yet
+            except NoSuchFolder:
+                return []
 
         found = Ranks().on_first(f"no checkpoint of {root} was loaded", names)
         newest_first = [join(root, name) for name in reversed(found)]
@@ -117,17 +115,19 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
                 "save, which a state in memory does not have; use register_for_checkpointing, or write "
                 "checkpoint={'memory_every_n_steps': 0}"
             )
-        if not self._has_stepped:
+        step = self.optimizer_steps
+        if step == self._kept_until:
             return
-        self._steps, self._has_stepped = self._steps + 1, False
-        self.memory.after_step(self._steps)
-        if self.memory.is_due(self._steps):
-            checkpoints.keep(self, self.memory, {"step": self._steps})
+        self._kept_until = step
+        self.memory.after_step(step)
+        if self.memory.is_due(step):
+            checkpoints.keep(self, self.memory, {"step": step})
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What save_state says of a save: the step is that of states in memory, where there are some."""
-        return {"step": self.step if self.memory is None else self._steps + self._has_stepped}
+    def load_state(self, *arguments: Any, **options: Any) -> None:
+        """Load as without states in memory, once the newest one has been copied."""
+        if self.memory is not None:
+            self.memory.before_update()
+        super().load_state(*arguments, **options)
 
     def close_memory(self, ended_well: bool) -> None:
         """Free the states in memory if the run ended well; otherwise they stay, and a line says so. Collective if it

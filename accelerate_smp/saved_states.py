@@ -101,7 +101,7 @@ class SavedStatesAccelerator(BackgroundSavingAccelerator):
 def _save(accelerator: BackgroundSavingAccelerator, output_dir: str | None) -> str:
     """Write everything the accelerator has prepared. Collective. Returns the folder."""
     output_dir = _folder_to_write(accelerator, output_dir)
-    checkpoints.write(accelerator, output_dir, accelerator.facts)
+    checkpoints.write(accelerator, output_dir, {"step": accelerator.optimizer_steps})
     if accelerator._save_model_state_pre_hook:
         accelerator.wait_for_save()  # hooks write into the folder
     for hook in accelerator._save_model_state_pre_hook.values():

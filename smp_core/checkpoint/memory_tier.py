@@ -25,6 +25,7 @@ from smp_core.checkpoint.progress import Progress, last_of, pasts, report_of
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.root import find_checkpoints, join
 from smp_core.checkpoint.sequence import manifests_in, next_sequence
+from smp_core.checkpoint.untrusted import NoSuchFolder
 from smp_core.compat import collective_timeout
 
 logger = logging.getLogger("smp")
@@ -154,8 +155,8 @@ class MemoryTier:
             return True
         try:
             names = find_checkpoints(self._saves_to, inside=self._inside)
-        except CheckpointError:
-            return True  # there is no such folder yet
+        except NoSuchFolder:
+            return True
         return _is_newer(found, self._at(names[-1]) if names else None, in_folder=True)
 
     def take(self, found: Found) -> MemoryCheckpoint:
@@ -204,7 +205,7 @@ class MemoryTier:
 
     def is_due(self, step: int) -> bool:
         """Tell whether a state is to be kept after an optimizer step."""
-        return step != self._saved_step and step % self.every == 0
+        return step // self.every > self._saved_step // self.every
 
     def save(
         self,

@@ -17,7 +17,7 @@ import fsspec
 
 from smp_core.checkpoint.layout import MANIFEST, CheckpointError, Manifest
 from smp_core.checkpoint.storage import Folder, RangeFile, Sink, Transaction
-from smp_core.checkpoint.untrusted import MANIFEST_BYTES
+from smp_core.checkpoint.untrusted import MANIFEST_BYTES, NoSuchFolder
 
 logger = logging.getLogger("smp")
 
@@ -209,9 +209,11 @@ def remove_objects(address: str) -> None:
         CheckpointError: there is no manifest under the address.
     """
     fs, path = _open_fs(address)
-    if not fs.exists(path):
+    with _reading(path):
+        is_there, is_ours = bool(fs.exists(path)), bool(fs.exists(f"{path}/{MANIFEST}"))
+    if not is_there:
         return
-    if not fs.exists(f"{path}/{MANIFEST}"):
+    if not is_ours:
         raise CheckpointError(f"{address} is not a torch-smp checkpoint and is not removed")
     fs.rm_file(f"{path}/{MANIFEST}")
     fs.rm(path, recursive=True)
@@ -221,13 +223,14 @@ def list_objects(address: str) -> list[str]:
     """List the names of the folders under an address.
 
     Raises:
-        CheckpointError: nothing is there.
+        CheckpointError: nothing is there, or the store cannot be read.
     """
     fs, path = _open_fs(address)
     try:
-        entries = fs.ls(path, detail=True)
+        with _reading(path):
+            entries = fs.ls(path, detail=True)
     except FileNotFoundError:
-        raise CheckpointError(f"there is no folder of checkpoints at {address}") from None
+        raise NoSuchFolder(f"there is no folder of checkpoints at {address}") from None
     return [entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "directory"]
 
 

@@ -24,7 +24,7 @@ from smp_core.checkpoint.leftovers import own_name
 from smp_core.checkpoint.opening import open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.torch_file import check_torch_file
-from smp_core.checkpoint.untrusted import is_plain
+from smp_core.checkpoint.untrusted import NoSuchFolder, is_plain
 from smp_core.checkpoint.verify import open_checked, verify_checkpoint
 from smp_core.checkpoint.writer import save_checkpoint
 
@@ -57,7 +57,7 @@ def find_checkpoints(root: str | os.PathLike[str], broken_too: bool = False, ins
             checkpoints themselves.
 
     Raises:
-        CheckpointError: no such folder.
+        CheckpointError: no such folder (``NoSuchFolder``), or it cannot be listed.
     """
     found: list[tuple[tuple[int, int, str], str]] = []
     entries = list_entries(root)
@@ -92,7 +92,7 @@ def list_entries(root: str | os.PathLike[str]) -> list[str]:
     """List the names of the directories in a folder.
 
     Raises:
-        CheckpointError: no such folder.
+        CheckpointError: no such folder (``NoSuchFolder``), or it cannot be listed.
     """
     if is_address(root):
         from smp_core.checkpoint.object_folder import list_objects
@@ -100,7 +100,7 @@ def list_entries(root: str | os.PathLike[str]) -> list[str]:
         return list_objects(os.fspath(root))
     path = Path(local_path(root))
     if not path.is_dir():
-        raise CheckpointError(f"there is no folder of checkpoints at {path}")
+        raise NoSuchFolder(f"there is no folder of checkpoints at {path}")
     try:
         return [entry.name for entry in path.iterdir() if entry.is_dir()]
     except OSError as error:
@@ -149,11 +149,14 @@ def newest_checkpoint(root: str | os.PathLike[str], verify: str | None = "sizes"
     Args:
         root: the folder; one that does not exist holds no checkpoint.
         verify: ``"sizes"``, ``"digests"`` or None (only a readable manifest).
+
+    Raises:
+        CheckpointError: the folder is there and cannot be listed.
     """
     try:
         names = find_checkpoints(root)
         unreadable = sorted(set(find_checkpoints(root, broken_too=True)) - set(names))
-    except CheckpointError:
+    except NoSuchFolder:
         return None
     for name in unreadable:
         logger.warning("BROKEN CHECKPOINT SKIPPED: %s", "; ".join(verify_checkpoint(join(root, name))))

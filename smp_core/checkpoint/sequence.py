@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from smp_core.checkpoint.addresses import is_address, local_path, open_folder
 from smp_core.checkpoint.layout import MANIFEST, CheckpointError, Manifest
-from smp_core.checkpoint.untrusted import MANIFEST_BYTES
+from smp_core.checkpoint.untrusted import MANIFEST_BYTES, NoSuchFolder
 
 _read: dict[tuple[str, int, int], int] = {}  # (path, inode, change of its manifest in ns) -> sequence
 _given: dict[str, int] = {}  # parent address -> the last number given here: stores are asked once for a process
@@ -86,6 +86,6 @@ def _read_number(path: str) -> int:
 def _numbers_in_store(parent: str) -> Iterator[int]:
     from smp_core.checkpoint.object_folder import list_objects
 
-    with contextlib.suppress(CheckpointError):
+    with contextlib.suppress(NoSuchFolder):
         for name in list_objects(parent):
             yield _read_number(f"{parent}/{name}")

@@ -30,6 +30,10 @@ class CheckpointError(RuntimeError, ValueError):
     """A checkpoint cannot be written, read or trusted. The message names the file or tensor and what to do."""
 
 
+class NoSuchFolder(CheckpointError):
+    """A folder of checkpoints that does not exist: no save has been made there, which is no damage."""
+
+
 def is_plain(name: object) -> bool:
     """Tell whether a name is that of a file in the folder itself: no separator, no control character, not ``..``."""
     return (

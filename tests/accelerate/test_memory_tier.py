@@ -80,7 +80,7 @@ def with_loop(folder: Path, case: dict[str, Any], resume: bool = False, ends_in:
     accelerator.load_newest_state(folder)
     if watch is not None:
         watch.is_on = False
-    run, done = Run(), scheduler.scheduler.last_epoch
+    run, done = Run(), accelerator.optimizer_steps
     run.extra["opened"] = [] if watch is None else watch.opened
     for number, batch in enumerate(accelerator.skip_first_batches(loader, 2 * done), 2 * done):
         if number == 2 * LOST_IN and ends_in is not None:

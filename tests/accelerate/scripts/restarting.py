@@ -83,7 +83,6 @@ def trainer(folder: Path, plan: dict[str, Any]) -> None:
 
 def loop(folder: Path, plan: dict[str, Any]) -> None:
     from accelerate_smp import SmpAccelerator
-    from smp_core.checkpoint import newest_checkpoint
 
     accelerator = SmpAccelerator(shard_degree=WORLD, checkpoint=plan["checkpoint"])
     torch.manual_seed(RANK)
@@ -93,11 +92,8 @@ def loop(folder: Path, plan: dict[str, Any]) -> None:
     data = torch.stack([sample["input_ids"] for sample in make_dataset(plan["steps"] * SAMPLES)])
     loader = torch.utils.data.DataLoader(data, batch_size=SAMPLES // WORLD)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    newest = newest_checkpoint(folder / "checkpoints")
-    done = 0
-    if newest is not None:
-        accelerator.load_state(newest)
-        done = scheduler.scheduler.last_epoch
+    accelerator.load_newest_state(folder / "checkpoints")
+    done = accelerator.optimizer_steps
     for step, batch in enumerate(accelerator.skip_first_batches(loader, done), done):
         come_to(folder, plan, step)
         loss = model(input_ids=batch, labels=batch).loss * (1 + 0.1 * torch.rand(()))
@@ -106,9 +102,10 @@ def loop(folder: Path, plan: dict[str, Any]) -> None:
         scheduler.step()
         optimizer.zero_grad()
         note(folder, step, float(loss.detach()))
+        accelerator.keep_state()
         if (step + 1) % plan["every"] == 0:
             accelerator.save_state(str(folder / "checkpoints" / f"step-{step + 1:08d}"))
-    accelerator.wait_for_save()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from smp_core import streams
 from smp_core.checkpoint import CheckpointError, load_checkpoint, memory_save, read_per_rank
 from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.memory_tier import MemoryTier
@@ -265,6 +266,41 @@ def test_the_optimizer_waits_for_the_copy(alone: Path, monkeypatch: pytest.Monke
     assert not optimizer.is_alive()
     kept._saver.wait()
     assert found_in(alone) == 2
+
+
+class Driver:
+    """Stands for CUDA's: what is registered with it, by address; refuses if it is told to."""
+
+    def __init__(self, refuses: int) -> None:
+        self.refuses, self.registered = refuses, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.refuses:
+            self.registered[address] = size
+        return self.refuses
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+@pytest.mark.parametrize("refuses", [0, 2])
+@pytest.mark.parametrize("ended_well", [True, False])
+def test_memory_is_given_back_to_the_driver_and_its_refusal_is_said(
+    alone: Path, refuses: int, ended_well: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver(refuses)
+    monkeypatch.setattr(streams, "pins", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    kept = kept_until(alone, 3)
+    assert len(driver.registered) == (0 if refuses else 2), "the two files of a rank"
+    assert ("did not pin 24 bytes of shared memory (CUDA error 2)" in caplog.text) == bool(refuses)
+    assert found_in(alone) == 3, "kept all the same"
+    kept.save({"weights": torch.ones(9)}, 4, {}, 4)
+    kept._saver.wait()
+    assert sorted(driver.registered.values()) == ([] if refuses else [24, 36]), "the file of another size is given back"
+    kept.close(ended_well)
+    assert driver.registered == {}
 
 
 def test_states_of_other_ranks_or_degrees_are_not_used(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,3 +148,37 @@ def test_ranks_save_and_load_together_through_fsspec(tmp_path: Path) -> None:
     for found, expected in run_ranks(save_by_four, 4, f"{PREFIX}{tmp_path}/a"):
         assert differences(found, expected) == []
     assert len(list((tmp_path / "a").glob("tensors-*"))) == 4
+
+
+class StoreError(Exception):
+    """A store's own, which is no OSError."""
+
+
+@pytest.mark.parametrize("error", [PermissionError("403"), TimeoutError("late"), StoreError("500: slow down")])
+def test_what_a_store_raises_is_told_as_ours_by_every_reader(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is never taken for a folder without checkpoints: a run would begin anew and write over them."""
+    save_step(ROOT, 1, state(1))
+    folder = object_folder.ObjectFolder(f"{ROOT}/step-00000001")
+    file = folder.open("manifest.json")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    for method in ("exists", "find", "info", "cat_file", "ls"):
+        monkeypatch.setattr(type(folder.fs), method, fail)
+    readers = {
+        "exists": folder.exists,
+        "names": folder.names,
+        "listing": folder.listing,
+        "size": lambda: folder.size("manifest.json"),
+        "read": lambda: folder.read("manifest.json", 1 << 20),
+        "open": lambda: folder.open("manifest.json"),
+        "read_into": lambda: file.read_into(0, memoryview(bytearray(4))),
+        "rest": lambda: loaded(f"{ROOT}/step-00000001"),
+        "find": lambda: find_checkpoints(ROOT),
+        "newest": lambda: newest_checkpoint(ROOT),
+        "remove": lambda: remove_checkpoint(f"{ROOT}/step-00000001"),
+    }
+    for name, reader in readers.items():
+        with pytest.raises(CheckpointError, match=str(error)):
+            pytest.fail(f"{name} returned {reader()}")
