@@ -147,7 +147,7 @@ class CheckpointingTrainerMixin(_Base):
     @contextlib.contextmanager
     def _keeping_in_memory(self) -> Iterator[None]:
         """Keep the newest state in shared memory while training goes on; free it if that ends well. Collective."""
-        tier = self.accelerator.make_memory(os.path.abspath(self.args.output_dir), STATE_FOLDER)
+        tier = self.accelerator.make_memory(os.path.abspath(str(self.args.output_dir)), STATE_FOLDER)
         if tier is None:
             yield
             return

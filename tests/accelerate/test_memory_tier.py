@@ -18,7 +18,7 @@ from tests.accelerate.running import full_weights, prepared
 from tests.accelerate.trainers import Run, make_model, make_trainer, whole_weights
 from tests.core.models import loss_of
 from tests.harness import run_ranks
-from tests.lightning.test_memory_tier import Lost, Watch
+from tests.lightning.losing import Lost, Watch
 
 STEPS, LOST_IN, SAVED_AT = 7, 5, 4
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,15 +21,12 @@ from smp_core.checkpoint import save_checkpoint
 from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.memory_tier import _is_newer
 from tests.harness import run_ranks
+from tests.lightning.losing import Lost, Watch
 from tests.lightning.modules import LanguageModule, rank
 from tests.lightning.running import Run, make_trainer, report
 
 BATCHES, LOST_AT = 10, 8
 COPY = SharedSlots.copy_rest
-
-
-class Lost(Exception):
-    pass
 
 
 class LosingModule(LanguageModule):
@@ -46,20 +42,6 @@ class LosingModule(LanguageModule):
             self.trainer.strategy._memory.tier._saver.wait()  # what would have been committed at some time
             raise Lost
         return super().training_step(batch, batch_idx) * (1 + 0.1 * torch.rand(()))
-
-
-class Watch:
-    """The paths below a folder that this process opens; an audit hook stays until the process ends."""
-
-    def __init__(self, folder: Path) -> None:
-        self.below = f"{folder}/"
-        self.opened: list[str] = []
-        self.is_on = True
-        sys.addaudithook(self)
-
-    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.is_on and event == "open" and str(arguments[0]).startswith(self.below):
-            self.opened.append(str(arguments[0]))
 
 
 def train(folder: Path, resume: bool = False, ends_in: int | None = None, every: int = 3) -> Run:
