@@ -197,9 +197,10 @@ class Activations(Recipe):
     Args:
         checkpoint: Which activations are computed again in backward instead of kept. "none" (default), "full" (each
             wrapped block keeps its inputs only), "every:N" (the same for each N-th block), "selective" (each block
-            keeps its inputs and the outputs of matrix products, attention and communication) or a mapping from class
-            names or globs over module names to one of these ({"*.mlp": "full", "*.attn": "selective"}); the first
-            pattern that matches decides about a module and all inside it.
+            keeps its inputs and the outputs of matrix products, attention and communication; what tensor ranks send is
+            sent again) or a mapping from class names or globs over module names to one of these
+            ({"*.mlp": "full", "*.attn": "selective"}); the first pattern that matches decides about a module and all
+            inside it.
         check: Whether the outputs of every recomputation are compared with those of forward, bit by bit; an error names
             the module that differs. True or False (default; only shapes and dtypes are compared).
         offload: Whether the inputs of checkpointed modules wait in host memory for backward, copied out and back beside

@@ -6,7 +6,7 @@ groups (:meth:`smp_core.topology.Topology.of_groups`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from smp_core.config import SmpConfig
 from smp_core.planning.cluster import Cluster
@@ -66,12 +66,18 @@ def _missing_for_overlap(knobs: SmpConfig, cluster: Cluster) -> str | None:
     if knobs.fp8 is not None:
         return "FP8 layers are not multiplied in pieces; leave fp8 out"
     if knobs.tensor_parallel.overlap == "fused":
+        if "selective" in _words(knobs.activations.checkpoint):
+            return "'selective' keeps what products return, and these return gathered tokens; write activations='full'"
         instead = "write tensor_parallel={'overlap': 'pieces'}, which collectives of any kind can do"
         if cluster.device != "cuda":
             return f"torch's fused products are for CUDA, and the device is {cluster.device}; {instead}"
         if knobs.tensor_parallel_degree > cluster.topology.ranks_per_node:
             return f"symmetric memory is shared inside a node, and a tensor group is larger; {instead}"
     return None
+
+
+def _words(checkpoint: str | Mapping[str, str]) -> Collection[str]:
+    return (checkpoint,) if isinstance(checkpoint, str) else checkpoint.values()
 
 
 def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:

@@ -35,7 +35,7 @@ def played(overlap: str) -> contextlib.AbstractContextManager[None]:
 
 # Conv1D with biases, alongside a packed weight that is exchanged; frozen weights, whose adapters read the same tokens.
 CASES = [
-    overlapping("gpt2", "pieces", micro_batches=2),
+    overlapping("gpt2", "pieces", ("activations", "selective"), micro_batches=2),
     overlapping("llama_lora", "pieces"),
     overlapping("llama", "fused", RECOMPUTED),
 ]
