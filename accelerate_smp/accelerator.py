@@ -223,7 +223,8 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         first = all(parallel_of(prepared) is None for prepared in self._models)
         if not first and self.stages > 1:
             raise ValueError(
-                "a second model is not built yet with pipeline_parallel_degree; prepare one, or write "
+                f"pipeline_parallel_degree={self.stages}: a second model ({type(model).__name__}) is not built yet; "
+                "prepare one. One that is not trained needs no preparing: model.to(accelerator.device). Or write "
                 "pipeline_parallel_degree=1"
             )
         handle = shard(model, self._asked, self._topology, self, self.smp_mesh, self._prepared_together)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from accelerate_smp.handle import parallel_of
-from smp_core.job_figures import JobFigures, check_peak
+from smp_core.job_figures import DrawsTimeline, JobFigures, check_peak
 from smp_core.memory_watch import WatchesMemory
 from smp_core.run_log import FILE
 from smp_core.run_record import RunRecord
@@ -26,7 +26,7 @@ from smp_core.run_record import RunRecord
 TOKEN_INPUTS = ("input_ids", "decoder_input_ids")
 
 
-class SmpMonitorCallback(WatchesMemory, TrainerCallback):
+class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
     """Samples/s, tokens/s, model TFLOPS per device, MFU, peak memory, and bytes between nodes and inside them.
 
     Args:
@@ -74,7 +74,6 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
         self._record: RunRecord | None = None
         self.latest: dict[str, float] = {}
         self._hooks: list[Any] = []
-        self._figures: JobFigures | None = None
 
     def on_train_begin(
         self,
@@ -94,7 +93,7 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
         )
         self._start_watching(handle, [stepping], log, state.global_step, why_not)
         if self._figures is not None:
-            self._figures.end_forward()  # an earlier call of train() may have failed inside a forward
+            self._figures.end()  # an earlier call of train() may have failed inside a forward
         self._device = torch.device(args.device)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._figures = JobFigures(
@@ -134,6 +133,8 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
             self._record.end(state.global_step)
             self._record = None
         self._abandon_watch()
+        if self._figures is not None:
+            self._figures.end()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -195,16 +196,6 @@ class SmpMonitorCallback(WatchesMemory, TrainerCallback):
     def on_save(self, *_: Any, **__: Any) -> None:
         if self._figures is not None:
             self._figures.resume()
-
-    def save_timeline(self, path: str | Path) -> None:
-        """Draw when each pipeline stage computed in the last batch before the last report: ``timeline.png``.
-
-        Raises:
-            ValueError: nothing was reported about stages, matplotlib is not installed.
-        """
-        if self._figures is None:
-            raise ValueError("no timeline of pipeline stages: the callback has seen no training yet")
-        self._figures.save_timeline(path)
 
     def _report(self, step: int) -> None:
         """Make a report for the next log entry. Collective: every rank calls it after the same optimizer step."""

@@ -134,7 +134,7 @@ class PipelinedAccelerator(Accelerator):
         def loss_in(result: Any) -> torch.Tensor:
             return loss_of(result, name)
 
-        with handle.window.accumulate(), self._inside_step():
+        with self._inside_step():
             calls = [functools.partial(of, part) for part in parts]
             results = pipeline.train(
                 calls, lambda result: scaled(part_of_mean(loss_in(result))), weight / divisor, batch, within

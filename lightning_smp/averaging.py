@@ -176,6 +176,13 @@ class _Stochastic(StochasticWeightAveraging):
         else:
             self._average_model = None
 
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        # The epoch behind the last one takes statistics of BatchNorm for the average, without backward passes.
+        strategy: Any = trainer.strategy
+        strategy.steps_have_backward = trainer.current_epoch != self.swa_end + 1
+
     def make_average(self, parallel: ParallelModel) -> None:
         self._average_model = _WholeModel(parallel, avg_fn=self._avg_fn)  # type: ignore[assignment]
 

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from smp_core.job_figures import BYTES, JobFigures, check_peak
+from smp_core.job_figures import BYTES, DrawsTimeline, JobFigures, check_peak
 from smp_core.memory_log import KINDS
 from smp_core.memory_watch import WatchesMemory
 from smp_core.parallel_model import ParallelModel
@@ -53,7 +53,7 @@ _WORDS = {
 }
 
 
-class SmpMonitor(WatchesMemory, Callback):
+class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
     """Samples/s, tokens/s, model TFLOPS per device, MFU, peak memory, and bytes between nodes and inside them.
 
     Args:
@@ -116,7 +116,6 @@ class SmpMonitor(WatchesMemory, Callback):
         self.latest: dict[str, float] = {}
         self._samples_of = samples or count_samples
         self._tokens_of = tokens or count_tokens
-        self._figures: JobFigures | None = None
         self._memory_log, self._run_log = memory_log, run_log
         self._record: RunRecord | None = None
 
@@ -174,7 +173,7 @@ class SmpMonitor(WatchesMemory, Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._figures is not None:
-            self._figures.end_forward()
+            self._figures.end()
         self._abandon_watch()
         self._end_record(exception)
 
@@ -202,6 +201,8 @@ class SmpMonitor(WatchesMemory, Callback):
         self._abandon_watch()
         if self._booked_step > self._reported_step:
             self._report(trainer, ended=True)
+        if self._figures is not None:
+            self._figures.end()
         self._end_record()
 
     def _end_record(self, error: BaseException | None = None) -> None:
@@ -220,16 +221,6 @@ class SmpMonitor(WatchesMemory, Callback):
             self._figures.resume()
 
     # Reports
-
-    def save_timeline(self, path: str | Path) -> None:
-        """Draw when each pipeline stage computed in the last batch before the last report: ``timeline.png``.
-
-        Raises:
-            ValueError: nothing was reported about stages, matplotlib is not installed.
-        """
-        if self._figures is None:
-            raise ValueError("no timeline of pipeline stages: the monitor has seen no training yet")
-        self._figures.save_timeline(path)
 
     def summary(self) -> str:
         """Describe the last report in one line for people; empty before the first."""

@@ -93,14 +93,13 @@ class PipelinedSteps:
                 optimizer.zero_grad()
         logged = _Logged(self._module)
         calls = [functools.partial(logged.during, functools.partial(run, part, *rest)) for part in parts]
-        with self._parallel.window.accumulate():
-            results = self._pipeline.train(
-                calls,
-                lambda result: self._scaled(self._sequences.weighted(_loss_of(result))),
-                1.0 / (count * windows),
-                batch,
-                lambda number: self._sequences.during(splits[number]),
-            )
+        results = self._pipeline.train(
+            calls,
+            lambda result: self._scaled(self._sequences.weighted(_loss_of(result))),
+            1.0 / (count * windows),
+            batch,
+            lambda number: self._sequences.during(splits[number]),
+        )
         outcome = mean_of(results, "training_step") if results else None
         returned, log = self._pipeline.share((outcome, logged.combined() if results else None))
         logged.replay(log, self._device)

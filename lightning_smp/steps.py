@@ -37,6 +37,8 @@ class SteppingStrategy(ProcessGroupStrategy):
     _window_start: WindowStart | None = None
     _pipelined: PipelinedSteps | None = None
     _in_window = False
+    steps_have_backward = True
+    """False: what ``training_step`` returns is not taken backward."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -116,16 +118,19 @@ class SteppingStrategy(ProcessGroupStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
+        if self._pipelined is not None and not self.steps_have_backward:
+            with torch.no_grad():
+                return self._pipelined.evaluate(self._micro_batch, args, kwargs)
         if self._pipelined is not None:
             windows = self._trainer.accumulate_grad_batches
             return self._pipelined.train(self._micro_batch, self.optimizers, windows, (*args, *kwargs.values()))
         context = self.precision_plugin.train_step_context()
         return self._run_step(self.lightning_module.training_step, context, *args, **kwargs)
 
-    def _micro_batch(self, *args: Any) -> Any:
+    def _micro_batch(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         context = self.precision_plugin.train_step_context()
-        return self._run_step(self.lightning_module.training_step, context, *args)
+        return self._run_step(self.lightning_module.training_step, context, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from smp_core.comm.meter import LINK_CLASSES, LinkClass
 from smp_core.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_peak_flops
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.step import Pipeline
-from smp_core.pipeline.times import Computation, Direction, draw_timeline, idle_shares
+from smp_core.pipeline.times import Computation, Direction, draw_timeline, idle_shares, unmeasured
 from smp_core.step_times import PARTS, Part, StepTimes, Straggler, find_straggler
 
 logger = logging.getLogger("smp")
@@ -284,15 +284,14 @@ class JobFigures:
         dist.all_gather_object(self._timeline, times.last, group=self._pipeline.group)
         return figures
 
+    def end(self) -> None:
+        """End the run: stages are not measured for these figures any more."""
+        self.end_forward()
+        if self._pipeline is not None and self._pipeline.times.around == self._around:
+            self._pipeline.times.around = unmeasured
+
     def save_timeline(self, path: str | Path) -> None:
-        """Draw when each pipeline stage computed in the last batch before the last report.
-
-        Args:
-            path: the picture's; the ending says which format (png, svg, pdf).
-
-        Raises:
-            ValueError: nothing was reported about stages, matplotlib is not installed.
-        """
+        """Do what :meth:`DrawsTimeline.save_timeline` says."""
         if not any(self._timeline):
             raise ValueError(
                 "no timeline of pipeline stages: it needs pipeline_parallel_degree above 1, CPU ranks, and a report "
@@ -313,3 +312,22 @@ def check_peak(peak_tflops: float | None) -> None:
     """
     if peak_tflops is not None and peak_tflops <= 0:
         raise ValueError(f"peak_tflops={peak_tflops} is no peak; give TFLOPS of one device, or leave it out")
+
+
+class DrawsTimeline:
+    """A base of the monitors of both faces: a picture of what pipeline stages computed."""
+
+    _figures: JobFigures | None = None
+
+    def save_timeline(self, path: str | Path) -> None:
+        """Draw when each pipeline stage computed in the last batch before the last report.
+
+        Args:
+            path: the picture's; the ending says which format (png, svg, pdf).
+
+        Raises:
+            ValueError: nothing was reported about stages, matplotlib is not installed.
+        """
+        if self._figures is None:
+            raise ValueError(f"no timeline of pipeline stages: {type(self).__name__} has seen no training yet")
+        self._figures.save_timeline(path)

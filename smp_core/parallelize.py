@@ -28,7 +28,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -66,9 +65,8 @@ from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.scalars import reduce_scalars
 from smp_core.sharding.window import Window
 from smp_core.sharding.zero_grad import drop_with_zero_grad
-from smp_core.tensor_parallel.apply import apply_tensor_parallel
+from smp_core.tensor_parallel.apply import SplitModel, apply_tensor_parallel
 from smp_core.tensor_parallel.operators import TensorAxis
-from smp_core.tensor_parallel.split_model import SplitModel
 from smp_core.tensor_parallel.whole_gradients import WholeGradients
 
 logger = logging.getLogger("smp")
@@ -127,9 +125,9 @@ def parallelize_model(
     calls = Calls(model, mesh.shard_ranks, units)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline, finishing = _join_stages(model, mesh, plan, meter, lambda: window.world)
+    pipeline, finishing = _join_stages(model, mesh, plan, meter, lambda: window)
     alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
-    window = AccumulationWindow(model, units, traffic, plan, calls, _veto_of(fp8, mesh), alike)
+    window = AccumulationWindow(model, units, traffic, plan, calls, None if fp8 is None else fp8.state.nonfinite, alike)
     follow_window(model, window)
     _start_scales(fp8, mesh, meter)
     parts = (ModelPart(model, tuple(units), window, calls, replaced),)
@@ -149,12 +147,12 @@ def _leave_out(model: nn.Module, mesh: SmpMesh, stages: Stages) -> None:
 
 
 def _join_stages(
-    model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter, world: Callable[[], WorldSharding | None]
+    model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter, window: Callable[[], AccumulationWindow]
 ) -> tuple[Pipeline | None, Callable[[], AbstractContextManager[None]]]:
     """Make this rank's stage a part of a pipeline; return what adds up gradients of parameters on two stages."""
     if plan.stages is None:
         return None, nullcontext
-    pipeline = Pipeline(model, mesh, plan.stages, plan.knobs.pipeline, meter, plan.dtypes.gathered)
+    pipeline = Pipeline(model, mesh, plan.stages, plan.knobs.pipeline, meter, plan.dtypes.gathered, window)
     if not plan.stages.tied:
         return pipeline, nullcontext
     ends = mesh.between_stages((0, plan.stages.count - 1))
@@ -162,7 +160,7 @@ def _join_stages(
         return pipeline, nullcontext
     by_name = dict(model.named_parameters())
     tied = [by_name[name] for name in plan.stages.tied]
-    return pipeline, TiedGradients(tied, ends, mesh.group("replicate"), world).added_up
+    return pipeline, TiedGradients(tied, ends, mesh.group("replicate"), lambda: window().world).added_up
 
 
 def change_this_process() -> None:
@@ -212,7 +210,7 @@ def _split_layers(model: nn.Module, traffic: Traffic, plan: Plan, meter: CommMet
     mesh = traffic.mesh
     broadcast_from_rank_0(model.parameters(), mesh.device, mesh.model_group)
     recipe = plan.knobs.tensor_parallel
-    axis = TensorAxis(mesh.group("tensor"), meter, recipe.overlap)
+    axis = TensorAxis(mesh.group("tensor"), meter)
     split = apply_tensor_parallel(
         model,
         mesh.tensor_mesh,
@@ -257,20 +255,6 @@ def _converted_on_every_stage(model: nn.Module, mesh: SmpMesh, recipe: Fp8Recipe
     for told in filter(None, of_all_ranks(problem)):
         raise ValueError(told)
     return fp8
-
-
-def _veto_of(fp8: Fp8Model | None, mesh: SmpMesh) -> Callable[[], torch.Tensor] | None:
-    """Return what drops a window whose inputs or gradients held inf or nan, on whatever pipeline stage."""
-    if fp8 is None or mesh.pipeline_degree == 1:
-        return None if fp8 is None else fp8.state.nonfinite
-    state, stages = fp8.state, mesh.group("pipeline")
-
-    def nonfinite() -> torch.Tensor:
-        flag = state.nonfinite().int()
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=stages)
-        return flag.bool()
-
-    return nonfinite
 
 
 def _start_scales(fp8: Fp8Model | None, mesh: SmpMesh, meter: CommMeter) -> None:

@@ -91,10 +91,6 @@ class Board:
             raise call.error
         return call.result
 
-    def post(self, name: str, *arguments: Any) -> None:
-        """Ask without waiting for the answer, after what was asked before."""
-        self._calls.put(Call(name, arguments, is_awaited=False))
-
     def post_again(self, name: str, *arguments: Any) -> Call | None:
         """Ask without waiting, if the last such question has been answered: to a silent keeper they would pile up.
 

@@ -1,7 +1,8 @@
 """The line that says who waits, in what, for how long, and where the others are.
 
-A rank that stands still shows where (:mod:`smp_core.whereabouts`) with its signs of life, and puts a mark on the boards
-when it has waited half as long as it would before it complains. Only then do keepers of boards read everybody's signs.
+A rank that stands still shows where (:mod:`smp_core.whereabouts`) with its signs of life, and adds to a count on the
+boards as long as it has waited half as long as it would before it complains. Only while the count grows do keepers of
+boards read everybody's signs.
 Rank 0 writes the line, or the other keeper where rank 0 itself gives no sign; again when the wait is twice as long, and
 so on. Nobody is ended: that is what the timeout of collectives is for.
 """
@@ -15,7 +16,8 @@ from smp_core.signs import Board
 from smp_core.whereabouts import Whereabouts, ranks_in_words, went_apart
 
 _MARK = "waiting"
-# Looks, one in each interval, without a new sign of life after which a rank is said to give none.
+# Looks, one in each interval, without a new sign of life after which a rank is said to give none, and after which
+# nobody waits any more if the count has not grown.
 _SILENCE = 8
 # Groups of ranks that are named one by one.
 _NAMED = 8
@@ -38,7 +40,7 @@ class StallWatch:
     ) -> None:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self._whereabouts, self._say = whereabouts, say
-        self._marked = False
+        self._marks, self._still = 0, _SILENCE  # what the count was at the last look, and for how many looks
         self._said_at = 0.0  # seconds that the longest wait had when the last line was written
         self._looks = 0  # since somebody waits
         self._beats: dict[int, tuple[int, int]] = {}  # the last sign of each rank, and the look that found it
@@ -47,15 +49,17 @@ class StallWatch:
         """Return what goes with this rank's signs of life; mark the boards if it waits for long."""
         at = self._whereabouts.look()
         waits = at is not None and at["waits"] and at["for"] >= at["after"] / 2
-        if waits != self._marked:
+        if waits:  # again each time: one that is lost is made up for by the next
             for board in boards:
-                board.post("add", _MARK, 1 if waits else -1)
-            self._marked = waits
+                board.post_again("add", _MARK, 1)
         return at
 
     def look(self, board: Board, read: Callable[[Board], Signs]) -> None:
         """Write the line if it is time. Call it on the keeper of ``board``."""
-        if board.add(_MARK, 0) <= 0:
+        marks = board.add(_MARK, 0)
+        self._still = 0 if marks != self._marks else self._still + 1
+        self._marks = marks
+        if self._still >= _SILENCE:
             self._said_at, self._looks = 0.0, 0
             self._beats.clear()
             return

@@ -174,9 +174,8 @@ class Run:
     def in_stages(self, number: int, micro_batches: int) -> float:
         pipeline, window = self.parallel.pipeline, self.parallel.window
         parts = [torch.cat([batch(number, micro, rank) for rank in self.read]) for micro in range(micro_batches)]
-        with window.accumulate():
-            calls = [functools.partial(self.model, part) for part in parts]
-            losses = pipeline.train(calls, lambda loss: loss, 1 / micro_batches, torch.cat(parts))
+        calls = [functools.partial(self.model, part) for part in parts]
+        losses = pipeline.train(calls, lambda loss: loss, 1 / micro_batches, torch.cat(parts))
         window.close()
         return float(pipeline.share(torch.stack(losses).mean() if losses else None))
 

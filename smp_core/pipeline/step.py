@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,13 @@ from smp_core.stepped import model_parameter
 from smp_core.whereabouts import here
 
 
+class Window(Protocol):
+    """The interface of what holds a step's gradients."""
+
+    def accumulate(self) -> AbstractContextManager[None]: ...
+    def take_part(self) -> None: ...
+
+
 class Pipeline:
     """The pipeline that this rank has one stage of.
 
@@ -43,8 +50,9 @@ class Pipeline:
         recipe: Recipe,
         meter: CommMeter,
         dtype: torch.dtype | None,
+        window: Callable[[], Window],
     ) -> None:
-        self.stages, self._mesh = stages, mesh
+        self.stages, self._mesh, self._window = stages, mesh, window
         assert isinstance(recipe.microbatches, int)
         self.micro_batches = recipe.microbatches
         self.group = mesh.group("pipeline")
@@ -77,7 +85,7 @@ class Pipeline:
         batch: Any,
         within: Within = lambda _: nullcontext(),
     ) -> list[Any]:
-        """Take all micro-batches forward and backward. Collective over the stages.
+        """Take all micro-batches forward and backward, and leave their window open. Collective over the stages.
 
         Args:
             calls: for each micro-batch the user's code, which calls the model once.
@@ -104,8 +112,9 @@ class Pipeline:
             return given
 
         self._messages.begin((True, key))
-        with self._seeds.during_step(), self.times.batch():
+        with self._window().accumulate(), self._seeds.during_step(), self.times.batch():
             run(self._training, forward, self._messages, self.times, within)
+        self._window().take_part()
         return results
 
     def evaluate(self, call: Callable[[], Any], batch: Any) -> Any:

@@ -33,6 +33,11 @@ class Computation:
     end: float
 
 
+def unmeasured(_: Direction) -> AbstractContextManager[None]:
+    """Measure nothing of a computation but its times."""
+    return nullcontext()
+
+
 class StageTimes:
     """The times of one stage.
 
@@ -43,7 +48,7 @@ class StageTimes:
 
     def __init__(self) -> None:
         self.last: list[Computation] = []
-        self.around: Callable[[Direction], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.around: Callable[[Direction], AbstractContextManager[None]] = unmeasured
         self._batch: list[Computation] | None = None
         self._began = self._computed = self._lasted = 0.0
 

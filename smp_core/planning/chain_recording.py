@@ -81,6 +81,10 @@ def _chain_of(model: nn.Module, root: str, names_of_blocks: list[str], refusal: 
                 "only what the blocks hand on is sent"
             )
     names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+    # What this one forward left out (an expert without tokens) is on the stage of the block that holds it.
+    reached = set().union(*segments)
+    for block, segment in zip(first.order, segments[1:-1], strict=True):
+        segment |= set(block.parameters()) - reached
     before, *of_blocks, after = ([names[p] for p in names if p in segment] for segment in segments)
     _require_own(first.order, before, of_blocks, after, refusal)
     chain_names = tuple(blocks[block] for block in first.order)

@@ -89,6 +89,7 @@ class AccumulationWindow:
         mesh, knobs = traffic.mesh, plan.knobs
         by_name = dict(model.named_parameters())
         replicated = [{name: by_name[name] for name in names} for names in plan.replicated_parameters]
+        self._of_all_stages = list(by_name.values()) if mesh.pipeline_degree > 1 else []
         self._on_close = traffic.step_done
         self._on_kept = functools.partial(calls.show_shards, kept=True)
         self._kept = knobs.keep_between_micro_batches
@@ -110,6 +111,7 @@ class AccumulationWindow:
         self._dropped: set[int] = set()  # ids of parameters, since the last backward pass
         self.world: WorldSharding | None = None
         """Masters of this rank's part, where optimizer states are sharded over the world."""
+        self._took_part = False
         self.micro_batches = 0
         """Backward passes whose gradients are held and not closed yet."""
         for each in self._units:
@@ -127,7 +129,7 @@ class AccumulationWindow:
     @property
     def is_open(self) -> bool:
         """Tell whether gradients are held that no ``.grad`` shows yet."""
-        return self.micro_batches > 0
+        return self.micro_batches > 0 or self._took_part
 
     def held(self) -> list[torch.Tensor]:
         """List the partial sums, unsharded gradients and masters' gradients: what no parameter's ``.grad`` shows."""
@@ -149,6 +151,11 @@ class AccumulationWindow:
             yield
         finally:
             self._announce(before)
+
+    def take_part(self) -> None:
+        """Open the window, if it is not: a batch went through all pipeline stages, which close it together, and this
+        one may have nothing to train."""
+        self._took_part = True
 
     def _announce(self, last: bool) -> None:
         """Tell units whether the backward passes from here on are their window's last."""
@@ -252,6 +259,7 @@ class AccumulationWindow:
             return
         dropped = {id(model_parameter(parameter)) for parameter in parameters}
         held = {id(self._replicated.parameters[name]) for name in self._replicated.taking_part()}
+        held |= {id(parameter) for parameter in self._of_all_stages if parameter.requires_grad}
         for each in self._units:
             gone, members = each.unit.indices(dropped), each.unit.parameters()
             dropped |= {id(members[index]) for index in gone}
@@ -303,6 +311,7 @@ class AccumulationWindow:
         self._replicated.forget()
         self._running_pass = None
         self._dropped.clear()
+        self._took_part = False
         self.micro_batches = 0
 
     def _hook(self, each: UnitWindow) -> Callable[[torch.Tensor], None]:

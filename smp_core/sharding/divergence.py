@@ -56,12 +56,25 @@ def differing(told: Sequence[int]) -> list[bool]:
     return [total not in (_GREATEST, _UNTOLD) for total in totals]
 
 
-def stop_device_where_differing(told: torch.Tensor) -> None:
-    """The same where the host does not wait for the device: the device itself goes no further, and steps nothing."""
+def any_differs(told: torch.Tensor) -> torch.Tensor:
+    """Return whether :func:`differing` finds any: a 0-d bool tensor, for which the host does not wait."""
     totals = told.view(-1, 2).sum(1)
-    same = (totals == _GREATEST) | (totals == _UNTOLD)
+    return ((totals != _GREATEST) & (totals != _UNTOLD)).any()
+
+
+def stop_device_where_differing(differs: torch.Tensor) -> None:
+    """Let the device itself go no further where ranks differ, so that nothing is stepped; the host does not wait."""
     # torch._assert_async: the only check that a device makes by itself. torch has no public one.
-    torch._assert_async(same.all(), _DIVERGED)
+    torch._assert_async(~differs, _DIVERGED)
+
+
+def on_any_stage(flags: Sequence[torch.Tensor | bool], mesh: SmpMesh) -> torch.Tensor:
+    """Return which of the flags hold on any pipeline stage, int32. Collective over the stages."""
+    on_device = [torch.as_tensor(flag, dtype=torch.int32, device=mesh.device) for flag in flags]
+    told = torch.stack(on_device)
+    if mesh.pipeline_degree > 1:
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.group("pipeline"))
+    return told
 
 
 def require_same_collectives(issued: IssuedCollectives, mesh: SmpMesh) -> None:
@@ -74,14 +87,28 @@ def require_same_collectives(issued: IssuedCollectives, mesh: SmpMesh) -> None:
     if mesh.shard_degree > 1:
         told = torch.tensor(told_by(issued, mesh), dtype=torch.int32, device=mesh.device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=mesh.model_group)
-        differs = differing(told.tolist())
-        if any(differs):
-            raise RanksDiverged(first_difference(issued, mesh, differs))
+        if on_any_stage([any(differing(told.tolist()))], mesh):
+            raise RanksDiverged(difference_in_words(issued, mesh, told))
     issued.forget()
 
 
-def first_difference(issued: IssuedCollectives, mesh: SmpMesh, differs: Sequence[bool]) -> str:
-    """Ask the ranks what they issued; say where they differ, and which. Collective over ``model_group``.
+def difference_in_words(issued: IssuedCollectives, mesh: SmpMesh, told: torch.Tensor) -> str:
+    """Ask the ranks what they issued; say where they differ, and which, on all ranks alike. Collective over the world.
+
+    Args:
+        told: the maxima of what all told.
+    """
+    differs = differing(told.tolist())
+    found = _first_difference(issued, mesh, differs) if any(differs) else ""
+    if mesh.pipeline_degree == 1:
+        return found
+    of_stages = [found] * mesh.pipeline_degree
+    dist.all_gather_object(of_stages, found, group=mesh.group("pipeline"))
+    return " ".join(dict.fromkeys(filter(None, of_stages)))
+
+
+def _first_difference(issued: IssuedCollectives, mesh: SmpMesh, differs: Sequence[bool]) -> str:
+    """Return the words of this pipeline stage. Collective over its ``model_group``.
 
     Args:
         differs: what :func:`differing` returned.

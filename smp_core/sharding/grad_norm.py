@@ -57,10 +57,11 @@ def grad_norm(
     # Phase 1: what is held here, by the groups over which it is sharded. Parameters decide, not their gradients: all
     # ranks have to take part in the same sums.
     held: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    device = None
+    parameters = list(parameters)
+    device = _device_of_sums(parameters[0]) if parameters else None  # maybe all of them are on other stages
     for parameter in filter(counts, parameters):
         groups = _sharded_over(parameter, masters_over)
-        device = _device_of_sums(parameter) if device is None or groups else device
+        device = _device_of_sums(parameter) if groups else device
         gradients = held.setdefault(groups, [])
         if parameter.grad is not None:
             gradients.append(_local(parameter.grad))
@@ -76,6 +77,8 @@ def grad_norm(
         total = _over(stages, total, biggest)
     total = total if biggest else total ** (1.0 / norm_type)
     double = any(gradient.dtype == torch.float64 for gradients in held.values() for gradient in gradients)
+    if stages is not None:  # gradients of other stages count, which their parameters tell of here
+        double = double or any(p.dtype == torch.float64 for p in parameters if p.requires_grad)
     return total if double else total.float()
 
 

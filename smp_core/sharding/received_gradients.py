@@ -20,7 +20,14 @@ import torch.distributed as dist
 from smp_core import streams
 from smp_core.comm.issued import IssuedCollectives
 from smp_core.mesh import SmpMesh
-from smp_core.sharding.divergence import differing, first_difference, stop_device_where_differing, told_by
+from smp_core.sharding.divergence import (
+    any_differs,
+    difference_in_words,
+    differing,
+    on_any_stage,
+    stop_device_where_differing,
+    told_by,
+)
 from smp_core.sharding.replicated import ReplicatedGradients
 from smp_core.sharding.unit_window import UnitWindow
 
@@ -60,6 +67,7 @@ class Told:
         self._veto_at = len(flags)
         if veto is not None:
             self._told[self._veto_at] = veto()
+        self._vetoed = self._told[self._veto_at]  # what all ranks told, once it has arrived
         self._work: dist.Work | None = None
         if not alone:  # what is known stays where it is known
             group = mesh.model_group
@@ -75,25 +83,29 @@ class Told:
         """Return for each unit whether any rank has a sum of it. Waits for the device."""
         return self._told[self._n_parameters : self._veto_at].tolist()
 
-    def vetoed(self) -> bool:
-        """Tell whether any rank wants the window dropped. Waits for the device."""
-        return bool(self._told[self._veto_at])
-
     def received(self) -> list[bool]:
         """Return for each parameter whether any rank received a gradient. Waits for the device."""
         return self._told[: self._n_parameters].cpu().bool().tolist()
 
+    def vetoed(self) -> bool:
+        """Tell whether any rank wants the window dropped, after :meth:`divergence`. Waits for the device."""
+        return bool(self._vetoed)
+
     def divergence(self) -> str | None:
-        """Say where ranks of one replica issued different collectives; None: nowhere. Collective if there is one.
+        """Say where ranks of one replica issued different collectives; None: nowhere. Collective over pipeline stages,
+        which end a window alike, and over the world where ranks differ.
 
         An accelerator's host does not wait for the answer: the device itself goes no further then, so that nothing is
         stepped.
         """
         told, found = self._told[self._veto_at + 1 :], None
-        if streams.run_behind(told.device):
-            stop_device_where_differing(told)
-        else:
-            differs = differing(told.tolist())
-            found = first_difference(self._issued, self._mesh, differs) if any(differs) else None
+        differs: torch.Tensor | bool
+        differs = any_differs(told) if streams.run_behind(told.device) else any(differing(told.tolist()))
+        if self._mesh.pipeline_degree > 1:
+            self._vetoed, differs = on_any_stage([self._vetoed, differs], self._mesh)
+        if isinstance(differs, torch.Tensor) and streams.run_behind(differs.device):
+            stop_device_where_differing(differs.bool())
+        elif differs:
+            found = difference_in_words(self._issued, self._mesh, told)
         self._issued.forget()
         return found

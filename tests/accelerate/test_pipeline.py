@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
 from accelerate_smp.callbacks import SmpMonitorCallback
+from smp_core.sharding.grad_scaler import ShardedGradScaler
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import VOCABULARY, Run, assert_close, fit, life, make_trainer, noise_between
 from tests.core.pipeline.cases import example_of, of_all_stages
@@ -24,16 +26,20 @@ from tests.harness import run_ranks
 BATCH = 8
 
 
-def bare_loop(kind: str, micro_batches: int, samples: int, **knobs: Any) -> tuple[Training, int]:
-    """``samples`` of a batch for each rank that reads its own."""
+def bare_loop(kind: str, micro_batches: int, samples: int, scale: float = 0.0, **knobs: Any) -> tuple[Training, int]:
+    """``samples`` of a batch for each rank that reads its own; ``scale``: of a gradient scaler."""
     seen, called = Training(), 0
     knobs = {"shard_degree": 1, "pipeline_parallel_degree": 2, **knobs}
     accelerator = fresh_accelerator(gradient_accumulation_steps=micro_batches, cpu=True, **knobs)
+    if scale:  # of mixed_precision="fp16", which is refused on CPU
+        accelerator.scaler = ShardedGradScaler("cpu", init_scale=scale)
     rows = batches(micro_batches).flatten(0, 2)
-    with Wide():
+    with nullcontext() if scale else Wide():  # a scaler casts its own numbers
         model: Any = example_of(build(kind, seed=dist.get_rank()))
         loader = DataLoader([{"tokens": row} for row in rows], batch_size=samples)
         model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
+        if scale:
+            accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"  # gradients are unscaled then
         total = torch.zeros((), dtype=torch.float64)
 
         @accelerator.pipeline_step
@@ -62,6 +68,16 @@ def bare_loop(kind: str, micro_batches: int, samples: int, **knobs: Any) -> tupl
                 optimizer.step()
                 optimizer.zero_grad()
         seen.weights = of_all_stages(accelerator.parallel, dict(model.named_parameters()))
+        if scale:
+            assert accelerator.scaler.get_scale() == scale and not accelerator.optimizer_step_was_skipped
+            with accelerator.accumulate(model):
+                accelerator.backward(step(batch, 1.0)["loss"])
+                if dist.get_rank() == 0:
+                    next(p for p in model.parameters() if p.grad is not None).grad.fill_(torch.inf)
+                optimizer.step()
+            assert accelerator.optimizer_step_was_skipped and accelerator.scaler.get_scale() == scale / 2
+            after = of_all_stages(accelerator.parallel, dict(model.named_parameters()))
+            assert all(torch.equal(after[name], value) for name, value in seen.weights.items())
     return seen, called
 
 
@@ -80,6 +96,12 @@ def test_a_bare_loop_equals_one_process() -> None:
     """Tied embeddings, two batches in a window, four micro-batches in a batch."""
     results = run_ranks(bare_loop, 2, "gpt2", 2, 8, pipeline={"microbatches": 4})
     assert_loop(results, "gpt2", 2, 4 * 2 * STEPS)
+
+
+def test_a_gradient_scaler_in_a_bare_loop() -> None:
+    """The scale is a power of two. An inf on the first stage alone skips the step on all."""
+    results = run_ranks(bare_loop, 2, "plain", 1, 8, 2.0**14, pipeline={"microbatches": 2})
+    assert_loop(results, "plain", 1, 2 * (STEPS + 1))
 
 
 @pytest.mark.slow
@@ -198,7 +220,7 @@ def test_misuse_is_refused_in_words(tmp_path: Path) -> None:
         assert "compute the loss in a function under @accelerator.pipeline_step" in found["no step"]
         assert "GPT2LMHeadModel was called outside of a step" in found["outside"]
         assert "pipeline.microbatches=2 does not divide a batch of 3" in found["uneven"]
-        assert "a second model is not built yet" in found["another"]
+        assert "pipeline_parallel_degree=2: a second model (Linear) is not built yet" in found["another"]
         assert "generate(use_cache=False)" in found["cache"]
         assert found["written"] == first["written"]
         assert "cannot gather inside a step" in found["gather"]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -84,14 +84,17 @@ def train(
     watched: Path | None = None,
     pairs: bool = False,
     scale: float = 0.0,
+    averaged: bool = False,
     **flags: Any,
 ) -> Run:
     """``watched``: the best model by the validation loss is kept there, and the run ends when it does not fall;
-    ``steps``: every optimizer step is, and the weights are averaged."""
+    ``steps``: every optimizer step is, and the weights are averaged; ``averaged``: they are, from the second epoch."""
     callbacks: list[Any] = []
     if scale:
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         flags = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], **flags}
+    if averaged:
+        flags = {"callbacks": [StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1)], **flags}
     if steps is not None:
         every = ModelCheckpoint(steps, "{step}", every_n_train_steps=1, save_top_k=-1)
         flags = {"enable_checkpointing": True, "callbacks": [EMAWeightAveraging(decay=0.8), every], **flags}
@@ -118,6 +121,9 @@ def train(
         weights = whole_weights(module)
     else:
         weights = of_all_stages(parallel, dict(module.named_parameters()))
+        parallel.broadcast_buffers()
+        weights |= {name: value.clone() for name, value in module.named_buffers() if name in module.state_dict()}
+        assert not parallel.window.is_open
     extra: dict[str, Any] = {"calls": module.calls, "steps": trainer.global_step}
     if callbacks:
         best, stopping = callbacks
@@ -178,6 +184,20 @@ def test_runs_go_on_in_mid_epoch_with_other_numbers_of_stages(tmp_path: Path) ->
     mine, other = ours["optimizer_states"][0], theirs["optimizer_states"][0]
     assert mine["param_groups"] == other["param_groups"] and mine["state"].keys() == other["state"].keys()
     assert max(worst(mine["state"][number], entry)[0] for number, entry in other["state"].items()) <= 1e-12
+
+
+def test_stochastic_weight_averaging_is_that_of_one_process() -> None:
+    """BatchNorm's statistics are those of batches of the epoch that follows, whole ones: of micro-batches they would be
+    others, as they are in training."""
+    flags: dict[str, Any] = {"averaged": True, "max_epochs": 3, "limit_val_batches": 0}
+    cases = [("odd", 1), ("gpt2", 2)]
+    results = run_ranks(averages, 2, cases, flags)
+    for number, (kind, _) in enumerate(cases):
+        assert_same([runs[number] for runs in results], named_once(train(kind, 8, {}, **flags)))
+
+
+def averages(cases: list[tuple[str, int]], flags: dict[str, Any]) -> list[Run]:
+    return [train(kind, 8, knobs_of(2, microbatches=count), **flags) for kind, count in cases]
 
 
 class Batches(Callback):

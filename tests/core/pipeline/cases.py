@@ -23,7 +23,7 @@ from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
 from smp_core.sharding.delayed_tensors import Slot
 from tests.core.tensor_parallel.model_cases import Training, Wide, batches, build, full, loss_of, optimizer_of, own_loss
-from tests.core.tensor_parallel.models import STEPS
+from tests.core.tensor_parallel.models import STEPS, TOKENS
 
 
 def example_of(model: nn.Module, keeps_loss: bool = False) -> nn.Module:
@@ -35,7 +35,7 @@ def example_of(model: nn.Module, keeps_loss: bool = False) -> nn.Module:
         if not keeps_loss:
             model.loss_function = own_loss
     else:
-        model.dummy_inputs = {"tokens": torch.zeros(2, 5, dtype=torch.long)}  # type: ignore[assignment]
+        model.dummy_inputs = {"tokens": torch.zeros(2, TOKENS, dtype=torch.long)}  # type: ignore[assignment]
     return model
 
 
@@ -128,8 +128,7 @@ class Case:
             calls = [lambda split=split: parallel.run_as_forward(pair_loss, parallel.module, split) for split in splits]
             within = lambda number: enabled(splits[number])  # noqa: E731
         scale = 1 / self.micro_batches / self.windows
-        with parallel.window.accumulate():
-            losses = parallel.pipeline.train(calls, part_of_mean, scale, tokens, within)
+        losses = parallel.pipeline.train(calls, part_of_mean, scale, tokens, within)
         if parallel.context is not None:
             losses = [loss * split.weight for loss, split in zip(losses, splits, strict=False)]
         mean = parallel.pipeline.share(torch.stack(losses).detach().mean() if losses else None)

@@ -6,12 +6,18 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from smp_core.checkpoint import full_state_dict
+from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
+from smp_core.sharding.divergence import RanksDiverged
+from tests.core.branching import Block, batch_of
 from tests.core.pipeline.cases import Case
 from tests.core.tensor_parallel.model_cases import loss_of
 from tests.harness import run_ranks
@@ -109,3 +115,59 @@ def lengths() -> list[float]:
 
 def test_batches_of_several_shapes_go_through_one_pipeline() -> None:
     assert run_ranks(lengths, 2) == [[0.0] * 4] * 2
+
+
+class Ordered(nn.Module):
+    """Blocks of equal shapes, in an order that may change after they were recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(8)).double()
+        self.order = list(range(8))
+        self.dummy_inputs: Any = batch_of(0, 0, 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+def diverging(orders: dict[int, list[int]]) -> list[str]:
+    """For each rank that takes its stage's blocks in another order than its neighbour: what all are told."""
+    torch.manual_seed(0)
+    knobs = SmpConfig(shard_degree=2, pipeline_parallel_degree=2, units=["Block"])
+    parallel = parallelize(Ordered(), knobs)
+    model, pipeline, window = parallel.module, parallel.pipeline, parallel.window
+    assert pipeline is not None
+    said = []
+
+    def loss() -> torch.Tensor:
+        return model(batch_of(0, 0, 0)).square().mean()
+
+    for alone, order in orders.items():
+        model.order = order if dist.get_rank() == alone else list(range(8))
+        pipeline.train([loss, loss], lambda loss: loss, 0.5, batch_of(0, 0, 0))
+        with pytest.raises(RanksDiverged) as error:
+            window.close()
+        assert not window.is_open and all(parameter.grad is None for parameter in model.parameters())
+        said.append(str(error.value))
+    with torch.no_grad():
+        model(batch_of(0, 0, 0))
+    with pytest.raises(RanksDiverged) as error:
+        parallel.require_same_collectives()
+    said.append(str(error.value))
+    model.order = list(range(8))
+    window.abandon()
+    pipeline.train([loss, loss], lambda loss: loss, 0.5, batch_of(0, 0, 0))
+    window.close()
+    return said
+
+
+def test_ranks_of_one_stage_that_go_apart_stop_all_stages() -> None:
+    """Blocks 0 to 3 are on ranks 0 and 1, the others on ranks 2 and 3."""
+    results = run_ranks(diverging, 4, {1: [0, 2, 1, *range(3, 8)], 2: [*range(5), 6, 5, 7]})
+    assert all(said == results[0] for said in results)
+    first, last, evaluated = results[0]
+    assert "rank 0: all_gather of 'blocks.1' in forward; rank 1: all_gather of 'blocks.2' in forward" in first
+    assert "rank 2: all_gather of 'blocks.6' in forward; rank 3: all_gather of 'blocks.5' in forward" in last
+    assert "rank 2: all_gather of 'blocks.6'" in evaluated and "rank 0" not in evaluated

@@ -86,8 +86,7 @@ def train(
                 scaled = scale_in_stages(scaler)
                 scaler.scale(torch.zeros(()))  # as the trainers do with the loss that they get
             calls = [lambda part=part: parallel.run_as_forward(lambda: own_loss(module(part), part)) for part in parts]
-            with parallel.window.accumulate():
-                losses = pipeline.train(calls, scaled, 1 / MICRO_BATCHES, own)
+            losses = pipeline.train(calls, scaled, 1 / MICRO_BATCHES, own)
             losses = pipeline.share(losses or None)
         else:
             losses = []

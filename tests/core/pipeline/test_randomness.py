@@ -11,9 +11,9 @@ from tests.harness import run_ranks
 
 
 def drawn() -> tuple[list[float], list[float]]:
-    """By the user's code and by the stage's block, in two steps of two micro-batches; ranks are seeded apart."""
+    """By the user's code and by the stage's block, in two steps of two micro-batches; all of that twice, with ranks
+    seeded apart, and alike the second time."""
     parallel = Case("plain").parallel()
-    torch.manual_seed(100 + dist.get_rank())
     by_user: list[float] = []
     by_block: list[float] = []
     model, pipeline = parallel.module, parallel.pipeline
@@ -29,12 +29,19 @@ def drawn() -> tuple[list[float], list[float]]:
         return loss
 
     for _ in range(2):
-        pipeline.train([step, step], lambda loss: loss, 1.0, tokens)
-        parallel.window.abandon()
+        torch.manual_seed(100 + dist.get_rank())
+        for _ in range(2):
+            pipeline.train([step, step], lambda loss: loss, 1.0, tokens)
+            parallel.window.abandon()
+        own = torch.Generator().manual_seed(100 + dist.get_rank())
+        torch.randint(2**62, (2,), generator=own)
+        assert torch.equal(torch.get_rng_state(), own.get_state()), "a step takes one draw of a rank's generator"
     return by_user, by_block
 
 
 def test_random_numbers_of_stages() -> None:
+    """Dropout is another on each stage, micro-batch and step, and the same when it is begun again."""
     first, last = run_ranks(drawn, 2)
     assert first[0] == last[0] and len(set(first[0])) == 4
     assert len({*first[0], *first[1], *last[1]}) == 12
+    assert all(numbers[:4] == numbers[4:] for numbers in (*first, *last))

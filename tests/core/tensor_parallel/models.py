@@ -145,6 +145,18 @@ class HalvedModel(PlainModel):
                 parameter.mul_(0.5).add_(0.01 * torch.randn_like(parameter))
 
 
+def _frozen(*names: str) -> Callable[[], nn.Module]:
+    """With modules that are not trained: on two pipeline stages all of one of them."""
+
+    def make() -> nn.Module:
+        model = PlainModel()
+        for name in names:
+            model.get_submodule(name).requires_grad_(False)
+        return model
+
+    return make
+
+
 class OddBlock(PlainBlock):
     """With a number of its own, and statistics that are saved."""
 
@@ -154,6 +166,30 @@ class OddBlock(PlainBlock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.gate + self.statistics(x.transpose(1, 2)).transpose(1, 2)
+
+
+class RoutingBlock(PlainBlock):
+    """A sample goes to one of two experts; the examples all to one, so that recordings do not see the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        routes = x.detach()[:, 0, 0] > 0
+        mixed = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if (own := routes == number).any():
+                mixed[own] = expert(x[own])
+        return x + mixed
+
+
+class RoutingModel(PlainModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RoutingBlock() for _ in range(2))
+        self.example_input_array = torch.zeros(2, 6, dtype=torch.long)
 
 
 class OddModel(PlainModel):
@@ -270,6 +306,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2_deep": functools.partial(_gpt2, 4),
     "plain": PlainModel,
     "halved": HalvedModel,
+    "routing": RoutingModel,
+    "first_frozen": _frozen("words", "blocks.0"),
+    "last_frozen": _frozen("blocks.1", "norm", "head"),
     "odd": OddModel,
     "encoder": EncoderModel,
     "strange": StrangeModel,
