@@ -1,4 +1,4 @@
-"""What it brings that sums of input gradients travel while the gradients of weights are computed.
+"""What it brings that messages of tensor ranks travel while gradients of weights, or other pieces, are computed.
 
     torchrun --nproc-per-node 2 benchmarks/tensor_overlap.py [--pairs 20] [--out benchmarks/results/tensor_overlap.json]
     python benchmarks/cluster/netlab.py run --nodes 2 --ranks 1 --rate 1gbit -- \
@@ -6,7 +6,8 @@
 
 Two Llamas (float32, layers over two gloo ranks) in the same processes take turns, one forward and backward each: one as
 it is, one whose weights' gradients are left to autograd. A figure is the time without / with, of one pair; above 1.0
-the overlap saves time. Results of several links stand in one file, by `--link`.
+the overlap saves time. "in pieces" compares `overlap="pieces"` (with) with the default (without). Results of several
+links stand in one file, by `--link`.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ CONFIG = {
 }
 
 
-def split(sequence: bool, overlaps: bool) -> ParallelModel:
+def split(sequence: bool, overlaps: bool, overlap: str) -> ParallelModel:
     torch.manual_seed(0)
     add = ColumnInputs.add
     if not overlaps:
         ColumnInputs.add = lambda *_: None  # type: ignore[method-assign]
-    recipe = {"sequence_parallel": sequence, "across_nodes": True}
+    recipe = {"sequence_parallel": sequence, "across_nodes": True, "overlap": overlap}
     try:
         model = LlamaForCausalLM(LlamaConfig(**CONFIG))
         return parallelize(model, SmpConfig(shard_degree=1, tensor_parallel_degree=2, tensor_parallel=recipe))
@@ -66,10 +67,10 @@ def seconds(parallel: ParallelModel, words: torch.Tensor) -> float:
     return took
 
 
-def compared(sequence: bool, pairs: int) -> dict[str, Any]:
+def compared(pairs: int, *models: ParallelModel) -> dict[str, Any]:
+    """Time the first model beside the second."""
     words = torch.randint(CONFIG["vocab_size"], (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
-    models = [split(sequence, True), split(sequence, False)]
-    for parallel in models * 2:
+    for parallel in models + models:
         seconds(parallel, words)
     ratios, taken = [], []
     for number in range(pairs):
@@ -83,29 +84,36 @@ def compared(sequence: bool, pairs: int) -> dict[str, Any]:
         "quartiles": [round(low, 3), round(high, 3)],
         "seconds with, median": round(statistics.median(taken), 4),
         "pairs": pairs,
+        "load average": [round(each, 1) for each in os.getloadavg()],
+        "date": datetime.date.today().isoformat(),
     }
+
+
+COMPARED: dict[str, tuple[tuple[bool, bool, str], ...]] = {
+    "split tokens": ((True, True, "sums"), (True, False, "sums")),
+    "whole tokens": ((False, True, "sums"), (False, False, "sums")),
+    "in pieces": ((True, True, "pieces"), (True, True, "sums")),
+}
+"""Row -> how the two models are split: tokens, sums of input gradients overlap, the knob."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--link", default="one machine", help="what the ranks are joined by, for the result")
+    parser.add_argument("--only", choices=COMPARED, help="a row; by default all")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    found = {
-        "split tokens": compared(True, asked.pairs),
-        "whole tokens": compared(False, asked.pairs),
-        "load average": [round(each, 1) for each in os.getloadavg()],
-        "date": datetime.date.today().isoformat(),
-    }
+    rows = [asked.only] if asked.only else COMPARED
+    found = {row: compared(asked.pairs, *(split(*how) for how in COMPARED[row])) for row in rows}
     if dist.get_rank() == 0:
         print(asked.link, json.dumps(found, indent=1), flush=True)
         if asked.out:
             before = json.loads(asked.out.read_text()) if asked.out.exists() else {}
             before["machine"] = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, gloo"
-            before.setdefault("links", {})[asked.link] = found
+            before.setdefault("links", {}).setdefault(asked.link, {}).update(found)
             asked.out.write_text(json.dumps(before, indent=1) + "\n", encoding="utf-8")
     dist.destroy_process_group()
 

@@ -1,12 +1,13 @@
 """Differences between torch versions (>= 2.11), in one place; and what torch has no public way to ask.
 
 Private names: a group's timeout can be set but not read (``_device_types``, ``_get_backend``, and ``_timeout`` of its
-options).
+options); operators over symmetric memory stand in a private module (``_symmetric_memory``).
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,13 @@ def collective_timeout(group: dist.ProcessGroup | None = None) -> timedelta | No
         if isinstance(timeout, timedelta):
             return timeout
     return None
+
+
+def symmetric_memory_operators() -> Any:
+    """Return torch's operators over symmetric memory; they are defined when their module is imported."""
+    import torch.distributed._symmetric_memory
+
+    return torch.ops.symm_mem
 
 
 def depends_on(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:

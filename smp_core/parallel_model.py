@@ -34,7 +34,7 @@ from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.window import Window
 from smp_core.stepped import model_parameter
-from smp_core.tensor_parallel.apply import SplitModel
+from smp_core.tensor_parallel.split_model import SplitModel
 
 logger = logging.getLogger("smp")
 

@@ -65,8 +65,9 @@ from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.scalars import reduce_scalars
 from smp_core.sharding.window import Window
 from smp_core.sharding.zero_grad import drop_with_zero_grad
-from smp_core.tensor_parallel.apply import SplitModel, apply_tensor_parallel
+from smp_core.tensor_parallel.apply import apply_tensor_parallel
 from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.tensor_parallel.split_model import SplitModel
 from smp_core.tensor_parallel.whole_gradients import WholeGradients
 
 logger = logging.getLogger("smp")
@@ -210,7 +211,7 @@ def _split_layers(model: nn.Module, traffic: Traffic, plan: Plan, meter: CommMet
     mesh = traffic.mesh
     broadcast_from_rank_0(model.parameters(), mesh.device, mesh.model_group)
     recipe = plan.knobs.tensor_parallel
-    axis = TensorAxis(mesh.group("tensor"), meter)
+    axis = TensorAxis(mesh.group("tensor"), meter, recipe.overlap)
     split = apply_tensor_parallel(
         model,
         mesh.tensor_mesh,

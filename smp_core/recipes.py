@@ -14,6 +14,8 @@ from smp_core.plan_recipes import Planner
 WrapRule = Callable[[str, Any], bool]
 """(module's name, module) -> whether it is a unit. Any: command lines read the types, and torch is not loaded here."""
 
+Overlap = Literal["sums", "pieces", "fused"]
+
 _BOOLEAN = read.boolean()
 _GLOBS = read.names()
 _COUNT = read.integer(minimum=0)
@@ -48,6 +50,10 @@ class TensorParallel(Recipe):
             (default) or False.
         across_nodes: Whether a tensor group may be larger than a node. True, or False (default: a larger group is an
             error).
+        overlap: What goes on while tokens are on their way. "sums" (default; the gradient of a column layer's input is
+            added up while those of weights are computed), "pieces" (besides, linear layers are multiplied in pieces
+            behind the messages of the next one, in forward and backward) or "fused" (these products by torch's
+            operators over symmetric memory; CUDA, inside a node).
     """
 
     KNOB: ClassVar[str] = "tensor_parallel"
@@ -65,6 +71,7 @@ class TensorParallel(Recipe):
     )
     sequence_parallel: bool = setting(True, _BOOLEAN)
     across_nodes: bool = setting(False, _BOOLEAN)
+    overlap: Overlap = setting("sums", read.word("sums", "pieces", "fused"))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -190,9 +197,10 @@ class Activations(Recipe):
     Args:
         checkpoint: Which activations are computed again in backward instead of kept. "none" (default), "full" (each
             wrapped block keeps its inputs only), "every:N" (the same for each N-th block), "selective" (each block
-            keeps its inputs and the outputs of matrix products, attention and communication) or a mapping from class
-            names or globs over module names to one of these ({"*.mlp": "full", "*.attn": "selective"}); the first
-            pattern that matches decides about a module and all inside it.
+            keeps its inputs and the outputs of matrix products, attention and communication; what tensor ranks send is
+            sent again) or a mapping from class names or globs over module names to one of these
+            ({"*.mlp": "full", "*.attn": "selective"}); the first pattern that matches decides about a module and all
+            inside it.
         check: Whether the outputs of every recomputation are compared with those of forward, bit by bit; an error names
             the module that differs. True or False (default; only shapes and dtypes are compared).
         offload: Whether the inputs of checkpointed modules wait in host memory for backward, copied out and back beside

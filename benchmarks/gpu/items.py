@@ -40,15 +40,16 @@ class Item:
 
 ITEMS = (
     Item("kernels", 1, "exactness:kernels", 60, "Triton's kernels give the bytes of the eager formulas"),
-    Item("casts", 1, "exactness:casts", 40, "FP8 casts bit by bit, scales are powers of two"),
+    Item("casts", 1, "exactness:casts", 30, "FP8 casts bit by bit, scales are powers of two"),
     Item("products", 1, "exactness:products", 30, "FP8 products against float64, the noise floor of a layer"),
-    Item("flash", 1, "attention:correctness", 60, "flash, cuDNN and FA3, both ways, against plain products"),
+    Item("flash", 1, "attention:correctness", 50, "flash, cuDNN and FA3, both ways, against plain products"),
     Item("lifetimes", 1, "lifetimes:rows", 30, "memory that another stream reads is not used again"),
     Item("knobs", 1, "one_process:knobs", 130, "NCCL and FSDP2 units in one process: every knob against the CPU"),
     Item("float16", 1, "one_process:float16", 30, "float16 with loss scaling"),
     Item("resume", 1, "one_process:resume", 30, "asynchronous saves, and a resume with the device's random numbers"),
     Item("auto", 1, "one_process:auto", 30, "shard_degree='auto' plans with the device's memory"),
     Item("four ranks", 1, "four_ranks:rows", 100, "four gloo ranks with CUDA tensors equal CPU ranks, also delayed"),
+    Item("fused products", 1, "tensor_products:rows", 20, "torch's fused products, as split layers call them"),
     Item("codecs", 2, "speed:codecs", 60, "payloads and casts against the copy bandwidth"),
     Item("linear layers", 2, "speed:layers", 180, "FP8 linear layers against bfloat16, torchao, Transformer Engine"),
     Item("attention", 2, "attention:speed", 130, "the attention operator against flash, cuDNN, FA3 and torch's"),
@@ -65,4 +66,5 @@ NOT_SHOWN = (
     "NCCL between ranks: whether it hangs or corrupts, its speed, symmetric memory and separate communicators",
     "replicas that take different branches (gloo makes the host wait, which hides what NCCL would do)",
     "communication behind computation, and the gains on two nodes",
+    "layers over several devices: fused products between them, their numbers there and what they hide",
 )

@@ -189,7 +189,7 @@ def decide(
         settle_given(draft, given, shapes)
     settle_precision(draft, precision)
     layout = settle_layout(draft, cluster.topology)
-    require_known_combination(asked, shapes, given is not None)
+    require_known_combination(asked, shapes, given is not None, cluster)
     # What follows is about ranks of one pipeline stage; and a tensor group, which holds a layer's parts, counts as one.
     stage, of_stage = cluster.of_stage(layout.pipeline), replace(layout, pipeline=1)
     groups, of_groups = stage.of_tensor_groups(layout.tensor), replace(of_stage, tensor=1)

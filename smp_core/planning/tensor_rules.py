@@ -6,9 +6,10 @@ groups (:meth:`smp_core.topology.Topology.of_groups`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from smp_core.config import SmpConfig
+from smp_core.planning.cluster import Cluster
 from smp_core.planning.shapes import Shapes
 from smp_core.topology import Topology
 
@@ -36,20 +37,47 @@ def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
     raise ValueError(message)
 
 
-def require_known_combination(asked: SmpConfig, shapes: Shapes, given: bool) -> None:
-    """Refuse what tensor parallelism has not been shown to be exact with.
+def require_known_combination(asked: SmpConfig, shapes: Shapes, given: bool, cluster: Cluster) -> None:
+    """Refuse what tensor parallelism has not been shown to be exact with, and an overlap that cannot be.
 
     Raises:
         ValueError: names every such knob, its value, and what to write.
     """
     if asked.tensor_parallel_degree == 1:
         return
+    overlap = asked.tensor_parallel.overlap
+    missing = None if overlap == "sums" else _missing_for_overlap(asked, cluster)
+    if missing:
+        raise ValueError(f"tensor_parallel.overlap={overlap!r}: {missing}, or tensor_parallel={{'overlap': 'sums'}}")
     found = [*_unknown_knobs(asked), *_unknown_models(shapes, given)]
     if found:
         lines = "\n".join(f"- {what}; {instead}" for what, instead in found)
         raise ValueError(
             f"tensor_parallel_degree={asked.tensor_parallel_degree} is not built yet together with\n{lines}"
         )
+
+
+def _missing_for_overlap(knobs: SmpConfig, cluster: Cluster) -> str | None:
+    """Return why products cannot be made in pieces here, and what to write; None: they can."""
+    if not knobs.tensor_parallel.sequence_parallel:
+        return (
+            "only tokens are gathered in pieces, and they stay whole; write tensor_parallel={'sequence_parallel': true}"
+        )
+    if knobs.fp8 is not None:
+        return "FP8 layers are not multiplied in pieces; leave fp8 out"
+    if knobs.tensor_parallel.overlap == "fused":
+        if "selective" in _words(knobs.activations.checkpoint):
+            return "'selective' keeps what products return, and these return gathered tokens; write activations='full'"
+        instead = "write tensor_parallel={'overlap': 'pieces'}, which collectives of any kind can do"
+        if cluster.device != "cuda":
+            return f"torch's fused products are for CUDA, and the device is {cluster.device}; {instead}"
+        if knobs.tensor_parallel_degree > cluster.topology.ranks_per_node:
+            return f"symmetric memory is shared inside a node, and a tensor group is larger; {instead}"
+    return None
+
+
+def _words(checkpoint: str | Mapping[str, str]) -> Collection[str]:
+    return (checkpoint,) if isinstance(checkpoint, str) else checkpoint.values()
 
 
 def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:

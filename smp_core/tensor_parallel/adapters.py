@@ -64,11 +64,17 @@ def _require_lora(split: Split) -> None:
     )
 
 
+def is_of_adapter(name: str) -> bool:
+    """Tell whether a layer is an adapter's, by its name."""
+    parts = name.split(".")
+    return len(parts) > 2 and parts[-2] in _PARTS
+
+
 def around(name: str) -> str:
     """Return the name of the module that a layer is in: of what PEFT wraps, the module around it."""
     parts = name.split(".")
     if len(parts) > 1 and parts[-1] == "base_layer":
         parts = parts[:-1]
-    elif len(parts) > 2 and parts[-2] in _PARTS:
+    elif is_of_adapter(name):
         parts = parts[:-2]
     return ".".join(parts[:-1])

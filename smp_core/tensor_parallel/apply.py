@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from smp_core.tensor_parallel.adapters import around, with_adapters
+from smp_core.tensor_parallel.adapters import around, is_of_adapter, with_adapters
 from smp_core.tensor_parallel.inspection import Inspected, settle_splits
 from smp_core.tensor_parallel.layers import (
     AttentionForward,
@@ -39,7 +38,7 @@ from smp_core.tensor_parallel.layers import (
 )
 from smp_core.tensor_parallel.loss import SplitLogits, split_vocabulary_loss
 from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis
-from smp_core.tensor_parallel.overlap import ColumnInputs
+from smp_core.tensor_parallel.overlap import ColumnInputs, is_plain_product
 from smp_core.tensor_parallel.randomness import RandomForward, settle_random
 from smp_core.tensor_parallel.refused import refuse_hooks, refuse_whole_states, refuse_wrapped
 from smp_core.tensor_parallel.roles import (
@@ -56,43 +55,9 @@ from smp_core.tensor_parallel.roles import (
     stacks_of,
     transformers_model,
 )
+from smp_core.tensor_parallel.split_model import SplitModel
 
 logger = logging.getLogger("smp")
-
-
-@dataclass(frozen=True, eq=False)
-class SplitModel:
-    """A model that was split, and what of it.
-
-    Attributes:
-        splits: every module that has a role.
-        sequence_parallel: whether blocks hold 1/T of the tokens.
-        split_loss: whether the training loss is computed from split logits.
-        split_vocabulary: the logits of a head whose vocabulary is split; None: no head is.
-        whole: names of parameters that every tensor rank holds whole.
-        whole_elements: how many elements these have.
-    """
-
-    axis: TensorAxis
-    splits: tuple[Split, ...]
-    sequence_parallel: bool
-    split_loss: bool
-    split_vocabulary: SplitLogits | None
-    whole: tuple[str, ...]
-    whole_elements: int
-
-    def describe(self) -> str:
-        """Return one line for people."""
-        counts: dict[str, int] = {}
-        for split in self.splits:
-            counts[split.role] = counts.get(split.role, 0) + 1
-        layers = ", ".join(f"{count} {role}" for role, count in counts.items())
-        tokens = "tokens split in blocks" if self.sequence_parallel else "tokens whole"
-        loss = ", loss over split logits" if self.split_loss else ""
-        return (
-            f"layers over {self.axis.degree} ranks: {layers}; {tokens}{loss}; "
-            f"{self.whole_elements:,} parameters whole on every tensor rank"
-        )
 
 
 def apply_tensor_parallel(
@@ -136,8 +101,16 @@ def apply_tensor_parallel(
     split_loss = split_head and (chunked_loss or split_vocabulary_loss(known, axis))
     repeated = {name: p.numel() for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     logits = SplitLogits(axis) if split_head else None
-    in_all = sum(repeated.values())
-    return SplitModel(axis, tuple(splits), bool(splitting.blocks), split_loss, logits, tuple(repeated), in_all)
+    return SplitModel(
+        axis,
+        tuple(splits),
+        bool(splitting.blocks),
+        split_loss,
+        logits,
+        whole=tuple(repeated),
+        whole_elements=sum(repeated.values()),
+        in_pieces=splitting.n_in_pieces,
+    )
 
 
 class _Splitting:
@@ -157,6 +130,7 @@ class _Splitting:
         self.stacks = stacks_of(model, splits) if sequence_parallel else []
         self.blocks = [name for stack in self.stacks for name in stack]
         self.whole = [split.name for split in splits if split.role == "whole"]
+        self.n_in_pieces = 0
         self._shared: dict[nn.Module, ColumnInputs] = {}
         if sequence_parallel and not self.stacks:
             logger.warning(
@@ -205,6 +179,12 @@ class _Splitting:
             for name in stack if self.axis.draws else ():
                 block = self.model.get_submodule(name)
                 block.forward = RandomForward(block, block.forward, self.axis)
+        self.n_in_pieces += sum(len(inputs.in_pieces) for inputs in self._shared.values())
+        if self.axis.overlap != "sums" and not self.n_in_pieces:
+            raise ValueError(
+                f"tensor_parallel.overlap={self.axis.overlap!r} has no effect: no split layer among split tokens is a "
+                "plain linear layer; write tensor_parallel={'overlap': 'sums'}"
+            )
 
     def _divided_attributes(self) -> Iterator[tuple[nn.Module, str]]:
         if self.inspected is None:
@@ -237,15 +217,20 @@ class _Splitting:
         self._distribute(layer, "bias", 0)
         alone = parent is self.model
         inputs = ColumnInputs(self.axis) if alone else self._inputs(parent)
-        if rows is None:
-            inputs.add(layer)
         known = transformers_model(self.model)
         is_head = known is not None and layer is known.get_output_embeddings()
         gathers = functools.partial(_gathers, self.axis, split.role, is_head)
         splits_tokens: bool | None = False
         if self._splits_tokens(split.name) and not reads_other_tokens(self.model, split.name):
             splits_tokens = None if above in self._attention else True
+        if rows is None:
+            in_pieces = splits_tokens is not False and self._goes_in_pieces(split)
+            inputs.add(layer, split.name if in_pieces else None)
         layer.forward = ColumnForward(layer, layer.forward, self.axis, inputs, splits_tokens, gathers, rows, dim, alone)
+
+    def _goes_in_pieces(self, split: Split) -> bool:
+        # Adapters have few features, and one of a column layer reads what the other one made.
+        return self.axis.overlap != "sums" and not is_of_adapter(split.name)
 
     def _inputs(self, module: nn.Module) -> ColumnInputs:
         return self._shared.setdefault(module, ColumnInputs(self.axis))
@@ -275,9 +260,10 @@ class _Splitting:
                 "it and the column layers before it whole with a plan that does not name them"
             )
         self._distribute(layer, "weight", dim)
-        layer.forward = RowForward(
-            layer, layer.forward, self.axis, self._splits_tokens(split.name), split.role == "row_split"
-        )
+        splits_tokens = self._splits_tokens(split.name)
+        in_pieces = splits_tokens and self._goes_in_pieces(split) and is_plain_product(layer)
+        self.n_in_pieces += in_pieces
+        layer.forward = RowForward(layer, layer.forward, self.axis, splits_tokens, split.role == "row_split", in_pieces)
 
     def _vocabulary(self, split: Split) -> None:
         words: Any = split.module

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp_core.tensor_parallel.fused import factor_of, row_product
 from smp_core.tensor_parallel.operators import (
     RowsInUse,
     TensorAxis,
@@ -75,7 +76,9 @@ class SharingForward:
     @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self.original(*args, **kwargs)
+            output = self.original(*args, **kwargs)
+            self.inputs.require_all_read()
+            return output
         finally:
             self.inputs.forget()
 
@@ -105,10 +108,18 @@ class ColumnForward:
 
     @torch.compiler.disable
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        entered = hidden if self.splits_tokens is None else self.inputs.enter(hidden, self.splits_tokens)
-        later = self.inputs.later(self.module, entered)
+        entered = hidden if self.splits_tokens is None else self.inputs.enter(hidden, self.splits_tokens, self.module)
+        output = self.inputs.product(self.module, entered)
+        if output is None:
+            output = self._own_forward(entered)
+        elif self.module.bias is not None:
+            output = output + local(self.module.bias)  # type: ignore[arg-type]
         if self.is_alone:
             self.inputs.forget()
+        return gather_features(output, self.axis) if self.gathers() else output
+
+    def _own_forward(self, entered: torch.Tensor) -> torch.Tensor:
+        later = self.inputs.later(self.module, entered)
         weight = self._used(self.module.weight, self.weight_dim) if later is None else later.weight
         bias = self.module.bias
         shown = {"weight": weight, "bias": None if bias is None else self._used(bias, 0)}
@@ -116,9 +127,7 @@ class ColumnForward:
         attributes = {"nf": weight.shape[self.weight_dim]} if hasattr(self.module, "nf") else {}
         with showing(self.module, shown, **attributes):
             output: torch.Tensor = self.original(entered)
-        if later is not None:
-            output = later.take_from(output)
-        return gather_features(output, self.axis) if self.gathers() else output
+        return output if later is None else later.take_from(output)
 
     def _used(self, parameter: Any, dim: int) -> torch.Tensor:
         stored = local(parameter)
@@ -132,6 +141,7 @@ class RowForward:
     Attributes:
         split_tokens: each rank gets its tokens of the sum.
         splits_input: the input is whole, and this rank's features of it are taken.
+        in_pieces: the product is made together with the sum of its tokens.
     """
 
     module: nn.Module
@@ -139,23 +149,31 @@ class RowForward:
     axis: TensorAxis
     split_tokens: bool
     splits_input: bool
+    in_pieces: bool
 
     @torch.compiler.disable
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.splits_input:
             hidden = split_features(hidden, self.axis)
         bias: Any = self.module.bias
-        shown: dict[str, torch.Tensor | None] = {"weight": local(self.module.weight)}  # type: ignore[arg-type]
+        weight = local(self.module.weight)  # type: ignore[arg-type]
+        if self.in_pieces and torch.is_grad_enabled():
+            total = row_product(hidden, factor_of(self.module, weight, hidden), self.axis)
+        else:
+            total = self._own_forward(hidden, weight, bias)
+        if bias is None:
+            return total
+        added = sum_gradient(bias, self.axis) if self.split_tokens else bias
+        return total + added.to(total.dtype)
+
+    def _own_forward(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        shown: dict[str, torch.Tensor | None] = {"weight": weight}
         if bias is not None:
             # Transformers' Conv1D cannot do without.
             shown["bias"] = None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias)
         with showing(self.module, shown):
             partial = self.original(hidden)
-        total = scatter_tokens(partial, self.axis) if self.split_tokens else sum_outputs(partial, self.axis)
-        if bias is None:
-            return total
-        added = sum_gradient(bias, self.axis) if self.split_tokens else bias
-        return total + added.to(total.dtype)
+        return scatter_tokens(partial, self.axis) if self.split_tokens else sum_outputs(partial, self.axis)
 
 
 @dataclass(eq=False)

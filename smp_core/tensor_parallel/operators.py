@@ -32,6 +32,7 @@ import torch.nn.functional as F
 
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.meter import CommMeter
+from smp_core.recipes import Overlap
 
 _KIND = "tensor_"
 
@@ -47,10 +48,12 @@ class TensorAxis:
         whole_logits: whether the head gathers its logits; False while a loss over the split vocabulary follows.
         draws: whether forward passes draw random numbers (:mod:`smp_core.tensor_parallel.randomness`).
         drawn: the seed of the present call of a block that does; None outside.
+        overlap: what goes on while tokens are gathered and added up (:class:`smp_core.recipes.TensorParallel`).
     """
 
     group: dist.ProcessGroup
     meter: CommMeter
+    overlap: Overlap = "sums"
     rank: int = field(init=False)
     degree: int = field(init=False)
     length: int = 0
@@ -64,6 +67,11 @@ class TensorAxis:
         self._reduce_scatter = FlatReduceScatter(self.meter, prefix=_KIND)
         self._all_reduce = FlatAllReduce(self.meter, prefix=_KIND)
 
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks of the axis."""
+        return self._all_reduce.ranks_of(self.group)
+
     def all_reduce(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Return the sum over the ranks, whatever ``dim`` is."""
         return self.start_all_reduce(tensor, dim)()
@@ -72,7 +80,7 @@ class TensorAxis:
         """Return the elementwise maximum over the ranks."""
         largest = tensor.clone()
         n_bytes = largest.numel() * largest.element_size()
-        with self.meter.ring(f"{_KIND}all_reduce", self._all_reduce.ranks_of(self.group), n_bytes):
+        with self.meter.ring(f"{_KIND}all_reduce", self.ranks, n_bytes):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return largest
 
@@ -84,14 +92,17 @@ class TensorAxis:
 
     def gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the ranks' parts side by side along a dimension."""
-        part = part.contiguous()
-        parts_T = part.new_empty((self.degree, *part.shape))
-        self._gather(parts_T.view(-1), part.view(-1), self.group)
-        return torch.cat(parts_T.unbind(), dim)
+        return torch.cat(self.start_gather(part)().unbind(), dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part, along a dimension, of the sum over the ranks."""
         return self.start_reduce_scatter(tensor, dim)()
+
+    def start_gather(self, part: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start a gather; what is returned waits for it and returns the ranks' parts [T, *part]."""
+        part = part.contiguous()
+        parts_T = part.new_empty((self.degree, *part.shape))
+        return _waiting(self._gather(parts_T.view(-1), part.view(-1), self.group, async_op=True), parts_T, part)
 
     def start_all_reduce(self, tensor: torch.Tensor, dim: int = -1) -> Callable[[], torch.Tensor]:
         """Start :meth:`all_reduce`; what is returned waits for it and returns the sum."""
@@ -274,7 +285,7 @@ def exchange_rows(stored: torch.Tensor, axis: TensorAxis, rows: RowsInUse, dim: 
 def _all_to_all(rows: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int], axis: TensorAxis) -> torch.Tensor:
     arrived = rows.new_empty((sum(n_received), *rows.shape[1:]))
     row_bytes = rows[:1].numel() * rows.element_size()
-    ranks = axis._all_reduce.ranks_of(axis.group)
+    ranks = axis.ranks
     sends = [(rank, n * row_bytes) for rank, n in zip(ranks, n_sent, strict=True) if n and rank != axis.meter.rank]
     link = "inter" if axis.meter.topology.spans_nodes(ranks) else "intra"
     with axis.meter.point_to_point(f"{_KIND}exchange", sends, link):  # type: ignore[arg-type]

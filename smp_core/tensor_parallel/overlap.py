@@ -18,7 +18,7 @@ with rows of other ranks, keep autograd's way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from smp_core.tensor_parallel.fused import column_products, factor_of
 from smp_core.tensor_parallel.operators import TensorAxis, without_padding
 from smp_core.tensor_parallel.roles import is_conv1d
 
@@ -134,6 +135,22 @@ class _Output(torch.autograd.Function):
         return grad, None, grad.new_zeros(()), None
 
 
+def is_plain_product(layer: nn.Module) -> bool:
+    """Tell whether a layer is known to be one matrix product and a bias. Before its forward is exchanged."""
+    known = type(layer) is nn.Linear or (is_conv1d(layer) and type(layer).__name__ == "Conv1D")
+    return known and "forward" not in vars(layer)
+
+
+def _gathered(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    """Yield the layers whose weights are here now, with this rank's parts of these."""
+    for layer in layers:
+        weight: Any = layer.weight
+        # A unit by itself is gathered when it is called, and its gradient is reduced when its own backward is over. A
+        # parameter that is not gathered now is a DTensor over the shards too.
+        if not isinstance(layer, FSDPModule) and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
+            yield layer, weight.to_local()
+
+
 class ColumnInputs:
     """The inputs of the column layers of one module: queries, keys and values are projections of one tensor, which is
     gathered once, and whose gradient is added up once.
@@ -144,26 +161,38 @@ class ColumnInputs:
     def __init__(self, axis: TensorAxis) -> None:
         self.axis = axis
         self.layers: list[nn.Module] = []
+        self.in_pieces: dict[nn.Module, str] = {}
         self._entered: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._later: dict[nn.Module, LaterGradient] = {}
+        self._products: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def add(self, layer: nn.Module) -> None:
+    def add(self, layer: nn.Module, in_pieces: str | None = None) -> None:
         """Let the gradient of a layer's weight be computed later, if that is possible. Before the layer's forward is
-        exchanged."""
-        known = type(layer) is nn.Linear or (is_conv1d(layer) and type(layer).__name__ == "Conv1D")
-        if known and "forward" not in vars(layer):
+        exchanged.
+
+        Args:
+            in_pieces: the name of a layer that reads what its neighbours do, among split tokens, and is multiplied
+                while that is gathered; None: it is not.
+        """
+        if is_plain_product(layer):
             self.layers.append(layer)
+            if in_pieces is not None:
+                self.in_pieces[layer] = in_pieces
 
     @torch.compiler.disable
-    def enter(self, tensor: torch.Tensor, tokens_are_split: bool) -> torch.Tensor:
+    def enter(self, tensor: torch.Tensor, tokens_are_split: bool, reader: nn.Module | None = None) -> torch.Tensor:
         """Return what the layers read, made once for each tensor in a call.
 
         Args:
             tensor: [..., N, H], or [..., N/T, H] where the tokens are split.
+            reader: the layer that asks; None: the module that they are in.
         """
         for given, made in self._entered:
             if given is tensor:
                 return made
+        in_pieces = bool(self.in_pieces) if reader is None else reader in self.in_pieces
+        if in_pieces and tokens_are_split and torch.is_grad_enabled():
+            return self._enter_with_products(tensor)
         total = _Sum()
         waited: torch.Tensor = _Wait.apply(tensor, total)
         weights = self._weights() if torch.is_grad_enabled() else []
@@ -176,15 +205,41 @@ class ColumnInputs:
         self._entered.append((tensor, entered))
         return entered
 
+    def _enter_with_products(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.require_all_read()
+        weights = dict(_gathered(self.in_pieces))
+        factors = [factor_of(layer, weight, tensor) for layer, weight in weights.items()]
+        entered, products = column_products(tensor, self.axis, factors)
+        self._products = {layer: (entered, product) for layer, product in zip(weights, products, strict=True)}
+        self._entered.append((tensor, entered))
+        return entered
+
+    def product(self, layer: nn.Module, entered: torch.Tensor) -> torch.Tensor | None:
+        """Return the product of a layer that was made when its input was gathered, once; None: there is none."""
+        found = self._products.get(layer)
+        if found is None or found[0] is not entered:
+            return None
+        del self._products[layer]
+        return found[1]
+
+    def require_all_read(self) -> None:
+        """Check that each product that was made has been used.
+
+        Raises:
+            ValueError: a layer that read something else than its neighbours, or was not called.
+        """
+        if self._products:
+            names = ", ".join(self.in_pieces[layer] for layer in self._products)
+            raise ValueError(
+                f"tensor_parallel.overlap={self.axis.overlap!r} multiplies all column layers of a module while their "
+                f"common input is gathered, and {names} did not read it; write tensor_parallel={{'overlap': 'sums'}}"
+            )
+
     def _weights(self) -> list[tuple[nn.Module, torch.Tensor, torch.Tensor, _Operands]]:
         found = []
-        for layer in self.layers:
-            if isinstance(layer, FSDPModule):
-                continue  # a unit by itself: its gradient is reduced when its own backward is over
-            weight: Any = layer.weight
-            # A parameter that is not gathered now is a DTensor over the shards too.
-            if weight.requires_grad and isinstance(weight, DTensor) and weight.device_mesh.ndim == 1:
-                part, operands = weight.to_local(), _Operands(transposed=is_conv1d(layer))
+        for layer, part in _gathered(self.layers):
+            if part.requires_grad:
+                operands = _Operands(transposed=is_conv1d(layer))
                 found.append((layer, part, _Weight.apply(part, operands), operands))
         return found
 
@@ -197,3 +252,4 @@ class ColumnInputs:
         """Drop everything: the module's call is over."""
         self._entered.clear()
         self._later.clear()
+        self._products.clear()

@@ -34,6 +34,7 @@ FIELDS: dict[type[Recipe], dict[str, Any]] = {
         "plan": st.sampled_from(["auto", {"*.q_proj": "column", "*.o_proj": "row"}, {"*.qkv": "column:3"}]),
         "sequence_parallel": st.booleans(),
         "across_nodes": st.booleans(),
+        "overlap": st.sampled_from(["sums", "pieces", "fused"]),
     },
     Pipeline: {
         "microbatches": _ONE_OR_AUTO,

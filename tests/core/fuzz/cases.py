@@ -72,6 +72,7 @@ NOT_DRAWN: dict[str, str] = {
     "tensor_parallel.plan": _LAYERS,
     "tensor_parallel.sequence_parallel": _LAYERS,
     "tensor_parallel.across_nodes": _LAYERS,
+    "tensor_parallel.overlap": _LAYERS,
     "pipeline_parallel_degree": _STAGES,
     "pipeline.microbatches": _STAGES,
     "pipeline.schedule": _STAGES,
