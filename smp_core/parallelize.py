@@ -126,7 +126,7 @@ def parallelize_model(
     calls = Calls(model, mesh.shard_ranks, units)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline, finishing = _join_stages(model, mesh, plan, meter, lambda: window)
+    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, lambda: window)
     alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
     window = AccumulationWindow(model, units, traffic, plan, calls, None if fp8 is None else fp8.state.nonfinite, alike)
     follow_window(model, window)
@@ -148,12 +148,19 @@ def _leave_out(model: nn.Module, mesh: SmpMesh, stages: Stages) -> None:
 
 
 def _join_stages(
-    model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMeter, window: Callable[[], AccumulationWindow]
+    model: nn.Module,
+    mesh: SmpMesh,
+    plan: Plan,
+    meter: CommMeter,
+    tensor: SplitModel | None,
+    window: Callable[[], AccumulationWindow],
 ) -> tuple[Pipeline | None, Callable[[], AbstractContextManager[None]]]:
     """Make this rank's stage a part of a pipeline; return what adds up gradients of parameters on two stages."""
     if plan.stages is None:
         return None, nullcontext
-    pipeline = Pipeline(model, mesh, plan.stages, plan.knobs.pipeline, meter, plan.dtypes.gathered, window)
+    # Stages behind the first see no other sequences than the parts that they receive.
+    replaced = (lambda _: None) if tensor is None else tensor.axis.begin
+    pipeline = Pipeline(model, mesh, plan.stages, plan.knobs.pipeline, meter, plan.dtypes.gathered, window, replaced)
     if not plan.stages.tied:
         return pipeline, nullcontext
     ends = mesh.between_stages((0, plan.stages.count - 1))

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors
 from smp_core.mesh import SmpMesh
-from smp_core.planning.chain import StandIn, given_by, with_argument
+from smp_core.planning.chain import StandIn, argument, given_by, with_argument
 from smp_core.planning.pipeline_rules import Stages
 
 Outside = Callable[[Callable[[], Any], Any], Any]
@@ -101,6 +101,7 @@ class Stage:
         dtype: torch.dtype | None,
         outside: Outside,
         entered: Callable[[], None],
+        replaced: Callable[[torch.Tensor], None],
     ) -> None:
         """Hook into the model.
 
@@ -108,8 +109,9 @@ class Stage:
             dtype: what activations are computed in; None: the parameters' own.
             outside: takes a forward of the root outside of a step through all stages.
             entered: called where a step's call of the model begins.
+            replaced: called with what ``incoming`` takes the place of: the first block's argument without its values.
         """
-        self._outside, self._entered = outside, entered
+        self._outside, self._entered, self._replaced = outside, entered, replaced
         self.incoming: torch.Tensor | None = None
         self.is_running = False
         self.calls = 0
@@ -156,6 +158,7 @@ class Stage:
             return self._passing_on(*args, **kwargs)
         if number == self._own.start and not self._is_first:
             self._is_before_own = False
+            self._replaced(argument(args, kwargs, self._chain.takes))
             args, kwargs = with_argument(args, kwargs, self._chain.takes, self.incoming)
         output = compute(block, *args, **kwargs)
         if number == self._own.stop - 1 and not self.is_last:
@@ -228,8 +231,7 @@ class Stage:
         return standing_in
 
     def _passing_on(self, *args: Any, **kwargs: Any) -> Any:
-        place, gives = self._chain.takes, self._chain.gives
-        taken = args[place] if isinstance(place, int) else kwargs[place]
+        gives, taken = self._chain.gives, argument(args, kwargs, self._chain.takes)
         if gives is None:
             return taken
         return tuple(taken if number == gives[0] else None for number in range(gives[1]))

@@ -51,6 +51,7 @@ class Pipeline:
         meter: CommMeter,
         dtype: torch.dtype | None,
         window: Callable[[], Window],
+        replaced: Callable[[torch.Tensor], None],
     ) -> None:
         self.stages, self._mesh, self._window = stages, mesh, window
         assert isinstance(recipe.microbatches, int)
@@ -65,6 +66,7 @@ class Pipeline:
             dtype=dtype,
             outside=self._outside_of_steps,
             entered=lambda: self._seeds.begin_model(*self._place),
+            replaced=replaced,
         )
         self._place = (0, 0)  # micro-batch and chunk at present
         self._messages = Messages(mesh, meter)

@@ -55,6 +55,11 @@ class Chain:
     buffers: tuple[tuple[str, int | None], ...] = ()
 
 
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
+    """Return the value in one place of a call's arguments."""
+    return args[place] if isinstance(place, int) else kwargs[place]
+
+
 def with_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], place: Place, value: Any
 ) -> tuple[Any, dict[str, Any]]:

@@ -354,7 +354,7 @@ class BlockForward:
                 f"{self.axis.degree} of the tokenizer or the collator), or write tensor_parallel={{'sequence_parallel'"
                 ": false}"
             )
-        self.axis.length = tokens
+        self.axis.begin(hidden)
         return split_tokens(hidden, self.axis)
 
 

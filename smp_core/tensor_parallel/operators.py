@@ -72,6 +72,10 @@ class TensorAxis:
         """The global ranks of the axis."""
         return self._all_reduce.ranks_of(self.group)
 
+    def begin(self, hidden: torch.Tensor) -> None:
+        """Note how many tokens [..., N, H] has, before they are split."""
+        self.length = hidden.shape[-2]
+
     def all_reduce(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Return the sum over the ranks, whatever ``dim`` is."""
         return self.start_all_reduce(tensor, dim)()

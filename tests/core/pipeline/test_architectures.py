@@ -108,7 +108,7 @@ class OneAfterTheOther:
         self._stages = stages
         self.models = [copy.deepcopy(model) for _ in range(stages.n_chunks)]
         self._hooks = [
-            Stage(each, stages, stage, dtype=None, outside=_never, entered=lambda: None)
+            Stage(each, stages, stage, dtype=None, outside=_never, entered=lambda: None, replaced=lambda _: None)
             for stage, each in enumerate(self.models)
         ]
 
