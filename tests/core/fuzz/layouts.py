@@ -53,11 +53,11 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "reshard_after_forward": (True, False, "node"),
     "keep_between_micro_batches": ("shards", "parameters", "gradients"),
     "optimizer_shard": ("partition", "world"),
-    "state_offload": ("none", "optimizer", "all"),
+    "state_offload": ("none", "optimizer"),
     "chunked_cross_entropy": (0, 7),
     "delayed_init": (False, True),
     "compile": (None, {"backend": "eager"}),
-    "collectives": ({}, {"hierarchical": False}, {"hierarchical": True}),
+    "collectives": ({}, {"hierarchical": False}),
 }
 EVENTS = ("evaluate", "freeze", "thaw", "abandon")
 
@@ -289,7 +289,7 @@ def train(trainer: Any, run: Run, folder: Path | None = None) -> Training:
             freeze(trainer.model, event == "thaw")
         with Wide():
             if event == "evaluate" and run.layout.context == 1:
-                seen.losses.append(trainer.evaluate(micro[0, :, : 11 - number]))  # of odd and even lengths
+                seen.losses.append(trainer.evaluate(micro[0, :, : 11 - number].contiguous()))  # of odd and even lengths
             if event == "abandon":
                 trainer.backward(micro[-1])
                 trainer.abandon()
