@@ -40,5 +40,5 @@ def test_a_batch_lasts_from_its_beginning_to_the_last_computation(
 
 
 def test_stages_are_idle_until_the_last_of_their_column_ends() -> None:
-    # Two columns of two stages: (computed, lasted).
-    assert idle_shares([[(6.0, 10.0), (8.0, 9.0)], [(9.0, 10.0), (3.0, 7.0)]]) == [1 - 15 / 20, 1 - 11 / 20]
+    # Two columns of two stages: (computed, lasted). In one the first stage is the last to end, in the other not.
+    assert idle_shares([[(6.0, 10.0), (8.0, 9.0)], [(6.0, 7.0), (3.0, 10.0)]]) == [1 - 12 / 20, 1 - 11 / 20]
