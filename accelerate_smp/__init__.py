@@ -10,7 +10,8 @@ from typing import Any
 
 from accelerate_smp.accelerator import SmpAccelerator
 
-_IN_TRANSFORMERS = {
+_WHEN_ASKED_FOR = {
+    "SmpMonitor": "accelerate_smp.loop_monitor",
     "SmpTrainer": "accelerate_smp.trainer",
     "SmpTrainerMixin": "accelerate_smp.trainer",
     "SmpMonitorCallback": "accelerate_smp.callbacks",
@@ -20,10 +21,10 @@ _IN_TRANSFORMERS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _IN_TRANSFORMERS:
+    if name in _WHEN_ASKED_FOR:
         from importlib import import_module
 
-        return getattr(import_module(_IN_TRANSFORMERS[name]), name)
+        return getattr(import_module(_WHEN_ASKED_FOR[name]), name)
     raise AttributeError(f"module 'accelerate_smp' has no attribute {name!r}")
 
 
@@ -31,6 +32,7 @@ __all__ = [
     "Fp8MonitorCallback",
     "SmpAccelerator",
     "SmpCheckpointCallback",
+    "SmpMonitor",
     "SmpMonitorCallback",
     "SmpTrainer",
     "SmpTrainerMixin",

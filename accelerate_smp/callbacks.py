@@ -16,14 +16,12 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from accelerate_smp.forward_counts import over_ranks, sizes_of
 from accelerate_smp.handle import parallel_of
 from smp_core.job_figures import DrawsTimeline, JobFigures, check_peak
 from smp_core.memory_watch import WatchesMemory
 from smp_core.run_log import FILE
 from smp_core.run_record import RunRecord
-
-# The arguments of forward that hold one number per token, in the order of preference.
-TOKEN_INPUTS = ("input_ids", "decoder_input_ids")
 
 
 class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
@@ -101,7 +99,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
             device=self._device,
             world_size=world_size,
             data_size=world_size if handle is None else handle.mesh.data_size,
-            over_ranks=functools.partial(_over_ranks, device=self._device),
+            over_ranks=functools.partial(over_ranks, device=self._device),
             peak_tflops=self.peak_tflops,
             flops_per_sample=self.flops_per_sample,
             step=state.global_step,
@@ -144,7 +142,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
             return
         assert self._figures is not None
         self._figures.enter("forward")
-        self._samples, self._tokens = _sizes_of(args, kwargs)
+        self._samples, self._tokens = sizes_of(args, kwargs)
         if self._samples:
             self._figures.measure_forward()
 
@@ -157,7 +155,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
 
     def _before_stage(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if model.training:
-            samples, tokens = _sizes_of(args, kwargs)
+            samples, tokens = sizes_of(args, kwargs)
             self._samples += samples
             self._tokens = None if tokens is None else (self._tokens or 0) + tokens
 
@@ -205,19 +203,3 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         del self.latest["samples"]  # the Trainer's own log tells the progress
         if self._watch is not None:
             self.latest |= self._watch.latest
-
-
-def _sizes_of(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int | None]:
-    """Return the samples and the tokens of a forward's arguments; None: not known."""
-    token_ids = [kwargs[name] for name in TOKEN_INPUTS if isinstance(kwargs.get(name), torch.Tensor)]
-    inputs = [each for each in (*token_ids, *args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-    samples = [each.shape[0] for each in inputs if each.ndim]
-    return samples[0] if samples else 0, token_ids[0].numel() if token_ids else None
-
-
-def _over_ranks(values: list[float], operation: str, device: torch.device) -> list[float]:
-    if not dist.is_initialized() or not values:
-        return values
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)
-    return tensor.tolist()

@@ -23,6 +23,19 @@ class GradientsAccelerator(Accelerator):
 
     smp_mesh: SmpMesh | None
     smp_config: SmpConfig
+    monitor: Any = None
+    """The :class:`accelerate_smp.SmpMonitor` of this loop; it puts itself here."""
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run backward as Accelerate does; a monitor takes its time."""
+        with contextlib.nullcontext() if self.monitor is None else self.monitor.around_backward(loss):
+            super().backward(loss, **kwargs)
+
+    def end_training(self) -> None:
+        """End training as Accelerate does, and before that the monitor's log."""
+        if self.monitor is not None:
+            self.monitor.end()
+        super().end_training()
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

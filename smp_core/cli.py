@@ -1,39 +1,67 @@
-"""The `smp` command. Each group of commands is a typer application of its own; `main` is the entry point."""
+"""The `smp` command. Each group of commands is a typer application of its own; `main` is the entry point.
+
+What a command needs is imported when it is asked for: torch takes longer to import than `smp report` to draw a page.
+"""
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from typing import Any
+
 import typer
 
-from smp_core.checkpoint.commands import app as checkpoint_app
-from smp_core.comm.commands import topology
 from smp_core.command_line import OneLineErrors, begin
-from smp_core.doctor import doctor
-from smp_core.fp8.commands import fp8_report
-from smp_core.memory_log import memory_report
-from smp_core.planning.commands import plan
-from smp_core.report.commands import report
 
-app = typer.Typer(
-    name="smp",
-    cls=OneLineErrors,
-    help="torch-smp on the command line.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.callback()(begin)
-app.add_typer(checkpoint_app, name="checkpoint")
-app.command("plan")(plan)
-app.command("topology")(topology)
-app.command("doctor")(doctor)
-app.command("report")(report)
-app.command("fp8-report")(fp8_report)
-app.command("memory-report")(memory_report)
+_COMMANDS = {
+    "checkpoint": "smp_core.checkpoint.commands",
+    "plan": "smp_core.planning.commands",
+    "topology": "smp_core.comm.commands",
+    "doctor": "smp_core.doctor",
+    "report": "smp_core.report.commands",
+    "fp8-report": "smp_core.fp8.commands",
+    "memory-report": "smp_core.memory_log",
+}
+"""The modules of the commands, each with a function of its command's name, or an application `app`."""
+
+
+def application(only: str | None = None) -> typer.Typer:
+    """Return the application of all commands.
+
+    Args:
+        only: the one command that is going to run, and the only one to be imported.
+    """
+    app = typer.Typer(
+        name="smp",
+        cls=OneLineErrors,
+        help="torch-smp on the command line.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(begin)
+    for name, module in _COMMANDS.items():
+        if only is None or only == name:
+            found = import_module(module)
+            if name == "checkpoint":
+                app.add_typer(found.app, name=name)
+            else:
+                app.command(name)(getattr(found, name.replace("-", "_")))
+    return app
+
+
+def __getattr__(name: str) -> Any:
+    """Make ``app``, the application of all commands, when it is asked for."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()["app"] = application()
+    return globals()["app"]
 
 
 def main() -> None:
     """Run the `smp` command."""
-    app()
+    asked = sys.argv[1] if len(sys.argv) > 1 else None
+    application(asked if asked in _COMMANDS else None)()
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 logger = logging.getLogger("smp")
 
@@ -87,6 +89,8 @@ class Topology:
             ValueError: uneven nodes, ranks that are not numbered node by node, or an SMP_RANKS_PER_NODE that differs
                 between ranks or does not divide the world. All ranks raise the same error.
         """
+        import torch.distributed as dist  # what reads a topology from a log does not need torch
+
         if not (dist.is_available() and dist.is_initialized()):
             return cls(((0,),), (socket.gethostname(),))
         reports: list[RankReport] = [RankReport.of_this_process()] * dist.get_world_size(group)

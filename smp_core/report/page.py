@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -304,18 +304,25 @@ def _fp8(runs: Sequence[Run], charts: Charts) -> list[Section]:
     """Return the modules whose numbers fit FP8 worst."""
     found = []
     for run in runs:
-        rows = []
+        rows, over_time = [], {}
         for figure in ("input_saturated", "input_flushed", "gradient_saturated", "gradient_flushed"):
             worst: dict[str, float] = {}
-            for line in run.fp8.values():
+            over_time[figure.replace("_", " ")] = points = []
+            for step, line in run.fp8.items():
                 modules = line.get("modules")
-                for name, figures in modules.items() if isinstance(modules, Mapping) else ():
-                    worst[str(name)] = max(worst.get(str(name), 0.0), numbers(figures).get(figure, 0.0))
+                of_step = {str(name): numbers(figures).get(figure, 0.0) for name, figures in _items(modules)}
+                points.append((step, max(of_step.values(), default=0.0)))
+                worst = {name: max(worst.get(name, 0.0), of_step.get(name, 0.0)) for name in {**worst, **of_step}}
             largest = sorted(worst.items(), key=lambda pair: -pair[1])[:3]
             rows += [(figure.replace("_", " "), [module, Cell(value)]) for module, value in largest]
         heads = ["share of elements", "module", "largest in any probed step"]
-        found.append(Section(f"FP8: the modules that fit worst{_of(run, runs)}", [Table("fp8", heads, rows)]))
+        drawn = [Markup(charts.lines(over_time, "share, the worst module's"))] if run.fp8 else []
+        found.append(Section(f"FP8: the modules that fit worst{_of(run, runs)}", [Table("fp8", heads, rows)], drawn))
     return found
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, Mapping) else ()
 
 
 def _events(runs: Sequence[Run], charts: Charts) -> list[Section]:

@@ -1,0 +1,29 @@
+"""Counts of a forward's arguments, and sums of figures over ranks, for the monitors of Trainer and of bare loops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# The arguments of forward that hold one number per token, in the order of preference.
+TOKEN_INPUTS = ("input_ids", "decoder_input_ids")
+
+
+def sizes_of(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Return the samples and the tokens of a forward's arguments; None: not known."""
+    token_ids = [kwargs[name] for name in TOKEN_INPUTS if isinstance(kwargs.get(name), torch.Tensor)]
+    inputs = [each for each in (*token_ids, *args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    samples = [each.shape[0] for each in inputs if each.ndim]
+    return samples[0] if samples else 0, token_ids[0].numel() if token_ids else None
+
+
+def over_ranks(values: list[float], operation: str, device: torch.device) -> list[float]:
+    """Return the sums ("sum") or maxima ("max") of all ranks' values. Collective over the world."""
+    if not dist.is_initialized() or not values:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX)
+    return tensor.tolist()
