@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_smp.pipeline import PipelinedAccelerator
+from accelerate_smp.uneven import require_as_many_batches
 from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.context_parallel.transformers_models import shifts_labels
@@ -63,7 +64,10 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader as Accelerate does; it yields this rank's part of each batch."""
         if self.batch_degree == 1:
-            return super().prepare_data_loader(data_loader, *args, **kwargs)
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+            if self.layout is not None:
+                require_as_many_batches(prepared)
+            return prepared
         before = self.dispatch_batches
         if before:
             raise ValueError(
@@ -76,6 +80,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         finally:
             self.dataloader_config.dispatch_batches = before
+        require_as_many_batches(prepared)
         if self.context_degree == 1:
             return prepared
         kind, accelerator = type(prepared), self

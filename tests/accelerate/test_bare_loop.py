@@ -20,6 +20,7 @@ from tests.accelerate.running import (
     SAMPLES,
     STEPS,
     fresh_accelerator,
+    full_weights,
     make_loader,
     prepared,
     train_alone,
@@ -273,3 +274,34 @@ def test_batches_are_what_the_reference_sees() -> None:
     together = torch.cat([batch["tokens"] for batch in make_loader(1, 3, 2)])
     alone = torch.cat([batch["tokens"] for batch in make_loader(1, 3, SAMPLES)])
     assert torch.equal(together, alone)
+
+
+RAGGED = [(3, 1), (2, 2), (1, 4)]
+"""Samples of both ranks in each step."""
+
+
+def ragged(on_ranks: bool) -> dict[str, torch.Tensor]:
+    """Steps of batches of unlike sizes, in whose mean every sample counts alike."""
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    accelerator = fresh_accelerator(smp_config={"shard_degree": 2}) if on_ranks else None
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for sizes in RAGGED:
+        batch = torch.randn(sum(sizes), 4, generator=torch.Generator().manual_seed(sizes[0]), dtype=torch.float64)
+        if accelerator is None:
+            model(batch).square().mean().backward()
+        else:
+            losses = model(batch.split(sizes)[accelerator.process_index]).square()
+            samples = accelerator.reduce(torch.tensor(len(losses)), "sum")
+            accelerator.backward(losses.sum() * accelerator.num_processes / samples)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_weights(model)
+
+
+def test_batches_of_unlike_sizes_may_count_by_their_samples() -> None:
+    expected = ragged(False)
+    for weights in run_ranks(ragged, 2, True):
+        assert all(torch.allclose(weights[name], expected[name], rtol=0, atol=1e-12) for name in expected)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
+from torch.utils.data import DataLoader
 
 from accelerate_smp import SmpAccelerator
 from accelerate_smp.config import resolve_config
@@ -160,6 +161,9 @@ def refusals() -> dict[str, str]:
     refused("uneven", lambda: accelerator.join_uneven_inputs([model], even_batches=False).__enter__())
     with accelerator.join_uneven_inputs([model]):
         dist.barrier()
+    accelerator.even_batches = False
+    refused("one batch more", lambda: accelerator.prepare(DataLoader(range(9), batch_size=1)))
+    accelerator.prepare(DataLoader(range(8), batch_size=1), DataLoader(range(9), batch_size=2, drop_last=True))
     return said
 
 
@@ -172,4 +176,5 @@ def test_refusals_on_ranks() -> None:
         for name in ("forgotten", "made of a list"):
             assert "TroubledModel had before it was sharded" in said[name] and "accelerator.prepare(" in said[name]
         assert "even_batches=False" in said["uneven"] and "drop_last=True" in said["uneven"]
+        assert "even_batches=False deals 9 batches out to 4 ranks: 1 of them would" in said["one batch more"]
         assert "'cuda:nccl' sends nothing from cpu; allowed there: 'gloo', 'mpi'; write" in said["backend"]
