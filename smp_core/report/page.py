@@ -304,10 +304,11 @@ def _fp8(runs: Sequence[Run], charts: Charts) -> list[Section]:
     """Return the modules whose numbers fit FP8 worst."""
     found = []
     for run in runs:
-        rows, over_time = [], {}
+        rows: list[tuple[str, list[Any]]] = []
+        over_time: dict[str, list[tuple[int, float]]] = {}
         for figure in ("input_saturated", "input_flushed", "gradient_saturated", "gradient_flushed"):
             worst: dict[str, float] = {}
-            over_time[figure.replace("_", " ")] = points = []
+            points = over_time.setdefault(figure.replace("_", " "), [])
             for step, line in run.fp8.items():
                 modules = line.get("modules")
                 of_step = {str(name): numbers(figures).get(figure, 0.0) for name, figures in _items(modules)}
