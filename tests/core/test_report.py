@@ -9,6 +9,7 @@ import re
 import shutil
 import statistics
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from smp_core import run_log
 from smp_core.cli import app
-from smp_core.report.charts import thinned
+from smp_core.report.charts import Charts, thinned
 from smp_core.report.runs import Run
 from smp_core.step_times import PARTS
 
@@ -220,6 +221,29 @@ def test_a_log_from_elsewhere_runs_nothing_in_the_page(tmp_path: Path) -> None:
     assert page.row("events", "step 1") == ["warning", EVIL.replace("\x00", "\ufffd").replace("\x1b", "\ufffd")]
     assert not re.search(r"<(img|link|iframe|script)|javascript:|https?://(?!www\.w3\.org)", text.replace("&lt;", ""))
     page_of(tmp_path / "a", written(tmp_path / "b"))
+
+
+def test_fp8_over_time_is_the_worst_module_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = run_log.start(tmp_path / run_log.FILE, 0)
+    log.append("run", **PLAN)
+    for step, saturated in ((1, 0.5), (2, 0.0625)):
+        log.append("fp8", step=step, modules={**FP8, "tail": {"input_saturated": saturated}})
+    run_log.close(log)
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(Charts, "lines", lambda _, series, unit: drawn.update({unit: series}) or "")
+    page, _ = page_of(tmp_path)
+    assert drawn["share, the worst module's"]["input saturated"] == [(1, 0.5), (2, 0.25)]
+    assert page.tables["fp8"][1:4] == [
+        [name, *rest]
+        for name, rest in zip(
+            ["input saturated"] * 3, [["tail", "0.5"], ["head", "0.25"], ["body", "0.125"]], strict=True
+        )
+    ]
+
+
+def test_the_command_does_without_torch() -> None:
+    program = "import sys; from smp_core.cli import application; application('report'); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "False"
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
