@@ -101,7 +101,7 @@ def loop(part: Part, rank: int, folder: str) -> dict[str, Any]:
             time.sleep(SLOW * dist.get_rank())  # no part of a step
             model.train()
     latest, found = monitor.latest, monitor.straggler
-    accelerator.end_training()
+    monitor.end()  # what end_training does, which also ends the process group
     return {"found": found, "latest": latest, "step": monitor.step, "ended": accelerator.monitor is None}
 
 
