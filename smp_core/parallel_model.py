@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
 from smp_core.checkpoint.optimizers import named_optimizer_state
@@ -207,10 +206,16 @@ class ParallelModel:
             return named
         return states_of_all_stages(named, self.module, self.pipeline.stages, self.mesh.stage, self.pipeline.group)
 
+    @torch.no_grad()
     def model_state(self) -> dict[str, Any]:
         """Return the module's state dict: sharded parameters as DTensors, the live ones; only where
         ``optimizer_shard="world"`` keeps finer weights than parameters, copies of those. Collective then."""
-        state: dict[str, Any] = get_model_state_dict(self.module)
+        # As DCP's function for it, which walks through the model once for each name.
+        state: dict[str, Any] = self.module.state_dict()
+        for name in list(state):
+            clean = clean_name(name)
+            if clean != name:
+                state[clean] = state.pop(name)
         for name, weight in self._finer_weights().items():
             if name in state:
                 state[name] = weight
