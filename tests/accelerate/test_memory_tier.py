@@ -14,11 +14,12 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 from transformers import TrainerCallback
 
+from smp_core.checkpoint.memory_slots import SharedSlots
 from tests.accelerate.running import full_weights, prepared
 from tests.accelerate.trainers import Run, make_model, make_trainer, whole_weights
 from tests.core.models import loss_of
 from tests.harness import run_ranks
-from tests.lightning.losing import Lost, Watch
+from tests.lightning.losing import Lost, Watch, copy_slowly
 
 STEPS, LOST_IN, SAVED_AT = 7, 5, 4
 
@@ -117,7 +118,8 @@ def lose_and_resume(kind: str, folder: str, cases: list[dict[str, Any]]) -> list
             top.mkdir()
         dist.barrier()
         plain = train(top / "plain", case) if number == 0 else seen[0][0]
-        ended = train(top / "run", case, ends_in=LOST_IN)
+        with mock.patch.object(SharedSlots, "copy_rest", copy_slowly):
+            ended = train(top / "run", case, ends_in=LOST_IN)
         dist.barrier()
         for node in case["lost"] if dist.get_rank() == 0 else ():
             (gone,) = top.glob(f"torch-smp-*/run-*-node{node}")

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+from smp_core.checkpoint.memory_slots import SharedSlots
+
+COPY = SharedSlots.copy_rest
 
 
 class Lost(Exception):
@@ -23,3 +28,9 @@ class Watch:
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.is_on and event == "open" and str(arguments[0]).startswith(self.below):
             self.opened.append(str(arguments[0]))
+
+
+def copy_slowly(slots: SharedSlots) -> list[str]:
+    """Begin when the next step would have changed the weights, if nobody waited."""
+    time.sleep(0.2)
+    return COPY(slots)

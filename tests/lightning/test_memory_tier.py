@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +20,11 @@ from smp_core.checkpoint import save_checkpoint
 from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.memory_tier import _is_newer
 from tests.harness import run_ranks
-from tests.lightning.losing import Lost, Watch
+from tests.lightning.losing import Lost, Watch, copy_slowly
 from tests.lightning.modules import LanguageModule, rank
 from tests.lightning.running import Run, make_trainer, report
 
 BATCHES, LOST_AT = 10, 8
-COPY = SharedSlots.copy_rest
 
 
 class LosingModule(LanguageModule):
@@ -61,12 +59,6 @@ def train(folder: Path, resume: bool = False, ends_in: int | None = None, every:
     except Lost:
         ended = "lost"
     return report(trainer, module, ended=ended, opened=module.watch.opened if module.watch else [])
-
-
-def copy_slowly(slots: SharedSlots) -> list[str]:
-    """Begin when the next step would have changed the weights, if nobody waited."""
-    time.sleep(0.2)
-    return COPY(slots)
 
 
 def lose_and_resume(folder: str, lost: list[int], every: int) -> tuple[Run, Run, Run]:

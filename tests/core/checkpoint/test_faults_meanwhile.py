@@ -6,6 +6,8 @@ Quick: a sample that a seed draws. Slow: all of them.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import itertools
 import os
 import random
@@ -14,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -224,9 +227,20 @@ def test_others_at_every_call_of_a_save(tmp_path: Path) -> None:
 JUMPS = (-3600.0, -365 * 86400.0, 365 * 86400.0, 5.0, -1e9)
 
 
-def jumping(offset: float) -> Any:
-    now = time.time
-    return mock.patch.object(time, "time", lambda: now() + offset)
+@contextlib.contextmanager
+def jumping(offset: float) -> Iterator[None]:
+    now, date = time.time, datetime.datetime
+
+    class Jumped(datetime.datetime):
+        """The clock that manifests are dated by."""
+
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+            return date.now(tz) + datetime.timedelta(seconds=offset)
+
+    dates = SimpleNamespace(datetime=Jumped, timezone=datetime.timezone)
+    with mock.patch.object(time, "time", lambda: now() + offset), mock.patch.object(writer, "datetime", dates):
+        yield
 
 
 def touch_all(folder: Path, offset: float) -> None:

@@ -268,6 +268,18 @@ def test_the_optimizer_waits_for_the_copy(alone: Path, monkeypatch: pytest.Monke
     assert found_in(alone) == 2
 
 
+def test_a_tensor_may_take_the_place_of_another(alone: Path) -> None:
+    """The files are as long as before, and one tensor lies elsewhere in them."""
+    kept = kept_until(alone, 1)
+    first, second = ({"a": torch.ones(6), "b": torch.ones(6)}, {"c": torch.full((6,), 2.0), "a": torch.full((6,), 3.0)})
+    for step, state in enumerate((first, first, second, second), 2):
+        kept.save(state, step, {}, step)
+    kept._saver.wait()
+    again, found = tier(str(alone)), {name: torch.zeros(6) for name in second}
+    load_checkpoint(again.take(again.find()), found)
+    assert differences(found, second) == []
+
+
 class Driver:
     """Stands for CUDA's: what is registered with it, by address; refuses if it is told to."""
 
@@ -299,6 +311,9 @@ def test_memory_is_given_back_to_the_driver_and_its_refusal_is_said(
     kept.save({"weights": torch.ones(9)}, 4, {}, 4)
     kept._saver.wait()
     assert sorted(driver.registered.values()) == ([] if refuses else [24, 36]), "the file of another size is given back"
+    again, longer = tier(str(alone)), {"weights": torch.zeros(9)}
+    load_checkpoint(again.take(again.find()), longer)
+    assert torch.equal(longer["weights"], torch.ones(9))
     kept.close(ended_well)
     assert driver.registered == {}
 
