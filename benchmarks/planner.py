@@ -31,7 +31,6 @@ from smp_core.planning.decide import Plan, decide
 from smp_core.planning.devices import DEVICES
 from smp_core.planning.fitted import FITTED, Fitted
 from smp_core.planning.hardware import Hardware
-from smp_core.planning.memory import estimate
 from smp_core.planning.model_trace import ModelTrace
 from smp_core.planning.step_memory import peak_memory
 from smp_core.planning.time import StepModel, computing_seconds
@@ -137,7 +136,7 @@ def foundry(path: Path) -> list[Case]:
         plan = decide(trace.of_precision(mode, "bfloat16" if pure else "mixed"), asked, hardware.cluster())
         counts = int(row["micro_batch"]), int(row["grad_accum"])
         measured = int(row["global_batch"]) * sequence / (gpus * float(row["tokens_per_s_per_gpu"]))
-        used = peak_memory(plan, estimate(plan), trace, *counts, sequence)
+        used = peak_memory(plan, trace, *counts, sequence)
         predict = _stepped(plan, trace, hardware, row, counts, hardware.device.name)
         group = f"{hardware.device.name}, {'several nodes' if gpus > 8 else 'one node'}"
         cases.append(Case(row, row["model"], measured, predict, group, used.total / used.capacity))
@@ -176,7 +175,7 @@ def _kempner_memory(row: Row, asked: SmpConfig, hardware: Hardware, counts: tupl
     distributed/tensor_parallel, distributed/setup)."""
     trace = with_their_loss(json.dumps(llama_fields(row)))
     plan = decide(trace.of_precision("full", "bfloat16"), asked, hardware.cluster())
-    peak = peak_memory(plan, estimate(plan), trace, *counts, int(row["sequence"]))
+    peak = peak_memory(plan, trace, *counts, int(row["sequence"]))
     # Each tensor rank has the whole embedding: parameters, gradients and two states in bfloat16; gathered, and
     # gradients in float32, where it is sharded.
     tensor, shard = int(row["tensor"]), int(row["shard"])

@@ -22,7 +22,6 @@ from smp_core.config import SmpConfig
 from smp_core.planning.decide import decide
 from smp_core.planning.dry_run import RUN_KINDS, Question, dry_run
 from smp_core.planning.hardware import Hardware
-from smp_core.planning.memory import estimate
 from smp_core.planning.model_trace import ModelTrace
 from smp_core.planning.sent_bytes import sent_bytes
 from smp_core.planning.step_memory import peak_memory
@@ -124,7 +123,7 @@ def compared(case: Case) -> dict[str, Any]:
     hardware, trace = Hardware.parse(case.cluster), traced(case.model, case.tokens)
     mode = str(asked.activations.checkpoint)
     plan = decide(trace.of_precision(mode, "mixed"), asked, hardware.cluster())
-    peak = peak_memory(plan, estimate(plan), trace, case.micro_batch, case.count, case.tokens)
+    peak = peak_memory(plan, trace, case.micro_batch, case.count, case.tokens)
     planned = {kind: getattr(peak, kind) for kind in RUN_KINDS}
     sent = sent_bytes(plan, trace, case.micro_batch, case.count, case.tokens)
     (ran,) = dry_run(Question(case.model, hardware, case.knobs, case.tokens, case.micro_batch, case.count))

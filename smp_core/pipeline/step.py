@@ -17,10 +17,11 @@ from smp_core.mesh import SmpMesh
 from smp_core.pipeline.batches import digest
 from smp_core.pipeline.messages import Messages
 from smp_core.pipeline.randomness import StepSeeds
-from smp_core.pipeline.schedule import Within, computations, forward_only, run, with_messages
+from smp_core.pipeline.schedule import Within, run
 from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.times import StageTimes
 from smp_core.planning.pipeline_rules import Stages
+from smp_core.planning.schedules import computations, forward_only, with_messages
 from smp_core.recipes import Pipeline as Recipe
 from smp_core.stepped import model_parameter
 from smp_core.whereabouts import here

@@ -3,8 +3,9 @@
 The search is that of `smp plan` (:mod:`smp_core.planning.search`), over configurations that a run can take up by
 itself: not those that change what a step returns (`chunked_cross_entropy`) or which optimizers can step
 (`optimizer_shard`), and degrees that change how many ranks read samples only where `plan.global_batch` says what has to
-stay. The model is copied without its values and traced on rank 0 (:func:`smp_core.planning.trace.trace_built`), which
-tells the others what it came to.
+stay. Pipeline stages that were given get their schedule and micro-batches; how many there are is not chosen, since not
+every training loop can go through them. The model is copied without its values and traced on rank 0
+(:func:`smp_core.planning.trace.trace_built`), which tells the others what it came to.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from smp_core.planning.devices import DEVICES, ETHERNET_GBIT, MACHINES, Device
 from smp_core.planning.dtype_rules import Precision, dtype_of
 from smp_core.planning.hardware import EXAMPLES, Hardware
 from smp_core.planning.optimizers import OPTIMIZERS, planned_states
-from smp_core.planning.search import COUNT, MICRO_BATCH, Found, search
+from smp_core.planning.search import Found, search
+from smp_core.planning.search_space import COUNT, MICRO_BATCH
 from smp_core.planning.trace import trace_built
 from smp_core.planning.units import Entry
 from smp_core.planning.workload import Workload
@@ -78,15 +80,16 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
             fits; says what to write.
     """
     assert asked.plan is not None
-    _require_no_stages(asked)
     sequence, micro_batch = _batch(model, asked.plan)
     open_knobs = OPEN + (_WITH_GLOBAL_BATCH if asked.plan.global_batch else ())
+    if asked.pipeline_parallel_degree > 1:
+        open_knobs += ("pipeline",)
     fixed = {
         knob: getattr(asked, knob)
         for knob in SmpConfig.knobs()
         if knob not in open_knobs or (knob in asked.given and getattr(asked, knob) != "auto")
     }
-    split = asked.context_parallel_degree * asked.tensor_parallel_degree
+    split = asked.context_parallel_degree * asked.tensor_parallel_degree * asked.pipeline_parallel_degree
     samples = asked.plan.global_batch or micro_batch * step.accumulated * (cluster.topology.world_size // split)
     hardware = hardware_of_run(asked, cluster, step.device)
     kept = planned_states(asked.planner.optimizer, step.optimizers).tensors
@@ -110,14 +113,6 @@ def plan_run(model: nn.Module, asked: SmpConfig, cluster: Cluster, step: Running
     chosen = found.ranked[0]
     knobs = {knob: chosen.asked.asked(knob) for knob in open_knobs if knob not in fixed}
     return Decision(knobs, _said(found, knobs, hardware, work))
-
-
-def _require_no_stages(asked: SmpConfig) -> None:
-    if asked.pipeline_parallel_degree > 1:
-        raise ValueError(
-            f"plan='auto' does not plan around pipeline_parallel_degree={asked.pipeline_parallel_degree} yet; write "
-            "pipeline_parallel_degree=1, or leave plan out"
-        )
 
 
 def _batch(model: nn.Module, plan: AutoPlan) -> tuple[int, int]:

@@ -23,10 +23,10 @@ from smp_core.knob_recipe import nested
 from smp_core.planning.decide import Plan, decide
 from smp_core.planning.fitted import Fitted
 from smp_core.planning.hardware import Hardware
-from smp_core.planning.memory import estimate
 from smp_core.planning.model_trace import ModelTrace
+from smp_core.planning.stage_part import states_of
+from smp_core.planning.stage_time import step_model
 from smp_core.planning.step_memory import peak_memory, recomputation
-from smp_core.planning.time import StepModel
 from smp_core.planning.workload import Workload
 from smp_core.report.runs import Run, number, numbers, objects
 
@@ -117,7 +117,7 @@ def calibrate(path: Path, trace: ModelTrace, hardware: Hardware, workload: Workl
     micro_batch = max(round(measured.samples / data / count), 1)
 
     def seconds(fitted: Fitted) -> float:
-        model = StepModel(plan, trace, machines, machines.links(fitted), measured.sequence, fitted)
+        model = step_model(plan, trace, machines, machines.links(fitted), measured.sequence, fitted)
         return model.step(micro_batch, count).total
 
     before = hardware.fitted
@@ -125,7 +125,7 @@ def calibrate(path: Path, trace: ModelTrace, hardware: Hardware, workload: Workl
     shares: Any = {name: min(each.share, 1.0) for name, each in links.items()}
     with_links = replace(before, **shares)
     fitted = _with_efficiency(with_links, machines.device.name, measured.seconds, seconds)
-    peak = peak_memory(plan, estimate(plan, workload.states), trace, micro_batch, count, measured.sequence)
+    peak = peak_memory(plan, trace, micro_batch, count, measured.sequence, states_of(plan, workload.states))
     compared = [Comparison("step", "s", seconds(before), measured.seconds)]
     compared += [Comparison(each.words, "GB/s", each.planned / 1e9, each.measured / 1e9) for each in links.values()]
     compared.append(Comparison("peak memory", "GiB", peak.total / _GIB, measured.peak_gib))
@@ -162,7 +162,7 @@ def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload
     """Decide again what the run had decided."""
     layout = numbers(run.asked.get("layout"))
     if layout.get("pipeline", 1) > 1:
-        raise ValueError(f"{path} is of a run with pipeline stages, whose steps are not planned yet")
+        raise ValueError(f"{path} is of a run with pipeline stages, whose log is not refitted on yet")
     asked: dict[str, Any] = {
         "shard_degree": int(layout.get("shard", 1) * layout.get("context", 1)),
         "context_parallel_degree": int(layout.get("context", 1)),

@@ -47,7 +47,7 @@ class Choice:
     def complexity(self) -> int:
         """The number of axes and knobs that it takes."""
         layout = self.plan.layout
-        axes = sum(2 for size in (layout.tensor, layout.context) if size > 1)
+        axes = sum(2 for size in (layout.pipeline, layout.tensor, layout.context) if size > 1)
         inner = sum(len(value) if isinstance(value, Mapping) else 1 for value in self.knobs.values())
         return axes + inner
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,51 @@ class Chain:
     after: tuple[str, ...]
     stand_ins: tuple[StandIn, ...]
     buffers: tuple[tuple[str, int | None], ...] = ()
+
+    def of_more(self, within: str, count: int) -> Chain:
+        """Return the chain of a model with ``count`` blocks that are all like the first of these.
+
+        Args:
+            within: name of the list that holds the blocks.
+
+        Raises:
+            ValueError: they are not what that list holds.
+        """
+        first = f"{within}.0"
+        inside = all(name.startswith(f"{first}.") for name in self.of_blocks[0])
+        if not inside or self.blocks != tuple(f"{within}.{number}" for number in range(len(self.blocks))):
+            raise ValueError(f"pipeline_parallel_degree: its blocks are not those of {within}, in their order")
+
+        def of_block(name: str, number: int) -> str:
+            return f"{within}.{number}{name.removeprefix(first)}"
+
+        own = [name for name, place in self.buffers if place == 0]
+        others = [(name, place) for name, place in self.buffers if place in (-1, None)]
+        return replace(
+            self,
+            blocks=tuple(f"{within}.{number}" for number in range(count)),
+            of_blocks=tuple(tuple(of_block(name, i) for name in self.of_blocks[0]) for i in range(count)),
+            buffers=(*others, *((of_block(name, i), i) for i in range(count) for name in own)),
+        )
+
+    def inside(self, module: str) -> Chain:
+        """Return the chain with the names of a model that holds this one as ``module``; "": it is this one."""
+        if not module:
+            return self
+
+        def named(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(f"{module}.{name}" for name in names)
+
+        return replace(
+            self,
+            module=f"{module}.{self.module}".removesuffix("."),
+            blocks=named(self.blocks),
+            before=named(self.before),
+            of_blocks=tuple(map(named, self.of_blocks)),
+            after=named(self.after),
+            stand_ins=tuple(replace(each, name=f"{module}.{each.name}") for each in self.stand_ins),
+            buffers=tuple((f"{module}.{name}", place) for name, place in self.buffers),
+        )
 
 
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:

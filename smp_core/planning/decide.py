@@ -8,6 +8,7 @@ group, no module, no collective: the same three give the same plan on every rank
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -243,6 +244,18 @@ def decide_activations(plan: Plan, shapes: Shapes, **knobs: Any) -> Plan:
     _settle_compile(draft, shapes, plan.given, plan.layout.tensor > 1 and bool(activations.checkpointed))
     warnings = (*plan.warnings, *draft.warnings)
     return replace(plan, knobs=draft.knobs, shapes=shapes, activations=activations, warnings=warnings)
+
+
+def decide_pipeline(plan: Plan, pipeline: Mapping[str, Any]) -> Plan:
+    """Decide anew about the schedule of pipeline stages, their micro-batches and blocks alone, on which nothing else
+    depends.
+
+    Raises:
+        ValueError: as :func:`decide`.
+    """
+    draft = Draft(plan.knobs.with_asked(pipeline=pipeline))
+    stages = settle_pipeline_stages(draft, plan.shapes, plan.given is not None)
+    return replace(plan, knobs=draft.knobs, stages=stages)
 
 
 def _settle_by_model(draft: Draft, shapes: Shapes) -> None:

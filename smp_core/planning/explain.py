@@ -52,6 +52,7 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
 
     rows = [
         row("replicas x shard", lambda c: f"{c.plan.layout.replicate} x {c.plan.shard_degree}"),
+        *([row("stages", _stages)] if any(each.plan.stages for each in shown) else []),
         row("context x tensor", lambda c: f"{c.plan.layout.context} x {c.plan.layout.tensor}"),
         row("micro-batch", lambda c: f"{c.micro_batch} x {c.count}"),
         row("recomputation", _recomputation),
@@ -81,6 +82,11 @@ def _rows(found: Recommendation, shown: list[Candidate]) -> list[tuple[str, list
     return rows
 
 
+def _stages(candidate: Candidate) -> str:
+    asked, stages = candidate.plan.knobs.pipeline, candidate.plan.stages
+    return "1" if stages is None else f"{stages.count}, {asked.schedule}"
+
+
 def _recomputation(candidate: Candidate) -> str:
     mode = candidate.plan.knobs.activations.checkpoint
     return f"{mode}, offloaded" if candidate.plan.activations.offloaded_bytes is not None else str(mode)
@@ -90,6 +96,8 @@ _TOLD = (
     "shard_degree",
     "context_parallel_degree",
     "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "pipeline",
     "activations",
     "keep_between_micro_batches",
     "param_dtype",
@@ -152,13 +160,26 @@ def as_yaml(found: Recommendation) -> str:
     chosen = found.chosen
     comments = [
         title(found),
-        f"micro-batch of {chosen.micro_batch} samples on each rank, {chosen.count} micro-batches a step "
-        f"(accumulate_grad_batches, gradient_accumulation_steps)",
+        _batches(chosen),
         f"planned: {chosen.time.total:.3g} s a step, {chosen.memory.total / GIB:.1f} GiB of "
         f"{chosen.memory.capacity / GIB:.1f} on each device",
     ]
     text = "".join(f"# {line}\n" for line in comments)
     return text + yaml.safe_dump({"smp_config": chosen.knobs}, sort_keys=False)
+
+
+def _batches(chosen: Candidate) -> str:
+    together = chosen.plan.knobs.pipeline.microbatches
+    if chosen.plan.stages is None or not isinstance(together, int):
+        return (
+            f"micro-batch of {chosen.micro_batch} samples on each rank, {chosen.count} micro-batches a step "
+            "(accumulate_grad_batches, gradient_accumulation_steps)"
+        )
+    return (
+        f"batch of {chosen.micro_batch * together} samples on each rank, which goes through the stages in {together} "
+        f"micro-batches of {chosen.micro_batch}; {chosen.count // together} batches a step (accumulate_grad_batches, "
+        "gradient_accumulation_steps)"
+    )
 
 
 def front_table(found: Recommendation) -> Table:

@@ -173,6 +173,8 @@ class ModelTrace:
         heads: what tensor and context degrees have to divide: the heads of keys; 0: the model is not split over such
             ranks by itself.
         vocabulary: rows of the largest parameter outside blocks.
+        early: the part of the rest that works before the blocks.
+        uncut: why there are no pipeline stages; "": the shapes have the chain of blocks that are dealt out to them.
     """
 
     shapes: Mapping[str, Shapes]
@@ -183,6 +185,8 @@ class ModelTrace:
     instants: Mapping[str, Instants]
     heads: int = 0
     vocabulary: int = 1
+    early: Curve | None = None
+    uncut: str = "its blocks were not followed"
 
     def rest_degree(self, tensor: int) -> int:
         """Return over how many tensor ranks embedding, head and logits are split: all, or they are replicated."""

@@ -6,6 +6,8 @@ replication groups (:meth:`smp_core.topology.Topology.of_stage`).
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +15,7 @@ from functools import cached_property
 from smp_core.config import SmpConfig
 from smp_core.planning.chain import Chain
 from smp_core.planning.draft import Draft
+from smp_core.planning.schedules import chunks_of
 from smp_core.planning.shapes import Shapes
 from smp_core.planning.units import WrapPlan
 
@@ -56,7 +59,15 @@ class Stages:
 
     def owned(self, stage: int) -> frozenset[str]:
         """Return the names of a stage's parameters."""
-        return frozenset(name for name, owners in self.owners.items() if stage in owners)
+        return self._owned[stage]
+
+    @cached_property
+    def _owned(self) -> tuple[frozenset[str], ...]:
+        found: tuple[set[str], ...] = tuple(set() for _ in range(self.count))
+        for name, owners in self.owners.items():
+            for stage in owners:
+                found[stage].add(name)
+        return tuple(map(frozenset, found))
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, ...]]:
@@ -93,6 +104,24 @@ class Stages:
         replicated = tuple(name for name in units.replicated if first_name.get(name, name) in own)
         return replace(units, units=tuple(held), replicated=replicated)
 
+    def blocks_of(self, stage: int) -> tuple[int, ...]:
+        """Return how many blocks each of a stage's chunks has."""
+        return tuple(self.sizes[chunk] for chunk in self.chunks(stage))
+
+    @cached_property
+    def unlike(self) -> tuple[int, ...]:
+        """Stages of which no earlier one takes as much memory: the first, the last, and of those between them with as
+        many blocks the first, which has most micro-batches on their way."""
+        between = range(1, self.count - 1)
+        found = {sum(self.blocks_of(stage)): stage for stage in reversed(between)}
+        return (0, *sorted(found.values()), self.count - 1)
+
+    def shapes_of(self, stage: int, shapes: Shapes) -> Shapes:
+        """Return the shapes of a stage's parameters alone."""
+        own = self.owned(stage)
+        parameters = tuple(each for each in shapes.parameters if each.name in own)
+        return replace(shapes, parameters=parameters, units=self.units(stage, shapes.units, shapes.aliases))
+
     def describe(self) -> str:
         """Return a line for people."""
         sizes = [" + ".join(str(self.sizes[chunk]) for chunk in self.chunks(stage)) for stage in range(self.count)]
@@ -113,8 +142,8 @@ def settle_pipeline_stages(draft: Draft, shapes: Shapes, given: bool) -> Stages 
         return None
     require_known_pipeline(draft.knobs, shapes, given)
     chain = shapes.chain
-    assert chain is not None
-    chunks = count * _chunks_of_stage(asked.schedule)
+    assert chain is not None, "the chain is recorded where there are stages"
+    chunks = count * chunks_of(asked.schedule)
     _require_blocks(draft.knobs, len(chain.blocks), chunks, shapes.kind)
     if asked.microbatches == "auto":
         draft.settle("pipeline.microbatches", count, "as many as there are stages")
@@ -127,14 +156,17 @@ def settle_pipeline_stages(draft: Draft, shapes: Shapes, given: bool) -> Stages 
     if sizes == "auto":
         sizes = _balanced(chain, shapes, chunks)
         draft.settle("pipeline.split", sizes, "the largest stage has as few parameters as possible")
+    if (count, sizes) not in shapes.stages:
+        shapes.stages[count, sizes] = _dealt(chain, shapes, count, sizes)
+    found: Stages = shapes.stages[count, sizes]
+    return found
+
+
+def _dealt(chain: Chain, shapes: Shapes, count: int, sizes: tuple[int, ...]) -> Stages:
     names = tuple(parameter.name for parameter in shapes.parameters)
-    stages = Stages(chain, sizes, (0,) * count, names, chunks // count)
+    stages = Stages(chain, sizes, (0,) * count, names, len(sizes) // count)
     elements = tuple(sum(shapes.of_name(name).elements for name in stages.owned(stage)) for stage in range(count))
     return replace(stages, elements=elements)
-
-
-def _chunks_of_stage(schedule: str) -> int:
-    return int(schedule.partition(":")[2]) if ":" in schedule else 1
 
 
 def _require_blocks(knobs: SmpConfig, blocks: int, chunks: int, kind: str) -> None:
@@ -157,6 +189,10 @@ def _balanced(chain: Chain, shapes: Shapes, count: int) -> tuple[int, ...]:
     ``count`` stages keep to. Of the cuts within it the one whose blocks are the most even: embeddings and heads take
     memory, and blocks take time."""
 
+    if ("cut", count) in shapes.stages:
+        cut: tuple[int, ...] = shapes.stages["cut", count]
+        return cut
+
     def elements(names: tuple[str, ...]) -> int:
         return sum(shapes.of_name(name).elements for name in names)
 
@@ -164,9 +200,11 @@ def _balanced(chain: Chain, shapes: Shapes, count: int) -> tuple[int, ...]:
     weights = list(blocks)
     weights[0] += elements(chain.before)
     weights[-1] += elements(chain.after)
-    sums = {sum(weights[first:end]) for first in range(len(weights)) for end in range(first + 1, len(weights) + 1)}
-    limit = next(limit for limit in sorted(sums) if _fits(weights, count, limit))
-    return _most_even(blocks, weights, count, limit)
+    ends = itertools.accumulate(weights, initial=0)
+    sums = sorted({end - first for first, end in itertools.combinations(ends, 2)})
+    least = bisect.bisect_left(sums, True, key=lambda limit: _fits(weights, count, limit))
+    shapes.stages["cut", count] = cut = _most_even(blocks, weights, count, sums[least])
+    return cut
 
 
 def _fits(weights: list[int], count: int, limit: int) -> bool:
@@ -174,10 +212,10 @@ def _fits(weights: list[int], count: int, limit: int) -> bool:
     place = 0
     for stage in range(count):
         latest = len(weights) - (count - stage - 1)
-        end = place + 1
-        while end < latest and sum(weights[place : end + 1]) <= limit:
-            end += 1
-        if sum(weights[place:end]) > limit:
+        total, end = weights[place], place + 1
+        while end < latest and total + weights[end] <= limit:
+            total, end = total + weights[end], end + 1
+        if total > limit:
             return False
         place = end
     return place == len(weights)
@@ -185,15 +223,16 @@ def _fits(weights: list[int], count: int, limit: int) -> bool:
 
 def _most_even(blocks: list[int], weights: list[int], count: int, limit: int) -> tuple[int, ...]:
     """Return the sizes of the cut within the limit whose sums of ``blocks`` have the least sum of squares."""
+    of_blocks, of_all = (list(itertools.accumulate(each, initial=0)) for each in (blocks, weights))
     # For the blocks up to each place, in as many stages as there were rounds: the least sum, and the sizes.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for _ in range(count):
         further: dict[int, tuple[int, tuple[int, ...]]] = {}
         for begin, (squares, sizes) in best.items():
             for end in range(begin + 1, len(blocks) + 1):
-                if sum(weights[begin:end]) > limit:
+                if of_all[end] - of_all[begin] > limit:
                     break
-                found = (squares + sum(blocks[begin:end]) ** 2, (*sizes, end - begin))
+                found = (squares + (of_blocks[end] - of_blocks[begin]) ** 2, (*sizes, end - begin))
                 further[end] = min(found, further.get(end, found))
         best = further
     return best[len(blocks)][1]

@@ -51,8 +51,9 @@ def _bars(axes: Any, labels: Sequence[str], values: dict[str, list[float]]) -> N
 def _label(candidate: Candidate, place: int) -> str:
     layout, knobs = candidate.plan.layout, candidate.plan.knobs
     offloaded = ", offloaded" if candidate.plan.activations.offloaded_bytes is not None else ""
+    stages = "" if candidate.plan.stages is None else f"stages {layout.pipeline}, "
     return (
-        f"{'chosen' if place == 0 else place + 1}: {layout.replicate} x {candidate.plan.shard_degree}, "
+        f"{'chosen' if place == 0 else place + 1}: {layout.replicate} x {candidate.plan.shard_degree}, {stages}"
         f"context {layout.context}, tensor {layout.tensor}\n"
         f"micro-batch {candidate.micro_batch} x {candidate.count}, {knobs.activations.checkpoint}{offloaded}"
     )

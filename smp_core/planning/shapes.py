@@ -151,6 +151,12 @@ class Shapes:
             found.setdefault(kind, []).append(tuple(own))
         return [(kind[0], same[0], len(same)) for kind, same in found.items()]
 
+    @cached_property
+    def stages(self) -> dict[Any, Any]:
+        """What is known of pipeline stages of this model: a planner asks for the same ones thousands of times
+        (:mod:`smp_core.planning.pipeline_rules`)."""
+        return {}
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first parameter, which most others have too."""

@@ -17,17 +17,22 @@ with all units gathered at each. Sums of earlier micro-batches are there in the 
 each sequence. Tensor ranks hold 1 / T of a block's activations, and the two inputs whose tokens were gathered for its
 products, or with selective recomputation the two outputs before they are added up (2 (1 - 1 / T) block inputs more).
 The kinds are those of :mod:`smp_core.memory_report` and of dry runs, so that all can be laid side by side.
+
+A pipeline stage has the points of what it holds: only the last one has a loss, only the first what comes before the
+blocks. To each, blocks of the micro-batches that wait for their backward pass are added, as many as the schedule lets
+wait, and for each of these the activation that was sent on; and what is on its way from and to other stages.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from smp_core.planning.cluster import GIB
 from smp_core.planning.decide import Plan
 from smp_core.planning.fitted import FITTED, Fitted
-from smp_core.planning.memory import GradientBytes, MemoryEstimate, gradient_bytes
 from smp_core.planning.model_trace import LEFT, ModelTrace
+from smp_core.planning.stage_part import StagePart, StageStates, states_of
 
 MEMORY_KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "other", "margin")
 
@@ -41,6 +46,7 @@ class PeakMemory:
         other: buffers of the model, the input of a reduction.
         margin: the CUDA context, and what the allocator loses between blocks.
         capacity: of the device.
+        stage: of the pipeline, whose rank it is.
     """
 
     parameters: int
@@ -51,6 +57,7 @@ class PeakMemory:
     other: int
     margin: int
     capacity: int
+    stage: int = 0
 
     @property
     def total(self) -> int:
@@ -63,28 +70,47 @@ class PeakMemory:
 
 def peak_memory(
     plan: Plan,
-    states: MemoryEstimate,
     trace: ModelTrace,
     micro_batch: int,
     count: int,
     tokens: int,
-    gradients: GradientBytes | None = None,
+    states: Sequence[StageStates] | None = None,
+    in_stages: int | None = None,
     fitted: Fitted = FITTED,
 ) -> PeakMemory:
-    """Return the peak of a plan.
+    """Return the peak of a plan, of the pipeline stage where it is highest.
 
     Args:
-        states: of the same plan (:func:`smp_core.planning.memory.estimate`).
         micro_batch: samples of a micro-batch on each rank.
         count: micro-batches of a step.
         tokens: of an unsplit sequence.
-        gradients: of the same plan; None: counted here.
+        states: of the same plan; None: those with AdamW.
+        in_stages: micro-batches that go through pipeline stages in one batch; None: as the plan has it.
     """
-    held = tokens / plan.layout.context
-    sums = gradients or gradient_bytes(plan)
-    points = _Points(plan, states, sums, trace, micro_batch, count, held).all()
-    if count > 1 and plan.keeps_parameters and not plan.keeps_gradients:
-        points += _Points(plan, states, sums, trace, micro_batch, count - 1, held, frees=False).all()
+    if in_stages is None:
+        asked = plan.knobs.pipeline.microbatches
+        in_stages = asked if isinstance(asked, int) else count
+    batch = _Batch(trace, micro_batch, count, tokens / plan.layout.context, in_stages)
+    peaks = [_peak(plan, each, batch, fitted) for each in states or states_of(plan)]
+    return max(peaks, key=lambda peak: peak.total)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A step of ``count`` micro-batches, of ``held`` tokens of each sample on a rank."""
+
+    trace: ModelTrace
+    micro_batch: int
+    count: int
+    held: float
+    in_stages: int
+
+
+def _peak(plan: Plan, of_stage: StageStates, batch: _Batch, fitted: Fitted) -> PeakMemory:
+    states = of_stage.memory
+    points = _Points(plan, of_stage, batch).all()
+    if batch.count > 1 and plan.keeps_parameters and not plan.keeps_gradients:
+        points += _Points(plan, of_stage, replace(batch, count=batch.count - 1), frees=False).all()
     highest = max(points, key=lambda point: point.total)
     margin = int(fitted.context_gib * GIB + fitted.fragmentation * (states.parameters + states.buffers + highest.total))
     assert plan.cluster.device_memory is not None
@@ -97,6 +123,7 @@ def peak_memory(
         other=int(states.buffers + highest.reduced),
         margin=margin,
         capacity=plan.cluster.device_memory,
+        stage=of_stage.stage,
     )
 
 
@@ -116,24 +143,17 @@ class _Point:
 
 
 class _Points:
-    """The seven points of the last of ``count`` micro-batches, of ``held`` tokens of each sample on a rank.
+    """The points of a batch's last micro-batch on one stage.
 
     Args:
         frees: False: it is not the step's last, and what is gathered stays for the next one.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        states: MemoryEstimate,
-        gradients: GradientBytes,
-        trace: ModelTrace,
-        micro_batch: int,
-        count: int,
-        held: float,
-        frees: bool = True,
-    ) -> None:
-        self.plan, self.states, self.trace, self.count, self.frees = plan, states, trace, count, frees
+    def __init__(self, plan: Plan, of_stage: StageStates, batch: _Batch, frees: bool = True) -> None:
+        trace, micro_batch, held = batch.trace, batch.micro_batch, batch.held
+        self.plan, self.states, self.trace, self.frees = plan, of_stage.memory, trace, frees
+        self.count, self.in_stages = batch.count, batch.in_stages
+        self.part, self.sums = StagePart.of(plan, trace, of_stage.stage), of_stage.gradients
         self.tensor = plan.layout.tensor
         mode = recomputation(plan)
         instants = trace.instants[mode]
@@ -145,45 +165,66 @@ class _Points:
         self.kept = self.block_kept / self.tensor + gathered
         self.tokens = micro_batch * held
         self.inputs = inputs
-        self.sizes = _UnitBytes.of(plan, trace)
-        self.sums = gradients
+        self.sizes = _UnitBytes.of(plan, trace, self.part)
         # Unsharded gradients have the dtype that is computed with; without units they are those of the parameters.
         self.of_gradient = 1.0 if plan.gathers else plan.shapes.parameters[0].dtype.itemsize / 2
+        self.waiting = self._waiting()
 
     def all(self) -> list[_Point]:
-        blocks = kept_blocks(self.plan, self.trace.blocks)
+        blocks = kept_blocks(self.plan, self.part.chunk)
         states = self.states
         at_work = states.optimizer_states - self.sums.of_masters
         earlier = 0 if self.count == 1 else self.sums.held if self.plan.keeps_gradients else self.sums.sums
-        points = [_Point(self._loss(blocks), self._gathered(0), earlier + self._held(0), at_work)]
+        points = []
+        if self.part.is_last:
+            activations = self._loss(blocks) + self.waiting
+            points.append(_Point(activations, self._gathered(0), earlier + self._held(0), at_work))
         for reached in (1, 2):
             # The last block's input is gone in the next one's backward; where inputs are on the host, another came.
-            inputs = min(blocks + reached - 1, self.trace.blocks)
-            activations = self._working(reached) + inputs * self.kept
+            inputs = min(blocks + reached - 1, self.part.chunk)
+            activations = self._working(reached) + inputs * self.kept + self.waiting
             own = self._reduced() if reached == 2 else 0.0
             of_last = own / self.plan.shard_degree if self.count == 1 else 0.0  # else it is added to earlier sums
             gradients = earlier + of_last + self._held(reached)
             points.append(_Point(activations, self._gathered(reached), gradients, at_work, own))
         return [*points, *self._late(min(2, blocks), at_work)]
 
+    def _waiting(self) -> float:
+        """Return the activations of other micro-batches on this stage, and of what is sent and received."""
+        if self.part.is_whole:
+            return 0.0
+        others = self.part.kept(self.plan, self.in_stages) - self.part.chunk
+        calls = others / self.part.chunk  # forwards that wait
+        sent = 0.0 if self.part.is_last else calls + 1
+        messages = 2.0  # of an activation that arrives, and a gradient
+        return (
+            kept_blocks(self.plan, self.part.chunk) * calls * self.kept + (sent + messages) * self.inputs / self.split
+        )
+
+    @property
+    def split(self) -> int:
+        """Over how many tensor ranks the tokens between blocks are split."""
+        return self.tensor if self.plan.knobs.tensor_parallel.sequence_parallel else 1
+
     def _late(self, blocks: int, at_work: float) -> list[_Point]:
         """Return the points at which all blocks but the first, or all, are reduced."""
-        states, of_root = self.states, self.sizes.root_share
-        reduced, root = self._reduced(), self._gathered(self.trace.blocks + 1)
+        states, of_root, waiting = self.states, self.sizes.root_share, self.waiting
+        reduced, root = self._reduced(), self._gathered(self.part.blocks + 1)
         # The sum of the root is there if earlier micro-batches had one.
         sums = self.sums.sums * (1.0 if self.count > 1 and not self.plan.keeps_gradients else 1 - of_root)
         held = of_root * self.sums.held if self.count > 1 else 0.0
-        first = self._working(2) + blocks * self.kept
-        rest = self.instants[LEFT][0] / self.tensor
+        first = self._working(2) + blocks * self.kept + waiting
         at_step = states.gradients + states.partial_sums - self.sums.held
         points = [
-            _Point(first, self._gathered(self.trace.blocks), sums + held + self._held(2), at_work, reduced),
-            _Point(rest, root, sums + held + self._held(LEFT), at_work, reduced),
+            _Point(first, self._gathered(self.part.blocks), sums + held + self._held(2), at_work, reduced),
             _Point(0.0, 0.0, at_step, states.optimizer_states),
         ]
+        if self.part.is_first:
+            rest = self.instants[LEFT][0] / self.tensor + waiting
+            points.append(_Point(rest, root, sums + held + self._held(LEFT), at_work, reduced))
         if self.plan.gathers and self.plan.shard_degree > 1:
             unsharded = held or self.sizes.root_gathered * self.of_gradient
-            points.append(_Point(0.0, root, sums + unsharded, at_work, self.sizes.root_reduced))
+            points.append(_Point(waiting, root, sums + unsharded, at_work, self.sizes.root_reduced))
         return points
 
     def _reduced(self) -> float:
@@ -193,18 +234,20 @@ class _Points:
         """Return the bytes that are gathered when backward has come to so many blocks; one more: it has left all."""
         if not self.plan.gathers:
             return self.states.gathered
-        blocks, block, kept = self.trace.blocks, self.sizes.gathered, self.plan.knobs.reshard_after_forward
+        blocks, block, kept = self.part.blocks, self.sizes.gathered, self.plan.knobs.reshard_after_forward
         if not self.frees:
             return self.states.gathered
+        # With stages other micro-batches have gone forward meanwhile, for which all blocks are there again.
+        freed = reached if self.part.is_whole else 0
         if kept is False:  # each is freed after its backward
-            return self.states.gathered - max(reached - 1, 0) * block
+            return self.states.gathered - max(freed - 1, 0) * block
         copies = block / kept if type(kept) is int else 0.0
-        root = max(self.states.gathered - blocks * copies - 2 * block, 0.0)
+        root = max(self.states.gathered - blocks * copies - min(2, blocks) * block, 0.0)
         if reached > blocks:
-            return root
+            return root + (0.0 if self.part.is_whole else copies * blocks)
         # FSDP2 holds on to the last gather's buffer until the next one; in backward there are two blocks.
         at_work = 2 if reached else 1
-        return root + at_work * block + copies * (blocks - reached)
+        return root + at_work * block + copies * (blocks - freed)
 
     def _loss(self, blocks: int) -> float:
         """Return the activations when the logits are there, or as many of them as are made at a time."""
@@ -219,7 +262,11 @@ class _Points:
         return (self.instants[reached][0] - 2 * self.block_kept) / self.tensor
 
     def _held(self, reached: int) -> float:
-        return self.instants[reached][1] / self.tensor * self.of_gradient
+        """Return the gradients that are not reduced yet, of what this stage has."""
+        root = self.trace.parameters - self.trace.block_parameters
+        own = self.part.root if reached == LEFT else self.part.behind
+        elsewhere = (root - own) * self.plan.dtypes.of_gathered(self.plan.shapes.parameters[0]).itemsize
+        return max(self.instants[reached][1] - elsewhere, 0.0) / self.tensor * self.of_gradient
 
 
 def recomputation(plan: Plan) -> str:
@@ -246,10 +293,10 @@ class _UnitBytes:
     root_share: float
 
     @classmethod
-    def of(cls, plan: Plan, trace: ModelTrace) -> _UnitBytes:
+    def of(cls, plan: Plan, trace: ModelTrace, part: StagePart) -> _UnitBytes:
         block = trace.block_parameters / trace.blocks / plan.layout.tensor
-        root = (trace.parameters - trace.block_parameters) / plan.layout.tensor
+        root = part.root / plan.layout.tensor
         first = plan.shapes.parameters[0]
         gathered, reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
-        share = 1 - trace.block_parameters / trace.parameters
+        share = part.root / part.elements
         return cls(block * gathered, block * reduced, root * gathered, root * reduced, share)

@@ -23,7 +23,7 @@ from smp_core.planning.link_rules import compression
 from smp_core.planning.model_trace import Figures, ModelTrace
 from smp_core.planning.step_memory import recomputation
 
-TIME_PARTS = ("compute", "gathers", "replicas", "tensor", "context", "optimizer", "copies")
+TIME_PARTS = ("compute", "gathers", "replicas", "tensor", "context", "optimizer", "copies", "pipeline")
 
 _STEP_BYTES = 28
 """AdamW reads parameter, gradient and two states and writes all but the gradient, float32 each."""
@@ -34,7 +34,8 @@ HOST_BANDWIDTH = 150e9
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step: of computing, and of what is waited for beside it."""
+    """Seconds of one optimizer step: of computing, and of what is waited for beside it; with pipeline stages of the one
+    that ends last, which waits for the others in ``pipeline``."""
 
     compute: float
     gathers: float
@@ -43,6 +44,7 @@ class StepTime:
     context: float
     optimizer: float
     copies: float
+    pipeline: float = 0.0
 
     @property
     def total(self) -> float:
@@ -91,6 +93,7 @@ class StepModel:
         self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in (of_blocks, of_root)]
         again = of.inside(of_blocks * gathered.itemsize) if type(kept) is int else self.gather[0]
         self.gather_again = 0.0 if kept is False else again
+        self.spare_hop = spare_hop
         if not plan.gathers:
             self.gather, self.sum, self.gather_again = [0.0, 0.0], [0.0, 0.0], 0.0
 
@@ -111,7 +114,8 @@ class StepModel:
         split = count * self.trace.blocks * self._tensor_seconds(micro_batch, held)
         context = count * self.trace.blocks * self._context_seconds(block)
         copies = count * self.trace.blocks * self._copying_seconds(micro_batch, held, forward)
-        return StepTime(compute, gathers, replicas, split, context, self._optimizer_seconds(), copies)
+        stepped = self._optimizer_seconds(self.trace.parameters)
+        return StepTime(compute, gathers, replicas, split, context, stepped, copies)
 
     def _computing(self, figures: Figures, tensor: int) -> tuple[float, float]:
         """Return the seconds of forward and of backward, split over ``tensor`` ranks."""
@@ -170,15 +174,15 @@ class StepModel:
         copy = inputs / self.hardware.device.host_link
         return 2 * exposed_seconds(forward, copy, self.fitted.exposed)
 
-    def _optimizer_seconds(self) -> float:
-        """Return the seconds of the step of this rank's part, wherever its states are."""
+    def _optimizer_seconds(self, parameters: float) -> float:
+        """Return the seconds of the step of this rank's part of so many parameters, wherever its states are."""
         plan, device = self.plan, self.hardware.device
-        elements = self.trace.parameters / (plan.shard_degree * plan.layout.tensor)
+        elements = parameters / (plan.shard_degree * plan.layout.tensor)
         over_world = plan.knobs.optimizer_shard == "world"
         after = 0.0
         if over_world:
             elements /= plan.layout.replicate
-            after = self.collectives.replicas_gather(self.trace.parameters * 4 / plan.layout.tensor)
+            after = self.collectives.replicas_gather(parameters * 4 / plan.layout.tensor)
         if plan.knobs.state_offload is None:
             return after + elements * _STEP_BYTES / (device.hbm * self.fitted.moving)
         stepped = elements * _STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH
@@ -226,6 +230,10 @@ class _GroupCollectives:
     def context(self, kind: Kind, n_bytes: float) -> float:
         """Return the seconds of a collective over a context group."""
         return self._over(kind, self.layout.context, n_bytes, 1.0)
+
+    def message(self, place: str, n_bytes: float) -> float:
+        """Return the seconds of a message from a rank to another one."""
+        return self._of(place).seconds("all_gather", 2, 2 * n_bytes)
 
     def _across_replicas(self, kinds: tuple[Kind, ...], n_bytes: float, spared: float) -> float:
         replicas, held = self.layout.replicate, n_bytes / self.degree

@@ -36,6 +36,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # _subclasses: torch's
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from smp_core.config import SmpConfig
+from smp_core.planning.chain import Chain
+from smp_core.planning.chain_recording import record_chain
 from smp_core.planning.kept_operators import is_kept
 from smp_core.planning.model_source import Source, build, copied
 from smp_core.planning.model_trace import LEFT, Curve, Figures, Instants, ModelTrace, in_dtype
@@ -46,6 +48,7 @@ from smp_core.planning.units import Entry
 Recomputation = Literal["none", "selective", "full"]
 MODES: tuple[Recomputation, ...] = ("none", "selective", "full")
 _DEFAULTS = SmpConfig()
+_BLOCKS_OF_CHAIN = 3
 
 
 @contextlib.contextmanager
@@ -111,11 +114,31 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
             ) from error
         is_whole = type(source.model) is type(model)  # names of units are the whole model's
         found = _traced(source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS)
-    return replace(found, shapes=_shapes_by_mode(model, asked, entry))
+    chain, shapes = found.shapes["none"].chain, _shapes_by_mode(model, asked, entry)
+    if chain is not None:
+        inner = next(name for name, module in model.named_modules() if type(module) is type(source.model))
+        shapes = _with_chain(shapes, chain.inside(inner))
+    return replace(found, shapes=shapes)
 
 
 def _shapes_by_mode(model: nn.Module, asked: SmpConfig, entry: Entry) -> dict[str, Shapes]:
     return {mode: Shapes.of(model, SmpConfig(units=asked.units, activations=mode), entry) for mode in MODES}
+
+
+def _with_chain(shapes: Mapping[str, Shapes], chain: Chain) -> dict[str, Shapes]:
+    return {mode: replace(each, chain=chain) for mode, each in shapes.items()}
+
+
+def _chain_of(model: nn.Module, lists: list[str], count: int, asked: SmpConfig, entry: Entry) -> Chain | str:
+    """Return the chain of ``count`` blocks from that of the first few, all others being cut off; or why there is
+    none."""
+    for name in lists:
+        del model.get_submodule(name)[_BLOCKS_OF_CHAIN:]  # type: ignore[operator]
+    try:
+        units = Shapes.of(model, SmpConfig(units=asked.units), entry).units
+        return record_chain(model, units).of_more(lists[0], count)
+    except Exception as error:  # a model that is not Transformers' may want anything
+        return str(error)
 
 
 def _traced(source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULTS) -> ModelTrace:
@@ -128,7 +151,11 @@ def _traced(source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULT
     tokens = _told_apart(tokens, {size for parameter in outside for size in parameter.shape})
     vocabulary = max((p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,))[0]
     of_blocks = sum(parameter.numel() for parameter in inside)
+    chain = _chain_of(model, lists, count, asked, source.entry)
+    if isinstance(chain, Chain):
+        shapes = _with_chain(shapes, chain)
     counted: dict[int, dict[str, list[Figures]]] = {}
+    early: list[Figures] = []
     instants: dict[str, Instants] = {}
     heads = 0
     for blocks in (2, 1):
@@ -145,6 +172,7 @@ def _traced(source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULT
                     "forward what depends on values, or write package.module:function with a model that does"
                 ) from error
             counted[blocks][mode], heads = [meter.finish() for meter in runs], runs[0].heads
+            early = [meter.early for meter in runs]
             if blocks == 2:
                 instants[mode] = Instants.of(tokens, *(meter.instants for meter in runs))
     block: dict[str, Curve] = {}
@@ -153,7 +181,18 @@ def _traced(source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULT
         pairs = list(zip(counted[1][mode], counted[2][mode], strict=True))
         block[mode] = Curve(tokens, *(one.combined(two, lambda a, b: b - a) for one, two in pairs))
         rest[mode] = Curve(tokens, *(one.combined(two, lambda a, b: 2 * a - b) for one, two in pairs))
-    return ModelTrace(shapes, count, block, rest, of_blocks, instants, heads if source.splits else 0, vocabulary)
+    return ModelTrace(
+        shapes,
+        count,
+        block,
+        rest,
+        of_blocks,
+        instants,
+        heads if source.splits else 0,
+        vocabulary,
+        Curve(tokens, *early),
+        chain if isinstance(chain, str) else "",
+    )
 
 
 def _told_apart(tokens: int, sizes: set[int]) -> int:
@@ -239,6 +278,7 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMete
             meter.is_gradient(parameter.grad)
 
     def note_end(module: nn.Module, args: Any, kwargs: Any) -> None:
+        meter.has_entered = True
         first = next((each for each in flat([args, kwargs]) if isinstance(each, torch.Tensor)), None)
         if first is not None and first.requires_grad:
             first.register_hook(note_backward(LEFT))

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
 from torch.utils.flop_counter import flop_registry
 
-from smp_core.planning.model_trace import Figures, Instant
+from smp_core.planning.model_trace import LEFT, Figures, Instant
 
 
 class TraceMeter(TorchDispatchMode):
@@ -24,6 +24,7 @@ class TraceMeter(TorchDispatchMode):
 
     Attributes:
         instants: after each operation, as :class:`smp_core.planning.model_trace.Instants` takes them.
+        has_entered: forward has come to the first block.
     """
 
     def __init__(self, gradients: set[torch.Size]) -> None:
@@ -32,6 +33,8 @@ class TraceMeter(TorchDispatchMode):
         self.phase = "forward"
         self.heads = 0
         self.counts: dict[str, float] = {field.name: 0.0 for field in fields(Figures)}
+        self.of_early = dict(self.counts)
+        self.has_entered = False
         self._sizes: dict[int, int] = {}
         self._watchers: dict[int, Any] = {}
         self._live = {False: 0, True: 0}  # of activations, of gradients
@@ -55,6 +58,11 @@ class TraceMeter(TorchDispatchMode):
         self.counts["kept"] = max(live for reached, live, *_ in self.instants if not reached)
         return Figures(**self.counts)
 
+    @property
+    def early(self) -> Figures:
+        """The counts of what comes before the first block, in forward, and of what comes behind it in backward."""
+        return Figures(**self.of_early)
+
     def is_gradient(self, tensor: torch.Tensor) -> None:
         """Count the tensor's storage with gradients from here on."""
         address = id(tensor.untyped_storage())
@@ -69,10 +77,15 @@ class TraceMeter(TorchDispatchMode):
         if "scaled_dot_product" in name or "flash_attention" in name or "efficient_attention" in name:
             self._count_attention(name, func, args, kwargs)
         elif packet in flop_registry:
-            self.counts[f"{self.phase}_products"] += flop_registry[packet](*args, **kwargs, out_val=result)
+            self._add("products", flop_registry[packet](*args, **kwargs, out_val=result))
         elif not name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
             read = [each for each in flat(args) if isinstance(each, torch.Tensor)]
-            self.counts[f"{self.phase}_moved"] += sum(each.numel() * each.itemsize for each in [*read, *tensors])
+            self._add("moved", sum(each.numel() * each.itemsize for each in [*read, *tensors]))
+
+    def _add(self, what: str, amount: float) -> None:
+        self.counts[f"{self.phase}_{what}"] += amount
+        if self.blocks_reached == LEFT or not self.has_entered:
+            self.of_early[f"{self.phase}_{what}"] += amount
 
     def _count_attention(self, name: str, func: Any, args: Any, kwargs: Any) -> None:
         """Count two products in forward, and five in backward, which computes the scores again."""
@@ -82,7 +95,7 @@ class TraceMeter(TorchDispatchMode):
         names = [argument.name for argument in func._schema.arguments]  # _schema: no public name for arguments' names
         given = dict(zip(names, args, strict=False)) | kwargs
         share = 0.5 if given.get("is_causal") else 1.0
-        self.counts[f"{self.phase}_attention"] += share * flops * (2.5 if is_backward else 1.0)
+        self._add("attention", share * flops * (2.5 if is_backward else 1.0))
         if self.phase == "forward":
             self.counts["full_attention"] += flops
             self.heads = math.gcd(self.heads, key.shape[1] if key.ndim == 4 else 0)

@@ -120,7 +120,6 @@ class LooksAtValues(SmallGpt):
             "set example_input_array.*write shard_degree",
         ),
         (LooksAtValues, {"plan": "auto"}, "does not run without values.*or write shard_degree='auto'"),
-        (SmallGpt, {"plan": "auto", "pipeline_parallel_degree": 2}, "pipeline_parallel_degree=2 yet"),
         (SmallGpt, {"plan": {"sequence": 8, "micro_batch": 2, "cluster": "4x8:h200@1gbps"}}, "4 x 8 devices, and this"),
     ],
 )

@@ -14,7 +14,6 @@ from smp_core.planning.decide import decide
 from smp_core.planning.devices import Device
 from smp_core.planning.dry_run import RUN_KINDS, DryRun, Question, dry_run
 from smp_core.planning.hardware import Hardware
-from smp_core.planning.memory import estimate
 from smp_core.planning.model_trace import ModelTrace
 from smp_core.planning.search import Candidate
 from smp_core.planning.sent_bytes import sent_bytes
@@ -93,7 +92,7 @@ def planned(
     """Return bytes of memory by kind, and bytes sent."""
     asked = SmpConfig(param_dtype="bfloat16", **knobs)
     made = decide(traced.of_precision(str(asked.activations.checkpoint), "mixed"), asked, NODES.cluster())
-    peak = peak_memory(made, estimate(made), traced, samples, count, TOKENS)
+    peak = peak_memory(made, traced, samples, count, TOKENS)
     sent = sent_bytes(made, traced, samples, count, TOKENS)
     memory = {kind: getattr(peak, kind) for kind in RUN_KINDS}
     return memory, {name: round(n_bytes) for name, n_bytes in sent.items()}

@@ -20,7 +20,6 @@ from smp_core.planning.calibrate import calibrate
 from smp_core.planning.decide import decide, decide_activations
 from smp_core.planning.fitted import FITTED, Fitted
 from smp_core.planning.hardware import Hardware
-from smp_core.planning.memory import estimate
 from smp_core.planning.model_trace import ModelTrace
 from smp_core.planning.search import TIE, search
 from smp_core.planning.step_memory import peak_memory
@@ -100,7 +99,7 @@ def test_peak_of_30_billion_is_the_one_that_fsdp_s_tracker_counts(large: ModelTr
     which 893 are parameters, 1,787 states, 1,892 + 1,176 gathered and 2,352 to be reduced. 2 %: of activations."""
     asked = SmpConfig(shard_degree=128, activations="full", param_dtype="bfloat16")
     made = decide(large.of_precision("full", "mixed"), asked, Hardware.parse(SETTING[0]).cluster())
-    peak = peak_memory(made, estimate(made), large, 6, 1, 2048)
+    peak = peak_memory(made, large, 6, 1, 2048)
     assert (peak.total - peak.margin) / MIB == pytest.approx(23217, rel=0.02)
     kinds = [each / MIB for each in (peak.parameters, peak.optimizer, peak.gathered, peak.other)]
     assert kinds == pytest.approx([893, 1787, 1892 + 1176, 2352], rel=0.005)

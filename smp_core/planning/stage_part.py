@@ -1,0 +1,86 @@
+"""StagePart: what one pipeline stage has of a traced model, and how much of a step; without stages all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from smp_core.planning.decide import Plan
+from smp_core.planning.memory import GradientBytes, MemoryEstimate, estimate, gradient_bytes
+from smp_core.planning.model_trace import ModelTrace
+from smp_core.planning.optimizers import OPTIMIZERS, OptimizerStates
+from smp_core.planning.schedules import blocks_kept
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What one stage has of a model.
+
+    Attributes:
+        stage: its number.
+        blocks: that it has.
+        chunk: blocks that one of its computations goes through.
+        elements: of its parameters.
+        root: of those outside of blocks; of them ``behind`` work behind the blocks.
+        is_first, is_last: whether it has what comes before the blocks, and behind them.
+        is_whole: there are no stages.
+    """
+
+    stage: int
+    blocks: int
+    chunk: int
+    elements: float
+    root: float
+    behind: float
+    is_first: bool = True
+    is_last: bool = True
+    is_whole: bool = True
+
+    @classmethod
+    def of(cls, plan: Plan, trace: ModelTrace, stage: int = 0) -> StagePart:
+        of_block = trace.block_parameters / trace.blocks
+        if plan.stages is None:
+            outside = trace.parameters - trace.block_parameters
+            return cls(stage, trace.blocks, trace.blocks, trace.parameters, outside, outside)
+        sizes, elements = plan.stages.blocks_of(stage), plan.stages.elements[stage]
+        blocks, is_last = sum(sizes), stage == plan.stages.count - 1
+        root = elements - blocks * of_block
+        behind = root if is_last else 0.0
+        return cls(stage, blocks, max(sizes), elements, root, behind, stage == 0, is_last, False)
+
+    def kept(self, plan: Plan, in_stages: int) -> int:
+        """Return the most blocks whose activations wait for backward at one time, those of several micro-batches
+        counted one by one.
+
+        Args:
+            in_stages: micro-batches that go through the stages in one batch.
+        """
+        if plan.stages is None:
+            return self.blocks
+        schedule, stages = plan.knobs.pipeline.schedule, plan.stages
+        return blocks_kept(schedule, stages.count, self.stage, in_stages, stages.blocks_of(self.stage))
+
+
+@dataclass(frozen=True)
+class StageStates:
+    """Model states of one stage, or of a model without stages."""
+
+    stage: int
+    memory: MemoryEstimate
+    gradients: GradientBytes
+
+
+def states_of(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> tuple[StageStates, ...]:
+    """Return the states of each stage that no earlier one is like; without stages of the model."""
+    if plan.stages is None:
+        return (StageStates(0, estimate(plan, optimizer), gradient_bytes(plan)),)
+    return tuple(_of_stage(plan, stage, optimizer) for stage in plan.stages.unlike)
+
+
+def _of_stage(plan: Plan, stage: int, optimizer: OptimizerStates) -> StageStates:
+    assert plan.stages is not None
+    known = plan.shapes.stages.setdefault("shapes", {})
+    key = (plan.stages.count, plan.stages.sizes, stage)
+    if key not in known:
+        known[key] = plan.stages.shapes_of(stage, plan.shapes)
+    own = replace(plan, shapes=known[key], stages=None)
+    return StageStates(stage, estimate(own, optimizer), gradient_bytes(own))
