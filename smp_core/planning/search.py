@@ -31,7 +31,7 @@ from smp_core.planning.search_space import LATER, MICRO_BATCH, Batch, SearchSpac
 from smp_core.planning.stage_part import StageStates, states_of
 from smp_core.planning.stage_time import StagedModel, step_model
 from smp_core.planning.step_memory import PeakMemory, peak_memory
-from smp_core.planning.time import StepModel, model_flops
+from smp_core.planning.time import StepModel, block_seconds, model_flops
 from smp_core.planning.workload import Workload
 
 Objective = Literal["time", "memory", "cost"]
@@ -47,7 +47,7 @@ SHORT_NAMES = {
 
 TIE = 0.01
 _UNPLANNED = ("units", "fp8", "planner")
-_FAR = 1.05  # configurations with stages that cannot come as near to the best are not looked at any closer
+_FAR = 1 + TIE  # configurations with stages that cannot come as near to the best are not looked at any closer
 
 
 @dataclass
@@ -212,7 +212,9 @@ class _Search:
                 if not any(each.fits for each in self._ways(states, choices[-1], batches[:1], all_of_them=True)):
                     continue
                 for others in reversed(choices):
-                    for way in self._ways(states, others, batches):
+                    near = [batch for batch in batches if not self._computes_too_long(states.plan, others, batch)]
+                    self.found.considered += len(batches) - len(near)
+                    for way in self._ways(states, others, near) if near else ():
                         self._take(way)
 
     def _decided(self, knobs: dict[str, Any]) -> _States | None:
@@ -259,6 +261,20 @@ class _Search:
                 if closest is None or memory.total < closest.memory.total:
                     self.found.closest = self._candidate(way)
                 return
+
+    def _computes_too_long(self, plan: Plan, knobs: dict[str, Any], batch: Batch) -> bool:
+        """Tell whether computing alone takes stages longer than the best configuration so far."""
+        if plan.stages is None or self.objective == "memory":
+            return False
+        layout, stages = plan.layout, plan.stages.count
+        where = (knobs["activations"].checkpoint, batch.size, layout.tensor, layout.context)
+        if where not in self.shared:
+            tokens = self.workload.sequence / layout.context
+            self.shared[where] = block_seconds(self.trace, self.hardware, *where, tokens)
+        chunk = max(self.trace.blocks // (stages * chunks_of(knobs["pipeline"])), 1)
+        begun = batch.count / batch.in_stages * (stages - 1) * chunk
+        least = (batch.count * -(-self.trace.blocks // stages) + begun) * self.shared[where]
+        return bool(least > _FAR * self.best)
 
     def _is_far(self, model: StepModel, batch: Batch) -> bool:
         """Tell whether a configuration with stages cannot come near the best one so far."""

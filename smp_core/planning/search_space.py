@@ -10,6 +10,7 @@ from smp_core.planning.cluster import Cluster
 from smp_core.planning.hardware import Hardware
 from smp_core.planning.model_trace import ModelTrace
 from smp_core.planning.schedules import chunks_of
+from smp_core.planning.time import block_seconds
 from smp_core.planning.workload import Workload
 from smp_core.recipes import Activations, Pipeline
 from smp_core.topology import Topology
@@ -18,7 +19,10 @@ MICRO_BATCH, COUNT = "micro_batch", "micro_batches"
 LATER = ("activations", "chunked_cross_entropy", "pipeline")
 """Knobs that change no model states."""
 
-_SCHEDULES = ("gpipe", "interleaved:4", "interleaved:2", "1f1b")  # the last takes the least memory
+# Chunks send several times as much; and where messages take long, all forwards before all backwards wait for fewer of
+# them than 1F1B. Both take more memory than 1F1B, which is the last therefore.
+_BEHIND_SLOW_LINKS, _BEHIND_FAST_LINKS = ("gpipe", "1f1b"), ("interleaved:4", "interleaved:2", "1f1b")
+_SLOW = 0.1  # a message by a stage's forward and backward
 _LARGEST_MICRO_BATCH = 256
 _TOKENS_OF_A_PIECE = 1024  # shorter pieces of a sequence are not worth their exchange of keys
 
@@ -162,7 +166,9 @@ class SearchSpace:
         schedules = [None] if stages == 1 else self._schedules(stages)
         fixed = self.fixed
         for mode in map(Activations.read, [fixed["activations"]] if "activations" in fixed else modes):
-            for chunk in [fixed["chunked_cross_entropy"]] if "chunked_cross_entropy" in fixed else chunks:
+            # Recomputation goes before chunks of the loss, which only the last of several stages has.
+            tried = chunks[:1] if stages > 1 and mode is not None and mode.checkpoint != "full" else chunks
+            for chunk in [fixed["chunked_cross_entropy"]] if "chunked_cross_entropy" in fixed else tried:
                 for schedule in schedules:
                     named = {"activations": mode, "chunked_cross_entropy": chunk}
                     yield named if schedule is None else {**named, "pipeline": schedule}
@@ -170,4 +176,9 @@ class SearchSpace:
     def _schedules(self, stages: int) -> list[str]:
         if "schedule" in self.pipeline:
             return [self.pipeline["schedule"]]
-        return [each for each in _SCHEDULES if stages * chunks_of(each) <= self.trace.blocks]
+        between, tokens = self.hardware.links().inter, self.workload.sequence
+        message = self.trace.block["full"].at(1, tokens).kept
+        computing = block_seconds(self.trace, self.hardware, "full", 1, 1, 1, tokens) * self.trace.blocks / stages
+        slow = between is not None and message / between.all_gather.bandwidth > _SLOW * computing
+        tried = _BEHIND_SLOW_LINKS if slow else _BEHIND_FAST_LINKS
+        return [each for each in tried if stages * chunks_of(each) <= self.trace.blocks]

@@ -60,6 +60,21 @@ def computing_seconds(
     return by_products + by_attention + moved / (device.hbm * fitted.moving)
 
 
+def block_seconds(
+    trace: ModelTrace, hardware: Hardware, mode: str, micro_batch: int, tensor: int, context: int, held: float
+) -> float:
+    """Return the seconds that a block computes forward and backward, at the least."""
+    figures, fitted, total = trace.block[mode].at(micro_batch, held), hardware.fitted, 0.0
+    for phase in ("forward", "backward"):
+        products, attention, moved = (
+            getattr(figures, f"{phase}_{what}") / tensor for what in ("products", "attention", "moved")
+        )
+        # The queries of one context rank meet the keys of all.
+        seconds = computing_seconds(products, attention * context, moved, hardware.device, fitted)
+        total += max(seconds, fitted.launching)
+    return total
+
+
 def exposed_seconds(computing: float, communicating: float, exposed: float) -> float:
     """Return what communicating during computation adds to it."""
     return max(communicating - computing, 0.0) + exposed * min(computing, communicating)

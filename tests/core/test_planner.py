@@ -161,7 +161,7 @@ def test_the_pick_fits_is_the_fastest_or_simpler_and_is_always_the_same(
         cluster = f"{drawn.choice([2, 4, 16])}x{drawn.choice([4, 8])}:{device}@{drawn.choice([100, 800])}gbps"
         work = Workload(drawn.choice([512, 2048]), drawn.choice([256, 384]))
         try:
-            found = plan(large, cluster, work)
+            found = plan(large, cluster, work, fixed={"pipeline": 1})
         except NothingFits as error:
             assert all(candidate.memory.fits for _, candidate in error.changes)
             continue
@@ -188,7 +188,7 @@ def test_the_page_of_the_example_is_what_the_command_writes(planned: planner.Rec
 def test_the_file_that_is_written_decides_the_plan_that_was_shown(large: ModelTrace, tmp_path: Path) -> None:
     from smp_core.planning.explain import as_yaml
 
-    found = plan(large, *SETTING, fixed={"shard": "64", "recomputation": "full"})
+    found = plan(large, *SETTING, fixed={"shard": "64", "recomputation": "full", "pipeline": 1})
     path = tmp_path / "plan.yaml"
     path.write_text(as_yaml(found), encoding="utf-8")
     read = SmpConfig.from_yaml(path)
@@ -250,7 +250,7 @@ def test_a_plan_of_another_recomputation_is_what_is_decided_from_the_start(large
 
 def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> None:
     with pytest.raises(ValueError, match=r"global_batch=7 is divided by no layout.*multiple of it, as 256"):
-        plan(large, SETTING[0], Workload(512, 7))
+        plan(large, SETTING[0], Workload(512, 7), fixed={"pipeline": 1})
 
 
 def test_why_not_says_what_it_costs_what_does_not_fit_and_what_is_refused(planned: planner.Recommendation) -> None:
@@ -281,6 +281,7 @@ def test_the_command_prints_a_table_json_and_a_file(
 ) -> None:
     monkeypatch.setattr(planner, "trace", lambda words, tokens: large)
     typed = ["plan", "gpt2-30b", "--cluster", SETTING[0], "--seq", "2048", "--global-batch", "1536"]
+    typed += ["--fix", "pipeline=1"]
     out = tmp_path / "plan.yaml"
     shown = CliRunner().invoke(app, [*typed, "--out", str(out), "--why-not", "tensor=8"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
@@ -338,8 +339,10 @@ def test_constants_of_a_run_are_found_in_its_log(large: ModelTrace, tmp_path: Pa
     assert step.measured is not None and step.measured > 1.3 * step.planned and "measured" in step.words
     assert [each.words.endswith(f"({off})") for each, off in zip(links, ("+0%", "-50%"), strict=True)] == [True, True]
     assert memory.measured == 60.0
-    planned = plan(large, replace(hardware, fitted=found.fitted), SETTING[1], fixed={"shard": 64, "micro_batch": 2})
-    before = plan(large, hardware, SETTING[1], fixed={"shard": 64, "micro_batch": 2})
+    planned = plan(
+        large, replace(hardware, fitted=found.fitted), SETTING[1], fixed={"shard": 64, "micro_batch": 2, "pipeline": 1}
+    )
+    before = plan(large, hardware, SETTING[1], fixed={"shard": 64, "micro_batch": 2, "pipeline": 1})
     assert planned.chosen.time.compute == pytest.approx(before.chosen.time.compute / 0.7, rel=2e-3)
 
 
@@ -365,11 +368,24 @@ def test_the_command_plans_with_what_a_log_says(
     monkeypatch.setattr(commands, "trace", lambda words, tokens: large)
     write_log(tmp_path, large, replace(FITTED, network=0.1 * FITTED.network), shard_degree=16)
     typed = ["plan", "gpt2-30b", "--cluster", SETTING[0], "--seq", "2048", "--global-batch", "1536", "--json"]
-    typed += ["--fix", "shard=256", "--fix", "tensor=1", "--fix", "micro_batch=2", "--from-log", str(tmp_path)]
+    typed += [
+        "--fix",
+        "shard=256",
+        "--fix",
+        "tensor=1",
+        "--fix",
+        "pipeline=1",
+        "--fix",
+        "micro_batch=2",
+        "--from-log",
+        str(tmp_path),
+    ]
     done = CliRunner().invoke(app, typed)
     assert done.exit_code == 0, done.output
     assert "links between nodes: planned" in done.stderr and "network: 0.443 -> 0.0443" in done.stderr
     told = json.loads(done.stdout)
     assert told["model"] == "gpt2-30b"
-    before = plan(large, SETTING[0], SETTING[1], fixed={"shard": 256, "tensor": 1, "micro_batch": 2}).chosen
+    before = plan(
+        large, SETTING[0], SETTING[1], fixed={"shard": 256, "tensor": 1, "pipeline": 1, "micro_batch": 2}
+    ).chosen
     assert told["chosen"]["seconds"]["gathers"] > 2 * before.time.gathers
