@@ -25,6 +25,7 @@ from torch import nn
 
 from smp_core.planning.chain_recording import example_of
 from smp_core.planning.known_models import KNOWN_MODELS
+from smp_core.planning.trace_meter import flat
 from smp_core.planning.units import Entry
 
 
@@ -142,8 +143,8 @@ def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
         empty = torch.empty(tensor.shape, dtype=own, device="cpu")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trains else empty
     # Other tensors, an example for one, stay what they are.
-    others = (value for module in root.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
-    memo |= {id(value): value for value in others}
+    others = (each for module in root.modules() for value in vars(module).values() for each in flat(value))
+    memo |= {id(each): each for each in others if isinstance(each, torch.Tensor) and id(each) not in memo}
     copy: Any = deepcopy(root, memo)
     if inner is not None:
         copy.config.use_cache = False

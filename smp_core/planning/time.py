@@ -108,7 +108,7 @@ class StepModel:
         self.hop = [of.replicas(n * reduced.itemsize, spare_hop) for n in (of_blocks, of_root)]
         again = of.inside(of_blocks * gathered.itemsize) if type(kept) is int else self.gather[0]
         self.gather_again = 0.0 if kept is False else again
-        self.spare_hop = spare_hop
+        self.spare_hop, self.stored = spare_hop, gathered.itemsize
         if not plan.gathers:
             self.gather, self.sum, self.gather_again = [0.0, 0.0], [0.0, 0.0], 0.0
 
@@ -197,7 +197,7 @@ class StepModel:
         after = 0.0
         if over_world:
             elements /= plan.layout.replicate
-            after = self.collectives.replicas_gather(parameters * 4 / plan.layout.tensor)
+            after = self.collectives.replicas_gather(parameters * self.stored / plan.layout.tensor)
         if plan.knobs.state_offload is None:
             return after + elements * _STEP_BYTES / (device.hbm * self.fitted.moving)
         stepped = elements * _STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH
@@ -219,6 +219,7 @@ class _GroupCollectives:
         self.degree = plan.shard_degree
         self.per_node = max(links.ranks_per_node // plan.layout.tensor, 1)
         self.in_stages = plan.hierarchical
+        self.scatters = plan.knobs.optimizer_shard == "world"
 
     def partition(self, kind: Kind, n_bytes: float, spared: float = 1.0) -> float:
         """Return the seconds of a collective over a partition group."""
@@ -230,8 +231,10 @@ class _GroupCollectives:
         return self._of("intra").seconds("all_gather", ranks, n_bytes) if ranks > 1 else 0.0
 
     def replicas(self, n_bytes: float, spared: float) -> float:
-        """Return the seconds of the sum of a unit's shards across replicas."""
-        return self._across_replicas(("reduce_scatter", "all_gather"), n_bytes, spared)
+        """Return the seconds of the sum of a unit's shards across replicas; where each steps a part of them, it gets no
+        more than that part's sum."""
+        kinds: tuple[Kind, ...] = ("reduce_scatter",) if self.scatters else ("reduce_scatter", "all_gather")
+        return self._across_replicas(kinds, n_bytes, spared)
 
     def replicas_gather(self, n_bytes: float) -> float:
         """Return the seconds in which replicas gather the parts that each has stepped."""
