@@ -38,11 +38,11 @@ from smp_core.planning.step_memory import peak_memory
 from smp_core.planning.time import StepTime
 from smp_core.planning.trace import trace_built
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE / "cluster"))
+sys.path.insert(0, str(Path(__file__).parent / "cluster"))
 from lab_model import LENGTH, Model
 from schemes import EXACT, OURS, PIPELINE
 
+HERE = Path(__file__).resolve().parent
 FILES = ("cluster", "cluster-tensor", "cluster-pipeline")
 BYTES_PER_SECOND = {"200mbit": 25e6, "1gbit": 125e6}
 LATENCY_INSIDE, LATENCY_BETWEEN = 50e-6, 1.2e-3  # the lab's delay is 1 ms
