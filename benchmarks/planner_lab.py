@@ -111,11 +111,16 @@ def decided(row: Row, hardware: Hardware, knobs: dict[str, Any]) -> tuple[Plan, 
 def step_of(row: Row, hardware: Hardware, knobs: dict[str, Any]) -> StepTime:
     plan, samples = decided(row, hardware, knobs)
     if plan.stages is not None:
-        # All ranks share the machine's cores: those of a stage that waits compute for the others, and together they
-        # take no longer than without a bubble.
-        faster = 1 + (plan.layout.pipeline - 1) / row["micro"]
-        shares = {"": hardware.fitted.products[""] * faster}
-        hardware = replace(hardware, fitted=replace(hardware.fitted, products=shares, attention=shares))
+        # All ranks share the machine's cores: those of a stage that waits compute for the others, so that together they
+        # compute as long as without stages, and wait for messages beside it.
+        plain = step_of(row, hardware, {"shard_degree": "world", "keep_between_micro_batches": "gradients"})
+        at_once = replace(hardware.fitted, products={"": 1e9}, attention={"": 1e9})
+        found = _step(row, replace(hardware, fitted=at_once), plan, samples)
+        return replace(found, compute=found.compute + plain.compute)
+    return _step(row, hardware, plan, samples)
+
+
+def _step(row: Row, hardware: Hardware, plan: Plan, samples: int) -> StepTime:
     links = hardware.links()
     model = step_model(plan, traced(), hardware, links, LENGTH + 1, hardware.fitted)
     return model.step(samples, row["micro"])

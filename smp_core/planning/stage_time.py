@@ -236,8 +236,10 @@ class StagedModel(StepModel):
         degree = self.trace.rest_degree(self.plan.layout.tensor)
         early = []
         for phase in ("forward", "backward"):
-            figures = (getattr(before, f"{phase}_{what}") / degree for what in ("products", "attention", "moved"))
-            early.append(computing_seconds(*figures, self.hardware.device, self.fitted))
+            products, attention, moved = (
+                getattr(before, f"{phase}_{what}") / degree for what in ("products", "attention", "moved")
+            )
+            early.append(computing_seconds(products, attention, moved, self.hardware.device, self.fitted))
         forward, backward = self._computing(behind, degree)
         if self.plan.knobs.chunked_cross_entropy is not None:
             backward += forward  # logits are made again

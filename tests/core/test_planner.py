@@ -256,7 +256,8 @@ def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> Non
 def test_why_not_says_what_it_costs_what_does_not_fit_and_what_is_refused(planned: planner.Recommendation) -> None:
     found = planned
     assert "step time (tensor +" in found.why_not(tensor=8)
-    assert "GiB over at the least" in found.why_not(shard=1)
+    assert "GiB over at the least" in found.why_not(shard=1, pipeline=1)
+    assert "step time (pipeline +" in found.why_not(shard=1)  # with stages it fits
     assert "does not divide" in found.why_not(shard=7)
     same = {"shard": found.chosen.plan.shard_degree, "recomputation": "full"}
     assert "this is what was chosen" in found.why_not(**same)
@@ -267,11 +268,11 @@ def test_nothing_fits_is_status_2_with_three_changes_that_fit(
 ) -> None:
     monkeypatch.setattr(planner, "trace", lambda words, tokens: large)
     typed = ["plan", "gpt2-30b", "--cluster", "2x8:a100-40g@400gbps", "--seq", "2048", "--global-batch", "1536"]
-    done = CliRunner().invoke(app, [*typed, "--fix", "shard=8"], env={"COLUMNS": "300"})
+    done = CliRunner().invoke(app, [*typed, "--fix", "shard=8", "--fix", "pipeline=1"], env={"COLUMNS": "300"})
     assert done.exit_code == 2 and "nothing fits" in done.stderr and "Traceback" not in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("- ")]) == 3
     with pytest.raises(NothingFits) as error:
-        plan(large, "2x8:a100-40g@400gbps", SETTING[1], fixed={"shard": 8})
+        plan(large, "2x8:a100-40g@400gbps", SETTING[1], fixed={"shard": 8, "pipeline": 1})
     assert len(error.value.changes) == 3
     assert all(each.memory.fits for _, each in error.value.changes)
 
