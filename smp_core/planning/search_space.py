@@ -29,7 +29,7 @@ _TOKENS_OF_A_PIECE = 1024  # shorter pieces of a sequence are not worth their ex
 
 @dataclass(frozen=True)
 class Batch:
-    """How a rank's samples of a step are cut.
+    """One way to cut a rank's samples of a step.
 
     Attributes:
         size: samples of a micro-batch.

@@ -153,7 +153,7 @@ class Shapes:
 
     @cached_property
     def stages(self) -> dict[Any, Any]:
-        """What is known of pipeline stages of this model: a planner asks for the same ones thousands of times
+        """Figures of pipeline stages of this model: a planner asks for the same ones thousands of times
         (:mod:`smp_core.planning.pipeline_rules`)."""
         return {}
 

@@ -13,7 +13,7 @@ from smp_core.planning.schedules import blocks_kept
 
 @dataclass(frozen=True)
 class StagePart:
-    """What one stage has of a model.
+    """The part of a model that one stage has.
 
     Attributes:
         stage: its number.
