@@ -140,7 +140,10 @@ def _refuse_kinds(model: nn.Module, refusal: str) -> None:
     if any(is_compiled(module) for module in model.modules()):
         raise ValueError(refusal + "it is compiled; write compile=True, which compiles its blocks")
     if checkpoints_itself(model):
-        raise ValueError(refusal + "it checkpoints activations itself; call model.gradient_checkpointing_disable()")
+        raise ValueError(
+            refusal + "it checkpoints activations itself; write activations='full' in place of that, and switch it off "
+            "(model.gradient_checkpointing_disable(), TrainingArguments(gradient_checkpointing=False))"
+        )
 
 
 def example_of(model: nn.Module, module: nn.Module, refusal: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -45,7 +45,7 @@ KINDS = (
     "phi3", "falcon", "olmo2", "llama_lora", "glm", "strange",
 )  # fmt: skip
 # Their blocks cast to float32, which compiled and recomputed ones do out of the reach of `Wide`.
-WITHOUT_CASTS = ("gpt2_deep", "opt", "plain", "bert", "bloom", "strange")
+WITHOUT_CASTS = ("gpt2_deep", "opt", "plain", "bert", "strange")
 STEPS = 4
 # Each with its default first.
 KNOBS: dict[str, tuple[Any, ...]] = {

@@ -140,6 +140,12 @@ def without_example() -> nn.Module:
     return model
 
 
+def checkpointing() -> nn.Module:
+    model: Any = build("gpt2")
+    model.gradient_checkpointing_enable()
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -150,8 +156,9 @@ def without_example() -> nn.Module:
         (on_meta, "its forward cannot be played without values .DataDependent.*delayed_init=False"),
         (without_example, "it is run once to see what its blocks do; set example_input_array"),
         (lambda: Chain(8), "no chain of blocks"),
+        (checkpointing, "activations='full' in place of that.*gradient_checkpointing=False"),
     ],
-    ids=["skip", "scale", "share", "bare", "meta", "example", "one"],
+    ids=["skip", "scale", "share", "bare", "meta", "example", "one", "checkpointing"],
 )
 def test_a_model_that_is_no_chain_is_refused_with_the_place(make: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(ValueError, match=said):
