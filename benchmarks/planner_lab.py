@@ -29,7 +29,7 @@ from smp_core.planning.decide import Plan, decide
 from smp_core.planning.devices import Device
 from smp_core.planning.fitted import FITTED
 from smp_core.planning.hardware import Hardware
-from smp_core.planning.model_trace import ModelTrace
+from smp_core.planning.model_trace import Curve, ModelTrace
 from smp_core.planning.optimizers import OPTIMIZERS
 from smp_core.planning.search import TIE
 from smp_core.planning.stage_part import states_of
@@ -58,7 +58,17 @@ Row = dict[str, Any]
 
 @cache
 def traced() -> ModelTrace:
-    return trace_built(Model(), SmpConfig(), LENGTH + 1, None, "forward")
+    """Trace the lab's model. What other operators than products move is left out: a row's time without communication
+    has it."""
+    found = trace_built(Model(), SmpConfig(), LENGTH + 1, None, "forward")
+    none = {"forward_moved": 0.0, "backward_moved": 0.0}
+
+    def without(curve: Curve) -> Curve:
+        return Curve(curve.tokens, *(replace(each, **none) for each in (curve.one, curve.two, curve.half)))
+
+    block, rest = ({mode: without(curve) for mode, curve in each.items()} for each in (found.block, found.rest))
+    assert found.early is not None
+    return replace(found, block=block, rest=rest, early=without(found.early))
 
 
 def machines(row: Row) -> Hardware:
@@ -86,9 +96,8 @@ def machines(row: Row) -> Hardware:
     fitted = replace(FITTED, products={"": 1.0}, attention={"": 1.0}, moving=1.0, exposed=1.0, launching=0.0)
     # A step without communication is computing, which is taken for products alone, and the optimizer's.
     plain = {"shard_degree": nodes * k, "keep_between_micro_batches": "gradients"}
-    of_alone = replace(found, fitted=replace(fitted, moving=1e6))
-    computed = step_of(row, of_alone, plain).compute
-    stepped = step_of(row, replace(found, fitted=fitted), plain).optimizer * nodes * k
+    found = replace(found, fitted=fitted)
+    computed, stepped = step_of(row, found, plain).compute, step_of(row, found, plain).optimizer * nodes * k
     share = computed / max(statistics.median(alone["seconds"]) - stepped, 0.1 * alone["seconds"][0])
     return replace(found, fitted=replace(fitted, products={"": share}, attention={"": share}))
 

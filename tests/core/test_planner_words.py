@@ -73,6 +73,11 @@ def test_constants_and_the_page_are_those_of_the_result() -> None:
         worst = max(judged, key=lambda size: judged[size]["mape"])
         assert f"| {len(rows)} | {result[name]['held_out_mape']:.1%} | {judged[worst]['mape']:.1%} ({worst}) |" in text
     assert f"| {result['lab_by_scaling_model']['mape']:.1%} |" in text
+    lab = json.loads(Path(ROOT, "benchmarks", "results", "planner_lab.json").read_text(encoding="utf-8"))
+    assert all(f"{off:.1%}" in text for off in lab["mape"].values() if off != lab["mape"]["cluster-pipeline"])
+    for row in lab["rows"]:
+        names = (row["measured_pick"].removeprefix("ours-"), row["best"].removeprefix("ours-"))
+        assert f"| {names[0]} | {names[1]} | {row['slower_than_best']:.1%} |" in text
     memory = result["kempner_memory"]
     assert f"{memory['mape']:.1%} off on average" in text and f"{memory['worst']:.0%} too high" in text
     runs = json.loads(Path(ROOT, "benchmarks", "results", "planner_dry_run.json").read_text(encoding="utf-8"))
