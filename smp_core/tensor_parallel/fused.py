@@ -130,7 +130,7 @@ def column_products(
 
 
 class _Operands(torch.autograd.Function):
-    """What a row layer's backward needs, kept before its product is made: a block that is recomputed ends when the last
+    """Keeps what a row layer's backward needs before its product is made: a block that is recomputed ends when the last
     tensor that is kept was seen again, and makes no product whose output nobody wants."""
 
     @staticmethod
