@@ -46,7 +46,7 @@ HERE = Path(__file__).resolve().parent
 FILES = ("cluster", "cluster-tensor", "cluster-pipeline")
 BYTES_PER_SECOND = {"200mbit": 25e6, "1gbit": 125e6}
 LATENCY_INSIDE, LATENCY_BETWEEN = 50e-6, 1.2e-3  # the lab's delay is 1 ms
-PEERS_AS = {
+PEERS_AS: dict[str, dict[str, Any]] = {
     "ddp": {"shard_degree": 1},
     **{name: {"shard_degree": "world"} for name in ("fsdp", "fsdp-ring", "ds3")},
     **{name: {"shard_degree": "node"} for name in ("hsdp", "hsdp-two-hop", "mics")},
