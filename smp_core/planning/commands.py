@@ -50,7 +50,7 @@ def plan(
     if links is not None:
         hardware = hardware.with_links(links)
     workload = Workload(seq, global_batch, precision, optimizer, tokens)  # type: ignore[arg-type]  # checked there
-    fixed = dict(map(_pair, fix or []))
+    fixed = _fixed(fix or [])
     questions = list(map(_pair, why_not or []))
     planned: str | ModelTrace = model
     if from_log is not None:
@@ -81,6 +81,18 @@ def plan(
         console().print(compared(found, dry_run_of(found)))
     if out is not None:
         typer.echo(f"written to {out}: SmpConfig.from_yaml, SMP_CONFIG_FILE={out}, accelerate-smp launch")
+
+
+def _fixed(written: list[str]) -> dict[str, str]:
+    """Return knobs and their values; `pipeline` with a number is the degree, beside which it may name a schedule."""
+    pairs = [_pair(each) for each in written]
+    fixed = {
+        "pipeline_parallel_degree" if pair[0] == "pipeline" and pair[1].isdigit() else pair[0]: pair[1]
+        for pair in pairs
+    }
+    if len(fixed) < len(pairs):
+        raise ValueError(f"--fix names a knob twice: {', '.join(written)}")
+    return fixed
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -246,6 +246,9 @@ class _Search:
             self.found.refused.append(str(error))
             return
         model = step_model(plan, self.trace, self.hardware, self.links, tokens, self.hardware.fitted, self.shared)
+        of_stages = states.of_stages
+        if plan.stages is not None and states.plan.stages is not None and plan.stages.sizes != states.plan.stages.sizes:
+            of_stages = states_of(plan, self.workload.states)  # its schedule or its split cuts elsewhere
         for batch in batches:
             if batch.in_stages % plan.layout.pipeline and chunks_of(plan.knobs.pipeline.schedule) > 1:
                 continue  # not a full round
@@ -253,7 +256,7 @@ class _Search:
             if not all_of_them and self._is_far(model, batch):
                 continue
             sizes = (batch.size, batch.count)
-            memory = peak_memory(plan, self.trace, *sizes, tokens, states.of_stages, batch.in_stages)
+            memory = peak_memory(plan, self.trace, *sizes, tokens, of_stages, batch.in_stages)
             way = _Way(plan, (*states.names, *knobs), model, batch, memory)
             yield way
             if not memory.fits:

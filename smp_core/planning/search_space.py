@@ -17,7 +17,7 @@ from smp_core.topology import Topology
 
 MICRO_BATCH, COUNT = "micro_batch", "micro_batches"
 LATER = ("activations", "chunked_cross_entropy", "pipeline")
-"""Knobs that change no model states."""
+"""Knobs that change no model states, but for which of them a stage has."""
 
 # Chunks send several times as much; and where messages take long, all forwards before all backwards wait for fewer of
 # them than 1F1B. Both take more memory than 1F1B, which is the last therefore.
@@ -120,7 +120,7 @@ class SearchSpace:
         """Return the ways to cut a rank's samples of a step, by rising size. Where the loader's batch is given, stages
         cut it."""
         sizes = [n for n in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1) if samples % n == 0]
-        loaded, fixed = self.micro_batch, self.pipeline.get("microbatches", "auto")
+        loaded, fixed = self.micro_batch, self.pipeline.get("microbatches", "auto") if in_stages else "auto"
         if self.count is not None:  # of a run: its loader's batches make a step
             if loaded is None or loaded * self.count != samples:
                 return []

@@ -175,8 +175,9 @@ class StagedModel(StepModel):
         return StepTime(**{part: parts[part] for part in TIME_PARTS})
 
     def least(self, micro_batch: int, count: int, in_stages: int) -> float:
-        """Return seconds that no schedule of this many chunks is below: of a stage's computations and sums, of the
-        first and last round of each batch, and of the messages over one link."""
+        """Return seconds that schedules of this many chunks take at least, but for a part of the first round where
+        stages are uneven: of a stage's computations and sums, of the first and last round of each batch, and of the
+        messages over one link."""
         of_size, stages = self._of_size(micro_batch), self.stages
         of_block = sum(of_size.totals[way][_BETWEEN] for way in range(2))
         wire = self._between(0, 1, self._message_bytes(micro_batch, self.tokens / self.plan.layout.context))
@@ -213,9 +214,8 @@ class StagedModel(StepModel):
         for way in range(2):
             waited = [exposed_seconds(computing[way], behind, share) for behind in self.behind[way]]
             of_block.append([(computing[way], each, of_split[way], of_shared[way], copies) for each in waited])
-        idle = max(computing[1] - self.gather_again - self.sum[0], 0.0)
-        hop = exposed_seconds(idle, self.hop[0], share)
-        return _OfSize(of_block, around, [[sum(each) for each in own] for own in of_block], hop)
+        # Sums over replicas begin when all micro-batches are through: nothing is computed meanwhile.
+        return _OfSize(of_block, around, [[sum(each) for each in own] for own in of_block], self.hop[0])
 
     def _seconds(self, of_size: _OfSize) -> list[float]:
         """Return the seconds of each kind of computation."""

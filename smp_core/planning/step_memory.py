@@ -263,9 +263,15 @@ class _Points:
 
     def _held(self, reached: int) -> float:
         """Return the gradients that are not reduced yet, of what this stage has."""
-        root = self.trace.parameters - self.trace.block_parameters
-        own = self.part.root if reached == LEFT else self.part.behind
-        elsewhere = (root - own) * self.plan.dtypes.of_gathered(self.plan.shapes.parameters[0]).itemsize
+        # The trace has those of what works behind the blocks until the pass has left them, then those of all the root.
+        if reached == LEFT:
+            missing = self.trace.parameters - self.trace.block_parameters - self.part.root
+        elif self.part.is_last:
+            missing = 0.0
+        else:
+            stages = self.plan.stages
+            missing = StagePart.of(self.plan, self.trace, stages.count - 1).behind if stages is not None else 0.0
+        elsewhere = missing * self.plan.dtypes.of_gathered(self.plan.shapes.parameters[0]).itemsize
         return max(self.instants[reached][1] - elsewhere, 0.0) / self.tensor * self.of_gradient
 
 

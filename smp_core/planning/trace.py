@@ -151,7 +151,10 @@ def _traced(source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULT
     tokens = _told_apart(tokens, {size for parameter in outside for size in parameter.shape})
     vocabulary = max((p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,))[0]
     of_blocks = sum(parameter.numel() for parameter in inside)
+    names = {name for each in lists for name in found["none"].by_name if name.startswith(f"{each}.")}
     chain = _chain_of(model, lists, count, asked, source.entry)
+    if isinstance(chain, Chain) and names != {name for block in chain.of_blocks for name in block}:
+        chain = "pipeline_parallel_degree: a model whose blocks have unlike parameters is not planned in stages yet"
     if isinstance(chain, Chain):
         shapes = _with_chain(shapes, chain)
     counted: dict[int, dict[str, list[Figures]]] = {}

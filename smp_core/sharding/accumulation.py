@@ -156,6 +156,7 @@ class AccumulationWindow:
         """Open the window, if it is not: a batch went through all pipeline stages, which close it together, and this
         one may have nothing to train."""
         self._took_part = True
+        self._dropped.clear()  # as the end of a backward pass does, which such a stage has none of
 
     def _announce(self, last: bool) -> None:
         """Tell units whether the backward passes from here on are their window's last."""
@@ -200,8 +201,8 @@ class AccumulationWindow:
                 each.wait()
         with here.waiting("the window's end"):
             told.wait()
+            diverged = told.divergence()
         # Phase 3: gradients, unless a rank wants none, or ranks took each other's parameters for their own.
-        diverged = told.divergence()
         if diverged is not None or (self._veto is not None and told.vetoed()):
             self._replicated.finish(None)  # what is in flight arrives first
             self._drop_gradients()
