@@ -124,8 +124,10 @@ class SmpMonitor(WatchesMemory):
         self._figures.count(self._samples, self._tokens, loss)
         self._samples, self._tokens = 0, None
         self._figures.enter("backward")
-        yield
-        self._figures.enter("optimizer" if self._accelerator.sync_gradients else "data")
+        try:
+            yield
+        finally:
+            self._figures.enter("optimizer" if self._accelerator.sync_gradients else "data")
 
     def _after_step(self, *_: Any) -> None:
         self.step += 1

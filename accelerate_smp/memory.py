@@ -7,12 +7,13 @@ import os
 from typing import Any
 
 from accelerate_smp import checkpoints
+from accelerate_smp.handle import parallel_of
 from accelerate_smp.saved_states import SavedStatesAccelerator, load
-from smp_core.checkpoint import find_checkpoints, first_undamaged
+from smp_core.checkpoint import first_undamaged
 from smp_core.checkpoint.memory_records import MemoryCheckpoint
 from smp_core.checkpoint.memory_tier import MemoryTier
 from smp_core.checkpoint.ranks import Ranks
-from smp_core.checkpoint.root import join
+from smp_core.checkpoint.root import join, readable_checkpoints
 from smp_core.checkpoint.untrusted import NoSuchFolder
 from smp_core.config import SmpConfig
 from smp_core.engine import memory_tier
@@ -81,7 +82,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
     def _newest_on_disk(self, root: str) -> str | None:
         def names() -> list[str]:
             try:
-                return find_checkpoints(root)
+                return readable_checkpoints(root)
             except NoSuchFolder:
                 return []
 
@@ -116,7 +117,8 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
                 "checkpoint={'memory_every_n_steps': 0}"
             )
         step = self.optimizer_steps
-        if step == self._kept_until:
+        handles = map(parallel_of, self._models)
+        if step == self._kept_until or any(handle is not None and handle.window.is_open for handle in handles):
             return
         self._kept_until = step
         self.memory.after_step(step)
@@ -124,10 +126,14 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
             checkpoints.keep(self, self.memory, {"step": step})
 
     def load_state(self, *arguments: Any, **options: Any) -> None:
-        """Load as without states in memory, once the newest one has been copied."""
+        """Load as without states in memory, once the newest one has been copied. What was kept is removed: training
+        goes on from elsewhere."""
         if self.memory is not None:
             self.memory.before_update()
         super().load_state(*arguments, **options)
+        if self.memory is not None:
+            self.memory.set_back(self.optimizer_steps)
+            self._kept_until = self.optimizer_steps
 
     def close_memory(self, ended_well: bool) -> None:
         """Free the states in memory if the run ended well; otherwise they stay, and a line says so. Collective if it

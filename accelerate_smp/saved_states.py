@@ -84,7 +84,8 @@ class SavedStatesAccelerator(BackgroundSavingAccelerator):
         left = super().skip_first_batches(dataloader, num_batches)
         drawing = getattr(left, "base_dataloader", left)  # of Accelerate's own loaders
         if self.smp and num_batches and isinstance(drawing, DataLoader) and drawing.generator is None:
-            drawing.generator = torch.Generator()
+            # Workers' seeds come from it: each rank's own, and others than at the epoch's start.
+            drawing.generator = torch.Generator().manual_seed(torch.initial_seed() + num_batches)
         return left
 
     def _say_what_an_open_window_means(self) -> None:

@@ -52,7 +52,7 @@ class KeepsInMemory(TrainerCallback):
             what to resume from: a folder with ``trainer_state.json``, or as given.
         """
         if resume is not True and resume != "last":
-            self._tier.leave("" if resume is None else os.fspath(resume))
+            self._tier.leave(os.fspath(resume) if resume else "")
             return resume
         newest = self._tier.newest(on_disk)
         if not isinstance(newest, MemoryCheckpoint):
@@ -79,7 +79,8 @@ class KeepsInMemory(TrainerCallback):
         if not self._tier.is_due(step):
             return
         trainer.store_flos()
-        text = _text_of(trainer) if trainer.accelerator.is_main_process else ""
+        writes = trainer.accelerator.is_main_process
+        text, _ = Ranks().together("the state was not kept", lambda: _text_of(trainer) if writes else "")
         facts, random = trainer.facts_of_save()
         more = {_TRAINER_STATE: text}
         checkpoints.keep(trainer.accelerator, self._tier, facts, [trainer.lr_scheduler], random, more)

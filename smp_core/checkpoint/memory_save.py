@@ -148,6 +148,13 @@ class MemorySaver:
         if error is not None:
             raise CheckpointError(str(error)) from error
 
+    def forget(self) -> None:
+        """Remove the states that are kept, when the one in flight has ended."""
+        self.wait()
+        for names in self._of_slot.values():
+            self.folder.remove(names)
+        self._of_slot.clear()
+
     def close(self) -> None:
         """Give back pinned memory, unless a copy into it is still in flight."""
         if self._thread is None or self._copied.is_set():

@@ -207,6 +207,14 @@ class MemoryTier:
         """Tell whether a state is to be kept after an optimizer step."""
         return step // self.every > self._saved_step // self.every
 
+    def set_back(self, step: int) -> None:
+        """Remove what was kept: training goes on from another state, behind ``step``. On all ranks."""
+        try:
+            self._saver.forget()
+        except CheckpointError as error:
+            logger.warning("%s", error)
+        self._saved_step = step
+
     def save(
         self,
         state: Mapping[str, Any],

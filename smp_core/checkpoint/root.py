@@ -141,6 +141,19 @@ def write_latest(root: str | os.PathLike[str], name: str) -> None:
     fsync_directory(path.parent)
 
 
+def readable_checkpoints(root: str | os.PathLike[str]) -> list[str]:
+    """List the names of the checkpoints whose manifests can be read, the one saved last at the end; the others are
+    named in a warning. Not collective.
+
+    Raises:
+        CheckpointError: as :func:`find_checkpoints`.
+    """
+    names = find_checkpoints(root)
+    for name in sorted(set(find_checkpoints(root, broken_too=True)) - set(names)):
+        logger.warning("BROKEN CHECKPOINT SKIPPED: %s", "; ".join(verify_checkpoint(join(root, name))))
+    return names
+
+
 def newest_checkpoint(root: str | os.PathLike[str], verify: str | None = "sizes") -> str | None:
     """Find the newest unbroken checkpoint in a folder; None where there is none. Not collective.
 
@@ -154,12 +167,9 @@ def newest_checkpoint(root: str | os.PathLike[str], verify: str | None = "sizes"
         CheckpointError: the folder is there and cannot be listed.
     """
     try:
-        names = find_checkpoints(root)
-        unreadable = sorted(set(find_checkpoints(root, broken_too=True)) - set(names))
+        names = readable_checkpoints(root)
     except NoSuchFolder:
         return None
-    for name in unreadable:
-        logger.warning("BROKEN CHECKPOINT SKIPPED: %s", "; ".join(verify_checkpoint(join(root, name))))
     for name in reversed(names):
         problems = [] if verify is None else verify_checkpoint(join(root, name), deep=verify == "digests")
         if not problems:

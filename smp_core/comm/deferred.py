@@ -35,6 +35,11 @@ class Deferred(Work):
         self._finish: Callable[[], None] | None = finish
         self.place: Callable[[], str] | None = None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it was waited for and raised."""
+        return self._finish is _failed_before
+
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
         finish = self._finish
         if finish is None:

@@ -120,7 +120,7 @@ class SearchSpace:
         """Return the ways to cut a rank's samples of a step, by rising size. Where the loader's batch is given, stages
         cut it."""
         sizes = [n for n in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1) if samples % n == 0]
-        loaded, fixed = self.micro_batch, self.pipeline.get("microbatches", "auto") if in_stages else "auto"
+        loaded, fixed = self.micro_batch, self.pipeline.get("microbatches") if in_stages else None
         if self.count is not None:  # of a run: its loader's batches make a step
             if loaded is None or loaded * self.count != samples:
                 return []
@@ -131,7 +131,7 @@ class SearchSpace:
         for size in sizes:
             count = samples // size
             together = count if self.count is None else count // self.count
-            if fixed != "auto":
+            if fixed is not None:
                 if count % fixed or (self.count is not None and together != fixed):
                     continue
                 together = fixed

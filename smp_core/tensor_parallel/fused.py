@@ -84,7 +84,8 @@ def factor_of(layer: nn.Module, weight: torch.Tensor, entered: torch.Tensor) -> 
     if not entered.dtype == weight.dtype == product:
         raise ValueError(
             f"tensor_parallel.overlap: a layer of {weight.dtype} is given {entered.dtype} and multiplies in {product}; "
-            f"write a precision without autocast ('bf16-true'), or tensor_parallel={{'overlap': 'sums'}}"
+            "write a precision without autocast (Lightning: 'bf16-true'; Accelerate and Trainer: a bfloat16 model and "
+            "mixed_precision='no'), or tensor_parallel={'overlap': 'sums'}"
         )
     return weight if is_conv1d(layer) else weight.t()
 

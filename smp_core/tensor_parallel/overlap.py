@@ -191,6 +191,7 @@ class ColumnInputs:
             if given is tensor:
                 return made
         in_pieces = bool(self.in_pieces) if reader is None else reader in self.in_pieces
+        in_pieces = in_pieces and any(True for _ in _gathered(self.in_pieces))  # units of their own are gathered later
         if in_pieces and tokens_are_split and torch.is_grad_enabled():
             return self._enter_with_products(tensor)
         total = _Sum()

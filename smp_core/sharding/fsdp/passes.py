@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from smp_core.comm.deferred import Deferred
 from smp_core.sharding.fsdp.internals import group_of, state_of
 
 FAILED_PASS = (
@@ -77,9 +78,10 @@ def drop_gather(group: Any) -> None:
         return
     if result.all_gather_event is not None:  # None without an accelerator
         torch.accelerator.current_stream().wait_event(result.all_gather_event)
-    if result.all_gather_work is not None:
-        result.all_gather_work.wait()
     group._all_gather_result = None
+    work = result.all_gather_work
+    if work is not None and not (isinstance(work, Deferred) and work.has_failed):
+        work.wait()
 
 
 def end_of_reduction(module: nn.Module) -> None:
