@@ -7,6 +7,7 @@ enough to be exact in the type are compared bit for bit, so that no tolerance ca
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,7 @@ from smp_core.comm.meter import CommMeter
 from smp_core.config import SmpConfig
 from smp_core.engine import build_mesh
 from smp_core.layout import PARTITION
+from smp_core.sharding.fsdp.passes import drop_gather
 from smp_core.topology import Topology
 from tests.harness import RanksFailed, run_ranks
 
@@ -355,3 +357,15 @@ def test_a_collective_that_failed_is_never_taken_for_one_that_came() -> None:
     assert noted(None, None, None).wait()
     with pytest.raises(RuntimeError, match="failed when it was waited for before"):
         failed.wait()
+
+
+def test_a_gather_that_failed_is_forgotten_without_being_waited_for_again() -> None:
+    def lost() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    work = Deferred(lost)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        work.wait()
+    group = SimpleNamespace(_all_gather_result=SimpleNamespace(all_gather_event=None, all_gather_work=work))
+    drop_gather(group)
+    assert work.has_failed and group._all_gather_result is None

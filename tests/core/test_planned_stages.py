@@ -9,6 +9,7 @@ import pytest
 
 from smp_core.config import SmpConfig
 from smp_core.planning import Workload, plan, stage_time
+from smp_core.planning.commands import _fixed
 from smp_core.planning.decide import Plan, decide
 from smp_core.planning.devices import Device
 from smp_core.planning.explain import as_yaml
@@ -130,3 +131,22 @@ def test_a_model_without_a_chain_is_planned_without_stages(tiny: ModelTrace) -> 
     assert plan(uncut, hardware(0.2), Workload(TOKENS, 64)).chosen.plan.stages is None
     with pytest.raises(ValueError, match="its blocks are no chain"):
         plan(uncut, hardware(0.2), Workload(TOKENS, 64), fixed={"pipeline": 2})
+
+
+def test_a_given_split_decides_what_stages_take(tiny: ModelTrace) -> None:
+    given = {"pipeline_parallel_degree": 2, "pipeline": {"split": [1, 7], "microbatches": 4}, "micro_batch": 4}
+    found = plan(tiny, hardware(0.2), Workload(TOKENS, 64), fixed=given).chosen
+    whole = peak_memory(found.plan, tiny, found.micro_batch, found.count, TOKENS, in_stages=4)
+    assert found.plan.stages is not None and found.plan.stages.sizes == (1, 7)
+    assert (found.memory.parameters, found.memory.total) == (whole.parameters, whole.total)
+
+
+def test_micro_batches_of_stages_say_nothing_without_stages(tiny: ModelTrace) -> None:
+    given = {"pipeline_parallel_degree": 1, "pipeline": {"microbatches": 3}}
+    assert plan(tiny, hardware(0.2), Workload(TOKENS, 64), fixed=given).chosen.plan.stages is None
+
+
+def test_a_degree_may_be_fixed_beside_a_schedule_and_nothing_twice() -> None:
+    assert _fixed(["pipeline=2", "pipeline=1f1b"]) == {"pipeline_parallel_degree": "2", "pipeline": "1f1b"}
+    with pytest.raises(ValueError, match="--fix names a knob twice: shard=2, shard=4"):
+        _fixed(["shard=2", "shard=4"])

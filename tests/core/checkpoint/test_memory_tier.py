@@ -385,3 +385,13 @@ def test_a_kill_at_any_call_of_a_save_leaves_a_whole_state(tmp_path: Path) -> No
     assert len(seen) == 8, "half a copy; two files removed, two opened and renamed; none"
     assert [outcome["found"] for outcome in seen] == [2] * (len(seen) - 1) + [3], seen
     assert all(outcome["exact"] and outcome["left"] == [] for outcome in seen), seen
+
+
+def test_a_run_that_is_set_back_forgets_what_it_kept(alone: Path) -> None:
+    kept = kept_until(alone, 5)
+    kept.set_back(2)
+    assert found_in(alone) is None
+    assert kept.is_due(3) and not kept.is_due(2)
+    kept.save(state_of(3), 3, {}, 3)
+    kept._saver.wait()
+    assert found_in(alone) == 3
