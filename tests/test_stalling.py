@@ -20,11 +20,9 @@ IMAGE = APART.format("vision.0", "text.0")
 WAITS = rf"waiting: rank 0 \d+ s in {GATHER.format('text.0')}, step 3, micro-batch 1 \| elsewhere: rank 1: "
 IN_SCRIPT = r"stalling_script.py:\d+ in "
 # (face, event, rank): what is written.
-QUICK = {
-    ("accelerate", "image", 0): IMAGE,
-}
 DIFFERS = "differs? between ranks .* on rank 0; .* on rank 1"
-SLOW = {
+CASES = {
+    ("accelerate", "image", 0): IMAGE,
     # Rank 1 wants no gradients of a layer any more.
     (
         "accelerate",
@@ -80,17 +78,11 @@ def said(face: str, event: str, rank: int, expected: str) -> str:
     return run_script(program, nproc=2).stderr
 
 
-@pytest.mark.parametrize("case", QUICK)
-def test_a_rank_that_goes_its_own_way_is_named(case: tuple[str, str, int]) -> None:
-    written = said(*case, QUICK[case])
-    assert re.search(QUICK[case], written), written
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=lambda case: " ".join(map(str, case)))
+@pytest.mark.slow  # in the normal run: tests/core/test_divergence.py, test_stalls.py
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
 def test_whoever_goes_its_own_way_is_named_with_the_place(case: tuple[str, str, int]) -> None:
-    written = said(*case, SLOW[case])
-    assert re.search(SLOW[case], written), written
+    written = said(*case, CASES[case])
+    assert re.search(CASES[case], written), written
 
 
 def load() -> list[subprocess.Popen[bytes]]:

@@ -52,6 +52,7 @@ def fit_all(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: fit(**knobs) for name, knobs in settings.items()}
 
 
+@pytest.mark.slow  # in the normal run: tests/accelerate/test_memory_savers.py
 def test_every_saver_trains_the_same() -> None:
     settings = {
         "none": {},
