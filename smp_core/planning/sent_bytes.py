@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from smp_core.planning.decide import Plan
 from smp_core.planning.memory import unit_bytes
 from smp_core.planning.model_trace import ModelTrace
-from smp_core.planning.pipeline_rules import Stages
 from smp_core.planning.step_memory import recomputation
 from smp_core.planning.units import PlannedUnit
 
@@ -27,15 +26,14 @@ _AGAIN: Mapping[str, tuple[int, int]] = {"none": (0, 0), "selective": (2, 1), "f
 
 
 def sent_bytes(plan: Plan, trace: ModelTrace | None, micro_batch: int, count: int, tokens: int) -> dict[str, float]:
-    """Return the bytes by "kind/link", as in "all_gather/inter".
+    """Return the bytes of a plan without pipeline stages by "kind/link", as in "all_gather/inter".
 
     Args:
         trace: of the model; None: bytes of context and tensor ranks are left out.
         micro_batch, count: samples of a micro-batch on each rank, and micro-batches of a step.
         tokens: of a whole sequence.
     """
-    sent = _Sent(plan.of_stage(0))
-    plan = sent.plan
+    sent = _Sent(plan)
     for unit in plan.sharded_units:
         sent.gathers(unit, count)
         sent.reductions(unit, count)
@@ -45,8 +43,6 @@ def sent_bytes(plan: Plan, trace: ModelTrace | None, micro_batch: int, count: in
         sent.context(trace, micro_batch, count, tokens)
     if plan.layout.tensor > 1 and trace is not None:
         sent.tensor(trace, micro_batch, count, tokens)
-    if plan.stages is not None and trace is not None:
-        sent.activations(trace, plan.stages, micro_batch, count, tokens)
     return {name: n_bytes for name, n_bytes in sorted(sent.bytes.items()) if n_bytes}
 
 
@@ -103,7 +99,7 @@ class _Sent:
         """Count gathers of keys and values, in forward, where that is made again, and in backward, and the sum of
         their gradients."""
         degree = self.plan.layout.context
-        whole = trace.block["none"].at(micro_batch, tokens / degree).keys * degree * self._blocks(trace) * count
+        whole = trace.block["none"].at(micro_batch, tokens / degree).keys * degree * trace.blocks * count
         again = self.plan.knobs.activations.checkpoint == "full"
         self._ring("context_gather", degree, self.stride, whole * (3 if again else 2))
         self._ring("context_reduce", degree, self.stride, whole)
@@ -114,36 +110,17 @@ class _Sent:
         degree, held = self.plan.layout.tensor, tokens / self.plan.layout.context
         rows = micro_batch * held * count
         inputs = trace.block["full"].at(micro_batch, held).kept * count
-        blocks = self._blocks(trace)
         gathers, scatters = _AGAIN[recomputation(self.plan)]
         if self.plan.knobs.tensor_parallel.sequence_parallel:
             # Tokens are split before the first block, and joined behind the last.
-            self._ring("tensor_all_gather", degree, 1, ((4 + gathers) * blocks + 2) * inputs)
-            self._ring("tensor_reduce_scatter", degree, 1, (4 + scatters) * blocks * inputs)
+            self._ring("tensor_all_gather", degree, 1, ((4 + gathers) * trace.blocks + 2) * inputs)
+            self._ring("tensor_reduce_scatter", degree, 1, (4 + scatters) * trace.blocks * inputs)
             self._ring("tensor_all_reduce", degree, 1, 2 * count * self._vectors(inputs / rows))
         else:
-            self._ring("tensor_all_reduce", degree, 1, 2 * (4 + scatters) * blocks * inputs)
+            self._ring("tensor_all_reduce", degree, 1, 2 * (4 + scatters) * trace.blocks * inputs)
         if trace.rest_degree(degree) == degree:
             # The embedding's outputs, the gradient of the head's inputs; four float32 numbers of each token's logits.
             self._ring("tensor_all_reduce", degree, 1, 2 * (2 * inputs + 4 * 4 * rows))
-
-    def activations(self, trace: ModelTrace, stages: Stages, micro_batch: int, count: int, tokens: int) -> None:
-        """Count the first stage's messages: activations to the next one, and gradients to the last one where it has
-        several chunks."""
-        inputs = trace.block["full"].at(micro_batch, tokens / self.plan.layout.context).kept
-        if self.plan.knobs.tensor_parallel.sequence_parallel:
-            inputs /= self.plan.layout.tensor
-        size, k = self.plan.layout.world_size // stages.count, self.per_node
-
-        def link(stage: int) -> str:
-            return "intra" if stage * size // k == 0 else "inter"
-
-        self._add("pipeline", link(1), stages.per_stage * count * inputs)
-        self._add("pipeline", link(stages.count - 1), (stages.per_stage - 1) * count * inputs)
-
-    def _blocks(self, trace: ModelTrace) -> int:
-        stages = self.plan.stages
-        return trace.blocks if stages is None else sum(stages.blocks_of(0))
 
     def _vectors(self, row_bytes: float) -> float:
         """Return the bytes of vectors in blocks that are as wide as a row of the activations, or narrower: norms, and

@@ -64,15 +64,23 @@ def block_seconds(
     trace: ModelTrace, hardware: Hardware, mode: str, micro_batch: int, tensor: int, context: int, held: float
 ) -> float:
     """Return the seconds that a block computes forward and backward, at the least."""
-    figures, fitted, total = trace.block[mode].at(micro_batch, held), hardware.fitted, 0.0
+    figures = trace.block[mode].at(micro_batch, held)
+    return sum(pass_seconds(figures, tensor, context, hardware.device, hardware.fitted))
+
+
+def pass_seconds(
+    figures: Figures, tensor: int, context: int, device: Device, fitted: Fitted = FITTED
+) -> tuple[float, float]:
+    """Return the seconds of forward and of backward, split over ``tensor`` and ``context`` ranks."""
+    found = []
     for phase in ("forward", "backward"):
         products, attention, moved = (
             getattr(figures, f"{phase}_{what}") / tensor for what in ("products", "attention", "moved")
         )
         # The queries of one context rank meet the keys of all.
-        seconds = computing_seconds(products, attention * context, moved, hardware.device, fitted)
-        total += max(seconds, fitted.launching)
-    return total
+        seconds = computing_seconds(products, attention * context, moved, device, fitted)
+        found.append(max(seconds, fitted.launching))
+    return found[0], found[1]
 
 
 def exposed_seconds(computing: float, communicating: float, exposed: float) -> float:
@@ -134,16 +142,7 @@ class StepModel:
 
     def _computing(self, figures: Figures, tensor: int) -> tuple[float, float]:
         """Return the seconds of forward and of backward, split over ``tensor`` ranks."""
-        context, device = self.plan.layout.context, self.hardware.device
-        found = []
-        for phase in ("forward", "backward"):
-            products, attention, moved = (
-                getattr(figures, f"{phase}_{what}") / tensor for what in ("products", "attention", "moved")
-            )
-            # The queries of one context rank meet the keys of all.
-            seconds = computing_seconds(products, attention * context, moved, device, self.fitted)
-            found.append(max(seconds, self.fitted.launching))
-        return found[0], found[1]
+        return pass_seconds(figures, tensor, self.plan.layout.context, self.hardware.device, self.fitted)
 
     def _waiting(self, forward: float, backward: float, count: int) -> tuple[float, float]:
         """Return what is waited for of gathers and reductions inside partition groups, and of sums across replicas."""

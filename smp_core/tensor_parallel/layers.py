@@ -369,10 +369,8 @@ def with_hidden(
     if hidden is None:
         raise ValueError("tensor_parallel: a block was called without a tensor; its first one is split by tokens")
     changed = change(hidden)
-    return (
-        tuple(changed if value is hidden else value for value in args),
-        {name: changed if value is hidden else value for name, value in kwargs.items()},
-    )
+    given = [changed if value is hidden else value for value in everything]
+    return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
 
 def with_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
