@@ -64,8 +64,6 @@ def adopt_units(model: nn.Module, planned: Iterable[PlannedUnit], traffic: Traff
         unit = ShardedUnit(each.name, module, each.parameters, each.is_root, reductions, in_order=True)
         module.set_custom_all_gather(traffic.all_gather(unit))
         module.set_custom_reduce_scatter(traffic.reduce_scatter(unit))
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(1.0)
         units.append(unit)
     return units
 

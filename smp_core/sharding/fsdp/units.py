@@ -50,6 +50,9 @@ class Listener(Protocol):
 class ShardedUnit:
     """One wrapped module with its parameters in FSDP2's order.
 
+    FSDP2 is told to add up and never to divide (``set_force_sum_reduction_for_comms`` with a divide factor of 1), so
+    that every gradient is divided exactly once, by us, whatever the dtype.
+
     Args:
         in_order: whether ``parameter_names`` are in that order, perhaps some of other modules sharded with this one.
         reductions: shared by all units of a model.
@@ -72,6 +75,8 @@ class ShardedUnit:
         in_order: bool = False,
     ) -> None:
         assert isinstance(module, FSDPModule)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
         self._reductions = reductions
         self.name = name
         self.module = module

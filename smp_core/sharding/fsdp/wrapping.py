@@ -1,8 +1,4 @@
-"""``fully_shard`` of the planned units, with our communication objects.
-
-FSDP2 is told to add up and never to divide (``set_force_sum_reduction_for_comms`` with a divide factor of 1), so that
-every gradient is divided exactly once, by us, whatever the dtype.
-"""
+"""``fully_shard`` of the planned units, with our communication objects."""
 
 from __future__ import annotations
 
@@ -75,10 +71,8 @@ def shard_units(
         if secondary_mesh is not None and not planned.is_root:
             _keep_secondary_shard(unit_module, secondary_mesh, sizes)
         unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root, reductions)
-        unit_module.set_force_sum_reduction_for_comms(True)
-        unit_module.set_gradient_divide_factor(1.0)
         if knobs.collectives.symmetric_memory:
-            unit_module.set_symm_mem_for_comm()  # its reductions only add up, which is why that is set before
+            unit_module.set_symm_mem_for_comm()  # its reductions only add up: the unit has said that ours do
         else:
             unit_module.set_custom_all_gather(traffic.all_gather(unit))  # type: ignore[arg-type]
             unit_module.set_custom_reduce_scatter(traffic.reduce_scatter(unit))  # type: ignore[arg-type]
