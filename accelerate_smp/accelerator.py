@@ -75,6 +75,7 @@ from smp_core.planning.auto_degree import missed, smallest_layout
 from smp_core.rank_watch import count_forwards, stop_watching, watch_ranks
 from smp_core.sharding.grad_norm import settle_nonfinite
 from smp_core.sharding.grad_scaler import ShardedGradScaler
+from smp_core.stepped import after_each_step
 from smp_core.topology import Topology
 
 logger = logging.getLogger("smp")
@@ -296,7 +297,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             if warning is not None and self.is_main_process:
                 logger.warning("%s", warning)
             optimizer.register_step_pre_hook(self._before_step(handle))
-        optimizer.register_step_post_hook(self._after_step(stepped))
+        after_each_step(optimizer, self._after_step(stepped))
 
     def _before_step(self, handle: ParallelModel) -> Any:
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -311,7 +312,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         return before_step
 
     def _after_step(self, handles: list[ParallelModel]) -> Any:
-        def after_step(*_: Any) -> None:
+        def after_step() -> None:
             for handle in handles:
                 handle.meter.close_step()
             if self._watch is not None:

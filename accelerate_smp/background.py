@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 from smp_core.checkpoint import AsyncCheckpointer
 from smp_core.config import SmpConfig
+from smp_core.stepped import after_each_step
 
 
 class BackgroundSavingAccelerator(Accelerator):
@@ -43,10 +44,10 @@ class BackgroundSavingAccelerator(Accelerator):
         """Prepare as Accelerate does, and count the steps."""
         if isinstance(optimizer, torch.optim.Optimizer) and not getattr(optimizer, "_is_accelerate_prepared", False):
 
-            def count(stepped: torch.optim.Optimizer, *_: Any) -> None:
-                self._steps_of = {**self._steps_of, id(stepped): self._steps_of.get(id(stepped), 0) + 1}
+            def count() -> None:
+                self._steps_of = {**self._steps_of, id(optimizer): self._steps_of.get(id(optimizer), 0) + 1}
 
-            optimizer.register_step_post_hook(count)
+            after_each_step(optimizer, count)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def wait_for_save(self) -> None:

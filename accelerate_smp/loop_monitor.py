@@ -20,6 +20,7 @@ from accelerate_smp.handle import parallel_of
 from smp_core.job_figures import JobFigures, check_peak
 from smp_core.memory_watch import WatchesMemory
 from smp_core.run_record import RunRecord
+from smp_core.stepped import after_each_step
 
 
 class SmpMonitor(WatchesMemory):
@@ -91,7 +92,7 @@ class SmpMonitor(WatchesMemory):
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward),
-            stepping.register_step_post_hook(self._after_step),
+            after_each_step(stepping, self._after_step),
         ]
         accelerator.monitor = self
 
@@ -129,7 +130,7 @@ class SmpMonitor(WatchesMemory):
         finally:
             self._figures.enter("optimizer" if self._accelerator.sync_gradients else "data")
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self) -> None:
         self.step += 1
         self._figures.end_step()
         if self.step - self._reported >= self.every_n_steps:

@@ -13,6 +13,8 @@ from typing import Any
 from accelerate.scheduler import AcceleratedScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from smp_core.stepped import after_each_step
+
 
 class SmpScheduler(AcceleratedScheduler):
     """A prepared schedule.
@@ -27,10 +29,10 @@ class SmpScheduler(AcceleratedScheduler):
         self._batches = batches
         self._optimizer_steps = [0] * len(self.optimizers)
         for number, optimizer in enumerate(self.optimizers):
-            optimizer.optimizer.register_step_post_hook(self._counter(number))
+            after_each_step(optimizer.optimizer, self._counter(number))
 
     def _counter(self, number: int) -> Any:
-        def count(*_: Any) -> None:
+        def count() -> None:
             self._optimizer_steps[number] += 1
 
         return count

@@ -1,12 +1,19 @@
-"""What an optimizer steps where that is not the model's parameter: facts that steps, norms, checkpoints and reports
-share."""
+"""What an optimizer steps where that is not the model's parameter, and which steps count: facts that steps, norms,
+checkpoints and reports share."""
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
+
+# The code of what torch puts around every step, to call its hooks.
+_AROUND_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 
 _model_parameters = WeakIdKeyDictionary()  # master -> the parameter whose part it is
 
@@ -30,3 +37,27 @@ class StepsOnHost:
     @abstractmethod
     def host_bytes(self) -> int:
         """Return what states, masters and gradients take in host memory."""
+
+
+def is_outermost(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell, in a hook of a step, whether the step is one that the trainer called.
+
+    torch calls the hooks around each class's ``step``: where one calls that of its base, twice for one step. Frames
+    (``sys._getframe``) tell it also behind a step that raised; a count of hooks would not come back to zero.
+    """
+    frame, around = sys._getframe(1), 0
+    while frame is not None and around < 2:
+        if frame.f_code is _AROUND_STEP and frame.f_locals["args"][0] is optimizer:
+            around += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return around < 2
+
+
+def after_each_step(optimizer: torch.optim.Optimizer, act: Callable[[], Any]) -> RemovableHandle:
+    """Call ``act`` once behind every step that the trainer calls, by whatever steps it is made of."""
+
+    def behind(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        if is_outermost(stepped):
+            act()
+
+    return optimizer.register_step_post_hook(behind)

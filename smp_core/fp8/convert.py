@@ -20,6 +20,7 @@ from smp_core.fp8.gathered import WeightGather
 from smp_core.fp8.linear import SITES, Fp8Site, fp8_class
 from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.fp8.scaling import Fp8State
+from smp_core.stepped import after_each_step
 
 logger = logging.getLogger("smp")
 
@@ -104,7 +105,7 @@ class Fp8Model:
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Call :meth:`step` after every step of ``optimizer``."""
-        optimizer.register_step_post_hook(lambda *_: self.step())
+        after_each_step(optimizer, self.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain tensors by module name, the same on every rank and for every number of ranks.

@@ -29,6 +29,13 @@ def adagrad(parts: list[nn.Module]) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.1)
 
 
+class Again(torch.optim.SGD):
+    """Its step calls that of its base: torch calls the hooks of steps around each of both."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 def rows(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
@@ -60,15 +67,35 @@ def together(knobs: dict[str, Any]) -> tuple[list[dict[str, torch.Tensor]], int]
     return [full_weights(part) for part in (first, second)], accelerator._watch.step - before
 
 
-def all_together() -> list[tuple[list[dict[str, torch.Tensor]], int]]:
-    return [together(knobs) for knobs in LAYOUTS]
+def counted() -> tuple[int, int, float]:
+    """What watch, accelerator and schedule counted, after ``STEPS`` optimizer steps."""
+    accelerator = fresh_accelerator(shard_degree=2)
+    model = models()[0]
+    torch.optim.SGD(model.parameters(), lr=0.1)  # torch hooks the steps of the classes that were made
+    optimizer = Again(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    assert accelerator._watch is not None
+    before = accelerator._watch.step
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        accelerator.backward(model(rows(step, accelerator.process_index)).square().mean())
+        optimizer.step()
+        schedule.step()
+    return accelerator._watch.step - before, accelerator.optimizer_steps, schedule.get_last_lr()[0]
+
+
+def all_together() -> tuple[list[tuple[list[dict[str, torch.Tensor]], int]], tuple[int, int, float]]:
+    return [together(knobs) for knobs in LAYOUTS], counted()
 
 
 def test_one_adagrad_over_two_models_prepared_twice_trains_as_in_one_process() -> None:
     expected = alone(2)
-    for layouts in run_ranks(all_together, 2):
+    for layouts, nested in run_ranks(all_together, 2):
         for seen, steps in layouts:
             for ours, theirs in zip(seen, expected, strict=True):
                 for name, value in theirs.items():
                     torch.testing.assert_close(ours[name], value, atol=1e-12, rtol=0)
             assert steps == STEPS, "neither two models nor a second prepare counts a step twice"
+        # Each step uses up a batch of each of the two ranks, and the schedule counts batches.
+        assert nested == (STEPS, STEPS, 2.0 * STEPS), "a step that calls that of its base is one step"
