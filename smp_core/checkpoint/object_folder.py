@@ -17,7 +17,7 @@ import fsspec
 
 from smp_core.checkpoint.layout import MANIFEST, CheckpointError, Manifest
 from smp_core.checkpoint.storage import Folder, RangeFile, Sink, Transaction
-from smp_core.checkpoint.untrusted import MANIFEST_BYTES, NoSuchFolder
+from smp_core.checkpoint.untrusted import MANIFEST_BYTES, NoSuchFolder, StoreError
 
 logger = logging.getLogger("smp")
 
@@ -36,7 +36,7 @@ def _open_fs(address: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turn what a store's own library raises into a CheckpointError, but for a file that is not there."""
+    """Turn what a store's own library raises into a StoreError, but for a file that is not there."""
     try:
         yield
     except (FileNotFoundError, CheckpointError):
@@ -44,7 +44,7 @@ def _reading(path: str) -> Iterator[None]:
     except (NotADirectoryError, IsADirectoryError) as error:
         raise FileNotFoundError(path) from error
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        raise StoreError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 class _ObjectRangeFile(RangeFile):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from smp_core.checkpoint.addresses import is_address, local_path, open_folder
 from smp_core.checkpoint.layout import MANIFEST, CheckpointError, Manifest
-from smp_core.checkpoint.untrusted import MANIFEST_BYTES, NoSuchFolder
+from smp_core.checkpoint.untrusted import MANIFEST_BYTES, NoSuchFolder, StoreError
 
 _read: dict[tuple[str, int, int], int] = {}  # (path, inode, change of its manifest in ns) -> sequence
 _given: dict[str, int] = {}  # parent address -> the last number given here: stores are asked once for a process
@@ -77,10 +77,13 @@ def _number_of(path: str) -> int:
 
 
 def _read_number(path: str) -> int:
-    with contextlib.suppress(CheckpointError, FileNotFoundError):
+    try:
         data = open_folder(path).read(MANIFEST, MANIFEST_BYTES)
         return Manifest.from_bytes(data, path).sequence
-    return 0
+    except StoreError:  # a save without a number above the others' would never be the newest
+        raise
+    except (CheckpointError, FileNotFoundError):
+        return 0
 
 
 def _numbers_in_store(parent: str) -> Iterator[int]:

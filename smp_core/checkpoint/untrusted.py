@@ -30,6 +30,10 @@ class CheckpointError(RuntimeError, ValueError):
     """A checkpoint cannot be written, read or trusted. The message names the file or tensor and what to do."""
 
 
+class StoreError(CheckpointError):
+    """A store's own library raised: nothing is known of what is there."""
+
+
 class NoSuchFolder(CheckpointError):
     """A folder of checkpoints that does not exist: no save has been made there, which is no damage."""
 

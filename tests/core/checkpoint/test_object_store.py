@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import smp_core.checkpoint.object_folder as object_folder
+import smp_core.checkpoint.sequence as sequence
 from smp_core.checkpoint import (
     CheckpointError,
     consolidate,
@@ -150,11 +151,27 @@ def test_ranks_save_and_load_together_through_fsspec(tmp_path: Path) -> None:
     assert len(list((tmp_path / "a").glob("tensors-*"))) == 4
 
 
-class StoreError(Exception):
+def test_a_save_is_not_numbered_by_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number below those of earlier saves would make the newest one the oldest."""
+    save_step(ROOT, 1, state(1))
+    monkeypatch.setattr(sequence, "_given", {})
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise TimeoutError("late")
+
+        patch.setattr(type(fsspec.filesystem("memory")), "cat_file", fail)
+        with pytest.raises(CheckpointError, match="late"):
+            save_step(ROOT, 2, state(2))
+    save_step(ROOT, 3, state(3))
+    assert newest_checkpoint(ROOT) == f"{ROOT}/step-00000003"
+
+
+class OwnError(Exception):
     """A store's own, which is no OSError."""
 
 
-@pytest.mark.parametrize("error", [PermissionError("403"), TimeoutError("late"), StoreError("500: slow down")])
+@pytest.mark.parametrize("error", [PermissionError("403"), TimeoutError("late"), OwnError("500: slow down")])
 def test_what_a_store_raises_is_told_as_ours_by_every_reader(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is never taken for a folder without checkpoints: a run would begin anew and write over them."""
     save_step(ROOT, 1, state(1))
