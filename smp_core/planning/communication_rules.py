@@ -83,9 +83,12 @@ def settle_optimizer_shard(draft: Draft, layout: Layout) -> None:
         draft.settle("optimizer_shard", "shard", why)
 
 
-def settle_head_groups(draft: Draft, device: str) -> None:
+def settle_head_groups(draft: Draft, layout: Layout, device: str) -> None:
     """Resolve in how many groups of heads keys and values are sent between context ranks."""
-    if draft.knobs.collectives.context_head_groups == "auto":
+    knob, asked = "collectives.context_head_groups", draft.knobs.collectives.context_head_groups
+    if layout.context == 1:
+        (draft.settle if asked in ("auto", 1) else draft.drop)(knob, 1, "context_parallel_degree=1")
+    elif asked == "auto":
         on_cpu = device == "cpu"
         why = "on CPU nothing runs behind anything" if on_cpu else "one group's gather behind the other's attention"
-        draft.settle("collectives.context_head_groups", 1 if on_cpu else 2, why)
+        draft.settle(knob, 1 if on_cpu else 2, why)

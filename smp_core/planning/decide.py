@@ -190,7 +190,7 @@ def decide(
         settle_given(draft, given, shapes)
     settle_precision(draft, precision)
     layout = settle_layout(draft, cluster.topology)
-    require_known_combination(asked, shapes, given is not None, cluster)
+    require_known_combination(draft, shapes, given is not None, cluster)
     # What follows is about ranks of one pipeline stage; and a tensor group, which holds a layer's parts, counts as one.
     stage, of_stage = cluster.of_stage(layout.pipeline), replace(layout, pipeline=1)
     groups, of_groups = stage.of_tensor_groups(layout.tensor), replace(of_stage, tensor=1)
@@ -201,7 +201,7 @@ def decide(
     payload = settle_compression(draft, of_groups, groups.topology)
     settle_stages(draft, shapes, of_groups, groups, payload)
     settle_optimizer_shard(draft, of_stage)
-    settle_head_groups(draft, cluster.device)
+    settle_head_groups(draft, of_stage, cluster.device)
     # Memory, and what is in flight.
     activations = settle_activations(draft, shapes, stage)
     settle_prefetch(draft, shapes, of_groups, groups)

@@ -138,7 +138,7 @@ def settle_pipeline_stages(draft: Draft, shapes: Shapes, given: bool) -> Stages 
     count, asked = draft.knobs.pipeline_parallel_degree, draft.knobs.pipeline
     if count == 1:
         if asked != type(asked)():
-            draft.warnings.append(f"pipeline={asked!r} has no effect: pipeline_parallel_degree=1")
+            draft.drop("pipeline", type(asked)(), "pipeline_parallel_degree=1")
         return None
     require_known_pipeline(draft.knobs, shapes, given)
     chain = shapes.chain

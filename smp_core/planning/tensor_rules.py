@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 from smp_core.config import SmpConfig
 from smp_core.planning.cluster import Cluster
+from smp_core.planning.draft import Draft
 from smp_core.planning.shapes import Shapes
+from smp_core.recipes import TensorParallel
 from smp_core.topology import Topology
 
 
@@ -37,13 +39,17 @@ def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
     raise ValueError(message)
 
 
-def require_known_combination(asked: SmpConfig, shapes: Shapes, given: bool, cluster: Cluster) -> None:
-    """Refuse what tensor parallelism has not been shown to be exact with, and an overlap that cannot be.
+def require_known_combination(draft: Draft, shapes: Shapes, given: bool, cluster: Cluster) -> None:
+    """Refuse what tensor parallelism has not been shown to be exact with, and an overlap that cannot be; warn of
+    settings without tensor ranks.
 
     Raises:
         ValueError: names every such knob, its value, and what to write.
     """
+    asked = draft.knobs
     if asked.tensor_parallel_degree == 1:
+        if asked.tensor_parallel != TensorParallel():
+            draft.drop("tensor_parallel", TensorParallel(), "tensor_parallel_degree=1")
         return
     overlap = asked.tensor_parallel.overlap
     missing = None if overlap == "sums" else _missing_for_overlap(asked, cluster)

@@ -90,7 +90,8 @@ SETTLED: list[tuple[dict[str, Any], str, Any, str]] = [
     ({"shard_degree": 4}, "compression.error_feedback", False, "no gradients travel in codes"),
     ({"shard_degree": 8, "optimizer_shard": "world"}, "optimizer_shard", "shard", "there is one replica"),
     ({"optimizer_shard": "world", "param_dtype": "bfloat16"}, "optimizer_shard", "world", "stored in bfloat16"),
-    ({}, "collectives.context_head_groups", 1, "on CPU nothing runs behind"),
+    ({}, "collectives.context_head_groups", 1, "context_parallel_degree=1"),
+    ({"context_parallel_degree": 2}, "collectives.context_head_groups", 1, "on CPU nothing runs behind"),
     ({"activations": "full"}, "activations.checkpoint", "full", "as asked"),
     ({"activations": {"check": True}}, "activations.check", False, "nothing is recomputed"),
     ({"activations": {"loading_horizon": 3}}, "activations.loading_horizon", 3, "nothing is offloaded"),
@@ -135,6 +136,22 @@ DROPPED = [
 def test_what_has_no_effect_is_a_warning(knobs: dict[str, Any], knob: str) -> None:
     [said] = [line for line in plan_of(**knobs).warnings if line.startswith(f"{knob}=")]
     assert "has no effect" in said
+
+
+@pytest.mark.parametrize(
+    ("knob", "asked"),
+    [
+        ("tensor_parallel", {"sequence_parallel": False}),
+        ("pipeline", {"schedule": "gpipe"}),
+        ("collectives", {"context_head_groups": 3}),
+    ],
+)
+def test_settings_of_an_axis_that_is_not_there_are_a_warning(knob: str, asked: dict[str, Any]) -> None:
+    plan = plan_of(**{knob: asked})
+    [said] = [line for line in plan.warnings if line.startswith(knob)]
+    assert "has no effect" in said and "_parallel_degree=1" in said
+    [(field, value)] = asked.items()
+    assert attrgetter(f"{knob}.{field}")(plan.knobs) != value
 
 
 def test_what_is_recomputed_around_split_layers_is_not_compiled_and_that_is_said() -> None:
