@@ -263,16 +263,14 @@ class _Points:
 
     def _held(self, reached: int) -> float:
         """Return the gradients that are not reduced yet, of what this stage has."""
-        # The trace has those of what works behind the blocks until the pass has left them, then those of all the root.
-        if reached == LEFT:
-            missing = self.trace.parameters - self.trace.block_parameters - self.part.root
-        elif self.part.is_last:
-            missing = 0.0
-        else:
-            stages = self.plan.stages
-            missing = StagePart.of(self.plan, self.trace, stages.count - 1).behind if stages is not None else 0.0
-        elsewhere = missing * self.plan.dtypes.of_gathered(self.plan.shapes.parameters[0]).itemsize
-        return max(self.instants[reached][1] - elsewhere, 0.0) / self.tensor * self.of_gradient
+        of_element = self.plan.dtypes.of_gathered(self.plan.shapes.parameters[0]).itemsize
+        stages, held = self.plan.stages, self.instants[reached][1]
+        if stages is not None and reached == LEFT:
+            held = self.part.root * of_element  # the trace has the head's too, and of tied ones their sum
+        elif stages is not None and not self.part.is_last:
+            behind = StagePart.of(self.plan, self.trace, stages.count - 1).behind
+            held = max(held - behind * of_element, 0.0)
+        return held / self.tensor * self.of_gradient
 
 
 def recomputation(plan: Plan) -> str:

@@ -16,9 +16,9 @@ from smp_core.planning.explain import as_yaml
 from smp_core.planning.hardware import Hardware
 from smp_core.planning.model_trace import ModelTrace
 from smp_core.planning.schedules import blocks_kept, chunks_of
-from smp_core.planning.stage_part import StagePart
+from smp_core.planning.stage_part import StagePart, states_of
 from smp_core.planning.stage_time import played, step_model
-from smp_core.planning.step_memory import peak_memory
+from smp_core.planning.step_memory import PeakMemory, peak_memory
 from smp_core.planning.trace import trace_model
 
 TOKENS = 32
@@ -93,6 +93,20 @@ def test_memory_is_that_of_the_stage_that_takes_most(tiny: ModelTrace) -> None:
     assert more == pytest.approx(8 * 2 * block, rel=0.05)  # of eight more micro-batches, and what they sent
     assert peak("1f1b", 16).activations == peak("1f1b", 8).activations
     assert peak("1f1b", 16).stage == 0
+
+
+def test_ends_of_a_model_take_what_they_hold_of_a_tied_embedding_and_of_an_untied_head() -> None:
+    """Embedding and head of one size, on two stages: neither holds the other's gradients, or the sum of both."""
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4}
+    fields = {"model_type": "llama", "vocab_size": 2336, **sizes}
+    asked = SmpConfig(pipeline_parallel_degree=2, shard_degree=2, param_dtype="bfloat16", pipeline={"microbatches": 4})
+
+    def peaks(tied: bool) -> list[PeakMemory]:
+        traced = trace_model("llama", TOKENS, {**fields, "tie_word_embeddings": tied})
+        made = decide(traced.of_precision("none", "mixed"), asked, hardware(1.0).cluster())
+        return [peak_memory(made, traced, 2, 4, TOKENS, [each]) for each in states_of(made)]
+
+    assert peaks(True) == peaks(False)
 
 
 def test_a_step_through_stages_is_computing_and_what_is_waited_for(tiny: ModelTrace) -> None:
