@@ -8,9 +8,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
-from tests.core.pipeline.cases import Case, several
-from tests.core.tensor_parallel.model_cases import Training, alone, build, differences
+from tests.core.pipeline.cases import Case, of_all_stages, several
+from tests.core.tensor_parallel.model_cases import Training, alone, batches, build, differences, loss_of
 from tests.core.tensor_parallel.models import SAMPLES
 from tests.harness import run_ranks
 
@@ -66,6 +67,30 @@ def test_two_stages() -> None:
 
 def test_stages_of_partition_groups_and_of_replicas() -> None:
     assert_equal(FOUR_RANKS, 4)
+
+
+def dropped_in_turn() -> dict[str, torch.Tensor]:
+    """Gradients of a window of two batches. What two optimizers step is dropped behind one batch each: behind the
+    first the blocks', behind the second all else. The first stage has nothing to train, and no backward pass."""
+    case = Case("first_frozen", windows=2)
+    parallel = case.parallel()
+    named = dict(parallel.module.named_parameters())
+    of_blocks = [parameter for name, parameter in named.items() if name.startswith("blocks")]
+    others = [parameter for name, parameter in named.items() if not name.startswith("blocks")]
+    for tokens, dropped in zip(batches(2)[0], (of_blocks, others), strict=True):
+        case.backward(parallel, tokens)
+        parallel.window.zero_grad(dropped)
+    parallel.window.close()
+    return of_all_stages(parallel, {name: each.grad for name, each in named.items() if each.grad is not None})
+
+
+def test_a_stage_without_backward_passes_stays_in_a_window_whose_gradients_were_dropped_in_turn() -> None:
+    model = build("first_frozen")
+    loss = loss_of(model, batches(2)[0][1]) / 2
+    loss.backward()
+    expected = {name: each.grad for name, each in model.blocks.named_parameters("blocks") if each.grad is not None}
+    for seen in run_ranks(dropped_in_turn, 2, timeout=60):
+        torch.testing.assert_close(seen, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.slow
