@@ -21,7 +21,7 @@ from tests.harness import RanksFailed, ScriptTimedOut, run_ranks, run_script
 
 # Seconds that a test waits for a deliberate hang to be given up: collectives end after three quarters of them, and what
 # is left has to do for telling it on a busy machine.
-HANG_LIMIT = 12.0
+HANG_LIMIT = 8.0
 
 
 def who_am_i(greeting: str, *, punctuation: str) -> tuple[str, int]:

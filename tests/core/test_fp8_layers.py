@@ -235,7 +235,8 @@ class AttentionBlock(nn.Module):
         return x + self.o(mixed.transpose(1, 2).reshape(1, 16, 32))
 
 
-@pytest.mark.parametrize("probed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("probed", [False, True])
 def test_compiled_blocks_that_recompute_record_the_same(probed: bool) -> None:
     """The state is all layers', and other blocks and micro-batches record between a block's forward and its backward.
     Probed too, in the last step."""

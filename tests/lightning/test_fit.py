@@ -188,7 +188,7 @@ def fit_by_name(name: str, **flags: Any) -> Run:
 NAMED = [
     ("smp_sharded", 2),
     pytest.param("smp_sharded_node", 2, marks=pytest.mark.slow),
-    ("smp_sharded_world", 4),
+    pytest.param("smp_sharded_world", 4, marks=pytest.mark.slow),
     ("smp_sharded_auto", 1),  # all of it fits one rank
 ]
 

@@ -80,7 +80,14 @@ class ByHand(LanguageModule):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("way", ["block", "toggle_model", "every backward blocked", "nothing blocked"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "toggle_model",
+        "every backward blocked",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("block", "nothing blocked")),
+    ],
+)
 def test_accumulation_by_hand_equals_one_process(way: str) -> None:
     expected = fit(ByHand, {"way": "nothing blocked"}, **EXACT)
     assert_same(together(fit, ByHand, {"way": way}, {"shard_degree": 2}, **EXACT), expected)

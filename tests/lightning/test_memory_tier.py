@@ -90,7 +90,7 @@ def check(runs: list[tuple[Run, Run, Run]], resumed_at: int) -> None:
         assert resumed.extra["left"] == []
 
 
-@pytest.mark.parametrize(("lost", "every"), [([], 100), ([0], 3)])
+@pytest.mark.parametrize(("lost", "every"), [pytest.param([], 100, marks=pytest.mark.slow), ([0], 3)])
 def test_a_run_goes_on_from_memory(tmp_path: Path, lost: list[int], every: int) -> None:
     """Two nodes of one rank, whose partition group spans both: each part lies on both nodes. To the last bit; nobody
     opens a checkpoint on disk, and none needs to be there."""

@@ -158,9 +158,9 @@ def test_counts_are_those_of_the_whole_job(kind: type[Model]) -> None:
     "knobs",
     [
         {"shard_degree": 4},
-        {"shard_degree": 4, "collectives": {"hierarchical": False}},
+        pytest.param({"shard_degree": 4, "collectives": {"hierarchical": False}}, marks=pytest.mark.slow),
         {"shard_degree": 2},
-        {"shard_degree": 1},
+        pytest.param({"shard_degree": 1}, marks=pytest.mark.slow),
     ],
 )
 def test_bytes_are_sums_over_a_nodes_ranks_per_step_without_evaluation(knobs: dict[str, Any]) -> None:
