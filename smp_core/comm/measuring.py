@@ -43,7 +43,7 @@ TIMEOUT = timedelta(minutes=2)
 # A line through fewer says nothing about how good it is.
 _FEWEST_SIZES = 3
 # Long enough that what buffers on the way take up at once does not count.
-_SAMPLE_SECONDS, _MOST_CALLS = 0.005, 50
+_SAMPLE_SECONDS, _MOST_CALLS = 0.05, 50
 _FEWEST_SAMPLES, _MOST_SAMPLES = 3, 5
 
 T = TypeVar("T")
