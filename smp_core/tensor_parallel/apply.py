@@ -40,7 +40,7 @@ from smp_core.tensor_parallel.loss import SplitLogits, split_vocabulary_loss
 from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis
 from smp_core.tensor_parallel.overlap import ColumnInputs, is_plain_product
 from smp_core.tensor_parallel.randomness import RandomForward, settle_random
-from smp_core.tensor_parallel.refused import refuse_hooks, refuse_whole_states, refuse_wrapped
+from smp_core.tensor_parallel.refused import refuse_hooks, refuse_unshared_tokens, refuse_whole_states, refuse_wrapped
 from smp_core.tensor_parallel.roles import (
     Split,
     arguments_of_heads,
@@ -141,6 +141,7 @@ class _Splitting:
     def split_all(self) -> None:
         by_name = {split.name: split for split in self.splits}
         self._refuse_what_the_plan_misses(by_name)
+        refuse_unshared_tokens([split for split in self.splits if self._splits_tokens(split.name)], self.blocks)
         attention = self._attention = self._attention_modules()
         for module, attribute in self._divided_attributes():
             setattr(module, attribute, getattr(module, attribute) // self.axis.degree)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from smp_core.module_names import compiled_of
-from smp_core.tensor_parallel.roles import holds, transformers_model
+from smp_core.tensor_parallel.roles import Split, holds, transformers_model
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -30,6 +30,24 @@ def refuse_hooks(model: nn.Module, blocks: list[str]) -> None:
             f"tensor_parallel_degree: {', '.join(hooked[:5])} has forward hooks, which would see 1/T of the tokens; "
             "remove them, write tensor_parallel={'sequence_parallel': false}, or put hooks outside of blocks"
         )
+
+
+def refuse_unshared_tokens(splits: list[Split], blocks: list[str]) -> None:
+    """Refuse a layer among split tokens that returns all of them, with all features, where no layer behind it in its
+    block shares them out again.
+
+    Args:
+        splits: those in blocks whose tokens are split, in the model's order.
+    """
+    for place, split in enumerate(splits):
+        if split.role == "column_gather":
+            block = next(name for name in blocks if holds([name], split.name))
+            if not any(later.role == "row_split" and holds([block], later.name) for later in splits[place:]):
+                raise ValueError(
+                    f"tensor_parallel.plan: {split.name} is 'column_gather' in {block}, whose tokens are split, and no "
+                    "'row_split' behind it there shares the tokens out again; write 'column' and 'row' for the layer "
+                    "behind it, 'replicate', or tensor_parallel={'sequence_parallel': false}"
+                )
 
 
 _WHOLE_STATES = ("output_hidden_states", "output_attentions")

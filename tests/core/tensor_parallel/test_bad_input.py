@@ -219,6 +219,11 @@ REFUSED = {
     "found apart": (lambda: other_on_rank_1("turns"), INFERRED, "give all ranks the same example (example_input_array"),
     "infer and fp8": (PlainModel, {**INFERRED, "fp8": {}}, "tensor_parallel.plan='infer' and fp8; write globs"),
     "hooks": (with_hook, {"tensor_parallel": {"plan": GLOBS}}, "blocks.1 has forward hooks, which would see 1/T"),
+    "all tokens": (
+        PlainModel,
+        {"tensor_parallel": {"plan": {**GLOBS, "*.up": "column_gather", "*.down": "replicate"}}},
+        "blocks.0.up is 'column_gather' in blocks.0, whose tokens are split",
+    ),
     "fp8": (PlainModel, {"fp8": TORCHAO}, "write fp8={'backend': 'native'}"),
 }
 
