@@ -1,7 +1,7 @@
 """parallelize_model(): what was decided about a model is done to it. The one place that knows the order of all
 conversions, but for models that came sharded (:mod:`smp_core.adoption`).
 
-1.  _leave_out: what other pipeline stages hold, before anything is made of it
+1.  _leave_out: what other pipeline stages hold, before anything is made of it; rank 0 sends each stage its own
 2.  _to_fp8: linear layers to FP8, whose weights then travel in FP8
 3.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
 4.  share_sequences: attention over the ranks that share sequences
@@ -60,7 +60,7 @@ from smp_core.sharding.fsdp_options import apply_fsdp_options
 from smp_core.sharding.load_state_dict import load_own_parts
 from smp_core.sharding.optimizer import WorldSharding
 from smp_core.sharding.pickling import refuse_to_pickle_shards
-from smp_core.sharding.rank_0 import broadcast_from_rank_0
+from smp_core.sharding.rank_0 import broadcast_from_rank_0, send_to_stages
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.scalars import reduce_scalars
 from smp_core.sharding.window import Window
@@ -142,8 +142,10 @@ def _require_methods(model: nn.Module, plan: Plan) -> None:
 
 
 def _leave_out(model: nn.Module, mesh: SmpMesh, stages: Stages) -> None:
-    """Keep this rank's pipeline stage of the model, with rank 0's weights."""
-    broadcast_from_rank_0([*model.parameters(), *model.buffers()], mesh.device)
+    """Keep this rank's pipeline stage of the model. The stage's first rank gets rank 0's values of it, which the others
+    get from that one like those of a model without stages."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    send_to_stages([(tensor, stages.owners.get(name, range(stages.count))) for name, tensor in named], mesh)
     leave_out_other_stages(model, mesh, stages)
 
 

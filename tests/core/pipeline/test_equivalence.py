@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from smp_core.absent import is_absent
 from tests.core.pipeline.cases import Case, of_all_stages, several
 from tests.core.tensor_parallel.model_cases import Training, alone, batches, build, differences, loss_of
 from tests.core.tensor_parallel.models import SAMPLES
@@ -67,6 +71,56 @@ def test_two_stages() -> None:
 
 def test_stages_of_partition_groups_and_of_replicas() -> None:
     assert_equal(FOUR_RANKS, 4)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The start of a training on one rank: bytes of floating point from rank 0, of its stage's broadcasts, and of what
+    it holds a part of; and the weights of all stages."""
+
+    sent: int
+    broadcast: int
+    held: int
+    weights: dict[str, torch.Tensor]
+
+
+def start(case: Case) -> Start:
+    """Begin from models that each rank made from a seed of its own."""
+    found = {"recv": 0, "broadcast": 0}
+
+    def counting(name: str) -> Callable[..., Any]:
+        receive = getattr(dist, name)
+
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            found[name] += tensor.nbytes if tensor.is_floating_point() else 0
+            return receive(tensor, *args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in found:
+            patch.setattr(dist, name, counting(name))
+        parallel = case.parallel()
+    model = parallel.module
+    tensors = [*(each for each in model.parameters() if not is_absent(each)), *model.buffers()]
+    held = sum(each.numel() * each.element_size() for each in tensors if each.is_floating_point())
+    return Start(found["recv"], found["broadcast"], held, of_all_stages(parallel, dict(model.named_parameters())))
+
+
+def starts(cases: list[Case]) -> list[Start]:
+    return [start(case) for case in cases]
+
+
+def test_a_stage_gets_what_it_holds_of_rank_0s_model_and_nothing_else() -> None:
+    """Tied embeddings on both stages; parameters that ranks hold whole, and buffers. Ranks 0 and 1 are a stage."""
+    cases = [Case("llama_tied", shard=2), Case("odd", shard=1)]
+    for rank, began in enumerate(run_ranks(starts, 4, cases)):
+        for case, each in zip(cases, began, strict=True):
+            of_rank_0 = dict(build(case.kind).named_parameters())
+            assert each.held < 0.7 * sum(weight.nbytes for weight in of_rank_0.values())
+            assert (each.sent, each.broadcast) == (each.held if rank == 2 else 0, each.held)
+            assert each.weights.keys() == of_rank_0.keys()
+            assert all(torch.equal(each.weights[name], weight) for name, weight in of_rank_0.items())
 
 
 def dropped_in_turn() -> dict[str, torch.Tensor]:
