@@ -1,15 +1,20 @@
-"""Batches in equal parts, and whether two are the same."""
+"""Batches in equal parts, and whether all stages begin the same one."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, MutableMapping
+import traceback
+from collections.abc import Hashable, MutableMapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import xxhash
 
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors
+from smp_core.compat import all_gather_single
+from smp_core.mesh import SmpMesh
+from smp_core.whereabouts import here, innermost_user_line
 
 _split_maps = functools.partial(map_tensors, mapping=MutableMapping)
 
@@ -57,15 +62,64 @@ def _refuse_lists(batch: Any, length: int) -> None:
             _refuse_lists(value, length)
 
 
-def digest(batch: Any) -> tuple[Hashable, Callable[[], str]]:
-    """Return what is alike in batches of one kind (paths, shapes and dtypes), and a function that reads the values."""
-    tensors = list(iterate_tensors(batch, mapping=MutableMapping))
-    kind = tuple((path, tuple(tensor.shape), str(tensor.dtype)) for path, tensor in tensors)
+class SameBatches:
+    """Compares what the stages of one column begin."""
 
-    def values() -> str:
-        found = xxhash.xxh3_64()
-        for _, tensor in tensors:
-            found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()
+    def __init__(self, mesh: SmpMesh) -> None:
+        self._group, self._device = mesh.group("pipeline"), mesh.device
+        self._ranks = mesh.layout.ranks(mesh.rank, "pipeline")
+        self._known: set[Hashable] = set()
 
-    return kind, values
+    def begin(self, call: str, batch: Any, number: int = 0) -> tuple[Hashable, int]:
+        """Meet the other stages where a batch begins. Collective over them.
+
+        Args:
+            call: which kind of call begins, in words.
+            number: the first stage's goes to all.
+
+        Returns:
+            what is alike in batches of one kind (paths, shapes and dtypes), and the first stage's number.
+
+        Raises:
+            ValueError: stages make different calls, or read batches of different shapes or, where these are new, of
+                different values; on all of them.
+        """
+        tensors = list(iterate_tensors(batch, mapping=MutableMapping))
+        kind = tuple((path, tuple(tensor.shape), str(tensor.dtype)) for path, tensor in tensors)
+        code = xxhash.xxh3_64_intdigest(repr((call, kind)).encode()) >> 1  # of int64
+        own = torch.tensor([number, code], device=self._device)
+        told = own.new_empty(2 * len(self._ranks))
+        with here.waiting("the other pipeline stages to begin a batch"):
+            all_gather_single(told, own, group=self._group)
+            numbers, codes = told.view(-1, 2).T.tolist()
+        if len(set(codes)) > 1:
+            self._refuse_calls(call, [tuple(tensor.shape) for _, tensor in tensors])
+        if kind not in self._known:
+            self._require_values([tensor for _, tensor in tensors])
+            self._known.add(kind)
+        return kind, numbers[0]
+
+    def _refuse_calls(self, call: str, shapes: list[tuple[int, ...]]) -> None:
+        line = innermost_user_line(traceback.extract_stack())
+        found = self._of_all_stages(f"{call} with tensors of {', '.join(map(str, shapes)) or 'no shapes'} ({line})")
+        said = "; ".join(f"rank {rank}: {where}" for rank, where in zip(self._ranks, found, strict=True))
+        raise ValueError(
+            f"pipeline stages went apart: {said}. All of them have to make the same calls with the same batches: take "
+            "the call out of `if rank == 0:` and its like, and give all ranks as many batches"
+        )
+
+    def _require_values(self, tensors: list[torch.Tensor]) -> None:
+        read = xxhash.xxh3_64()
+        for tensor in tensors:
+            read.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if len(set(self._of_all_stages(read.hexdigest()))) > 1:
+            raise ValueError(
+                f"pipeline stages read different batches; all ranks of a column ({', '.join(map(str, self._ranks))}) "
+                "have to read the same samples: leave use_distributed_sampler at True, and seed data that are made at "
+                "random"
+            )
+
+    def _of_all_stages(self, own: str) -> list[str]:
+        found = [own] * len(self._ranks)
+        dist.all_gather_object(found, own, group=self._group)
+        return found

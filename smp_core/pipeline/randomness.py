@@ -12,32 +12,24 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
-
-from smp_core.whereabouts import here
 
 _SEEDS = 2**62
 
 
 class StepSeeds:
-    """Seeds of the steps of one stage.
+    """Seeds of the steps of one stage."""
 
-    Args:
-        group: the ranks of all stages that take a step together.
-    """
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._seed = device, 0
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        self._device, self._group = device, group
-        self._seed = 0
+    def draw(self) -> int:
+        """Draw a seed; the first stage's is the step's."""
+        return int(torch.randint(_SEEDS, (1,)))
 
     @contextlib.contextmanager
-    def during_step(self) -> Iterator[None]:
-        """Seed what is drawn inside. Collective over the stages."""
-        seed = torch.randint(_SEEDS, (1,))
-        sent = seed.to(self._device)
-        with here.waiting("the first pipeline stage to begin a batch"):
-            dist.broadcast(sent, group=self._group, group_src=0)
-            self._seed = int(sent)
+    def during_step(self, seed: int) -> Iterator[None]:
+        """Seed what is drawn inside."""
+        self._seed = seed
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             yield
 

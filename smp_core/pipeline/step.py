@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from smp_core.absent import is_absent
 from smp_core.checkpoint.tree import map_tensors
 from smp_core.comm.meter import CommMeter
 from smp_core.mesh import SmpMesh
-from smp_core.pipeline.batches import digest
+from smp_core.pipeline.batches import SameBatches
 from smp_core.pipeline.messages import Messages
 from smp_core.pipeline.randomness import StepSeeds
 from smp_core.pipeline.schedule import Within, run
@@ -59,7 +59,7 @@ class Pipeline:
         self.micro_batches = recipe.microbatches
         self.group = mesh.group("pipeline")
         self.times = StageTimes()
-        self._seeds = StepSeeds(mesh.device, self.group)
+        self._batches, self._seeds = SameBatches(mesh), StepSeeds(mesh.device)
         self._stage = Stage(
             model,
             stages,
@@ -71,7 +71,6 @@ class Pipeline:
         )
         self._place = (0, 0)  # micro-batch and chunk at present
         self._messages = Messages(mesh, meter)
-        self._known: set[Hashable] = set()
         columns = range(stages.count)
         training = [computations(recipe.schedule, stages.count, stage, self.micro_batches) for stage in columns]
         evaluation = [forward_only(stages.count, stage, stages.n_chunks) for stage in columns]
@@ -101,9 +100,10 @@ class Pipeline:
             what the calls returned, detached; on the last stage, elsewhere an empty list.
 
         Raises:
-            ValueError: stages were given different batches, code that does not call the model once.
+            ValueError: stages were given different batches or make different calls; code that does not call the model
+                once.
         """
-        key = self._require_equal(batch)
+        key, seed = self._batches.begin("a training step", batch, self._seeds.draw())
         results: list[Any] = []
 
         def forward(chunk: int, number: int, taken: torch.Tensor | None) -> torch.Tensor:
@@ -115,7 +115,7 @@ class Pipeline:
             return given
 
         self._messages.begin((True, key))
-        with self._window().accumulate(), self._seeds.during_step(), self.times.batch():
+        with self._window().accumulate(), self._seeds.during_step(seed), self.times.batch():
             run(self._training, forward, self._messages, self.times, within)
         self._window().take_part()
         return results
@@ -125,8 +125,11 @@ class Pipeline:
 
         Returns:
             what the call returned; on the last stage, elsewhere None.
+
+        Raises:
+            ValueError: as :meth:`train`.
         """
-        key = self._require_equal(batch)
+        key, seed = self._batches.begin("an evaluation step", batch, self._seeds.draw())
         results: list[Any] = []
 
         def forward(chunk: int, number: int, taken: torch.Tensor | None) -> torch.Tensor:
@@ -134,7 +137,7 @@ class Pipeline:
             return torch.empty(0) if given is None else given
 
         self._messages.begin((torch.is_grad_enabled(), "evaluation", key))
-        with self._seeds.during_step():
+        with self._seeds.during_step(seed):
             run(self._evaluation, forward, self._messages, self.times)
         return results[0] if results else None
 
@@ -147,7 +150,7 @@ class Pipeline:
         Returns:
             what the last stage's gave.
         """
-        key = self._require_equal(inputs)
+        key, _ = self._batches.begin("a call of the model outside of a step", inputs)
         results: list[Any] = []
 
         def given_by_chunk(chunk: int, _: int, taken: torch.Tensor | None) -> torch.Tensor:
@@ -202,18 +205,3 @@ class Pipeline:
             )
         results.append(result)
         return None
-
-    def _require_equal(self, batch: Any) -> Hashable:
-        """Compare batches of new shapes over the stages; return their key."""
-        key, value = digest(batch)
-        if key not in self._known:
-            others: list[Any] = [None] * self.stages.count
-            dist.all_gather_object(others, (key, value()), group=self.group)
-            if any(other != others[0] for other in others):
-                raise ValueError(
-                    "pipeline stages read different batches; all ranks of a column "
-                    f"({', '.join(map(str, self._mesh.layout.ranks(self._mesh.rank, 'pipeline')))}) have to read the "
-                    "same samples: leave use_distributed_sampler at True, and seed data that are made at random"
-                )
-            self._known.add(key)
-        return key

@@ -1,8 +1,8 @@
 """StageTimes: when a pipeline stage computes, and how long it waits for other stages with nothing to compute.
 
 The bubble of a batch lies between its first forward pass and its last backward pass on any stage. Stages begin a batch
-together, with a broadcast from the first one (:class:`smp_core.pipeline.randomness.StepSeeds`), so that seconds since
-then mean the same on all of them. Times are the host's: on an accelerator, whose host runs ahead, they say nothing.
+together (:class:`smp_core.pipeline.batches.SameBatches`), so that seconds since then mean the same on all of them.
+Times are the host's: on an accelerator, whose host runs ahead, they say nothing.
 """
 
 from __future__ import annotations

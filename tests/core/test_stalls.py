@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -23,6 +25,7 @@ from smp_core.signs import Board
 from smp_core.stalls import HINT, StallWatch, line_about
 from smp_core.whereabouts import Whereabouts, here, ranks_in_words
 from tests.core.branching import Branching, batch_of, loss_of
+from tests.core.pipeline.cases import Case
 from tests.harness import run_ranks
 
 LONG = 150.0  # seconds for what surely comes
@@ -114,6 +117,36 @@ def test_who_waits_is_told_with_the_unit_and_where_the_other_is(kind: str) -> No
     assert "waiting: rank 0 " in line, said
     assert "s in all_gather of the root in forward, step 1, micro-batch 2 | elsewhere: rank 1: " in line, said
     assert "went apart" not in said, said
+
+
+def clipped_on_rank_1() -> tuple[str, str]:
+    """The last stage alone clips, and the first begins a batch; what is written, and the error of each."""
+    watch = RankWatch.start(interval=0.05)
+    assert watch is not None
+    try:
+        parallel = Case("plain", micro_batches=1).parallel()
+        pipeline = parallel.pipeline
+        assert pipeline is not None
+        pipeline.group.set_timeout(timedelta(seconds=8))
+        tokens = torch.zeros(2, 6, dtype=torch.long)
+        here.least = 0.4
+        with contextlib.redirect_stderr(io.StringIO()) as written, pytest.raises(RuntimeError) as error:
+            if dist.get_rank() == 1:
+                parallel.clip_grad_norm_(1.0)
+            else:
+                pipeline.evaluate(lambda: parallel.module(tokens), tokens)
+        return written.getvalue(), str(error.value)
+    finally:
+        here.least = 5.0
+        watch.stop()
+
+
+@pytest.mark.slow  # in the normal run: calls that begin a batch, in tests/core/pipeline/test_bad_input.py
+def test_a_call_that_one_pipeline_stage_leaves_out_is_named_and_ends_with_the_timeout() -> None:
+    (said, first), (_, last) = run_ranks(clipped_on_rank_1, 2)
+    assert re.search("rank 0 . s in the other pipeline stages to begin a batch, step 1", said), said
+    assert re.search("rank 1 . s in the gradient norm, step 1", said), said
+    assert all("Timed out" in error or "Connection closed by peer" in error for error in (first, last)), (first, last)
 
 
 def at(place: str, waits: bool = True, **more: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +61,14 @@ def misuse() -> dict[str, str]:
         model(tokens)
         return model(tokens)
 
+    def outside_on_rank_0() -> Any:
+        with torch.no_grad():
+            return model(tokens) if dist.get_rank() == 0 else step(lambda: model(tokens))()
+
     found = {
         "outside": said(lambda: model(tokens)),
+        "calls": said(outside_on_rank_0),
+        "shapes": said(step(lambda: model(tokens), tokens[dist.get_rank() :])),
         "different": said(step(lambda: model(tokens), tokens + dist.get_rank())),
         "never": said(step(lambda: model(tokens) if dist.get_rank() == 0 else 0)),
         "pickled": said(lambda: torch.save(model.state_dict(), io.BytesIO())),
@@ -85,6 +92,13 @@ def test_misuse_is_refused_in_words() -> None:
     first, last = run_ranks(misuse, 2)
     for found in (first, last):
         assert "PlainModel was called outside of a step" in found["outside"]
+        assert re.match(
+            r"ValueError: pipeline stages went apart: rank 0: a call of the model outside of a step with tensors of "
+            r"\(2, 6\) \(test_bad_input.py:\d+ in outside_on_rank_0\); rank 1: an evaluation step with tensors of "
+            r"\(2, 6\) \(test_bad_input.py:\d+ in .*\). All of them have to make the same calls",
+            found["calls"],
+        )
+        assert re.search(r"rank 0: an evaluation step .* \(2, 6\) .* rank 1: .* \(1, 6\)", found["shapes"])
         assert "pipeline stages read different batches" in found["different"]
         assert "PicklingError" in found["pickled"]
         assert "lies on other pipeline stages" in found["whole"]
