@@ -63,6 +63,7 @@ _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
     "sgd": torch.optim.SGD,
 }
+_LATEST = -1  # no storage's address
 
 
 @dataclass
@@ -70,7 +71,8 @@ class _Rank:
     """The rank that runs.
 
     Attributes:
-        allocated: storage -> "gathered" or "other", of buffers that communication objects allocated.
+        allocated: storage -> "gathered" or "other", of buffers that communication objects allocated; of one that is
+            allocated at the moment under ``_LATEST``.
     """
 
     source: Source
@@ -134,6 +136,8 @@ class _Rank:
         parameters = "host" if config.state_offload == "all" else "parameters"
         optimizer = "host" if config.state_offload else "optimizer"
         known: dict[int, str] = dict(self.allocated)
+        if _LATEST in known:
+            known[list(sizes)[-1]] = known[_LATEST]
         for kind, tensors in (
             ("gathered", self.unsharded()),
             ("gradients", self.gradients()),
@@ -302,8 +306,10 @@ def _noted(allocated: dict[int, str]) -> Iterator[None]:
         weakref.finalize(storage, allocated.pop, id(storage), None)  # another storage may get its address
 
     def noting(self: CommObject, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        kind = allocated[_LATEST] = "gathered" if "Gather" in type(self).__name__ else "other"
         made = allocate(self, size, dtype=dtype, device=device)
-        note(made, "gathered" if "Gather" in type(self).__name__ else "other")
+        del allocated[_LATEST]
+        note(made, kind)
         return made
 
     def taken(self: HostPool, n_bytes: int) -> Any:

@@ -81,10 +81,10 @@ class Pipeline(Recipe):
     Args:
         microbatches: Equal parts into which each batch is cut along its first dim. Integer >= 1, or "auto" (default; as
             many as there are stages).
-        schedule: In which order stages work. "1f1b" (default; one forward, one backward: a stage keeps activations of
-            as many micro-batches as there are stages behind it, and its own), "gpipe" (all forwards, then all
-            backwards) or "interleaved:V" (1F1B with V chunks of blocks on each stage: 1/V of the idle time, V times
-            the messages; microbatches are a multiple of the stages).
+        schedule: In which order stages work. "1f1b" (one forward, one backward: a stage keeps activations of as many
+            micro-batches as there are stages behind it, and its own), "gpipe" (all forwards, then all backwards),
+            "interleaved:V" (1F1B with V chunks of blocks on each stage: 1/V of the idle time, V times the messages;
+            microbatches are a multiple of the stages) or "auto" (default; what a planner chooses, otherwise "1f1b").
         split: How many blocks each stage has. "auto" (default; the largest stage has as few parameters as possible) or
             a list with an integer >= 1 for each stage; with "interleaved:V" for each chunk, in the order they run in.
     """
@@ -96,11 +96,11 @@ class Pipeline(Recipe):
 
     microbatches: int | Literal["auto"] = setting("auto", _AT_LEAST_ONE_OR_AUTO)
     schedule: str = setting(
-        "1f1b",
+        "auto",
         read.either(
-            read.word("1f1b", "gpipe"),
+            read.word("auto", "1f1b", "gpipe"),
             read.pattern("interleaved:([2-9]|[1-9][0-9]+)"),
-            allowed="'1f1b', 'gpipe', 'interleaved:V' with V >= 2",
+            allowed="'auto', '1f1b', 'gpipe', 'interleaved:V' with V >= 2",
         ),
     )
     split: Literal["auto"] | tuple[int, ...] = setting(

@@ -130,7 +130,7 @@ class Stages:
 
 
 def settle_pipeline_stages(draft: Draft, shapes: Shapes, given: bool) -> Stages | None:
-    """Deal the blocks out to stages; resolve ``pipeline.microbatches`` and ``pipeline.split``.
+    """Deal the blocks out to stages; resolve the fields of ``pipeline`` that are "auto".
 
     Raises:
         ValueError: a split of another number of stages or blocks, and what :func:`require_known_pipeline` refuses.
@@ -141,6 +141,9 @@ def settle_pipeline_stages(draft: Draft, shapes: Shapes, given: bool) -> Stages 
             draft.drop("pipeline", type(asked)(), "pipeline_parallel_degree=1")
         return None
     require_known_pipeline(draft.knobs, shapes, given)
+    if asked.schedule == "auto":
+        draft.settle("pipeline.schedule", "1f1b", "no planner chose one: it keeps the fewest activations")
+        asked = draft.knobs.pipeline
     chain = shapes.chain
     assert chain is not None, "the chain is recorded where there are stages"
     chunks = count * chunks_of(asked.schedule)

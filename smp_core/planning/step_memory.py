@@ -9,8 +9,12 @@ A step has seven points that can be the highest. L blocks, of which L (or as man
     next        the same in the block before it, while the last block's gradients are reduced: the reduction's input
     first       the same in the first block, which alone keeps something by then, and the sums of all units
     rest        after it, in what comes before the blocks: gradients of the root, and the sums of all blocks
-    root        no activations, while the root's gradients are reduced
+    root        no activations, while the root's gradients are reduced: the reduction's input with the gradients that
+                go into it, or with its output and that in the dtype that parameters are stored in
     step        all gradients and optimizer states, and no activations
+
+A partition group of one rank that FSDP2 casts for gathers into no buffers, but its reductions put out as much as they
+take: there is an eighth point, while the last block's gradients are reduced.
 
 Where parameters stay gathered from one micro-batch to the next, the micro-batch before the last has the same points,
 with all units gathered at each. Sums of earlier micro-batches are there in the first three. Context ranks hold 1 / c of
@@ -187,7 +191,22 @@ class _Points:
             of_last = own / self.plan.shard_degree if self.count == 1 else 0.0  # else it is added to earlier sums
             gradients = earlier + of_last + self._held(reached)
             points.append(_Point(activations, self._gathered(reached), gradients, at_work, own))
+        if self.is_alone:
+            points.append(self._reducing_alone(blocks, earlier, at_work))
         return [*points, *self._late(min(2, blocks), at_work)]
+
+    @property
+    def is_alone(self) -> bool:
+        """Tell whether FSDP2 casts for one rank, with nobody to gather from."""
+        return self.plan.gathers and self.plan.shard_degree == 1
+
+    def _reducing_alone(self, blocks: int, earlier: float, at_work: float) -> _Point:
+        """Return the point at which the last block's gradients were reduced, which it has no more itself."""
+        sizes = self.sizes
+        activations = self.inputs / self.split + (blocks - 1) * self.kept + self.waiting + sizes.cast
+        gathered = self._gathered(1) - (sizes.gathered if self.frees else 0.0)
+        held = min(self._held(1), sizes.root_gathered * self.of_gradient)
+        return _Point(activations, gathered, earlier + held, at_work, 2 * sizes.reduced)
 
     def _waiting(self) -> float:
         """Return the activations of other micro-batches on this stage, and of what is sent and received."""
@@ -210,25 +229,37 @@ class _Points:
         """Return the points at which all blocks but the first, or all, are reduced."""
         states, of_root, waiting = self.states, self.sizes.root_share, self.waiting
         reduced, root = self._reduced(), self._gathered(self.part.blocks + 1)
-        # The sum of the root is there if earlier micro-batches had one.
-        sums = self.sums.sums * (1.0 if self.count > 1 and not self.plan.keeps_gradients else 1 - of_root)
+        # The sums of the root and of the first block are there if earlier micro-batches had some. Those of blocks that
+        # were sent to masters have their parts of it.
+        adds = self.count > 1 and not self.plan.keeps_gradients
+        sums = self.sums.sums * (1.0 if adds else 1 - of_root) + self.sums.of_masters * (1 - of_root)
+        own = 0.0 if adds else reduced / self.plan.shard_degree
         held = of_root * self.sums.held if self.count > 1 else 0.0
         first = self._working(2) + blocks * self.kept + waiting
         at_step = states.gradients + states.partial_sums - self.sums.held
         points = [
-            _Point(first, self._gathered(self.part.blocks), sums + held + self._held(2), at_work, reduced),
+            _Point(first, self._gathered(self.part.blocks), sums - own + held + self._held(2), at_work, reduced),
             _Point(0.0, 0.0, at_step, states.optimizer_states),
         ]
         if self.part.is_first:
             rest = self.instants[LEFT][0] / self.tensor + waiting
             points.append(_Point(rest, root, sums + held + self._held(LEFT), at_work, reduced))
-        if self.plan.gathers and self.plan.shard_degree > 1:
+        if self.plan.gathers:
             unsharded = held or self.sizes.root_gathered * self.of_gradient
-            points.append(_Point(waiting, root, sums + unsharded, at_work, self.sizes.root_reduced))
+            taken, put_out = self.sizes.root_reduced, self.sizes.root_reduced / self.plan.shard_degree
+            behind = sums + self.sums.of_masters * of_root + self.sizes.root_last * self.of_gradient
+            if adds:
+                taken_and_put_out = taken + put_out
+            else:  # what was put out is the sum
+                behind, taken_and_put_out = behind + put_out, taken
+            points += [
+                _Point(waiting, 0.0, sums + unsharded, at_work, taken),
+                _Point(waiting + self.sizes.root_cast, 0.0, behind, at_work, taken_and_put_out),
+            ]
         return points
 
     def _reduced(self) -> float:
-        return self.sizes.reduced if self.plan.shard_degree > 1 else 0.0
+        return self.sizes.reduced if self.plan.gathers else 0.0
 
     def _gathered(self, reached: int) -> float:
         """Return the bytes that are gathered when backward has come to so many blocks; one more: it has left all."""
@@ -246,7 +277,7 @@ class _Points:
         if reached > blocks:
             return root + (0.0 if self.part.is_whole else copies * blocks)
         # FSDP2 holds on to the last gather's buffer until the next one; in backward there are two blocks.
-        at_work = 2 if reached else 1
+        at_work = (2 if reached else 1) - self.is_alone
         return root + at_work * block + copies * (blocks - freed)
 
     def _loss(self, blocks: int) -> float:
@@ -288,13 +319,23 @@ def kept_blocks(plan: Plan, blocks: int) -> int:
 
 @dataclass(frozen=True)
 class _UnitBytes:
-    """Bytes of one block and of the root as they are gathered and reduced, and the root's share of all elements."""
+    """Bytes of one block and of the root.
+
+    Attributes:
+        gathered, reduced: of a block, as these are done.
+        cast: of a block's part on one rank, where it is cast to what parameters are stored in; 0: it is not.
+        root_share: the root's part of all elements.
+        root_last: the gradient of the root's last parameter, which FSDP2 holds on to while it reduces.
+    """
 
     gathered: float
     reduced: float
+    cast: float
     root_gathered: float
     root_reduced: float
+    root_cast: float
     root_share: float
+    root_last: float
 
     @classmethod
     def of(cls, plan: Plan, trace: ModelTrace, part: StagePart) -> _UnitBytes:
@@ -302,5 +343,17 @@ class _UnitBytes:
         root = part.root / plan.layout.tensor
         first = plan.shapes.parameters[0]
         gathered, reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
-        share = part.root / part.elements
-        return cls(block * gathered, block * reduced, root * gathered, root * reduced, share)
+        stored = plan.dtypes.of_stored(first).itemsize
+        cast = stored / plan.shard_degree if stored != reduced else 0.0
+        of_root = next((names for is_root, names, _ in plan.shapes.alike_units if is_root), ())
+        last = of_root[-1].elements / plan.layout.tensor if of_root and plan.shard_degree > 1 else 0.0
+        return cls(
+            gathered=block * gathered,
+            reduced=block * reduced,
+            cast=block * cast,
+            root_gathered=root * gathered,
+            root_reduced=root * reduced,
+            root_cast=root * cast,
+            root_share=part.root / part.elements,
+            root_last=min(last, root) * gathered,
+        )

@@ -367,7 +367,7 @@ def test_a_plan_tiles_the_world_or_the_error_names_a_knob(
     # What is in effect is all settled, decides the same again, and nothing of the model is held on to.
     left = {knob: value for knob, value in plan.knobs.effective().items() if value == "auto"}
     settled_later = {"units.modules", "checkpoint.verify", "planner.optimizer", "tensor_parallel.plan"}
-    assert set(left) <= settled_later | {"pipeline.microbatches", "pipeline.split"}
+    assert set(left) <= settled_later | {"pipeline.microbatches", "pipeline.schedule", "pipeline.split"}
     again = decide(shapes, plan.knobs, cluster)
     assert dataclasses.replace(again, warnings=()) == dataclasses.replace(plan, warnings=(), optimizer=None)
     assert again.knobs.effective() == plan.knobs.effective()

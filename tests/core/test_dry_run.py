@@ -39,10 +39,13 @@ CASES: list[Case] = [
     (2, 2, {"shard_degree": 16, "activations": "selective", "reshard_after_forward": "node"}),
     (1, 2, {"shard_degree": 2, "activations": "full", "keep_between_micro_batches": "parameters"}),
     (4, 1, {"shard_degree": 8, "activations": {"checkpoint": "full", "offload": True}}),
+    (1, 1, {"shard_degree": 1, "optimizer_shard": "world"}),  # FSDP2 alone, to cast
 ]
 MORE_CASES: list[Case] = [
     (2, 2, {"shard_degree": 8, "activations": "full", "keep_between_micro_batches": "gradients"}),
     (2, 1, {"shard_degree": 4, "activations": "selective", "optimizer_shard": "world"}),
+    (1, 2, {"shard_degree": 1}),
+    (1, 2, {"shard_degree": 2, "optimizer_shard": "world"}),
 ]
 # Layers over ranks, whose tokens are split or whole.
 WHOLE_TOKENS = {"tensor_parallel": {"sequence_parallel": False}}

@@ -140,6 +140,9 @@ def test_given_schedules_and_micro_batches_stay(tiny: ModelTrace) -> None:
     assert {each.asked.pipeline.schedule for each in found.found.ranked} == {"interleaved:2"}
     assert {each.asked.pipeline.microbatches for each in found.found.ranked} == {4}
     assert found.chosen.count % 4 == 0
+    for open_schedule in ({}, {"pipeline": {"microbatches": 4}}):
+        found = plan(tiny, hardware(0.2), Workload(TOKENS, 64), fixed={"pipeline_parallel_degree": 2, **open_schedule})
+        assert {each.asked.pipeline.schedule for each in found.found.ranked} > {"1f1b"}
 
 
 def test_a_model_without_a_chain_is_planned_without_stages(tiny: ModelTrace) -> None:

@@ -71,6 +71,9 @@ def shard_units(
         if secondary_mesh is not None and not planned.is_root:
             _keep_secondary_shard(unit_module, secondary_mesh, sizes)
         unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root, reductions)
+        if mesh.shard_degree == 1:
+            # Of one rank nothing is divided by default; FSDP2 would divide into one more copy of the gradients.
+            unit_module.set_gradient_divide_factor(None)  # type: ignore[arg-type]
         if knobs.collectives.symmetric_memory:
             unit_module.set_symm_mem_for_comm()  # its reductions only add up: the unit has said that ours do
         else:
