@@ -3,7 +3,8 @@
 The run is planned as it was (its degrees and knobs are in the log), and compared with what its monitor measured:
 
     rates of links    bytes by seconds of collectives between nodes and inside them; seconds in which a rank waited for
-                      another are in them, so that a link is no slower than what comes out
+                      another are in them, so that a link is no slower than what comes out. Messages between pipeline
+                      stages are left out, which are waited for while another stage computes
     efficiency        the one factor on the speed of products, attention and other operators with which the planned step
                       takes as long as the measured one, by these links
 
@@ -35,6 +36,7 @@ _GIB = 2**30
 _SETTINGS = (
     *("keep_between_micro_batches", "reshard_after_forward", "optimizer_shard", "state_offload", "param_dtype"),
     *("activations.checkpoint", "activations.offload", "chunked_cross_entropy"),
+    *("pipeline.schedule", "pipeline.microbatches"),
 )
 _LARGEST_FACTOR = 20.0
 _FEWEST_REPORTS = 2
@@ -99,8 +101,8 @@ def calibrate(path: Path, trace: ModelTrace, hardware: Hardware, workload: Workl
         workload: precision and optimizer; the batch is in the log.
 
     Raises:
-        ValueError: a log that lacks what is needed, a run of pipeline stages, or a model of another size; says what
-            to do.
+        ValueError: a log that lacks what is needed, stages of a model that is not planned in stages, or a model of
+            another size; says what to do.
     """
     run = Run.read(path)
     measured = _measured(run, path)
@@ -113,6 +115,8 @@ def calibrate(path: Path, trace: ModelTrace, hardware: Hardware, workload: Workl
             f"{trace.parameters:,}; give the log of a run of the same model"
         )
     count = int(number(run.asked.get("micro_batches")) or 1)
+    if plan.stages is not None:  # each of them went through the stages in parts
+        count *= int(plan.knobs.pipeline.microbatches)
     data = plan.layout.replicate * plan.layout.shard
     micro_batch = max(round(measured.samples / data / count), 1)
 
@@ -161,9 +165,10 @@ def _machines(run: Run, hardware: Hardware, path: Path) -> Hardware:
 def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload, path: Path) -> Plan:
     """Decide again what the run had decided."""
     layout = numbers(run.asked.get("layout"))
-    if layout.get("pipeline", 1) > 1:
-        raise ValueError(f"{path} is of a run with pipeline stages, whose log is not refitted on yet")
+    if layout.get("pipeline", 1) > 1 and trace.uncut:
+        raise ValueError(f"{path} is of a run with pipeline stages: {trace.uncut}")
     asked: dict[str, Any] = {
+        "pipeline_parallel_degree": int(layout.get("pipeline", 1)),
         "shard_degree": int(layout.get("shard", 1) * layout.get("context", 1)),
         "context_parallel_degree": int(layout.get("context", 1)),
         "tensor_parallel_degree": int(layout.get("tensor", 1)),
@@ -171,6 +176,8 @@ def _plan_of(run: Run, trace: ModelTrace, machines: Hardware, workload: Workload
     for row in objects(run.asked.get("knobs")):
         if row.get("knob") in _SETTINGS:
             asked[str(row["knob"])] = row.get("value")
+        if row.get("knob") == "pipeline.split" and row.get("asked") != "auto":
+            asked["pipeline.split"] = f"[{row.get('value')}]"
     config = SmpConfig.from_dict(nested(asked))
     mode = str(config.activations.checkpoint)
     if mode not in trace.shapes:
@@ -195,8 +202,9 @@ def _rates(sent: Mapping[str, float], machines: Hardware) -> dict[str, _Rate]:
     found = {}
     links = machines.links()
     for constant, link, words in (("link", "intra", "links inside nodes"), ("network", "inter", "links between nodes")):
-        seconds = sum(value for name, value in sent.items() if name.endswith(f"/{link}_seconds"))
-        n_bytes = sum(value for name, value in sent.items() if name.endswith(f"/{link}_bytes"))
+        collectives = {name: value for name, value in sent.items() if not name.startswith("pipeline/")}
+        seconds = sum(value for name, value in collectives.items() if name.endswith(f"/{link}_seconds"))
+        n_bytes = sum(value for name, value in collectives.items() if name.endswith(f"/{link}_bytes"))
         planned = getattr(links, link)
         if seconds <= 0 or n_bytes <= 0 or planned is None:
             continue

@@ -22,6 +22,7 @@ from smp_core.planning.fitted import FITTED, Fitted
 from smp_core.planning.hardware import Hardware
 from smp_core.planning.model_trace import ModelTrace
 from smp_core.planning.search import TIE, search
+from smp_core.planning.stage_time import step_model
 from smp_core.planning.step_memory import peak_memory
 from smp_core.planning.time import StepModel, exposed_seconds
 from smp_core.planning.trace import trace, trace_model
@@ -308,14 +309,16 @@ def write_log(folder: Path, large: ModelTrace, true: Fitted, **asked: Any) -> Pa
     knobs = SmpConfig(param_dtype="bfloat16", activations={"checkpoint": "full"}, **asked)
     made = decide(large.of_precision("full", "mixed"), knobs, hardware.cluster())
     links = hardware.links()
-    seconds = StepModel(made, large, hardware, links, 2048, true).step(2, 4).total
+    parts = 1 if made.stages is None else int(made.knobs.pipeline.microbatches)
+    seconds = step_model(made, large, hardware, links, 2048, true).step(2, 4 * parts).total
     path = folder / "run.jsonl"
     run_log.append(path, "run", step=0, micro_batches=4, **_of_plan(made, [], 4))
-    samples = 2 * 4 * made.layout.replicate * made.layout.shard
+    samples = 2 * 4 * parts * made.layout.replicate * made.layout.shard
     assert links.inter is not None and links.intra is not None
     sent = {
         **{"all_gather/inter_bytes": 3e9, "all_gather/inter_seconds": 3e9 / links.inter.all_gather.bandwidth},
         **{"all_gather/intra_bytes": 8e9, "all_gather/intra_seconds": 8e9 / links.intra.all_gather.bandwidth},
+        **({} if parts == 1 else {"pipeline/inter_bytes": 1e6, "pipeline/inter_seconds": 0.5 * seconds}),
     }
     for step in (5, 10, 15):
         rates = {"samples_per_second": samples / seconds, "tokens_per_second": 2048 * samples / seconds}
@@ -323,12 +326,17 @@ def write_log(folder: Path, large: ModelTrace, true: Fitted, **asked: Any) -> Pa
     return path
 
 
-def test_constants_of_a_run_are_found_in_its_log(large: ModelTrace, tmp_path: Path) -> None:
+_STAGES = {"microbatches": 8, "schedule": "gpipe", "split": [12, 12, 12, 12]}
+
+
+@pytest.mark.parametrize("stages", [{}, {"pipeline_parallel_degree": 4, "pipeline": _STAGES}])
+def test_constants_of_a_run_are_found_in_its_log(large: ModelTrace, tmp_path: Path, stages: dict[str, Any]) -> None:
     """A run on two nodes, whose devices compute 0.7 and whose network sends 0.5 of what is assumed."""
     products, attention = ({"A100": 0.7 * own["A100"]} for own in (FITTED.products, FITTED.attention))
     slower = {"products": {**FITTED.products, **products}, "attention": {**FITTED.attention, **attention}}
     true = replace(FITTED, **slower, moving=0.7 * FITTED.moving, network=0.5 * FITTED.network)
-    write_log(tmp_path, large, true, shard_degree=16, keep_between_micro_batches="parameters")
+    shard = 4 if stages else 16
+    write_log(tmp_path, large, true, shard_degree=shard, keep_between_micro_batches="parameters", **stages)
     hardware = Hardware.parse("32x8:a100-80g@400gbps")
     found = calibrate(tmp_path, large, hardware, SETTING[1])
     for name in ("moving", "network", "link"):
