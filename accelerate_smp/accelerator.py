@@ -165,6 +165,11 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             lost += ", no state is kept in memory" if self.smp_config.checkpoint.memory_every_n_steps else ""
             logger.warning("one process: %s; start with torchrun or `accelerate-smp launch`", lost)
 
+    def take_over(self, other: SmpAccelerator) -> None:
+        """Take what another accelerator has in hand: states in memory, the save in flight, notices of the job's end."""
+        for name in ("memory", "_phases_before", "background_saves", "_preemption"):
+            setattr(self, name, getattr(other, name))
+
     @property
     def sharding(self) -> bool:
         """Tell whether models are sharded here: ``smp`` is on and there is a process group."""

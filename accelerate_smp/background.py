@@ -32,7 +32,8 @@ class BackgroundSavingAccelerator(Accelerator):
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps since training began, of the processes before included: load_state and load_newest_state
-        restore it. Where several optimizers step, those of the one that has stepped most.
+        restore it, ``free_memory()`` sets it to 0. Of optimizers that step together, those of the one that has stepped
+        most; one that is prepared after others have stepped counts on from there.
         """
         return self._steps_before + max(self._steps_of.values(), default=0)
 
@@ -47,8 +48,14 @@ class BackgroundSavingAccelerator(Accelerator):
             def count() -> None:
                 self._steps_of = {**self._steps_of, id(optimizer): self._steps_of.get(id(optimizer), 0) + 1}
 
+            self.resume_counting(self.optimizer_steps)  # of a phase of training that may be over
             after_each_step(optimizer, count)
         return super().prepare_optimizer(optimizer, device_placement)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of what was prepared, as Accelerate does between two trainings: steps are counted anew."""
+        self.resume_counting(0)
+        return super().free_memory(*objects)
 
     def wait_for_save(self) -> None:
         """Wait for the save that ``async_save=True`` left in flight.

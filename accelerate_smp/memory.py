@@ -31,6 +31,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
     """
 
     memory: MemoryTier | None = None
+    _phases_before: tuple[MemoryTier, ...] = ()
     _asked: SmpConfig
     _topology: Topology | None
     _kept_until = 0  # the optimizer step that keep_state() has seen last
@@ -47,8 +48,8 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
             options: as of :meth:`load_state`.
 
         Returns:
-            what was loaded, for a message; None where there is nothing: the run begins anew. ``optimizer_steps`` tells
-            where it goes on.
+            what was loaded, for a message; None where there is nothing: the run begins anew, at step 0, whatever this
+            process has trained before. ``optimizer_steps`` tells where it goes on.
 
         Raises:
             CheckpointError: all checkpoints there are broken, or what was found does not fit; on all ranks.
@@ -59,9 +60,11 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         self.wait_for_save()
         text = os.fspath(root)
         newest: MemoryCheckpoint | str | None
-        memory = self.make_memory(text)
+        memory = self.make_memory(text, "loop")
         newest = self._newest_on_disk(text) if memory is None else memory.newest(lambda: self._newest_on_disk(text))
-        if newest is not None:
+        if newest is None:
+            self.resume_counting(0)
+        else:
             load(self, newest, **options)
         if memory is not None:
             memory.begin(self.optimizer_steps)
@@ -69,14 +72,18 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         self._kept_until = self.optimizer_steps
         return None if newest is None else os.fspath(newest)
 
-    def make_memory(self, saves_to: str, inside: str = "") -> MemoryTier | None:
+    def make_memory(self, saves_to: str, by: str, inside: str = "") -> MemoryTier | None:
         """Make what a run keeps its states in (:func:`smp_core.engine.memory_tier`); None without the knob, and in
         one process. Collective.
+
+        What a phase of the loop before has kept stays until the last one has ended: started anew, the script needs it.
         """
         if not self.smp or not self.smp_config.checkpoint.memory_every_n_steps or self._topology is None:
             return None
-        self.close_memory(ended_well=False)
-        self.memory = memory_tier(self._asked, self._topology, saves_to, inside)
+        if self.memory is not None:
+            self.memory.close(ended_well=False)
+            self._phases_before = (*self._phases_before, self.memory)
+        self.memory = memory_tier(self._asked, self._topology, saves_to, by, inside)
         return self.memory
 
     def _newest_on_disk(self, root: str) -> str | None:
@@ -138,6 +145,7 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
     def close_memory(self, ended_well: bool) -> None:
         """Free the states in memory if the run ended well; otherwise they stay, and a line says so. Collective if it
         ended well."""
+        before, self._phases_before = self._phases_before, ()
         memory, self.memory = self.memory, None
-        if memory is not None:
-            memory.close(ended_well)
+        for each in (*(before if ended_well else ()), *(() if memory is None else (memory,))):
+            each.close(ended_well)

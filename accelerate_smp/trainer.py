@@ -100,7 +100,10 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
         self._place_model = value
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the Accelerator as Trainer does, but an SmpAccelerator."""
+        """Create the Accelerator as Trainer does, but an SmpAccelerator. A trial of a search makes one when it has
+        begun already, so that it takes over what the one before has in hand.
+        """
+        before: SmpAccelerator | None = getattr(self, "accelerator", None)
         self._see_the_other_cpus()
         on_cpu = self.args.device.type == "cpu"
         if self.args.fp16 and on_cpu:
@@ -116,6 +119,8 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
             trainer_module.Accelerator = stock  # type: ignore[misc]
         if on_cpu:
             self.args.dataloader_pin_memory = False  # there is no device to copy to; torch would warn for every loader
+        if before is not None:
+            self.accelerator.take_over(before)
         self.accelerator.split_in_loader = False  # targets are counted in whole batches first
         if self.args.save_only_model and self.args.load_best_model_at_end and self.accelerator.sharding:
             raise ValueError(

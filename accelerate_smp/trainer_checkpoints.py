@@ -115,7 +115,9 @@ class CheckpointingTrainerMixin(_Base):
 
     # Resuming
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *arguments: Any, **keywords: Any
+    ) -> Any:
         """Train as Trainer does. ``resume_from_checkpoint=True`` skips broken checkpoints, with a warning that names
         them; ``"last"`` does too, and begins anew where no save has been completed yet, for jobs that are started
         again and again with the same command.
@@ -128,12 +130,13 @@ class CheckpointingTrainerMixin(_Base):
         """
         self._opened = {}
         try:
+            self._run_folder = os.path.abspath(str(self._get_output_dir(trial)))
             with self._keeping_in_memory():
                 resume_from_checkpoint = self._beginning(resume_from_checkpoint)
                 if isinstance(resume_from_checkpoint, str) and self._has_state(resume_from_checkpoint):
                     self._keep_global_batch(resume_from_checkpoint)
                 with self._leaving_when_told():
-                    return super().train(resume_from_checkpoint, *arguments, **keywords)
+                    return super().train(resume_from_checkpoint, trial, *arguments, **keywords)
         except BaseException:
             if self.accelerator.background_saves is not None:
                 try:
@@ -143,11 +146,12 @@ class CheckpointingTrainerMixin(_Base):
             raise
 
     kept: KeepsInMemory | None = None
+    _run_folder: str  # of a trial its own
 
     @contextlib.contextmanager
     def _keeping_in_memory(self) -> Iterator[None]:
         """Keep the newest state in shared memory while training goes on; free it if that ends well. Collective."""
-        tier = self.accelerator.make_memory(os.path.abspath(str(self.args.output_dir)), STATE_FOLDER)
+        tier = self.accelerator.make_memory(self._run_folder, "trainer", STATE_FOLDER)
         if tier is None:
             yield
             return
@@ -209,12 +213,12 @@ class CheckpointingTrainerMixin(_Base):
         return path in self._opened or is_checkpoint(path)
 
     def _newest_undamaged(self) -> str | None:
-        """Return the newest complete checkpoint of ``output_dir``, None where there is none at all. Collective."""
+        """Return the newest complete checkpoint of the run, None where there is none at all. Collective."""
         ranks = Ranks()
 
         def candidates() -> list[str]:
-            folder = self.args.output_dir
-            found = sort_checkpoints(folder)[::-1] if folder is not None and os.path.isdir(folder) else []
+            folder = self._run_folder
+            found = sort_checkpoints(folder)[::-1] if os.path.isdir(folder) else []
             return [path for path in found if not self._looks_unfinished(path)]
 
         found = ranks.on_first("no checkpoint to resume from", candidates)

@@ -35,7 +35,7 @@ class KeepsInMemory(Callback):
     """
 
     def __init__(self, trainer: Trainer, config: SmpConfig, topology: Topology) -> None:
-        self.tier = memory_tier(config, topology, _saves_to(trainer))
+        self.tier = memory_tier(config, topology, _saves_to(trainer), "lightning")
         self._place = os.path.join(_saves_to(trainer), PLACE)
 
     # The start

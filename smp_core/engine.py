@@ -133,20 +133,20 @@ def build_mesh(asked: SmpConfig, topology: Topology, device: torch.device | str)
     return _mesh_of(draft.knobs, layout, topology, torch.device(device)), draft.knobs
 
 
-def memory_tier(asked: SmpConfig, topology: Topology, saves_to: str, inside: str = "") -> MemoryTier:
+def memory_tier(asked: SmpConfig, topology: Topology, saves_to: str, by: str, inside: str = "") -> MemoryTier:
     """Make what ``checkpoint.memory_every_n_steps`` keeps a run's newest state in. Collective over the world.
 
     Args:
         asked: the knobs as they were given: degrees that follow the launch become others where nodes are lost.
-        saves_to, inside: where the run's checkpoints on disk are
-            (:class:`smp_core.checkpoint.memory_tier.MemoryTier`).
+        saves_to, by, inside: the folder of the run's checkpoints, who saves there, and the name of a checkpoint inside
+            its folder (:class:`smp_core.checkpoint.memory_tier.MemoryTier`).
 
     Raises:
         CheckpointError: the folder in memory cannot be made, or is somebody else's; on all ranks.
     """
     layout = ", ".join(f"{knob}={getattr(asked, knob)!r}" for knob in _DECIDES_SHARDS)
     posed = RANKS_PER_NODE_VARIABLE in os.environ
-    return MemoryTier(asked.checkpoint.memory_every_n_steps, saves_to, topology.nodes, posed, layout, inside)
+    return MemoryTier(asked.checkpoint.memory_every_n_steps, saves_to, topology.nodes, posed, layout, by, inside)
 
 
 def _mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.device) -> SmpMesh:

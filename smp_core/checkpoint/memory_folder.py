@@ -42,12 +42,16 @@ _TEMPORARY = ".tmp-"
 _OWN_NAME = re.compile(r"rank-\d{5,}-(\d\.tensors|step-\d{8,}-[0-9a-f]{32}\.record)|(layout|rest)-[\w-]+\.(json|pt)")
 
 
-def run_name(root: str) -> str:
-    """Return the name of the run that saves to a folder on disk: a new process goes on with the same run there."""
+def run_name(root: str, by: str) -> str:
+    """Return the name of the run that saves to a folder on disk: a new process goes on with the same run there.
+
+    Args:
+        root: the folder.
+        by: what trains.
+    """
     path = root if is_address(root) else os.path.abspath(root)
-    return (
-        f"{re.sub(r'[^A-Za-z0-9]+', '-', os.path.basename(path))[:40]}-{hashlib.sha256(path.encode()).hexdigest()[:12]}"
-    )
+    name = re.sub(r"[^A-Za-z0-9]+", "-", os.path.basename(path))[:40]
+    return "-".join(filter(None, (name, by, hashlib.sha256(path.encode()).hexdigest()[:12])))
 
 
 def _base() -> str:

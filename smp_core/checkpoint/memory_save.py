@@ -33,6 +33,17 @@ from smp_core.checkpoint.tree import EncodedRest, merge_rest
 logger = logging.getLogger("smp")
 
 PIECE_BYTES = 64 << 20  # of one message
+_WRITER = "smp-memory-checkpoint"
+
+
+def wait_for_writers() -> None:
+    """Wait for saves that runs before in this process have left in flight: a run that failed does not wait for its
+    last one, and whoever goes on from it finds that one and writes to the same files. They end within the timeout of
+    their collectives.
+    """
+    for thread in threading.enumerate():
+        if thread.name == _WRITER:
+            thread.join()
 
 
 @dataclass(frozen=True)
@@ -119,9 +130,7 @@ class MemorySaver:
             problem = error
         self._copied.clear()
         facts = (step, metadata)
-        self._thread = threading.Thread(
-            target=self._write, args=(staged, problem, facts), name="smp-memory-checkpoint", daemon=True
-        )
+        self._thread = threading.Thread(target=self._write, args=(staged, problem, facts), name=_WRITER, daemon=True)
         self._thread.start()
         if self._is_first:
             self._is_first = False

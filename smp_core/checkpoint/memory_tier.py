@@ -18,7 +18,7 @@ import torch.distributed as dist
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.memory_folder import NodeMemory, left_by_others, run_name
 from smp_core.checkpoint.memory_records import MemoryCheckpoint, record_name
-from smp_core.checkpoint.memory_save import MemorySaver
+from smp_core.checkpoint.memory_save import MemorySaver, wait_for_writers
 from smp_core.checkpoint.memory_search import Found, bring_back, find
 from smp_core.checkpoint.opening import is_checkpoint, open_checkpoint
 from smp_core.checkpoint.progress import Progress, last_of, pasts, report_of
@@ -44,6 +44,8 @@ class MemoryTier:
         posed: whether ranks of one machine pose as several nodes, which then have a folder each.
         layout: what decides which rank holds what (degrees, as they were asked for); states of another one are not
             used.
+        by: what trains: ``"lightning"``, ``"trainer"`` or ``"loop"``. It is part of the run's name, because none can go
+            on from what another one keeps.
         inside: the name of the checkpoint in each folder of ``saves_to``, as in
             :func:`smp_core.checkpoint.find_checkpoints`.
 
@@ -62,8 +64,10 @@ class MemoryTier:
         nodes: Sequence[Sequence[int]],
         posed: bool,
         layout: str,
+        by: str = "",
         inside: str = "",
     ) -> None:
+        wait_for_writers()
         self.every = every
         group: dist.ProcessGroup | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -71,7 +75,7 @@ class MemoryTier:
         self._ranks = Ranks(group)
         self._layout = f"{layout}; {len(nodes)} nodes"
         node = next(number for number, ranks in enumerate(nodes) if self._ranks.rank in ranks)
-        name = self._ranks.on_first("memory tier", lambda: run_name(saves_to)) + (f"-node{node}" if posed else "")
+        name = self._ranks.on_first("memory tier", lambda: run_name(saves_to, by)) + (f"-node{node}" if posed else "")
         self.folder, _ = self._ranks.together("checkpoint.memory_every_n_steps", lambda: NodeMemory(name))
         self._saves_to, self._inside = saves_to, inside
         self.is_begun = False
@@ -195,7 +199,10 @@ class MemoryTier:
         self._ranks.together("states in memory were not removed", free)
 
     def begin(self, step: int) -> None:
-        """Note that training begins behind an optimizer step."""
+        """Note that training begins behind an optimizer step; what was kept of later ones, by an attempt that this one
+        takes the place of, is removed. On all ranks."""
+        if self._saved_step > step:
+            self.set_back(step)
         past = self._past if self._source else None
         self._past, self._resumed_at = past, step if past is not None else None
         self._progress.begin(step, past)

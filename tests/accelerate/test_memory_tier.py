@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
-from transformers import TrainerCallback
+from transformers import TrainerCallback, integrations
+from transformers import trainer as trainer_module
+from transformers.trainer_utils import BestRun, HPSearchBackend
 
 from smp_core.checkpoint.memory_slots import SharedSlots
-from tests.accelerate.running import full_weights, prepared
+from tests.accelerate.running import SAMPLES, fresh_accelerator, full_weights, make_loader, make_optimizer, prepared
 from tests.accelerate.trainers import Run, make_model, make_trainer, whole_weights
-from tests.core.models import loss_of
+from tests.core.models import TroubledModel, loss_of
 from tests.harness import run_ranks
 from tests.lightning.losing import Lost, Watch, copy_slowly
 
@@ -147,3 +151,99 @@ def test_a_run_goes_on_from_memory_or_from_what_is_newer_on_disk(kind: str, shar
             assert left == []
         (_, _, from_memory, _), (_, _, from_disk, _) = seen
         assert from_memory.extra["opened"] == [] and from_disk.extra["opened"]
+
+
+# Several trainings in one process
+
+
+def train_in_phases(folder: Path) -> list[tuple[int, list[int], list[str]]]:
+    """Of each phase of a script: the step it begins at, its steps, and the states in memory at its end."""
+    accelerator = fresh_accelerator(schedule_in_optimizer_steps=True, checkpoint={"memory_every_n_steps": 1})
+    seen = []
+    for phase, steps in enumerate((6, 3, 2)):
+        model = TroubledModel()
+        optimizer, scheduler = make_optimizer(model)
+        optimizer, model, scheduler = accelerator.prepare(optimizer, model, scheduler)
+        assert accelerator.load_newest_state(folder / f"phase-{phase}") is None
+        begin, counted = accelerator.optimizer_steps, []
+        for batch in make_loader(steps, 1, SAMPLES):
+            accelerator.backward(loss_of(model, batch["tokens"]))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            accelerator.keep_state()
+            counted.append(accelerator.optimizer_steps)
+        accelerator.memory._saver.wait()
+        dist.barrier()
+        records = folder.glob(f"memory/torch-smp-*/phase-{phase}-*/rank-{dist.get_rank():05d}-*.record")
+        seen.append((begin, counted, sorted(path.name.split("-")[3] for path in records)))
+        if phase == 0:
+            accelerator.free_memory()  # the phase after it does without
+    with mock.patch.object(PartialState, "destroy_process_group"):
+        accelerator.end_training()
+    return seen
+
+
+class Trials:
+    """Stands for optuna."""
+
+    def ensure_available(self) -> None: ...
+
+    def run(self, trainer: Any, trials: int, direction: str) -> BestRun:
+        for number in range(trials):
+            with contextlib.suppress(Lost):
+                trainer.train(trial=SimpleNamespace(number=number, params={"learning_rate": 1e-3 * (number + 1)}))
+        return BestRun("0", 0.0, {})
+
+
+def search(folder: Path) -> tuple[list[str], list[str]]:
+    """A search whose first trial is lost in step 3: states in memory then, and at the end."""
+    knobs = {"shard_degree": "world", "checkpoint": {"memory_every_n_steps": 1}}
+    trainer, _ = make_trainer(folder / "run", 4, 1, knobs, max_steps=4, optim="adamw_torch")
+    trainer.model_init = lambda trial: make_model()
+    then: list[str] = []
+
+    def in_memory() -> list[str]:
+        dist.barrier()
+        found = folder.glob(f"memory/torch-smp-*/run-*/rank-{dist.get_rank():05d}-*.record")
+        return [f"{path.parent.name.rpartition('-')[0]} {path.name.split('-')[3]}" for path in sorted(found)]
+
+    class Loses(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3 and not then:
+                trainer.kept._tier._saver.wait()
+                then.extend(in_memory())
+                raise Lost
+
+    trainer.add_callback(Loses())
+    with (
+        mock.patch.dict(trainer_module.ALL_HYPERPARAMETER_SEARCH_BACKENDS, {HPSearchBackend.OPTUNA: Trials}),
+        mock.patch.object(integrations, "hp_params", lambda trial: trial.params),
+        mock.patch.object(SharedSlots, "copy_rest", copy_slowly),
+    ):
+        trainer.hyperparameter_search(lambda trial: trial.params, n_trials=2, backend="optuna")
+    return then, in_memory()
+
+
+def train_twice(folder: str) -> tuple[Any, Any]:
+    os.environ["SMP_MEMORY_FOLDER"] = f"{folder}/memory"
+    if dist.get_rank() == 0:
+        Path(folder, "memory").mkdir()
+    dist.barrier()
+    phases = train_in_phases(Path(folder))
+    dist.barrier()
+    left = [path.name for path in Path(folder).glob("memory/torch-smp-*/*")]
+    dist.barrier()
+    return (phases, left), search(Path(folder))
+
+
+def test_trainings_of_one_process_count_and_keep_their_own_steps(tmp_path: Path) -> None:
+    """Phases of a script begin at step 0, and free all memory together. Trials have a folder each; of each, optimizers
+    wait for the copy (a state that changes meanwhile is given up), and the memory is freed."""
+    for (phases, left), (then, in_the_end) in run_ranks(train_twice, 2, str(tmp_path)):
+        steps = [list(range(1, count + 1)) for count in (6, 3, 2)]
+        kept = [[f"{step:08d}" for step in counted[-2:]] for counted in steps]
+        assert phases == [(0, counted, names) for counted, names in zip(steps, kept, strict=True)]
+        assert left == []
+        assert then == ["run-0-trainer 00000002", "run-0-trainer 00000003"]
+        assert in_the_end == then, "for a run that goes on with it"

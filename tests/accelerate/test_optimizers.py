@@ -99,3 +99,19 @@ def test_one_adagrad_over_two_models_prepared_twice_trains_as_in_one_process() -
             assert steps == STEPS, "neither two models nor a second prepare counts a step twice"
         # Each step uses up a batch of each of the two ranks, and the schedule counts batches.
         assert nested == (STEPS, STEPS, 2.0 * STEPS), "a step that calls that of its base is one step"
+
+
+def test_steps_of_phases_are_added_up_and_begin_anew_with_free_memory() -> None:
+    accelerator = fresh_accelerator(cpu=True)
+    counts = []
+    for phase in range(3):
+        model = nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(STEPS):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(accelerator.optimizer_steps)
+        if phase == 1:
+            accelerator.free_memory()
+    assert counts == [STEPS, 2 * STEPS, STEPS]

@@ -28,9 +28,9 @@ def nodes() -> list[list[int]]:
     return [list(range(first, first + per_node)) for first in range(0, world, per_node)]
 
 
-def tier(folder: str, layout: str = "shard 2") -> MemoryTier:
+def tier(folder: str, layout: str = "shard 2", by: str = "") -> MemoryTier:
     os.environ["SMP_MEMORY_FOLDER"] = folder
-    return MemoryTier(1, f"{folder}/disk", nodes(), posed=len(nodes()) > 1, layout=layout)
+    return MemoryTier(1, f"{folder}/disk", nodes(), posed=len(nodes()) > 1, layout=layout, by=by)
 
 
 def keep(folder: str, degree: int, steps: int = 3) -> list[Any]:
@@ -130,8 +130,8 @@ def state_of(step: int) -> dict[str, Any]:
     return {**STATE, "weights": torch.arange(6.0) + step}
 
 
-def kept_until(folder: Path, steps: int) -> MemoryTier:
-    kept = tier(str(folder))
+def kept_until(folder: Path, steps: int, **options: Any) -> MemoryTier:
+    kept = tier(str(folder), **options)
     kept.leave("")
     kept.begin(0)
     for step in range(1, steps + 1):
@@ -268,6 +268,35 @@ def test_the_optimizer_waits_for_the_copy(alone: Path, monkeypatch: pytest.Monke
     assert found_in(alone) == 2
 
 
+def test_a_run_waits_for_what_the_one_before_still_writes(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that fails does not wait for its last save. Another one in the process finds it."""
+    kept, gate, copy = kept_until(alone, 1), threading.Event(), SharedSlots.copy_rest
+
+    def copy_later(slots: SharedSlots) -> list[str]:
+        assert gate.wait(240)
+        return copy(slots)
+
+    monkeypatch.setattr(SharedSlots, "copy_rest", copy_later)
+    kept.save(state_of(2), 2, {}, 2)
+    kept.close(ended_well=False)
+    found: list[int | None] = []
+    after = threading.Thread(target=lambda: found.append(found_in(alone)), daemon=True)
+    after.start()
+    after.join(0.2)
+    gate.set()
+    after.join(240)
+    assert found == [2]
+
+
+def test_an_attempt_that_begins_again_forgets_what_it_kept(alone: Path) -> None:
+    """With the same states, as Trainer's auto_find_batch_size: a later step of the first attempt is not newer."""
+    kept = kept_until(alone, 5)
+    kept.begin(0)
+    kept.save(state_of(1), 1, {}, 1)
+    kept._saver.wait()
+    assert found_in(alone) == 1
+
+
 def test_a_tensor_may_take_the_place_of_another(alone: Path) -> None:
     """The files are as long as before, and one tensor lies elsewhere in them."""
     kept = kept_until(alone, 1)
@@ -322,6 +351,14 @@ def test_states_of_other_ranks_or_degrees_are_not_used(alone: Path, monkeypatch:
     kept_until(alone, 1)
     assert found_in(alone, layout="shard 4") is None
     assert found_in(alone) == 1
+
+
+def test_a_loop_leaves_alone_what_a_trainer_keeps_for_the_same_folder(alone: Path) -> None:
+    kept_until(alone, 1, by="trainer")
+    other = tier(str(alone), by="loop")
+    assert other.find() is None
+    other.leave("")
+    assert found_in(alone, by="trainer") == 1
 
 
 def test_a_folder_that_others_can_write_to_is_refused(alone: Path) -> None:
