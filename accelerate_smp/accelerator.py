@@ -28,11 +28,10 @@ A process by itself (no launcher) has nothing to shard: everything but save_stat
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -343,26 +342,6 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
             )
         self._schedulers[-1] = SmpScheduler(prepared, batches)
         return self._schedulers[-1]
-
-    @contextlib.contextmanager
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Run the block as it is, where all ranks have as many batches.
-
-        Raises:
-            ValueError: they need not have: ``even_batches=False``.
-        """
-        if not self.sharding:
-            with super().join_uneven_inputs(joinables, even_batches):
-                yield
-            return
-        if even_batches is False or not self.even_batches:
-            raise ValueError(
-                "join_uneven_inputs with even_batches=False lets a rank that has run out of batches shadow the "
-                "collectives of DDP; a sharded model has more of them, in its forward. Give all ranks as many batches: "
-                "even_batches=True (Accelerate's default, which repeats samples at the end of an epoch), or "
-                "DataLoader(drop_last=True)"
-            )
-        yield
 
     def end_training(self) -> None:
         """End training as Accelerate does, after the save in flight: free the states in memory, and stop the watch over

@@ -3,7 +3,7 @@
 prepare_data_loader    context peers read the same samples, and a loader yields this rank's part of the first peer's
                        batch
 prepared models        run with that batch active
-backward               likewise, from this rank's part of the mean over all ranks' targets
+backward               likewise, from this rank's part of the mean over all ranks' targets, or samples
 gather_for_metrics     unsplit sequences, each sample once
 """
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_smp.pipeline import PipelinedAccelerator
-from accelerate_smp.uneven import require_as_many_batches
+from accelerate_smp.uneven import alike, dealing_each_sample_once, joined, require_as_many_batches
 from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.context_parallel.transformers_models import shifts_labels
@@ -38,11 +38,15 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         batch_layout: the tensors of a batch to split, and their dims; None: found in the batch.
         split_in_loader: whether loaders yield parts; False where SmpTrainer splits.
         count_targets: whether targets are counted when micro-batches are split; False where SmpTrainer counts.
+        joins_uneven: whether ranks that run out of batches repeat their last one.
+        batch_weight: factor of the present batch's loss; 0.0 where it is repeated.
     """
 
     batch_layout: BatchLayout | None = None
     split_in_loader = True
     count_targets = True
+    joins_uneven = False
+    batch_weight = 1.0
     _present: SplitBatch | None = None
     _each_sample_once = False
 
@@ -63,11 +67,16 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader as Accelerate does; it yields this rank's part of each batch."""
+        if self.layout is None:
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        prepared = self._prepared_alike(data_loader, *args, **kwargs)
+        require_as_many_batches(prepared)
+        return self._through_here(prepared)
+
+    def _prepared_alike(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader that reads the same samples on ranks that share a batch."""
         if self.batch_degree == 1:
-            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-            if self.layout is not None:
-                require_as_many_batches(prepared)
-            return prepared
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
         before = self.dispatch_batches
         if before:
             raise ValueError(
@@ -77,26 +86,66 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         if isinstance(data_loader.dataset, IterableDataset):
             self.dataloader_config.dispatch_batches = False  # every rank reads the stream and takes its samples
         try:
-            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
         finally:
             self.dataloader_config.dispatch_batches = before
-        require_as_many_batches(prepared)
-        if self.context_degree == 1:
-            return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader of the batches that are left of an epoch."""
+        left = super().skip_first_batches(dataloader, num_batches)
+        return left if self.layout is None or left is dataloader else self._through_here(left)
+
+    def _through_here(self, prepared: Any) -> Any:
+        """Let the batches of a prepared loader come through this accelerator."""
         kind, accelerator = type(prepared), self
 
         def iterate(loader: Any) -> Iterator[Any]:
-            for batch in kind.__iter__(loader):
-                yield accelerator._part_of(batch)
-            accelerator._present = None
+            batches = kind.__iter__(loader)
+            try:
+                for batch, weight in joined(loader, batches) if accelerator.joins_uneven else alike(batches):
+                    accelerator.batch_weight = weight
+                    yield accelerator._part_of(batch)
+            finally:
+                accelerator._present, accelerator.batch_weight = None, 1.0
 
         # A property of Accelerate's loaders hides their class behind their base's; object's own slot sets the class.
-        splitting = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
-        vars(object)["__class__"].__set__(prepared, splitting)
+        through = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
+        vars(object)["__class__"].__set__(prepared, through)
         return prepared
 
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Run a block of training in which ranks may run out of batches before others (docs/ranks.md).
+
+        Args:
+            joinables: as of Accelerate's; what is joined are the prepared loaders that the block iterates.
+            even_batches: False: samples are dealt out to ranks without repeating any. None: as the accelerator was
+                told.
+
+        Raises:
+            ValueError: with pipeline stages.
+        """
+        if self.layout is None:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
+        if even_batches or (even_batches is None and self.even_batches):
+            yield
+            return
+        if self.stages > 1:
+            raise ValueError(
+                "join_uneven_inputs with pipeline_parallel_degree > 1 is not built yet; give all ranks as many "
+                "batches: even_batches=True (Accelerate's default), or DataLoader(drop_last=True)"
+            )
+        self.joins_uneven = True
+        try:
+            with dealing_each_sample_once(self._dataloaders):
+                yield
+        finally:
+            self.joins_uneven = False
+
     def _part_of(self, batch: Any) -> Any:
-        if not self.split_in_loader or self.stages > 1:
+        if self.context_degree == 1 or not self.split_in_loader or self.stages > 1:
             return batch
         self._present = self._split(batch)
         return self._present.batch
@@ -160,7 +209,8 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         them.
         """
         with enabled(self._present):
-            super().backward(part_of_mean(loss), **kwargs)
+            loss = part_of_mean(loss)
+            super().backward(loss if self.batch_weight == 1.0 else loss * self.batch_weight, **kwargs)
 
     def full_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Gather a tensor of the present batch's tokens over all ranks that share them. Collective; no gradient."""

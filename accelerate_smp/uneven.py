@@ -1,10 +1,59 @@
-"""Refusal of loaders that give some ranks more batches than others."""
+"""Loaders that give some ranks more batches than others: refused, or joined (:mod:`smp_core.joined`)."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils import send_to_device
+
+from smp_core.joined import count_samples, join
+
+
+def alike(batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
+    """Yield batches of ranks that have as many of them, each with the factor of its loss."""
+    return ((batch, 1.0) for batch in batches)
+
+
+def joined(loader: Any, batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
+    """Yield a prepared loader's batches until no rank has any more, each with the factor of its loss. Collective.
+
+    The end of the loader, at which Accelerate ends an accumulation window, is that of all ranks.
+    """
+
+    def own() -> Iterator[Any]:
+        yield from batches
+        loader.begin()  # it has ended for this rank alone
+
+    ahead = join(own(), count_samples)
+    try:
+        present = next(ahead, None)
+        while present is not None:
+            following = next(ahead, None)
+            loader.end_of_dataloader = following is None
+            batch, weight = present
+            device = getattr(loader, "device", None)
+            yield batch if device is None else send_to_device(batch, device), weight  # it may be another rank's
+            present = following
+    finally:
+        loader.end()
+
+
+@contextlib.contextmanager
+def dealing_each_sample_once(loaders: Iterable[Any]) -> Iterator[None]:
+    """Let prepared loaders repeat no sample to make batches even, inside."""
+    samplers = [getattr(loader, "batch_sampler", None) for loader in loaders]
+    dealing = [sampler for sampler in samplers if isinstance(sampler, BatchSamplerShard)]
+    before = [sampler.even_batches for sampler in dealing]
+    for sampler in dealing:
+        sampler.even_batches = False
+    try:
+        yield
+    finally:
+        for sampler, even in zip(dealing, before, strict=True):
+            sampler.even_batches = even
 
 
 def require_as_many_batches(loader: Any) -> None:
@@ -23,7 +72,8 @@ def require_as_many_batches(loader: Any) -> None:
             raise ValueError(
                 f"even_batches=False with split_batches=True cuts a last batch of {last} samples into fewer parts than "
                 f"there are ranks ({ranks}), which all take part in each forward; write even_batches=True "
-                "(Accelerate's default), or DataLoader(drop_last=True)"
+                "(Accelerate's default), DataLoader(drop_last=True), or train inside "
+                "accelerator.join_uneven_inputs([model], even_batches=False) and leave it out here"
             )
         return
     if not hasattr(dealt, "__len__"):
@@ -33,6 +83,7 @@ def require_as_many_batches(loader: Any) -> None:
         raise ValueError(
             f"even_batches=False deals {batches} batches out to {ranks} ranks: {batches % ranks} of them would get one "
             "more than the others, which take part in each of its forwards. Give all ranks as many batches: "
-            "even_batches=True (Accelerate's default, which repeats samples at the end of an epoch), or "
-            "DataLoader(drop_last=True)"
+            "even_batches=True (Accelerate's default, which repeats samples at the end of an epoch) or "
+            "DataLoader(drop_last=True); or train inside accelerator.join_uneven_inputs([model], even_batches=False) "
+            "and leave it out here"
         )

@@ -21,6 +21,7 @@ from lightning_smp.precision import Fp8Precision
 from lightning_smp.saving import SmpCheckpoint
 from lightning_smp.strategy import SmpShardedStrategy
 from smp_core.fp8.recipe import Fp8Recipe
+from smp_core.joined import JoinedLoader
 
 for _name, _degree in (("smp_sharded", "auto"), ("smp_sharded_node", "node"), ("smp_sharded_world", "world")):
     if _name not in StrategyRegistry:
@@ -44,4 +45,12 @@ if "smp_sharded_fp8" not in StrategyRegistry:
 for _kind in (LightningModule, LightningDataModule):
     read_folders(_kind)
 
-__all__ = ["Fp8Monitor", "Fp8Precision", "Fp8Recipe", "SmpCheckpoint", "SmpMonitor", "SmpShardedStrategy"]
+__all__ = [
+    "Fp8Monitor",
+    "Fp8Precision",
+    "Fp8Recipe",
+    "JoinedLoader",
+    "SmpCheckpoint",
+    "SmpMonitor",
+    "SmpShardedStrategy",
+]

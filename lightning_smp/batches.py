@@ -10,7 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import CombinedLoader
 
+from smp_core.joined import JoinedLoader
 from smp_core.mesh import SmpMesh
 
 
@@ -25,6 +27,27 @@ def require_equal_training(trainer: Trainer) -> None:
     windows = min(counts) // (trainer.accumulate_grad_batches or 1)
     if len(set(counts)) > 1 and not 0 <= trainer.max_steps <= windows:
         raise _uneven("limit_train_batches", dict(enumerate(counts)))
+
+
+def require_joined_alone(trainer: Trainer, mesh: SmpMesh) -> None:
+    """Refuse a :class:`~smp_core.joined.JoinedLoader` where its weights would not reach the gradients.
+
+    Raises:
+        ValueError: it is one of several training loaders, or there are pipeline stages.
+    """
+    loaders = [] if trainer.train_dataloader is None else CombinedLoader(trainer.train_dataloader).flattened
+    if not any(isinstance(loader, JoinedLoader) for loader in loaders):
+        return
+    if not isinstance(trainer.train_dataloader, JoinedLoader):
+        raise ValueError(
+            "JoinedLoader is one of several training loaders, which all may end at different batches; zip them to one "
+            "iterable and give train_dataloader a JoinedLoader of that"
+        )
+    if mesh.pipeline_degree > 1:
+        raise ValueError(
+            "JoinedLoader with pipeline_parallel_degree > 1 is not built yet; give all ranks as many batches "
+            "(drop_last=True)"
+        )
 
 
 def require_equal_evaluation(limit: str, batches: Any, mesh: SmpMesh) -> None:

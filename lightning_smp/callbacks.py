@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from smp_core.job_figures import BYTES, DrawsTimeline, JobFigures, check_peak
+from smp_core.joined import JoinedLoader
 from smp_core.memory_log import KINDS
 from smp_core.memory_watch import WatchesMemory
 from smp_core.parallel_model import ParallelModel
@@ -181,8 +182,12 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._figures is not None
-        tokens = self._tokens_of_this_rank(trainer, batch)
-        self._figures.count(self._samples_of(batch), tokens, _loss_of(trainer, outputs))
+        loader = trainer.train_dataloader
+        if isinstance(loader, JoinedLoader) and loader.weight == 0:
+            self._figures.count(0, 0)  # it is repeated
+        else:
+            tokens = self._tokens_of_this_rank(trainer, batch)
+            self._figures.count(self._samples_of(batch), tokens, _loss_of(trainer, outputs))
         if trainer.global_step == self._booked_step:
             self._figures.enter("data")
             return

@@ -29,6 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from lightning_smp.due_validation import begins_with_it
 from smp_core.checkpoint.random_state import random_state, set_random_state
+from smp_core.joined import JoinedLoader
 
 logger = logging.getLogger("smp")
 
@@ -337,6 +338,9 @@ class Resume:
             logger.warning("%d batches are read and dropped: the data loader has no sampler to begin later", batches)
             for _ in range(batches):
                 next(fetcher)
+                for loader in loaders:
+                    if isinstance(loader, JoinedLoader):
+                        loader.begin_batch()
             fetcher.fetched -= batches  # Lightning adds them
         if at_epoch_start and self.random is not None:
             self._hold_until_fetched(loaders, samplers)

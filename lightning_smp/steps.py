@@ -20,9 +20,10 @@ from lightning_smp.due_validation import BeforeValidation
 from lightning_smp.pipeline import PipelinedSteps
 from lightning_smp.precision import adapt_precision
 from lightning_smp.processes import ProcessGroupStrategy
-from lightning_smp.resume import WindowStart
+from lightning_smp.resume import WindowStart, place_sampler
 from lightning_smp.sequences import SharedSequences
 from smp_core.config import SmpConfig
+from smp_core.joined import JoinedLoader
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.grad_norm import settle_nonfinite
@@ -96,6 +97,19 @@ class SteppingStrategy(ProcessGroupStrategy):
             return self._sequences.outputs(self._run_step(method, context, *args, **kwargs))
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        place_sampler(dataloader)
+        if isinstance(dataloader, JoinedLoader):
+            dataloader.meet()
+        return dataloader
+
+    @property
+    def joined(self) -> JoinedLoader | None:
+        """The training loader, where ranks may run out of batches before others."""
+        loader = self._trainer.train_dataloader
+        return loader if isinstance(loader, JoinedLoader) else None
+
+    @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch as Lightning does; where sequences are shared, return this rank's part of the first context
         peer's batch.
@@ -107,7 +121,10 @@ class SteppingStrategy(ProcessGroupStrategy):
         if self._pipelined is not None:
             self._pipelined.before_backward(last=not self._in_window)
         with self._sequences.active():
-            return super().backward(self._sequences.weighted(closure_loss), *args, **kwargs)
+            loss = self._sequences.weighted(closure_loss)
+            if self.joined is not None:
+                loss = loss * self.joined.weight
+            return super().backward(loss, *args, **kwargs)
 
     def full_sequence(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Gather the unsplit sequence of a tensor that has this rank's tokens along ``dim``, inside a step. Collective;

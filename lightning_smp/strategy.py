@@ -33,7 +33,7 @@ from typing_extensions import override
 from lightning_smp import checkpoints
 from lightning_smp.averaging import make_averages, take_over_callbacks
 from lightning_smp.background import BackgroundSaves
-from lightning_smp.batches import require_equal_training
+from lightning_smp.batches import require_equal_training, require_joined_alone
 from lightning_smp.due_validation import begin_with_it, is_lacking
 from lightning_smp.exception_saves import take_over_exception_saves
 from lightning_smp.knobs import list_knobs, read_config
@@ -41,7 +41,7 @@ from lightning_smp.loading import FP8_STATE, Loading, NothingSaved, nothing_save
 from lightning_smp.memory import IN_MEMORY, KeepsInMemory
 from lightning_smp.pipeline import PipelinedSteps, check_module
 from lightning_smp.preemption import LeavesWhenTold
-from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state, place_sampler
+from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state
 from lightning_smp.sequences import SharedSequences
 from lightning_smp.sharding import check_layer_sync, is_sharded, keeping_what_is_sharded, reattach, shard, with_recipe
 from lightning_smp.steps import SteppingStrategy
@@ -250,13 +250,9 @@ class SmpShardedStrategy(SteppingStrategy):
     # The place in the data, and the save in flight
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        place_sampler(dataloader)
-        return dataloader
-
-    @override
     def on_train_start(self) -> None:
         require_equal_training(self._trainer)
+        require_joined_alone(self._trainer, self.mesh)
         if self.resume is not None:
             assert self.lightning_module is not None
             self.resume.on_train_start(self.lightning_module.trainer)
@@ -267,6 +263,8 @@ class SmpShardedStrategy(SteppingStrategy):
         if self.resume is not None:
             self.resume.on_train_batch_start()
             self.resume = None
+        if self.joined is not None:
+            self.joined.begin_batch()
         if not self.window.is_open:
             assert self.lightning_module is not None
             self._window_start = WindowStart.here(self.lightning_module.trainer, self._loaders)
