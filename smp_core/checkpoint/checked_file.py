@@ -1,8 +1,11 @@
 """The check of bytes while they are read: a file is divided into blocks, each with a digest in the index.
 
-A whole block is read straight into its target, in pieces that are hashed while they are in the processor's cache. Of a
-block that is only wanted in part all is read, into a buffer that the next read begins with: the slices of a rank lie
-one behind the other, so that every byte comes from the disk once.
+Bytes are read straight into their targets, in pieces that are hashed while they are in the processor's cache. The
+slices of a rank lie one behind the other, so that a block that one read has begun is hashed on by the next one, and
+every byte comes from the disk once. What nobody wants of a block is read as well, into a small buffer.
+
+So a block may be compared with its digest after its first bytes have been handed out: nothing that was read may be used
+before :meth:`CheckedFile.finish` has returned.
 """
 
 from __future__ import annotations
@@ -31,62 +34,57 @@ class CheckedFile(RangeFile):
         self.digests = digests
         self.block = block
         self.bytes = file.bytes
-        self._kept = -1  # the number of the block in the buffer
-        self._buffer = memoryview(b"")
+        self._piece = file.request_bytes or _PIECE_BYTES
+        self._digest = xxhash.xxh3_64()  # of the block in progress, from its beginning
+        self._start = 0  # of that block
+        self._position = 0  # behind the last byte that was hashed
+        self._unwanted = memoryview(b"")
 
     def read_into(self, begin: int, target: memoryview) -> None:
-        end, position = begin + len(target), begin
-        while position < end:
-            number = position // self.block
-            start, stop = number * self.block, min((number + 1) * self.block, self.bytes)
-            if stop <= position:
-                raise CheckpointError(f"{self.where} is cut short: it ends at byte {stop}, more was expected")
-            if position == start and stop <= end and number != self._kept:
-                position = self._whole_blocks(number, begin, target)
-                continue
-            upto = min(stop, end)
-            target[position - begin : upto - begin] = self._part(number, start, stop)[position - start : upto - start]
-            position = upto
+        if begin + len(target) > self.bytes:
+            raise CheckpointError(f"{self.where} is cut short: it ends at byte {self.bytes}, more was expected")
+        if not self._position <= begin < self._start + self.block:
+            self.finish()
+            self._start = self._position = begin - begin % self.block
+        self._skip(begin)
+        self._read(target)
 
-    def _whole_blocks(self, number: int, begin: int, target: memoryview) -> int:
-        """Read a block into its place, or as many as one request takes; return the position behind them."""
-        start, end = number * self.block, min(begin + len(target), self.bytes)
-        stop = min(start + max(self.file.request_bytes, self.block), end)
-        if stop < self.bytes:
-            stop -= stop % self.block
-        if not self.file.request_bytes:
-            self._read_block(number, start, target[start - begin : stop - begin])
-            return stop
-        self.file.read_into(start, target[start - begin : stop - begin])
-        for position in range(start, stop, self.block):
-            upto = min(position + self.block, stop)
-            self._check(position // self.block, target[position - begin : upto - begin])
-        return stop
+    def finish(self) -> None:
+        """Check the block in progress, all of it.
 
-    def _part(self, number: int, start: int, stop: int) -> memoryview:
-        if number != self._kept:
-            if not len(self._buffer):
-                self._buffer = memoryview(bytearray(min(self.block, self.bytes)))
-            self._kept = -1
-            self._read_block(number, start, self._buffer[: stop - start])
-            self._kept = number
-        return self._buffer
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        if self._position > self._start:
+            self._skip(min(self._start + self.block, self.bytes))
 
-    def _read_block(self, number: int, start: int, target: memoryview) -> None:
-        digest, piece = xxhash.xxh3_64(), self.file.request_bytes or _PIECE_BYTES
-        for begin in range(0, len(target), piece):
-            part = target[begin : begin + piece]
-            self.file.read_into(start + begin, part)
-            digest.update(part)
-        self._compare(number, digest.hexdigest())
+    def _skip(self, upto: int) -> None:
+        if self._position < upto and not len(self._unwanted):
+            self._unwanted = memoryview(bytearray(min(self._piece, self.block, self.bytes)))
+        while self._position < upto:
+            self._read(self._unwanted[: upto - self._position])
 
-    def _check(self, number: int, data: memoryview) -> None:
-        self._compare(number, xxhash.xxh3_64_hexdigest(data))
+    def _read(self, target: memoryview) -> None:
+        """Read and hash what comes next."""
+        for begin in range(0, len(target), self._piece):
+            piece = target[begin : begin + self._piece]
+            self.file.read_into(self._position, piece)
+            while len(piece):
+                stop = min(self._start + self.block, self.bytes)
+                part = piece[: stop - self._position]
+                self._digest.update(part)
+                self._position += len(part)
+                if self._position == stop:
+                    self._compare()
+                piece = piece[len(part) :]
 
-    def _compare(self, number: int, digest: str) -> None:
-        if digest != self.digests[number * BLOCK_DIGITS : (number + 1) * BLOCK_DIGITS]:
-            first = number * self.block
-            raise CheckpointError(f"{self.where} is damaged: its bytes from {first} on do not fit their digest")
+    def _compare(self) -> None:
+        """Compare the block in progress, which is complete, and begin with the next one."""
+        number = self._start // self.block
+        if self._digest.hexdigest() != self.digests[number * BLOCK_DIGITS : (number + 1) * BLOCK_DIGITS]:
+            raise CheckpointError(f"{self.where} is damaged: its bytes from {self._start} on do not fit their digest")
+        self._digest.reset()
+        self._start = self._position
 
     def close(self) -> None:
         """Close the file."""

@@ -11,18 +11,25 @@ from smp_core.checkpoint.tensor_file import TensorFile
 
 
 class TensorFiles:
-    """The open tensor files of a checkpoint, each opened once."""
+    """The open tensor files of a checkpoint, each opened once. What was read is for use when the ``with`` block has
+    ended: the last bytes are checked there.
+    """
 
     def __init__(self, opened: OpenCheckpoint) -> None:
         self.opened = opened
         self.files: dict[str, TensorFile] = {}
+        self._checked: list[CheckedFile] = []
 
     def __enter__(self) -> TensorFiles:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        for file in self.files.values():
-            file.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            for checked in self._checked if error is None else ():
+                checked.finish()
+        finally:
+            for file in self.files.values():
+                file.close()
 
     def get(self, name: str) -> TensorFile:
         """Open a tensor file, or return the open one."""
@@ -35,7 +42,8 @@ class TensorFiles:
                 raise
             index = self.opened.index
             if self.opened.check_bytes and name in index.blocks:
-                file.file = CheckedFile(file.file, file.where, index.blocks[name], index.block_bytes)
+                file.file = checked = CheckedFile(file.file, file.where, index.blocks[name], index.block_bytes)
+                self._checked.append(checked)
         return self.files[name]
 
     def unsharded(self, name: str) -> torch.Tensor:
