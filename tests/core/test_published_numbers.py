@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -193,3 +194,24 @@ def test_the_cost_of_noting_is_that_of_the_result() -> None:
     said = f"{found['difference_ms']:.2f} +- {found['uncertainty_ms']:.2f} ms of the main thread"
     text = page("docs/ranks.md")
     assert said in text and f"{found['share_of_50_ms']:.1%}".replace("%", " %") in text
+
+
+def test_the_tests_that_promises_name_are_there() -> None:
+    table = page("docs/checkpoints.md").split("| fault | promise | test |")[1].split("\n\n")[0]
+    named = [row.rpartition(" | ")[2] for row in table.splitlines()[2:]]
+    assert len(named) > 20
+    for test, places in (found for row in named for found in re.findall(r"(test_\w+)(?: \(([\w/, ]+)\))?", row)):
+        for place in (places or "tests/core/checkpoint").split(", "):
+            assert Path(ROOT, place, f"{test}.py").is_file(), f"{test} is not in {place}"
+
+
+def test_the_cost_of_a_check_of_every_byte_is_that_of_the_result() -> None:
+    found = result("checkpoint-checked")["results"][0]["check"]
+    quartiles = {
+        kind: [f"{value:.2f}" for value in statistics.quantiles(checked / unchecked for checked, unchecked in pairs)]
+        for kind, pairs in found.items()
+    }
+    low, middle, high = quartiles["seconds"]
+    text = " ".join(page("docs/checkpoints.md").split())
+    assert f"took {middle} times as long as that ({low} to {high} in the middle half of 40 pairs" in text
+    assert quartiles["processor seconds"][1] == middle, "as much in processor time"
