@@ -340,4 +340,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2_lora": _lora("gpt2", ["c_attn", "c_proj", "c_fc"]),
     "glm": _causal("Glm", head_dim=8, attention_dropout=0.0),
 }
-PLANS: dict[str, Any] = {"plain": GLOBS, "encoder": ENCODER_GLOBS, "strange": "infer"}
+PLANS: dict[str, Any] = {
+    **dict.fromkeys(("plain", "halved", "first_frozen", "last_frozen"), GLOBS),
+    "encoder": ENCODER_GLOBS,
+    "strange": "infer",
+}

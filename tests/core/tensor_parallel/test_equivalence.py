@@ -111,7 +111,8 @@ def test_adapters_train_like_one_process_on_more_layouts() -> None:
 # (tensor, shard, replicas), and (tokens split, micro-batches, recomputation): every two of these together.
 LAYOUTS = [(2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1), (2, 2, 2), (4, 1, 2), (4, 2, 1)]
 PAIRS = [(True, 1, "none"), (True, 3, "full"), (False, 1, "full"), (False, 3, "none")]
-KINDS = [kind for kind in MODELS if "_deep" not in kind]
+# But for those whose blocks look at several tokens, outside of attention: pipeline stages train them.
+KINDS = [kind for kind in MODELS if "_deep" not in kind and kind not in ("routing", "odd")]
 
 
 @pytest.mark.slow
