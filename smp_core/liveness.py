@@ -39,7 +39,8 @@ T = TypeVar("T")
 _GOODBYES = 20
 _UNEVEN = (
     "a rank that runs out of batches goes on to something else, and the others wait for it. Give every rank the same "
-    "number of batches (DistributedSampler, drop_last=True, limit_train_batches), and let all ranks make the same calls"
+    "number of batches (DistributedSampler, drop_last=True, limit_train_batches), or join them (JoinedLoader under "
+    "Lightning, join_uneven_inputs under Accelerate), and let all ranks make the same calls"
 )
 # Intervals between two looks that keepers take by themselves: a rank that gives no sign in between is lost.
 _LOOK_EVERY = 40
