@@ -37,14 +37,12 @@ from lightning_smp.memory import KeepsInMemory
 from lightning_smp.resume import Resume
 from lightning_smp.steps import SteppingStrategy
 from smp_core.averaging import fill
-from smp_core.checkpoint import (
-    CheckpointError,
-    find_checkpoints,
-    first_undamaged,
-)
+from smp_core.checkpoint import CheckpointError, find_checkpoints
 from smp_core.checkpoint.lazy_state import Unread, as_it_lies
+from smp_core.checkpoint.opening import OpenCheckpoint
 from smp_core.checkpoint.random_state import resumed_random_state
 from smp_core.checkpoint.ranks import Ranks
+from smp_core.checkpoint.root import open_first_undamaged
 from smp_core.checkpoint.torch_file import check_torch_file, step_of_file
 from smp_core.module_names import clean_name
 from smp_core.parallel_model import ParallelModel
@@ -74,9 +72,9 @@ class Loading:
     def __init__(
         self, strategy: SteppingStrategy, path: Any, weights_only: bool | None, memory: KeepsInMemory | None
     ) -> None:
-        verify = strategy.config.checkpoint.verify
-        if _means_newest(strategy, path):
-            path, verify = _newest(strategy, path, verify, memory), "sizes"
+        verify, is_checked = strategy.config.checkpoint.verify, _means_newest(strategy, path)
+        if is_checked:
+            path = _newest(strategy, path, verify, memory)
         if memory is not None:
             memory.begins_from(path)
         self.path = os.fspath(path)
@@ -84,14 +82,15 @@ class Loading:
         assert module is not None
         self._source: CheckpointFolder | CheckpointFile
         if os.path.isfile(path):
-            if verify != "sizes" and zipfile.is_zipfile(path):  # torch.load does not compare its checksums
+            # torch.load does not compare its checksums.
+            if verify != "sizes" and not is_checked and zipfile.is_zipfile(path):
                 Ranks().on_first(f"{path} was not loaded", lambda: check_torch_file(path))
             self._source = CheckpointFile(path, strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
         else:
             self._source = CheckpointFolder(path, verify, module)
         self.content = self._source.content
         if module.trainer.state.fn == TrainerFn.FITTING:
-            _check_complete(self.content, path)
+            _check_complete(self.content, self.path)
         self._given = as_it_lies(self.content["state_dict"])  # unless averages were saved: averaging.py
         self._strict = True
 
@@ -265,8 +264,8 @@ def _newest(strategy: SteppingStrategy, path: Any, verify: str, memory: KeepsInM
     return memory.newest(path, lambda: _newest_undamaged(strategy, path, verify))
 
 
-def _newest_undamaged(strategy: SteppingStrategy, path: Any, verify: str) -> str:
-    """Return ``path`` or, where that is broken, the newest unbroken checkpoint in its folder. Collective."""
+def _newest_undamaged(strategy: SteppingStrategy, path: Any, verify: str) -> OpenCheckpoint | str:
+    """Return ``path`` or, where that is broken, the newest unbroken checkpoint in its folder, open. Collective."""
     assert strategy.lightning_module is not None
     at_exceptions = [os.path.abspath(each) for each in exception_checkpoints(strategy.lightning_module.trainer)]
 
@@ -279,7 +278,7 @@ def _newest_undamaged(strategy: SteppingStrategy, path: Any, verify: str) -> str
         return list({os.path.realpath(each): each for each in reversed(found)}.values())[::-1]
 
     ordered = Ranks().on_first(f"{path} was not loaded", candidates)
-    return first_undamaged(ordered, verify)
+    return open_first_undamaged(ordered, verify)
 
 
 def _others(path: Any) -> list[str]:

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from smp_core.checkpoint.addresses import is_address
-from smp_core.checkpoint.memory_records import MemoryCheckpoint
+from smp_core.checkpoint.opening import OpenCheckpoint
 from smp_core.config import SmpConfig
 from smp_core.engine import memory_tier
 from smp_core.topology import Topology
@@ -40,7 +40,7 @@ class KeepsInMemory(Callback):
 
     # The start
 
-    def newest(self, path: Any, on_disk: Callable[[], str]) -> MemoryCheckpoint | str:
+    def newest(self, path: Any, on_disk: Callable[[], OpenCheckpoint | str]) -> OpenCheckpoint | str:
         """Return the newest of memory and disk, and begin with it. Collective.
 
         Args:
@@ -50,7 +50,7 @@ class KeepsInMemory(Callback):
         """
         newest = self.tier.newest(on_disk, in_folder=_folder_of(path) == _folder_of(self._place))
         assert newest is not None
-        return newest
+        return cast("OpenCheckpoint | str", newest)
 
     def begins_from(self, path: Any) -> None:
         """Note that the run begins from ``path``, or from nothing, unless it goes on from memory. Collective."""

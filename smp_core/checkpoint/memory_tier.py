@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -31,7 +31,7 @@ from smp_core.compat import collective_timeout
 logger = logging.getLogger("smp")
 
 _LAYOUT, _SEEN = "ranks", "on_disk"  # in a record's metadata
-P = TypeVar("P", str, "os.PathLike[str]")
+P = TypeVar("P")  # a path, or what is open there
 
 
 class MemoryTier:
@@ -138,6 +138,7 @@ class MemoryTier:
         what = "the newest checkpoint was not found"
         if found is not None and in_folder and self._ranks.on_first(what, lambda: self._is_newest(found)):
             return self.take(found)
+        path: Any
         try:
             path = on_disk()
         except CheckpointError:
@@ -145,11 +146,11 @@ class MemoryTier:
                 raise
             path = None  # all on disk are broken, which has been said
         around = path is not None and self._inside
-        there = join(path, self._inside) if around else path  # type: ignore[arg-type]
+        there = join(path, self._inside) if around else path
         if found is not None and self._ranks.on_first(what, lambda: _is_newer(found, there, in_folder)):
             return self.take(found)
         self.leave("" if path is None else os.fspath(path))
-        return path
+        return cast("P | None", path)
 
     def _is_newest(self, found: Found) -> bool:
         """Tell whether no checkpoint on disk is newer than a state; on rank 0."""

@@ -21,7 +21,7 @@ from smp_core.checkpoint.addresses import is_address, local_path, open_folder, r
 from smp_core.checkpoint.file_system import fsync_directory, new_save_id
 from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREFIX, CheckpointError
 from smp_core.checkpoint.leftovers import own_name
-from smp_core.checkpoint.opening import open_checkpoint
+from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.torch_file import check_torch_file
 from smp_core.checkpoint.untrusted import NoSuchFolder, is_plain
@@ -195,13 +195,26 @@ def first_undamaged(
     Raises:
         CheckpointError: none of them is complete; the message says what is wrong with the first.
     """
+    return os.fspath(open_first_undamaged(paths, verify, process_group))
+
+
+def open_first_undamaged(
+    paths: Sequence[str | os.PathLike[str]],
+    verify: str | None = "auto",
+    process_group: dist.ProcessGroup | None = None,
+) -> OpenCheckpoint | str:
+    """Return what :func:`first_undamaged` finds, open, so that it is what is loaded then, and is not checked again; the
+    path of a single file. Collective.
+    """
     ranks = Ranks(process_group)
     problems: list[str] = []
     for path in paths:
         where = os.fspath(path)
         try:
+            found: OpenCheckpoint | str = where
             if is_address(where) or not os.path.isfile(where):
-                open_checked(where, verify, ranks, "BROKEN CHECKPOINT SKIPPED")
+                found = open_checked(where, verify, ranks, "BROKEN CHECKPOINT SKIPPED")
+                found.agreed = True
             else:
                 ranks.on_first("BROKEN CHECKPOINT SKIPPED", lambda where=where: check_torch_file(where))  # type: ignore[misc]
         except CheckpointError as error:
@@ -211,7 +224,7 @@ def first_undamaged(
             continue
         if problems and ranks.rank == 0:
             logger.warning("GOING ON FROM %s INSTEAD, which is older", where)
-        return where
+        return found
     raise CheckpointError(f"no whole checkpoint is left of {len(paths)}: {problems[0] if problems else 'none given'}")
 
 

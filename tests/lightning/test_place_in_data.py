@@ -238,6 +238,25 @@ def uncut(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return together(fit_keeping, str(tmp_path_factory.mktemp("uncut")), None, {}, ranks=2)[0]
 
 
+def refused_with_a_flipped_bit(folder: str) -> list[str]:
+    fit_keeping(folder, None, {}, max_epochs=2)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Damage.bit(Path(folder))
+    dist.barrier()
+    errors = []
+    for path in ("last", f"{folder}/step=10.ckpt"):
+        with pytest.raises(CheckpointError) as raised:
+            fit_keeping(folder, path, {})
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_no_flipped_bit_is_gone_on_from_at_default_settings(tmp_path: Path) -> None:
+    for errors in run_ranks(refused_with_a_flipped_bit, 2, str(tmp_path)):
+        assert all("is damaged: its bytes from" in error for error in errors), errors
+
+
 @pytest.mark.parametrize(
     "damage, knobs, skipped",
     [
