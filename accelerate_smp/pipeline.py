@@ -24,7 +24,7 @@ from smp_core.layout import DATA, Layout
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
 from smp_core.pipeline.results import loss_of, mean_of
-from smp_core.pipeline.schedule import Within
+from smp_core.pipeline.step import Within
 from smp_core.sharding.grad_scaler import scale_in_stages
 
 _NAME = "a function under @accelerator.pipeline_step"

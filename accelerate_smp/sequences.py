@@ -27,7 +27,7 @@ from smp_core.context_parallel.batch import BatchLayout
 from smp_core.context_parallel.transformers_models import shifts_labels
 from smp_core.layout import DATA, Ranks
 from smp_core.parallel_model import ParallelModel
-from smp_core.pipeline.schedule import Within
+from smp_core.pipeline.step import Within
 from smp_core.whereabouts import here
 
 

@@ -43,9 +43,15 @@ from smp_core.config import SmpConfig
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
 from smp_core.parallelize import parallelize_model
+from smp_core.pipeline import tied
+from smp_core.pipeline.batches import SameBatches
+from smp_core.pipeline.messages import Format
+from smp_core.pipeline.randomness import StepSeeds
+from smp_core.planning.chain_recording import with_chain
 from smp_core.planning.decide import Plan, decide
 from smp_core.planning.dry_run import RUN_KINDS, DryRun, Question
 from smp_core.planning.model_source import Source, build
+from smp_core.planning.pipeline_rules import Stages
 from smp_core.planning.shapes import Shapes
 from smp_core.planning.trace import scores_kept
 from smp_core.sharding.accumulation import AccumulationWindow
@@ -82,10 +88,16 @@ class _Rank:
     allocated: dict[int, str]
 
     def step(self) -> None:
-        question = self.question
-        for number in range(question.count):
-            with self.parallel.window.accumulate(number < question.count - 1):
-                self.source.loss(question.micro_batch, question.sequence).backward()
+        question, pipeline, window = self.question, self.parallel.pipeline, self.parallel.window
+        loss = partial(self.source.loss, question.micro_batch, question.sequence)
+        if pipeline is not None:
+            for _ in range(question.count // pipeline.micro_batches):
+                pipeline.train([loss] * pipeline.micro_batches, lambda loss: loss, 1.0, None)
+            window.close()
+        else:
+            for number in range(question.count):
+                with window.accumulate(number < question.count - 1):
+                    loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -157,15 +169,16 @@ class _Rank:
 
 
 def rehearse(question: Question) -> DryRun:
-    """Run a configuration in this process, which gets a process group of its own.
+    """Run a configuration in this process, which gets process groups of its own: as rank 0, and with pipeline stages
+    as the first rank of each stage of which no earlier one takes as much memory, in turn.
 
     Raises:
         ValueError: knobs or a model that cannot be run.
     """
     asked = SmpConfig(**question.knobs)
-    for knob in ("context_parallel_degree", "pipeline_parallel_degree"):
-        if getattr(asked, knob) > 1:
-            raise ValueError(f"{knob}={getattr(asked, knob)}: a dry run has no such groups yet; leave --dry-run out")
+    if asked.context_parallel_degree > 1:
+        degree = asked.context_parallel_degree
+        raise ValueError(f"context_parallel_degree={degree}: a dry run has no such groups yet; leave --dry-run out")
     if asked.fp8 is not None:
         raise ValueError("fp8: a dry run has no FP8 yet; leave --dry-run out")
     if question.optimizer not in _OPTIMIZERS:
@@ -173,17 +186,33 @@ def rehearse(question: Question) -> DryRun:
             f"optimizer={question.optimizer!r}: a dry run steps optimizers of torch: {', '.join(_OPTIMIZERS)}; "
             "plan with one of them that keeps as many states, or leave --dry-run out"
         )
-    hardware, began = question.hardware, time.process_time()
-    dist.init_process_group("fake", rank=0, world_size=hardware.devices)
+    formats: list[Format] = []
+    first, stages = _as_first_of(0, question, asked, formats)
+    others = [] if stages is None else [_as_first_of(n, question, asked, formats)[0] for n in stages.unlike[1:]]
+    return replace(first, others=tuple(others))
+
+
+def _as_first_of(
+    stage: int, question: Question, asked: SmpConfig, formats: list[Format]
+) -> tuple[DryRun, Stages | None]:
+    """Run as the first rank of a stage; return the stages, too.
+
+    Args:
+        formats: of what stages send, which the first notes for the others.
+    """
+    devices, began = question.hardware.devices, time.process_time()
+    dist.init_process_group("fake", rank=stage * devices // asked.pipeline_parallel_degree, world_size=devices)
     before = torch.get_default_dtype()
     try:
-        return replace(_rehearsed(question, asked), seconds=time.process_time() - began)
+        with _told_by_stages(formats):
+            found, stages = _rehearsed(question, asked)
+        return replace(found, stage=stage, seconds=time.process_time() - began), stages
     finally:
         torch.set_default_dtype(before)
         dist.destroy_process_group()
 
 
-def _rehearsed(question: Question, asked: SmpConfig) -> DryRun:
+def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | None]:
     hardware = question.hardware
     allocated: dict[int, str] = {}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -191,14 +220,23 @@ def _rehearsed(question: Question, asked: SmpConfig) -> DryRun:
         with fake:
             torch.set_default_dtype(torch.float32 if question.precision == "mixed" else torch.bfloat16)
             source = build(question.model, question.sequence, question.fields)
-            plan = decide(Shapes.of(source.model, asked, source.entry), asked, hardware.cluster())
+            shapes = Shapes.of(source.model, asked, source.entry)
+            if asked.pipeline_parallel_degree > 1:
+                shapes = with_chain(shapes, source.model)
+            plan = decide(shapes, asked, hardware.cluster())
+        in_stages = plan.knobs.pipeline.microbatches
+        if plan.stages is not None and isinstance(in_stages, int) and question.count % in_stages:
+            raise ValueError(
+                f"{question.count} micro-batches are no whole number of batches, of which each goes through the stages "
+                f"in pipeline.microbatches={in_stages}"
+            )
         mesh = _mesh_of(plan, question)  # of real tensors
         with fake:
             parallel = parallelize_model(source.model, mesh, plan)
             optimizer = _OPTIMIZERS[question.optimizer](parallel.module.parameters())
             parallel.prepare_optimizer(optimizer)
             rank = _Rank(source, parallel, optimizer, question, allocated)
-            return _watched(rank, hardware.devices)
+            return _watched(rank, hardware.devices), plan.stages
 
 
 def _watched(rank: _Rank, ranks: int) -> DryRun:
@@ -237,23 +275,27 @@ def _mesh_of(plan: Plan, question: Question) -> SmpMesh:
 @contextlib.contextmanager
 def _real_meshes() -> Iterator[None]:
     """Let meshes that are made on the way be made of real tensors: their ranks are values."""
-    secondary = SmpMesh.secondary
+    secondary, holders = SmpMesh.secondary, SmpMesh.holders
     concatenate = DeviceMesh._concatenate  # of fully_shard on a model that is split already; it looks at ranks
 
     def real_secondary(self: SmpMesh, degree: int) -> DeviceMesh:
         with unset_fake_temporarily():
             return secondary(self, degree)
 
+    def real_holders(self: SmpMesh) -> list[DeviceMesh]:
+        with unset_fake_temporarily():
+            return holders(self)
+
     def real_concatenate(*args: Any, **kwargs: Any) -> DeviceMesh:
         with unset_fake_temporarily():
             return concatenate(*args, **kwargs)
 
-    SmpMesh.secondary = real_secondary  # type: ignore[method-assign]
+    SmpMesh.secondary, SmpMesh.holders = real_secondary, real_holders  # type: ignore[method-assign]
     DeviceMesh._concatenate = staticmethod(real_concatenate)  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        SmpMesh.secondary = secondary  # type: ignore[method-assign]
+        SmpMesh.secondary, SmpMesh.holders = secondary, holders  # type: ignore[method-assign]
         DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign,assignment]
 
 
@@ -293,6 +335,30 @@ def _undivided() -> Iterator[None]:
         Told.divergence = divergence  # type: ignore[method-assign]
         TensorAxis.holds_alike = holds_alike  # type: ignore[method-assign]
         randomness.own_random = own_random
+
+
+@contextlib.contextmanager
+def _told_by_stages(formats: list[Format]) -> Iterator[None]:
+    """Let a pipeline stage be told what others would tell it: that they begin the same batch, and the form of what
+    arrives, which is that of all activations between blocks."""
+    begin, draw, encoded, decoded = SameBatches.begin, StepSeeds.draw, Format.encoded, Format.decoded
+    is_received = tied.is_received
+
+    def noting(self: Format, device: torch.device) -> torch.Tensor:
+        formats.append(self)
+        return encoded(self, device)
+
+    SameBatches.begin = lambda *_: ("a batch", 0)  # type: ignore[method-assign]
+    StepSeeds.draw = lambda _: 0  # type: ignore[method-assign,assignment,misc]
+    Format.encoded = noting  # type: ignore[method-assign]
+    Format.decoded = staticmethod(lambda _: formats[0])  # type: ignore[method-assign,assignment]
+    tied.is_received = lambda _: True  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        SameBatches.begin, StepSeeds.draw = begin, draw  # type: ignore[method-assign]
+        Format.encoded, Format.decoded = encoded, decoded  # type: ignore[method-assign]
+        tied.is_received = is_received
 
 
 @contextlib.contextmanager

@@ -113,6 +113,12 @@ class SmpMesh:
             [across, held], self.device.type, mesh=grid, mesh_dim_names=("across", "secondary")
         )
 
+    def holders(self) -> list[DeviceMesh]:
+        """Return each pipeline stage's first partition group as a mesh, whose ranks say to whom a parameter belongs; no
+        collective is called on it. Collective over the world."""
+        partitions = [self.layout.ranks(first, *PARTITION) for first in self.layout.ranks(0, "pipeline")]
+        return [DeviceMesh(self.device.type, torch.tensor(ranks), mesh_dim_names=("shard",)) for ranks in partitions]
+
     def between_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
         """Return the ranks of some pipeline stages that differ from this one in their stage only; None if this rank's
         stage is none of them. Collective over the world at its first use."""

@@ -14,13 +14,12 @@ from smp_core.planning.schedules import Step
 Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 """(chunk, micro-batch, activation of the chunk before) -> this chunk's; of the last chunk the loss."""
 
-
-Within = Callable[[int], AbstractContextManager[None]]
-"""micro-batch -> what its forward and backward computations run in."""
+Around = Callable[[Step], AbstractContextManager[None]]
+"""A computation -> what it runs in."""
 
 
 def run(
-    steps: list[Step], forward: Forward, messages: Messages, times: StageTimes, within: Within = lambda _: nullcontext()
+    steps: list[Step], forward: Forward, messages: Messages, times: StageTimes, around: Around = lambda _: nullcontext()
 ) -> None:
     """Take a step's micro-batches through one stage.
 
@@ -28,7 +27,7 @@ def run(
         steps: this stage's, of :func:`smp_core.planning.schedules.with_messages`.
         forward: of one chunk and micro-batch.
         times: told of every computation.
-        within: entered around a micro-batch's computations.
+        around: entered around every computation.
     """
     arriving: dict[tuple[bool, int, int], Pending] = {}  # by what gave it
     taken: dict[tuple[int, int], torch.Tensor | None] = {}
@@ -52,12 +51,12 @@ def run(
         elif step.is_forward:
             arrived = arriving.pop((True, step.chunk - 1, step.micro_batch), None)
             taken[place] = None if arrived is None else arrived.wait()
-            with times.computing("forward", *place), within(step.micro_batch):
+            with times.computing("forward", *place), around(step):
                 given[place] = forward(step.chunk, step.micro_batch, taken[place])
         else:
             arrived = arriving.pop((False, step.chunk + 1, step.micro_batch), None)
             gradient = None if arrived is None else arrived.wait()
-            with times.computing("backward", *place), within(step.micro_batch):
+            with times.computing("backward", *place), around(step):
                 gradients[place] = backward(taken.pop(place), given.pop(place), gradient)
     messages.finish()
 

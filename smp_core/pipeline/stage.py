@@ -53,7 +53,7 @@ def leave_out_other_stages(model: nn.Module, mesh: SmpMesh, stages: Stages) -> N
     """Put a DTensor of which this rank has nothing in the place of every parameter of another stage. Collective over
     the world; before anything is sharded.
     """
-    meshes = _meshes(mesh)
+    meshes = mesh.holders()
     own = stages.owned(mesh.stage)
     names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
     absent: dict[nn.Parameter, nn.Parameter] = {}
@@ -65,14 +65,6 @@ def leave_out_other_stages(model: nn.Module, mesh: SmpMesh, stages: Stages) -> N
                 owner = stages.owners[names[parameter]][0]
                 absent[parameter] = _absent(parameter, meshes[owner])
             setattr(module, name, absent[parameter])
-
-
-def _meshes(mesh: SmpMesh) -> list[DeviceMesh]:
-    """Return each stage's first partition group as a mesh. Its ranks say to whom a parameter belongs; no collective is
-    called on it."""
-    firsts = [column for column in mesh.layout.ranks(0, "pipeline")]
-    partitions = [mesh.layout.ranks(first, "shard", "context") for first in firsts]
-    return [DeviceMesh(mesh.device.type, torch.tensor(ranks), mesh_dim_names=("shard",)) for ranks in partitions]
 
 
 def _absent(parameter: nn.Parameter, owners: DeviceMesh) -> nn.Parameter:

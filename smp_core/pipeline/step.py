@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -17,21 +18,24 @@ from smp_core.mesh import SmpMesh
 from smp_core.pipeline.batches import SameBatches
 from smp_core.pipeline.messages import Messages
 from smp_core.pipeline.randomness import StepSeeds
-from smp_core.pipeline.schedule import Within, run
+from smp_core.pipeline.schedule import run
 from smp_core.pipeline.stage import Stage, StageDone
 from smp_core.pipeline.times import StageTimes
 from smp_core.planning.pipeline_rules import Stages
-from smp_core.planning.schedules import computations, forward_only, with_messages
+from smp_core.planning.schedules import Step, computations, forward_only, with_messages
 from smp_core.recipes import Pipeline as Recipe
 from smp_core.stepped import model_parameter
 from smp_core.whereabouts import here
+
+Within = Callable[[int], AbstractContextManager[None]]
+"""micro-batch -> what its forward and backward computations run in."""
 
 
 class Window(Protocol):
     """The interface of what holds a step's gradients."""
 
-    def accumulate(self) -> AbstractContextManager[None]: ...
-    def take_part(self) -> None: ...
+    def batch_in_stages(self) -> AbstractContextManager[None]: ...
+    def passing_by(self, parameters: Container[str]) -> AbstractContextManager[None]: ...
 
 
 class Pipeline:
@@ -76,6 +80,9 @@ class Pipeline:
         evaluation = [forward_only(stages.count, stage, stages.n_chunks) for stage in columns]
         self._training = with_messages(training, stages.n_chunks)[mesh.stage]
         self._evaluation = with_messages(evaluation, stages.n_chunks)[mesh.stage]
+        own = stages.chunks(mesh.stage)
+        others = {chunk: [stages.used(other) for other in own if other != chunk] for chunk in own}
+        self._used_elsewhere = {chunk: frozenset().union(*used) - stages.used(chunk) for chunk, used in others.items()}
         names = {name: parameter for name, parameter in model.named_parameters()}
         self._counted_elsewhere = {names[name] for name in stages.tied if mesh.stage > 0}
 
@@ -114,10 +121,18 @@ class Pipeline:
                 results[-1] = map_tensors(results[-1], torch.Tensor.detach)
             return given
 
+        @contextlib.contextmanager
+        def around(step: Step) -> Iterator[None]:
+            window = self._window()
+            with (
+                within(step.micro_batch),
+                nullcontext() if step.is_forward else window.passing_by(self._used_elsewhere[step.chunk]),
+            ):
+                yield
+
         self._messages.begin((True, key))
-        with self._window().accumulate(), self._seeds.during_step(seed), self.times.batch():
-            run(self._training, forward, self._messages, self.times, within)
-        self._window().take_part()
+        with self._window().batch_in_stages(), self._seeds.during_step(seed), self.times.batch():
+            run(self._training, forward, self._messages, self.times, around)
         return results
 
     def evaluate(self, call: Callable[[], Any], batch: Any) -> Any:

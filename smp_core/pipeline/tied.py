@@ -79,12 +79,17 @@ class TiedGradients:
         dist.all_reduce(sent, group=self._group)
         if is_master:  # the other stage's parts of these elements may have come to other replicas
             dist.all_reduce(sent, group=self._replicas)
-        if not bool(sent[-1] > 0):  # neither stage has one
+        if not is_received(sent[-1]):
             return
         if stepped.grad is None:
             stepped.grad = torch.zeros_like(stepped, dtype=dtype)
         local = _local(stepped.grad)
         local.copy_(sent[:-1][own].view_as(local))
+
+
+def is_received(stages: torch.Tensor) -> bool:
+    """Tell whether any stage has a gradient, by how many have."""
+    return bool(stages > 0)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

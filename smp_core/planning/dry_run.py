@@ -1,10 +1,11 @@
 """DryRun: what one rank would allocate and send in a step, found by running the real sharded model without values.
 
 The run itself (:mod:`smp_core.dry_run`) needs a process group and fake tensors, so it is a child process: the real
-``parallelize_model`` on rank 0 of a fake process group of the plan's size, on the CPU, with three optimizer steps.
-Here are the question, the answer, and both beside the plan's own figures.
+``parallelize_model`` on rank 0 of a fake process group of the plan's size, on the CPU, with three optimizer steps; with
+pipeline stages on the first rank of one stage after another. Here are the question, the answer, and both beside the
+plan's own figures.
 
-Not run that way: FP8, context and pipeline degrees.
+Not run that way: FP8, context degrees.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 from smp_core.planning.candidate import Candidate
 from smp_core.planning.cluster import GIB
 from smp_core.planning.hardware import Hardware
+from smp_core.planning.optimizers import OPTIMIZERS
 from smp_core.planning.sent_bytes import sent_bytes
-from smp_core.planning.step_memory import MEMORY_KINDS
+from smp_core.planning.stage_part import states_of
+from smp_core.planning.step_memory import MEMORY_KINDS, peak_memory
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,7 +64,7 @@ class Question:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The counts of a dry run, on rank 0.
+    """The counts of a dry run, on rank 0 or the first rank of a pipeline stage.
 
     Attributes:
         memory: bytes by kind when most were allocated; the kinds of ``PeakMemory`` but the margin.
@@ -70,6 +73,8 @@ class DryRun:
         ranks: of the fake process group.
         seconds: of processor time, imports not included.
         resident: bytes of the child process at most.
+        stage: whose first rank ran.
+        others: with stages, those of which no earlier one takes as much memory; behind the first.
     """
 
     memory: Mapping[str, int]
@@ -78,6 +83,8 @@ class DryRun:
     ranks: int
     seconds: float
     resident: int
+    stage: int = 0
+    others: tuple[DryRun, ...] = ()
 
     @property
     def total(self) -> int:
@@ -131,24 +138,32 @@ def dry_run_of(recommended: Recommendation, candidate: Candidate | None = None) 
 
 
 def compared(recommended: Recommendation, found: DryRun) -> Table:
-    """Return a table of the plan's figures beside the dry run's."""
+    """Return a table of the plan's figures beside the dry run's, stage by stage where there are pipeline stages."""
     from rich.table import Table
 
-    chosen = recommended.chosen
-    table = Table(title=f"plan and dry run of rank 0 of {found.ranks:,}", caption=f"{found.seconds:.0f} s of processor")
+    seconds = sum(each.seconds for each in (found, *found.others))
+    who = f"of each stage's first rank of {found.ranks:,}" if found.others else f"of rank 0 of {found.ranks:,}"
+    table = Table(title=f"plan and dry run {who}", caption=f"{seconds:.0f} s of processor")
     for heading in ("", "plan", "dry run", "difference"):
         table.add_column(heading, justify="right" if heading else "left")
-
-    def add(name: str, planned: float, ran: float, unit: float) -> None:
-        off = "-" if planned == ran else f"{planned / ran - 1:+.1%}" if ran else "only planned"
-        table.add_row(name, f"{planned / unit:.3f}", f"{ran / unit:.3f}", off)
-
-    for kind in RUN_KINDS:
-        add(f"{kind}, GiB", getattr(chosen.memory, kind), found.memory[kind], GIB)
-    add("memory, GiB", chosen.memory.total - chosen.memory.margin, found.total, GIB)
-    table.add_section()
-    sequence = recommended.workload.sequence
-    planned = sent_bytes(chosen.plan, recommended.trace, chosen.micro_batch, chosen.count, sequence)
-    for name in sorted({*planned, *found.sent}):
-        add(f"{name}, GB sent", planned.get(name, 0.0), found.sent.get(name, 0.0), 1e9)
+    plan, work = recommended.chosen.plan, recommended.workload
+    sizes = recommended.chosen.micro_batch, recommended.chosen.count, work.sequence
+    of_stages = states_of(plan, OPTIMIZERS[work.optimizer])
+    for ran, states in zip((found, *found.others), of_stages, strict=True):
+        if found.others:
+            table.add_section()
+            table.add_row(f"stage {ran.stage}")
+        memory = peak_memory(plan, recommended.trace, *sizes, [states])
+        planned: dict[str, float] = {f"{kind}, GiB": getattr(memory, kind) / GIB for kind in RUN_KINDS}
+        counted: dict[str, float] = {f"{kind}, GiB": n_bytes / GIB for kind, n_bytes in ran.memory.items()}
+        planned["memory, GiB"], counted["memory, GiB"] = (memory.total - memory.margin) / GIB, ran.total / GIB
+        sent = sent_bytes(plan, recommended.trace, *sizes, ran.stage)
+        for name in sorted({*sent, *ran.sent}):
+            planned[f"{name}, GB sent"], counted[f"{name}, GB sent"] = (
+                each.get(name, 0.0) / 1e9 for each in (sent, ran.sent)
+            )
+        for name, value in planned.items():
+            count = counted[name]
+            off = "-" if value == count else f"{value / count - 1:+.1%}" if count else "only planned"
+            table.add_row(name, f"{value:.3f}", f"{count:.3f}", off)
     return table

@@ -22,6 +22,7 @@ class Figures:
         full_attention: FLOPs of attention in forward with those above the diagonal, by the convention of MFU.
         keys: bytes of keys and values that forward's attention reads.
         kept: the highest bytes of activations until backward reaches the last block.
+        left: bytes of activations that are there between forward and backward.
     """
 
     forward_products: float = 0.0
@@ -33,6 +34,7 @@ class Figures:
     full_attention: float = 0.0
     keys: float = 0.0
     kept: float = 0.0
+    left: float = 0.0
 
     def combined(self, other: Figures, weigh: Callable[[float, float], float]) -> Figures:
         names = [field.name for field in fields(self)]

@@ -80,6 +80,12 @@ class Stages:
         found |= dict.fromkeys(self.chain.after, (last,))
         return found | dict.fromkeys(set(self.chain.before) & set(self.chain.after), (0, last))
 
+    def used(self, chunk: int) -> frozenset[str]:
+        """Return the names of the parameters that work in one chunk, as far as the recorded forward shows them."""
+        found = {name for number in self.blocks(chunk) for name in self.chain.of_blocks[number]}
+        found |= set(self.chain.before) if chunk == 0 else set()
+        return frozenset(found | (set(self.chain.after) if chunk == self.n_chunks - 1 else set()))
+
     @property
     def tied(self) -> tuple[str, ...]:
         """Parameters of the first and of the last stage, whose gradients are added up between these."""

@@ -1,4 +1,5 @@
-"""Bytes that leave rank 0 in a step, by kind of collective and class of link, from shapes alone.
+"""Bytes that leave rank 0, or the first rank of a pipeline stage, in a step, by kind of collective and class of link,
+from shapes alone.
 
 Kinds, classes and the arithmetic of rings are those of :class:`smp_core.comm.meter.CommMeter`, so that a plan, a dry
 run and a training can be compared number by number. A unit of a partition group of P = M K ranks, K on each of M nodes,
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from smp_core.planning.decide import Plan
 from smp_core.planning.memory import unit_bytes
 from smp_core.planning.model_trace import ModelTrace
+from smp_core.planning.pipeline_rules import Stages
 from smp_core.planning.step_memory import recomputation
 from smp_core.planning.units import PlannedUnit
 
@@ -25,15 +27,19 @@ from smp_core.planning.units import PlannedUnit
 _AGAIN: Mapping[str, tuple[int, int]] = {"none": (0, 0), "selective": (2, 1), "full": (2, 1)}
 
 
-def sent_bytes(plan: Plan, trace: ModelTrace | None, micro_batch: int, count: int, tokens: int) -> dict[str, float]:
-    """Return the bytes of a plan without pipeline stages by "kind/link", as in "all_gather/inter".
+def sent_bytes(
+    plan: Plan, trace: ModelTrace | None, micro_batch: int, count: int, tokens: int, stage: int = 0
+) -> dict[str, float]:
+    """Return the bytes of a plan by "kind/link", as in "all_gather/inter".
 
     Args:
-        trace: of the model; None: bytes of context and tensor ranks are left out.
+        trace: of the model; None: bytes of context and tensor ranks are left out, and messages of stages.
         micro_batch, count: samples of a micro-batch on each rank, and micro-batches of a step.
         tokens: of a whole sequence.
+        stage: the pipeline stage whose first rank sends.
     """
-    sent = _Sent(plan)
+    plan = plan.of_stage(stage)
+    sent = _Sent(plan, stage)
     for unit in plan.sharded_units:
         sent.gathers(unit, count)
         sent.reductions(unit, count)
@@ -43,14 +49,16 @@ def sent_bytes(plan: Plan, trace: ModelTrace | None, micro_batch: int, count: in
         sent.context(trace, micro_batch, count, tokens)
     if plan.layout.tensor > 1 and trace is not None:
         sent.tensor(trace, micro_batch, count, tokens)
+    if plan.stages is not None and trace is not None:
+        sent.messages(trace, micro_batch, count, tokens, plan.stages)
     return {name: n_bytes for name, n_bytes in sorted(sent.bytes.items()) if n_bytes}
 
 
 class _Sent:
     """A running count of bytes by kind and link."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, stage: int = 0) -> None:
+        self.plan, self.stage = plan, stage
         self.bytes: defaultdict[str, float] = defaultdict(float)
         layout = plan.layout
         self.per_node = plan.cluster.topology.ranks_per_node
@@ -99,7 +107,7 @@ class _Sent:
         """Count gathers of keys and values, in forward, where that is made again, and in backward, and the sum of
         their gradients."""
         degree = self.plan.layout.context
-        whole = trace.block["none"].at(micro_batch, tokens / degree).keys * degree * trace.blocks * count
+        whole = trace.block["none"].at(micro_batch, tokens / degree).keys * degree * self._blocks(trace) * count
         again = self.plan.knobs.activations.checkpoint == "full"
         self._ring("context_gather", degree, self.stride, whole * (3 if again else 2))
         self._ring("context_reduce", degree, self.stride, whole)
@@ -111,16 +119,34 @@ class _Sent:
         rows = micro_batch * held * count
         inputs = trace.block["full"].at(micro_batch, held).kept * count
         gathers, scatters = _AGAIN[recomputation(self.plan)]
+        blocks, stages = self._blocks(trace), self.plan.stages
+        is_first, is_last = self.stage == 0, stages is None or self.stage == stages.count - 1
         if self.plan.knobs.tensor_parallel.sequence_parallel:
             # Tokens are split before the first block, and joined behind the last.
-            self._ring("tensor_all_gather", degree, 1, ((4 + gathers) * trace.blocks + 2) * inputs)
-            self._ring("tensor_reduce_scatter", degree, 1, (4 + scatters) * trace.blocks * inputs)
+            self._ring("tensor_all_gather", degree, 1, ((4 + gathers) * blocks + is_first + is_last) * inputs)
+            self._ring("tensor_reduce_scatter", degree, 1, (4 + scatters) * blocks * inputs)
             self._ring("tensor_all_reduce", degree, 1, 2 * count * self._vectors(inputs / rows))
         else:
-            self._ring("tensor_all_reduce", degree, 1, 2 * (4 + scatters) * trace.blocks * inputs)
+            self._ring("tensor_all_reduce", degree, 1, 2 * (4 + scatters) * blocks * inputs)
         if trace.rest_degree(degree) == degree:
             # The embedding's outputs, the gradient of the head's inputs; four float32 numbers of each token's logits.
-            self._ring("tensor_all_reduce", degree, 1, 2 * (2 * inputs + 4 * 4 * rows))
+            self._ring("tensor_all_reduce", degree, 1, 2 * (is_first * inputs + is_last * (inputs + 4 * 4 * rows)))
+
+    def messages(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int, stages: Stages) -> None:
+        """Count activations to the next stage, and their gradients to the one before, of each chunk."""
+        held = tokens / self.plan.layout.context
+        split = self.plan.layout.tensor if self.plan.knobs.tensor_parallel.sequence_parallel else 1
+        chunks = stages.chunks(self.stage)
+        forward = sum(chunk < stages.n_chunks - 1 for chunk in chunks)
+        backward = sum(chunk > 0 for chunk in chunks)
+        sent = trace.block["full"].at(micro_batch, held).kept / split * count
+        ranks = self.plan.cluster.topology.world_size // stages.count
+        link = "inter" if ranks * (stages.count - 1) >= self.per_node else "intra"
+        self._add("pipeline", link, (forward + backward) * sent)
+
+    def _blocks(self, trace: ModelTrace) -> int:
+        stages = self.plan.stages
+        return trace.blocks if stages is None else sum(stages.blocks_of(self.stage))
 
     def _vectors(self, row_bytes: float) -> float:
         """Return the bytes of vectors in blocks that are as wide as a row of the activations, or narrower: norms, and

@@ -163,6 +163,7 @@ class _Points:
         instants = trace.instants[mode]
         self.instants = [instants.highest(reached, micro_batch, held) for reached in range(LEFT + 1)]
         self.block_kept = trace.block[mode].at(micro_batch, held).kept
+        self.left = trace.rest[mode].at(micro_batch, held).left
         inputs = trace.block["full"].at(micro_batch, held).kept
         # What a tensor rank keeps of a block, and what it has gathered for its products.
         gathered = 0.0 if mode == "full" else 2 * inputs * (1 - 1 / self.tensor)
@@ -216,9 +217,16 @@ class _Points:
         calls = others / self.part.chunk  # forwards that wait
         sent = 0.0 if self.part.is_last else calls + 1
         messages = 2.0  # of an activation that arrives, and a gradient
-        return (
-            kept_blocks(self.plan, self.part.chunk) * calls * self.kept + (sent + messages) * self.inputs / self.split
-        )
+        blocks = kept_blocks(self.plan, self.part.chunk) * calls * self.kept
+        return blocks + (sent + messages) * self.inputs / self.split + self._losses()
+
+    def _losses(self) -> float:
+        """Return what losses of other micro-batches keep until their backward pass."""
+        if not self.part.is_last or self.plan.knobs.pipeline.schedule != "gpipe":
+            return 0.0  # the last stage takes each backward at once
+        chunked = self.plan.knobs.chunked_cross_entropy is not None
+        of_loss = self.inputs if chunked else self.left / self.trace.rest_degree(self.tensor)
+        return (self.in_stages - 1) * of_loss
 
     @property
     def split(self) -> int:
@@ -277,7 +285,7 @@ class _Points:
         if reached > blocks:
             return root + (0.0 if self.part.is_whole else copies * blocks)
         # FSDP2 holds on to the last gather's buffer until the next one; in backward there are two blocks.
-        at_work = (2 if reached else 1) - self.is_alone
+        at_work = min(2 if reached else 1, self.part.chunk) - self.is_alone
         return root + at_work * block + copies * (blocks - freed)
 
     def _loss(self, blocks: int) -> float:

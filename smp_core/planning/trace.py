@@ -241,7 +241,7 @@ def _counted(source: Source, lists: list[str], mode: Recomputation, samples: int
     try:
         with meter:
             loss = source.loss(samples, tokens)
-            meter.phase = "backward"
+            meter.end_forward()
             loss.backward()
     finally:
         for handle in handles:

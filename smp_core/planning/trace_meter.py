@@ -53,6 +53,11 @@ class TraceMeter(TorchDispatchMode):
             self.instants.append((self.blocks_reached, self._live[False], self._live[True], str(func)))
         return result
 
+    def end_forward(self) -> None:
+        """Count backward from here on."""
+        self.phase = "backward"
+        self.counts["left"] = float(self._live[False])
+
     def finish(self) -> Figures:
         """Return the counts, after backward."""
         self.counts["kept"] = max(live for reached, live, *_ in self.instants if not reached)

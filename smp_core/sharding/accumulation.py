@@ -28,9 +28,8 @@ one that only other ranks reached gets their gradient. Ranks tell each other whi
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -91,7 +90,7 @@ class AccumulationWindow:
         replicated = [{name: by_name[name] for name in names} for names in plan.replicated_parameters]
         self._of_all_stages = list(by_name.values()) if mesh.pipeline_degree > 1 else []
         self._on_close = traffic.step_done
-        self._on_kept = functools.partial(calls.show_shards, kept=True)
+        self._calls = calls
         self._kept = knobs.keep_between_micro_batches
         self._keep_gathered = plan.keeps_parameters
         self._hold_gradients = plan.keeps_gradients
@@ -152,11 +151,30 @@ class AccumulationWindow:
         finally:
             self._announce(before)
 
-    def take_part(self) -> None:
-        """Open the window, if it is not: a batch went through all pipeline stages, which close it together, and this
-        one may have nothing to train."""
+    @contextlib.contextmanager
+    def batch_in_stages(self) -> Iterator[None]:
+        """Take part in a batch that goes through all pipeline stages, as in :meth:`accumulate`. Its forwards run ahead
+        of backward passes; what one gathers is there for the next. The window is open afterwards, which all stages
+        close together, also where this one has nothing to train."""
+        with self.accumulate(), self._calls.ahead():
+            yield
+        if not self._keep_gathered:
+            reshard(each.unit.module for each in self._units)  # nothing is left for an optimizer step to make stale
         self._took_part = True
         self._dropped.clear()  # as the end of a backward pass does, which such a stage has none of
+
+    @contextlib.contextmanager
+    def passing_by(self, parameters: Container[str]) -> Iterator[None]:
+        """Tell units all of whose parameters are named that backward passes inside do not come through them, on any
+        rank."""
+        units = [each.unit for each in self._units if all(name in parameters for name in each.unit.parameter_names)]
+        for unit in units:
+            unit.is_passed_by = True
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.is_passed_by = False
 
     def _announce(self, last: bool) -> None:
         """Tell units whether the backward passes from here on are their window's last."""
@@ -351,7 +369,7 @@ class AccumulationWindow:
         if self._last:
             self.close()
         elif self._keep_gathered:
-            self._on_kept()
+            self._calls.show_shards(kept=True)
 
     def _reduce_held(self) -> None:
         """Reduce held gradients of units that the last backward pass did not come through, or of all if there was

@@ -12,7 +12,8 @@ that only some of them make (`if rank == 0: model(batch)`) would wait for the ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Calls:
         self._names = {id(module): clean_name(name) for name, module in model.named_modules()}
         self._ranks = ranks
         self._depth = 0
+        self._are_ahead = False
         self._units: dict[int, _Unit] = {}
         hearing = {id(group_of(unit.module)): unit for unit in units}
         parameter_names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
@@ -73,11 +75,20 @@ class Calls:
         """Let every module show its shards, whatever is unsharded.
 
         Args:
-            kept: what is unsharded stays for the window's next micro-batch (``keep_between_micro_batches``), and is
-                gathered again only after edits that a tensor's version shows.
+            kept: what is unsharded stays for the window's next micro-batch (``keep_between_micro_batches``, pipeline
+                stages), and is gathered again only after edits that a tensor's version shows.
         """
         for unit in self._units.values():
             unit.show_shards(kept)
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Let calls inside, several before the backward pass of the first, find what the one before left."""
+        self._are_ahead = True
+        try:
+            yield
+        finally:
+            self._are_ahead = False
 
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, *_: Any) -> None:
@@ -87,7 +98,7 @@ class Calls:
     def _after_forward(self, module: nn.Module, *_: Any) -> None:
         # FSDP2 has forgotten the outermost forward by now; one that raised is still there.
         if self._is_outermost(module):
-            self.show_shards()
+            self.show_shards(self._are_ahead)
 
     def _meet(self, module: nn.Module, method: str | None = None) -> None:
         if self._is_outermost(module):
@@ -139,6 +150,8 @@ class _Unit:
         pass and window only."""
         group = self._group
         in_backward = backward_pass() != -1
+        if in_backward and self._unit is not None and self._unit.is_passed_by:
+            return  # FSDP2 gathers ahead what came before in forward, and roots always
         if not in_backward:
             for parameter in self._parameters:
                 parameter.check()

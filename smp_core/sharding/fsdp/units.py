@@ -63,6 +63,7 @@ class ShardedUnit:
         holds_gradients: whether backward passes leave unsharded gradients at the moment.
         awaits_reduction: whether backward passes came through whose gradients are held unsharded; the same on all ranks
             of the partition group, also on one that has none.
+        is_passed_by: whether backward passes do not come through it at the moment, on any rank.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ShardedUnit:
         self.was_called = False
         self.awaits_reduction = False
         self.holds_gradients = False
+        self.is_passed_by = False
         self._has_dtypes = False
         group = group_of(module)
         if in_order:
@@ -272,6 +274,8 @@ class ShardedUnit:
         them."""
 
         def noted(*args: Any) -> None:
+            if self.is_passed_by:
+                return  # FSDP2 asks all units at the end of a pass; what is gathered stays for the unit's own
             if self._reductions.reduce_left(self):
                 return
             gathered = [parameter for parameter in self.fsdp_parameters if hasattr(parameter, "_unsharded_param")]
