@@ -169,8 +169,8 @@ class _Rank:
 
 
 def rehearse(question: Question) -> DryRun:
-    """Run a configuration in this process, which gets process groups of its own: as rank 0, and with pipeline stages
-    as the first rank of each stage of which no earlier one takes as much memory, in turn.
+    """Run a configuration in this process, with process groups of its own: as rank 0, and as the first rank of each
+    pipeline stage of which no earlier one takes as much memory.
 
     Raises:
         ValueError: knobs or a model that cannot be run.
@@ -195,26 +195,21 @@ def rehearse(question: Question) -> DryRun:
 def _as_first_of(
     stage: int, question: Question, asked: SmpConfig, formats: list[Format]
 ) -> tuple[DryRun, Stages | None]:
-    """Run as the first rank of a stage; return the stages, too.
-
-    Args:
-        formats: of what stages send, which the first notes for the others.
-    """
+    """Run as the first rank of a stage; return the stages, too. The first of them notes formats for the others."""
     devices, began = question.hardware.devices, time.process_time()
     dist.init_process_group("fake", rank=stage * devices // asked.pipeline_parallel_degree, world_size=devices)
     before = torch.get_default_dtype()
     try:
         with _told_by_stages(formats):
-            found, stages = _rehearsed(question, asked)
-        return replace(found, stage=stage, seconds=time.process_time() - began), stages
+            found, of_plan = _rehearsed(question, asked)
+        return replace(found, stage=stage, seconds=time.process_time() - began), of_plan
     finally:
         torch.set_default_dtype(before)
         dist.destroy_process_group()
 
 
 def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | None]:
-    hardware = question.hardware
-    allocated: dict[int, str] = {}
+    hardware, allocated = question.hardware, dict[int, str]()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _at_once(), _undivided(), _real_meshes(), _noted(allocated), scores_kept():
         with fake:
@@ -224,12 +219,9 @@ def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | N
             if asked.pipeline_parallel_degree > 1:
                 shapes = with_chain(shapes, source.model)
             plan = decide(shapes, asked, hardware.cluster())
-        in_stages = plan.knobs.pipeline.microbatches
-        if plan.stages is not None and isinstance(in_stages, int) and question.count % in_stages:
-            raise ValueError(
-                f"{question.count} micro-batches are no whole number of batches, of which each goes through the stages "
-                f"in pipeline.microbatches={in_stages}"
-            )
+        in_stages = plan.knobs.pipeline.microbatches if plan.stages is not None else 1
+        if isinstance(in_stages, int) and question.count % in_stages:
+            raise ValueError(f"{question.count} micro-batches cannot be batches of pipeline.microbatches={in_stages}")
         mesh = _mesh_of(plan, question)  # of real tensors
         with fake:
             parallel = parallelize_model(source.model, mesh, plan)
@@ -339,8 +331,7 @@ def _undivided() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told_by_stages(formats: list[Format]) -> Iterator[None]:
-    """Let a pipeline stage be told what others would tell it: that they begin the same batch, and the form of what
-    arrives, which is that of all activations between blocks."""
+    """Let a pipeline stage be told that others begin the same batch, and the form of all activations between blocks."""
     begin, draw, encoded, decoded = SameBatches.begin, StepSeeds.draw, Format.encoded, Format.decoded
     is_received = tied.is_received
 

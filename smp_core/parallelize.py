@@ -22,6 +22,7 @@ conversions, but for models that came sharded (:mod:`smp_core.adoption`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -55,7 +56,7 @@ from smp_core.recipes import DelayedInit
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.delayed_init import materialize
 from smp_core.sharding.forward_methods import register_forward_methods
-from smp_core.sharding.fsdp import Calls, explain_uncalled, shard_units
+from smp_core.sharding.fsdp import Calls, ShardedUnit, explain_uncalled, passing_by, shard_units
 from smp_core.sharding.fsdp_options import apply_fsdp_options
 from smp_core.sharding.load_state_dict import load_own_parts
 from smp_core.sharding.optimizer import WorldSharding
@@ -126,7 +127,7 @@ def parallelize_model(
     calls = Calls(model, mesh.shard_ranks, units)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, lambda: window)
+    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, units, lambda: window)
     alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
     window = AccumulationWindow(model, units, traffic, plan, calls, None if fp8 is None else fp8.state.nonfinite, alike)
     follow_window(model, window)
@@ -155,6 +156,7 @@ def _join_stages(
     plan: Plan,
     meter: CommMeter,
     tensor: SplitModel | None,
+    units: Sequence[ShardedUnit],
     window: Callable[[], AccumulationWindow],
 ) -> tuple[Pipeline | None, Callable[[], AbstractContextManager[None]]]:
     """Make this rank's stage a part of a pipeline; return what adds up gradients of parameters on two stages."""
@@ -162,7 +164,8 @@ def _join_stages(
         return None, nullcontext
     # Stages behind the first see no other sequences than the parts that they receive.
     replaced = (lambda _: None) if tensor is None else tensor.axis.begin
-    pipeline = Pipeline(model, mesh, plan.stages, plan.knobs.pipeline, meter, plan.dtypes.gathered, window, replaced)
+    recipe, dtype, passed = plan.knobs.pipeline, plan.dtypes.gathered, functools.partial(passing_by, units)
+    pipeline = Pipeline(model, mesh, plan.stages, recipe, meter, dtype, window, passed, replaced)
     if not plan.stages.tied:
         return pipeline, nullcontext
     ends = mesh.between_stages((0, plan.stages.count - 1))

@@ -35,7 +35,6 @@ class Window(Protocol):
     """The interface of what holds a step's gradients."""
 
     def batch_in_stages(self) -> AbstractContextManager[None]: ...
-    def passing_by(self, parameters: Container[str]) -> AbstractContextManager[None]: ...
 
 
 class Pipeline:
@@ -56,9 +55,10 @@ class Pipeline:
         meter: CommMeter,
         dtype: torch.dtype | None,
         window: Callable[[], Window],
+        passing_by: Callable[[Container[str]], AbstractContextManager[None]],
         replaced: Callable[[torch.Tensor], None],
     ) -> None:
-        self.stages, self._mesh, self._window = stages, mesh, window
+        self.stages, self._mesh, self._window, self._passing_by = stages, mesh, window, passing_by
         assert isinstance(recipe.microbatches, int)
         self.micro_batches = recipe.microbatches
         self.group = mesh.group("pipeline")
@@ -123,12 +123,12 @@ class Pipeline:
 
         @contextlib.contextmanager
         def around(step: Step) -> Iterator[None]:
-            window = self._window()
-            with (
-                within(step.micro_batch),
-                nullcontext() if step.is_forward else window.passing_by(self._used_elsewhere[step.chunk]),
-            ):
-                yield
+            with within(step.micro_batch):
+                if step.is_forward:
+                    yield
+                    return
+                with self._passing_by(self._used_elsewhere[step.chunk]):
+                    yield
 
         self._messages.begin((True, key))
         with self._window().batch_in_stages(), self._seeds.during_step(seed), self.times.batch():

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -153,28 +153,14 @@ class AccumulationWindow:
 
     @contextlib.contextmanager
     def batch_in_stages(self) -> Iterator[None]:
-        """Take part in a batch that goes through all pipeline stages, as in :meth:`accumulate`. Its forwards run ahead
-        of backward passes; what one gathers is there for the next. The window is open afterwards, which all stages
-        close together, also where this one has nothing to train."""
+        """Take part in a batch of all pipeline stages, as in :meth:`accumulate`; what a forward gathers is kept for the
+        next. The window is open afterwards, for all stages to close, also where one has nothing to train."""
         with self.accumulate(), self._calls.ahead():
             yield
         if not self._keep_gathered:
             reshard(each.unit.module for each in self._units)  # nothing is left for an optimizer step to make stale
         self._took_part = True
         self._dropped.clear()  # as the end of a backward pass does, which such a stage has none of
-
-    @contextlib.contextmanager
-    def passing_by(self, parameters: Container[str]) -> Iterator[None]:
-        """Tell units all of whose parameters are named that backward passes inside do not come through them, on any
-        rank."""
-        units = [each.unit for each in self._units if all(name in parameters for name in each.unit.parameter_names)]
-        for unit in units:
-            unit.is_passed_by = True
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.is_passed_by = False
 
     def _announce(self, last: bool) -> None:
         """Tell units whether the backward passes from here on are their window's last."""

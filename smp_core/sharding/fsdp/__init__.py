@@ -18,7 +18,7 @@ from smp_core.sharding.fsdp.adopted import (
 from smp_core.sharding.fsdp.calls import POST_ACCUMULATE, Calls
 from smp_core.sharding.fsdp.passes import FAILED_PASS, at_end_of_backward, backward_pass, forget_passes, reshard
 from smp_core.sharding.fsdp.uncalled import explain_uncalled, name_uncalled
-from smp_core.sharding.fsdp.units import ShardedUnit, Slot
+from smp_core.sharding.fsdp.units import ShardedUnit, Slot, passing_by
 from smp_core.sharding.fsdp.wrapping import shard_units
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "given_units",
     "partial_sum_bytes",
     "name_uncalled",
+    "passing_by",
     "reshard",
     "shard_units",
 ]

@@ -347,3 +347,17 @@ class ShardedUnit:
         # Queued inside a pass is normal: forwards run there for activation checkpointing.
         if state._state_ctx.post_backward_final_callback_queued and backward_pass() == -1:
             raise RuntimeError(FAILED_PASS)
+
+
+@contextlib.contextmanager
+def passing_by(units: Iterable[ShardedUnit], parameters: Container[str]) -> Iterator[None]:
+    """Tell units all of whose parameters are named that backward passes inside do not come through them, on any
+    rank."""
+    passed = [unit for unit in units if all(name in parameters for name in unit.parameter_names)]
+    for unit in passed:
+        unit.is_passed_by = True
+    try:
+        yield
+    finally:
+        for unit in passed:
+            unit.is_passed_by = False
