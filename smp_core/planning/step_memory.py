@@ -355,6 +355,8 @@ class _UnitBytes:
         cast = stored / plan.shard_degree if stored != reduced else 0.0
         of_root = next((names for is_root, names, _ in plan.shapes.alike_units if is_root), ())
         last = of_root[-1].elements / plan.layout.tensor if of_root and plan.shard_degree > 1 else 0.0
+        if plan.stages is not None and plan.shard_degree > 1:
+            last = root  # what an end of the model has is one large parameter, and small ones
         return cls(
             gathered=block * gathered,
             reduced=block * reduced,

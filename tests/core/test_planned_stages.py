@@ -86,7 +86,8 @@ def test_a_stage_holds_its_blocks_and_what_is_around_them(tiny: ModelTrace) -> N
 
 def test_memory_is_that_of_the_stage_that_takes_most(tiny: ModelTrace) -> None:
     def peak(schedule: str, count: int) -> Any:
-        return peak_memory(staged(tiny, pipeline={"schedule": schedule, "microbatches": count}), tiny, 4, count, TOKENS)
+        made = staged(tiny, pipeline={"schedule": schedule, "microbatches": count})
+        return peak_memory(made, tiny, 4, count, TOKENS, states_of(made)[:1])
 
     block = tiny.block["none"].at(4, TOKENS).kept
     more = peak("gpipe", 16).activations - peak("gpipe", 8).activations
