@@ -122,7 +122,11 @@ class SmpMonitor(WatchesMemory):
     @contextlib.contextmanager
     def around_backward(self, loss: torch.Tensor) -> Iterator[None]:
         """Take a backward pass of ``loss`` into account; for :class:`SmpAccelerator`."""
-        self._figures.count(self._samples, self._tokens, loss)
+        weight = self._accelerator.batch_weight
+        if weight == 0:
+            self._figures.count(0, 0)  # the batch is repeated
+        else:
+            self._figures.count(self._samples, self._tokens, loss / weight)
         self._samples, self._tokens = 0, None
         self._figures.enter("backward")
         try:

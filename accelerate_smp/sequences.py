@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_smp.pipeline import PipelinedAccelerator
-from accelerate_smp.uneven import alike, dealing_each_sample_once, joined, require_as_many_batches
+from accelerate_smp.uneven import joined, require_as_many_batches
 from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.context_parallel.transformers_models import shifts_labels
@@ -67,7 +67,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader as Accelerate does; it yields this rank's part of each batch."""
-        if self.layout is None:
+        if self.layout is None or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         prepared = self._prepared_alike(data_loader, *args, **kwargs)
         require_as_many_batches(prepared)
@@ -100,13 +100,17 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         kind, accelerator = type(prepared), self
 
         def iterate(loader: Any) -> Iterator[Any]:
-            batches = kind.__iter__(loader)
-            try:
-                for batch, weight in joined(loader, batches) if accelerator.joins_uneven else alike(batches):
-                    accelerator.batch_weight = weight
-                    yield accelerator._part_of(batch)
-            finally:
-                accelerator._present, accelerator.batch_weight = None, 1.0
+            # An evaluation in the block repeats nothing: its results would count twice. What it evaluates is in
+            # Accelerate's own list, `_models`, which has no public name.
+            if accelerator.joins_uneven and any(model.training for model in accelerator._models):
+                before = accelerator.batch_weight
+                for batch, accelerator.batch_weight in joined(loader, kind.__iter__):
+                    yield batch
+                accelerator.batch_weight = before
+                return
+            for batch in kind.__iter__(loader):
+                yield accelerator._part_of(batch)
+            accelerator._present = None
 
         # A property of Accelerate's loaders hides their class behind their base's; object's own slot sets the class.
         through = type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__})
@@ -123,7 +127,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
                 told.
 
         Raises:
-            ValueError: with pipeline stages.
+            ValueError: several ranks share a batch.
         """
         if self.layout is None:
             with super().join_uneven_inputs(joinables, even_batches):
@@ -132,17 +136,17 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         if even_batches or (even_batches is None and self.even_batches):
             yield
             return
-        if self.stages > 1:
+        if self.batch_degree > 1:
             raise ValueError(
-                "join_uneven_inputs with pipeline_parallel_degree > 1 is not built yet; give all ranks as many "
-                "batches: even_batches=True (Accelerate's default), or DataLoader(drop_last=True)"
+                "join_uneven_inputs where ranks share a batch (context, tensor or pipeline degree above 1) is not "
+                "built yet; give all ranks as many batches: even_batches=True (Accelerate's default), or "
+                "DataLoader(drop_last=True)"
             )
         self.joins_uneven = True
         try:
-            with dealing_each_sample_once(self._dataloaders):
-                yield
+            yield
         finally:
-            self.joins_uneven = False
+            self.joins_uneven, self.batch_weight = False, 1.0
 
     def _part_of(self, batch: Any) -> Any:
         if self.context_degree == 1 or not self.split_in_loader or self.stages > 1:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard
@@ -11,49 +12,61 @@ from accelerate.utils import send_to_device
 
 from smp_core.joined import count_samples, join
 
-
-def alike(batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
-    """Yield batches of ranks that have as many of them, each with the factor of its loss."""
-    return ((batch, 1.0) for batch in batches)
+logger = logging.getLogger("smp")
 
 
-def joined(loader: Any, batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
-    """Yield a prepared loader's batches until no rank has any more, each with the factor of its loss. Collective.
+def joined(loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> Iterator[tuple[Any, float]]:
+    """Yield a prepared loader's batches until no rank has any more, each with the factor of its loss; no sample is
+    repeated to make batches even. Collective.
 
     The end of the loader, at which Accelerate ends an accumulation window, is that of all ranks.
+
+    Args:
+        iterate: the loader's own ``__iter__``.
     """
 
     def own() -> Iterator[Any]:
-        yield from batches
+        yield from iterate(loader)
         loader.begin()  # it has ended for this rank alone
 
-    ahead = join(own(), count_samples)
-    try:
-        present = next(ahead, None)
-        while present is not None:
-            following = next(ahead, None)
-            loader.end_of_dataloader = following is None
-            batch, weight = present
-            device = getattr(loader, "device", None)
-            yield batch if device is None else send_to_device(batch, device), weight  # it may be another rank's
-            present = following
-    finally:
-        loader.end()
+    with _dealing_each_sample_once(loader):
+        ahead = join(own(), count_samples)
+        try:
+            present = next(ahead, None)
+            while present is not None:
+                following = next(ahead, None)
+                loader.end_of_dataloader = following is None
+                batch, weight = present
+                device = getattr(loader, "device", None)
+                yield batch if device is None else send_to_device(batch, device), weight  # it may be another rank's
+                present = following
+        finally:
+            loader.end()
 
 
 @contextlib.contextmanager
-def dealing_each_sample_once(loaders: Iterable[Any]) -> Iterator[None]:
-    """Let prepared loaders repeat no sample to make batches even, inside."""
-    samplers = [getattr(loader, "batch_sampler", None) for loader in loaders]
-    dealing = [sampler for sampler in samplers if isinstance(sampler, BatchSamplerShard)]
-    before = [sampler.even_batches for sampler in dealing]
-    for sampler in dealing:
-        sampler.even_batches = False
+def _dealing_each_sample_once(loader: Any) -> Iterator[None]:
+    """Let a prepared loader repeat no sample, inside."""
+    sampler = _dealing(getattr(loader, "batch_sampler", None)) or _dealing(getattr(loader, "sampler", None))
+    if sampler is None:
+        logger.warning(
+            "join_uneven_inputs: this loader has no batch sampler (its dataset is a stream), and Accelerate repeats "
+            "samples of it so that all ranks have as many batches"
+        )
+        yield
+        return
+    before, sampler.even_batches = sampler.even_batches, False
     try:
         yield
     finally:
-        for sampler, even in zip(dealing, before, strict=True):
-            sampler.even_batches = even
+        sampler.even_batches = before
+
+
+def _dealing(sampler: Any) -> BatchSamplerShard | None:
+    """Return what deals batches out to ranks, which others may be around."""
+    while sampler is not None and not isinstance(sampler, BatchSamplerShard):
+        sampler = getattr(sampler, "batch_sampler", None)
+    return sampler
 
 
 def require_as_many_batches(loader: Any) -> None:

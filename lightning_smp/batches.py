@@ -6,6 +6,7 @@ timeout.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch.distributed as dist
@@ -30,10 +31,10 @@ def require_equal_training(trainer: Trainer) -> None:
 
 
 def require_joined_alone(trainer: Trainer, mesh: SmpMesh) -> None:
-    """Refuse a :class:`~smp_core.joined.JoinedLoader` where its weights would not reach the gradients.
+    """Refuse a :class:`~smp_core.joined.JoinedLoader` where its weights would not be those of what is trained on.
 
     Raises:
-        ValueError: it is one of several training loaders, or there are pipeline stages.
+        ValueError: it is one of several training loaders, ranks share a batch, or steps fetch batches themselves.
     """
     loaders = [] if trainer.train_dataloader is None else CombinedLoader(trainer.train_dataloader).flattened
     if not any(isinstance(loader, JoinedLoader) for loader in loaders):
@@ -43,10 +44,28 @@ def require_joined_alone(trainer: Trainer, mesh: SmpMesh) -> None:
             "JoinedLoader is one of several training loaders, which all may end at different batches; zip them to one "
             "iterable and give train_dataloader a JoinedLoader of that"
         )
-    if mesh.pipeline_degree > 1:
+    if mesh.data_size < mesh.topology.world_size:
         raise ValueError(
-            "JoinedLoader with pipeline_parallel_degree > 1 is not built yet; give all ranks as many batches "
-            "(drop_last=True)"
+            "JoinedLoader where ranks share a batch (context, tensor or pipeline degree above 1) is not built yet; "
+            "give all ranks as many batches (drop_last=True)"
+        )
+    if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
+        raise ValueError(
+            "JoinedLoader: training_step(dataloader_iter) takes batches by itself, so that which one is the present "
+            "one is not known; write training_step(batch, batch_idx)"
+        )
+
+
+def refuse_joined_evaluation(loaders: Any) -> None:
+    """Refuse a :class:`~smp_core.joined.JoinedLoader` for an evaluation, whose results would count repeated batches.
+
+    Raises:
+        ValueError: there is one among the loaders.
+    """
+    if any(isinstance(loader, JoinedLoader) for loader in CombinedLoader(loaders or []).flattened):
+        raise ValueError(
+            "JoinedLoader repeats batches, which an evaluation would count again; it is for training. Give all ranks "
+            "as many batches (drop_last=True)"
         )
 
 

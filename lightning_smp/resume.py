@@ -240,7 +240,7 @@ class Resume:
             self._settle_global_batch(trainer, sizes)
             batches = self._batches_here(trainer, sizes)
         for loader in loaders:
-            samplers = (loader.sampler, sampler_of(loader)) if isinstance(loader, DataLoader) else ()
+            samplers = (loader.sampler, sampler_of(loader)) if isinstance(loader, (DataLoader, JoinedLoader)) else ()
             for sampler in samplers:
                 set_epoch = getattr(sampler, "set_epoch", None)
                 if set_epoch is not None:  # Lightning does it later, when workers have begun to fetch

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import Precision
 from torch import nn
 from typing_extensions import override
 
-from lightning_smp.batches import require_equal_evaluation
+from lightning_smp.batches import refuse_joined_evaluation, require_equal_evaluation
 from lightning_smp.due_validation import BeforeValidation
 from lightning_smp.pipeline import PipelinedSteps
 from lightning_smp.precision import adapt_precision
@@ -208,7 +208,8 @@ class SteppingStrategy(ProcessGroupStrategy):
     # An evaluation computes with rank 0's BatchNorm statistics on every rank, and with the weights at its beginning
     # (averages may have replaced them, also in the middle of a window), and leaves no stale unsharded ones.
 
-    def _begin_evaluation(self, limit: str, batches: Any) -> None:
+    def _begin_evaluation(self, limit: str, batches: Any, loaders: Any) -> None:
+        refuse_joined_evaluation(loaders)
         require_equal_evaluation(limit, batches, self.mesh)
         self._before_update()
         self.parallel.reshard()
@@ -218,15 +219,16 @@ class SteppingStrategy(ProcessGroupStrategy):
     def on_validation_start(self) -> None:
         trainer = self._trainer
         batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self._begin_evaluation("limit_val_batches", batches)
+        self._begin_evaluation("limit_val_batches", batches, trainer.val_dataloaders)
 
     @override
     def on_test_start(self) -> None:
-        self._begin_evaluation("limit_test_batches", self._trainer.num_test_batches)
+        self._begin_evaluation("limit_test_batches", self._trainer.num_test_batches, self._trainer.test_dataloaders)
 
     @override
     def on_predict_start(self) -> None:
-        self._begin_evaluation("limit_predict_batches", self._trainer.num_predict_batches)
+        trainer = self._trainer
+        self._begin_evaluation("limit_predict_batches", trainer.num_predict_batches, trainer.predict_dataloaders)
 
     def _end_evaluation(self) -> None:
         self.parallel.require_same_collectives()

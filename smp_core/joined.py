@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors
 from smp_core.compat import collective_timeout
@@ -31,11 +31,14 @@ def join(batches: Iterable[Any], samples: Callable[[Any], int] | None = None) ->
     Args:
         samples: counts those of a batch, all of which then weigh alike; None: every rank's batch weighs alike.
     """
+    if dist.is_initialized():
+        _host_group()  # before a loader may fail on this rank alone
     own, nothing = iter(batches), object()
     last: Any = nothing
     while True:
         batch = next(own, nothing)
-        last = last if batch is nothing else batch
+        # A copy of the containers, which steps may change: `batch.pop("labels")`.
+        last = _copy(last if batch is nothing else batch)
         weight = 0 if batch is nothing else 1 if samples is None else samples(batch)
         if not dist.is_initialized():
             of_all, ranks = float(weight), 1
@@ -46,7 +49,7 @@ def join(batches: Iterable[Any], samples: Callable[[Any], int] | None = None) ->
                     last = _or_anothers(None if last is nothing else last)
         if of_all == 0:
             return
-        yield last, weight * ranks / of_all
+        yield last if batch is nothing else batch, weight * ranks / of_all
 
 
 def _host_group() -> dist.ProcessGroup:
@@ -56,6 +59,10 @@ def _host_group() -> dist.ProcessGroup:
     if world not in _host_groups:
         _host_groups[world] = dist.new_group(backend="gloo", timeout=collective_timeout(), group_desc="smp batches")
     return _host_groups[world]
+
+
+def _copy(batch: Any) -> Any:
+    return map_tensors(batch, lambda tensor: tensor, MutableMapping)
 
 
 def _sums(*values: float) -> list[float]:
@@ -102,21 +109,34 @@ class JoinedLoader:
     ) -> None:
         if weigh not in ("ranks", "samples"):
             raise ValueError(f"weigh={weigh!r} is not known; allowed: 'ranks', 'samples'")
-        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        if isinstance(loader, DataLoader) and type(loader.batch_sampler) is BatchSampler:
             if type(loader.sampler) in (SequentialSampler, RandomSampler):
                 raise ValueError(
-                    "JoinedLoader: every rank would read all samples of this DataLoader, into which no sampler is put; "
-                    "give it a sampler of this rank's samples, or leave JoinedLoader out: Lightning then deals out "
-                    "as many samples to each rank"
+                    "JoinedLoader: no sampler is put into this DataLoader, and every rank would read all of its "
+                    "dataset. Where that holds this rank's samples alone write sampler=range(len(dataset)), or "
+                    "SubsetRandomSampler(range(len(dataset))); give it a sampler of this rank's samples; or leave "
+                    "JoinedLoader out: Lightning then deals out as many samples to each rank"
                 )
         self.loader = loader
         self.weight = 1.0
         self._samples = (samples or count_samples) if weigh == "samples" else None
         self._fetched: deque[float] = deque()
         self._length: int | None = None
+        self._has_met = False
+
+    @property
+    def sampler(self) -> Any:
+        """The loader's, which Lightning tells each epoch."""
+        return getattr(self.loader, "sampler", None)
+
+    @property
+    def batch_sampler(self) -> Any:
+        """Likewise."""
+        return getattr(self.loader, "batch_sampler", None)
 
     def meet(self) -> None:
         """Learn the other ranks' lengths. Collective; before anybody asks for this one's."""
+        self._has_met = True
         lengths: list[Any] = [_length_of(self.loader)]
         if dist.is_initialized():
             lengths *= dist.get_world_size()
@@ -129,6 +149,11 @@ class JoinedLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._has_met and dist.is_initialized():
+            raise RuntimeError(
+                "JoinedLoader needs strategy='smp_sharded' of lightning_smp, which weighs the losses of ranks that "
+                "have a batch; leave it out under other strategies"
+            )
         self._fetched.clear()
         for batch, weight in join(self.loader, self._samples):
             self._fetched.append(weight)

@@ -11,6 +11,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from accelerate_smp import SmpMonitor
 from accelerate_smp.trainer_memory import KeepsInMemory
 from accelerate_smp.uneven import require_as_many_batches
 from tests.accelerate.running import fresh_accelerator, full_weights
@@ -27,12 +28,16 @@ def tokens_of(samples: int) -> torch.Tensor:
     return global_batches(1, 1, samples)[0, 0]
 
 
-def step_all(accelerator: Any, model: Any, optimizer: Any, batches: Any) -> int:
-    """Train on batches, and return the steps."""
+def step_all(accelerator: Any, model: Any, optimizer: Any, batches: Any, evaluation: Any) -> int:
+    """Train on batches, each of which is changed, after an evaluation; return the steps."""
     steps = 0
     for batch in batches:
+        tokens = batch.pop("tokens")
+        model.eval()
+        assert sum(len(each["tokens"]) for each in evaluation) == 4, "nobody repeats batches there"
+        model.train()
         with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batch))
+            accelerator.backward(loss_of(model, tokens))
             steps += accelerator.sync_gradients
             optimizer.step()
             optimizer.zero_grad()
@@ -45,13 +50,18 @@ def joined(samples: int) -> tuple[int, dict[str, torch.Tensor]]:
     torch.manual_seed(accelerator.process_index)
     model = TroubledModel().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(tokens_of(samples), batch_size=2)  # type: ignore[arg-type]
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    loader, evaluation = (
+        DataLoader([{"tokens": row} for row in tokens_of(rows)], batch_size=2) for rows in (samples, 7)
+    )
+    model, optimizer, loader, evaluation = accelerator.prepare(model, optimizer, loader, evaluation)
+    loader = accelerator.prepare(loader)  # once more changes nothing
+    monitor = SmpMonitor(accelerator, model, optimizer, every_n_steps=1)
     steps = 0
     with accelerator.join_uneven_inputs([model], even_batches=False):
         for batches in (loader, loader, accelerator.skip_first_batches(loader, WINDOW)):
-            steps += step_all(accelerator, model, optimizer, batches)
-    dealt = [len(batch) for batch in loader]
+            steps += step_all(accelerator, model, optimizer, batches, evaluation)
+    assert monitor.latest["samples"] == 3 * samples - 4 * WINDOW, "a repeated batch is not counted"
+    dealt = [len(batch["tokens"]) for batch in loader]
     assert dealt == [2] * len(dealt), "outside, samples are repeated as before"
     return steps, full_weights(model)
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from lightning_smp import JoinedLoader, SmpMonitor
+from lightning_smp.batches import require_joined_alone
 from tests.core.models import LENGTH, VOCABULARY
 from tests.harness import run_ranks
-from tests.lightning.modules import LanguageModule, rank
+from tests.lightning.modules import LanguageModule, rank, token_rows
 from tests.lightning.running import Run, assert_same, make_trainer, report, together
 
 # Samples of each rank's batches: one ends two batches before the other.
@@ -91,26 +93,63 @@ def test_it_goes_on_in_the_middle_of_an_epoch(tmp_path: Any) -> None:
     assert_same(together(fit, options, str(tmp_path), ranks=2), fit(options))
 
 
-def refusals() -> dict[str, str]:
-    """What is said on this rank where a loader cannot be joined."""
-    given = {
-        "several": {"one": JoinedLoader(batches_of(0)), "other": batches_of(0)},
-        "no tensor": JoinedLoader(["text"], "samples"),
+class Fetching(Streaming):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        raise AssertionError("it is refused before")
+
+
+class Shuffled(Sampler[int]):
+    """Of this rank's rows; told the epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4 - 2 * rank()))
+
+
+def refusals() -> tuple[dict[str, str], list[int]]:
+    """What is said on this rank where a loader cannot be joined; and the epochs that a sampler was told."""
+    options: dict[str, Any] = {"weigh": "ranks", "sized": True}
+    own, module = batches_of(0), Streaming(**options).double()
+    two, nothing = {"shard_degree": 2}, {"limit_val_batches": 0}
+    cases: dict[str, Any] = {
+        "several": (two, nothing, module, {"one": JoinedLoader(own), "other": own}),
+        "no tensor": (two, nothing, module, JoinedLoader(["text"], "samples")),
+        "evaluation": (two, {}, module, JoinedLoader(own), JoinedLoader(own)),
+        "fetches": (two, nothing, Fetching(**options).double(), JoinedLoader(own)),
     }
     said = {}
-    for name, loader in given.items():
+    for name, (knobs, flags, fitted, *loaders) in cases.items():
         with pytest.raises(ValueError) as caught:
-            trainer = make_trainer({"shard_degree": 2}, limit_val_batches=0)
-            trainer.fit(Streaming(weigh="ranks", sized=True).double(), loader)
+            make_trainer(knobs, **flags).fit(fitted, *loaders)
         said[name] = str(caught.value)
-    return said
+    with pytest.raises(RuntimeError) as failed:
+        next(iter(JoinedLoader(own)))
+    said["other strategy"] = str(failed.value)
+    sampler = Shuffled()
+    loader = DataLoader(token_rows(1), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    make_trainer(two, **nothing, max_epochs=2).fit(Streaming(**options).double(), JoinedLoader(loader))
+    return said, sampler.epochs
 
 
 def test_what_cannot_be_joined_is_refused_on_all_ranks() -> None:
-    for said in run_ranks(refusals, 2):
+    for said, epochs in run_ranks(refusals, 2):
+        assert sorted(set(epochs)) == [0, 1]
+        assert "an evaluation would count again" in said["evaluation"]
+        assert "write training_step(batch, batch_idx)" in said["fetches"]
+        assert "needs strategy='smp_sharded'" in said["other strategy"]
         assert "one of several training loaders" in said["several"]
         assert "samples=lambda batch" in said["no tensor"]
-    with pytest.raises(ValueError, match="every rank would read all samples"):
+    trainer, mesh = SimpleNamespace(train_dataloader=JoinedLoader([])), SimpleNamespace(data_size=1)
+    mesh.topology = SimpleNamespace(world_size=2)
+    with pytest.raises(ValueError, match="where ranks share a batch"):
+        require_joined_alone(trainer, mesh)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="every rank would read all of its dataset"):
         JoinedLoader(DataLoader(TensorDataset(torch.zeros(2))))
     with pytest.raises(ValueError, match="allowed: 'ranks', 'samples'"):
         JoinedLoader([], "tokens")  # type: ignore[arg-type]
+    JoinedLoader(DataLoader(TensorDataset(torch.zeros(2)), batch_sampler=[[0], [1]]))
