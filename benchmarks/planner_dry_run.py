@@ -25,7 +25,7 @@ from smp_core.planning.hardware import Hardware
 from smp_core.planning.model_trace import ModelTrace
 from smp_core.planning.sent_bytes import sent_bytes
 from smp_core.planning.step_memory import peak_memory
-from smp_core.planning.trace import trace_model
+from smp_core.split_trace import trace_model
 
 A100, H100 = "32x8:a100-40g@400gbps", "16x8:h100-80g@3200gbps"
 BF16: Mapping[str, Any] = {"param_dtype": "bfloat16"}
@@ -94,6 +94,14 @@ CASES: Mapping[str, Case] = {
     ),
     "llama-3.1-8b, tensor 2, none": Case(
         "llama-3.1-8b", "1x8:h100-80g", 4096, 1, 2, {**BF16, "shard_degree": 4, "tensor_parallel_degree": 2}
+    ),
+    "llama-3-70b, tensor 8, full": Case(
+        "llama-3-70b",
+        H100,
+        8192,
+        1,
+        2,
+        {**BF16, "shard_degree": 16, "tensor_parallel_degree": 8, "activations": "full"},
     ),
     "llama-3.1-8b, tensor 4, selective, whole tokens": Case(
         "llama-3.1-8b",

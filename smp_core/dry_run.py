@@ -56,8 +56,7 @@ from smp_core.planning.shapes import Shapes
 from smp_core.planning.trace import scores_kept
 from smp_core.sharding.accumulation import AccumulationWindow
 from smp_core.sharding.received_gradients import Told
-from smp_core.tensor_parallel import randomness
-from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.split_trace import alike
 
 # Those of `smp_core.planning.optimizers.OPTIMIZERS` that torch has and that make their states in a step.
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -122,10 +121,11 @@ class _Rank:
         return [tensor for unit in self.parallel.units for tensor in unit.unsharded()]
 
     def gradients(self) -> list[torch.Tensor]:
-        found = [*(each.grad for each in self.parameters()), *(each.grad for each in self.unsharded())]
+        own = [each.grad for each in self.parameters() if each.grad is not None]
+        unsharded = [gradient for unit in self.parallel.units for gradient in unit.unsharded_gradients()]
         window = self.parallel.window
         assert isinstance(window, AccumulationWindow)
-        return [*(each for each in found if each is not None), *window.held()]
+        return [*own, *unsharded, *window.held()]
 
     def _root_sizes(self) -> set[int]:
         """Return the bytes of embeddings and heads: their gradients wait in autograd's buffers where they are tied."""
@@ -315,18 +315,14 @@ def _at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _undivided() -> Iterator[None]:
-    """Let ranks be told to agree: whether they do is a question of values, and here is one rank. Tensor ranks seed
-    their dropout by a value, too: without values it makes no difference."""
-    divergence, holds_alike, own_random = Told.divergence, TensorAxis.holds_alike, randomness.own_random
+    """Let ranks be told to agree: whether they do is a question of values, and here is one rank."""
+    divergence = Told.divergence
     Told.divergence = lambda self: None  # type: ignore[method-assign]
-    TensorAxis.holds_alike = lambda *_: True  # type: ignore[method-assign]
-    randomness.own_random = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,return-value]
     try:
-        yield
+        with alike():
+            yield
     finally:
         Told.divergence = divergence  # type: ignore[method-assign]
-        TensorAxis.holds_alike = holds_alike  # type: ignore[method-assign]
-        randomness.own_random = own_random
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from smp_core.comm.background import Background
 from smp_core.comm.codec import codec
+from smp_core.comm.exchange import prefers_messages
 from smp_core.comm.flat import CommObject, FlatAllGather, FlatReduceScatter
 from smp_core.comm.hierarchical import HierarchicalAllGather, HierarchicalReduceScatter
 from smp_core.comm.issued import IssuedCollectives, NotedCollective
@@ -116,7 +117,7 @@ class Traffic:
 
     def _all_gather(self, unit: Unit) -> CommObject:
         # Accelerators have streams; elsewhere FSDP2 waits when it needs the parameters.
-        deferred = self.mesh.device.type == "cpu"
+        deferred = prefers_messages(self.mesh.shard_group, self.mesh.device)
         exact: CommObject = FlatAllGather(self._meter, deferred=deferred)
         if self._stages is not None:
             exact = HierarchicalAllGather(self._meter, *self._stages, deferred=deferred)

@@ -124,11 +124,13 @@ class GradientBytes:
         sums: partial sums of all units, reduced inside the partition group, and of replicated parameters.
         held: unsharded gradients that are added up over micro-batches (`keep_between_micro_batches="gradients"`).
         of_masters: gradients of float32 masters, which an estimate counts among optimizer states.
+        root_last: the unsharded gradient of the root's last parameter, which FSDP2 holds on to while it reduces.
     """
 
     sums: int
     held: int
     of_masters: int
+    root_last: int
 
 
 def gradient_bytes(plan: Plan) -> GradientBytes:
@@ -146,7 +148,11 @@ def gradient_bytes(plan: Plan) -> GradientBytes:
             held += count * _unsharded_elements(parameter, plan) * reduced
         if over_world and parameter.shape and (is_sharded or plan.shard_degree == 1):
             of_masters += count * -(-elements // plan.layout.replicate) * max(parameter.dtype.itemsize, 4)
-    return GradientBytes(sums, held, 0 if plan.knobs.state_offload else of_masters)
+    of_root = next((parameters for is_root, parameters, _ in plan.shapes.alike_units if is_root), ())
+    last = 0
+    if of_root and plan.gathers and plan.shard_degree > 1:
+        last = _unsharded_elements(of_root[-1], plan) * plan.dtypes.of_gathered(of_root[-1]).itemsize
+    return GradientBytes(sums, held, 0 if plan.knobs.state_offload else of_masters, last)
 
 
 def unit_bytes(plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced"]) -> int:

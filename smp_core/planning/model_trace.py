@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import torch
@@ -98,13 +98,15 @@ class Instants:
         points: for 0, 1 and 2 blocks that backward has come to, from the last, and after it has left both: bytes of
             activations for (1, s), (2, s) and (1, s / 2) samples and tokens, and bytes of gradients, which depend on
             neither.
+        kept: bytes of activations that a block keeps of its forward, for the same; of split layers.
     """
 
     tokens: int
     points: tuple[tuple[tuple[float, float, float, float], ...], ...]
+    kept: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     @classmethod
-    def of(cls, tokens: int, *runs: list[Instant]) -> Instants:
+    def of(cls, tokens: int, *runs: list[Instant], kept: tuple[float, ...] = (0.0, 0.0, 0.0)) -> Instants:
         """Keep what can be the highest of what three runs had after each operation that all of them have."""
         found: list[tuple[tuple[float, float, float, float], ...]] = []
         for reached in range(LEFT + 1):
@@ -121,7 +123,13 @@ class Instants:
                 highest.add(totals.index(max(totals)))
             places = sorted(highest)
             found.append(tuple((*_three(lives[at]), float(held[at])) for at in places))
-        return cls(tokens, tuple(found))
+        return cls(tokens, tuple(found), kept)
+
+    def kept_at(self, samples: int, tokens: float) -> float:
+        """Return the bytes of activations that a block keeps of its forward."""
+        return sum(
+            weight * kept for weight, kept in zip(_weights(samples, tokens / self.tokens), self.kept, strict=True)
+        )
 
     def highest(self, reached: int, samples: int, tokens: float) -> tuple[float, float]:
         """Return the bytes of activations and of gradients at the highest instant after backward has come to so many
@@ -136,6 +144,28 @@ class Instants:
     @cached_property
     def _known(self) -> dict[tuple[int, int, float], tuple[float, float]]:
         return {}
+
+
+@dataclass(frozen=True)
+class SplitRun:
+    """A step of two blocks with split layers: its instants, and what a block keeps of its forward."""
+
+    instants: list[Instant]
+    kept: float
+
+
+def between(degree: int, fewest: int, one: SplitRun, most: int, other: SplitRun) -> SplitRun:
+    """Return the run over ``degree`` ranks, from those over fewest and most: bytes are a + b / ranks."""
+    weight = 0.0 if fewest == most else (1 / degree - 1 / most) / (1 / fewest - 1 / most)
+
+    def at(a: float, b: float) -> int:
+        return round(b + weight * (a - b))
+
+    pairs = zip(*_of_the_same([one.instants, other.instants]), strict=True)
+    instants = [
+        (reached, at(live, lives), at(held, helds), name) for (reached, live, held, name), (_, lives, helds, _) in pairs
+    ]
+    return SplitRun(instants, at(one.kept, other.kept))
 
 
 def _three(values: tuple[int, ...]) -> tuple[float, float, float]:
@@ -177,6 +207,8 @@ class ModelTrace:
         vocabulary: rows of the largest parameter outside blocks.
         early: the part of the rest that works before the blocks.
         uncut: why there are no pipeline stages; "": the shapes have the chain of blocks that are dealt out to them.
+        split_instants: as ``instants``, by the ranks that layers are split over and by recomputation mode; empty: split
+            layers were not run.
     """
 
     shapes: Mapping[str, Shapes]
@@ -189,6 +221,7 @@ class ModelTrace:
     vocabulary: int = 1
     early: Curve | None = None
     uncut: str = "its blocks were not followed"
+    split_instants: Mapping[tuple[int, str], Instants] = field(default_factory=dict)
 
     def rest_degree(self, tensor: int) -> int:
         """Return over how many tensor ranks embedding, head and logits are split: all, or they are replicated."""

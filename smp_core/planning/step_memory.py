@@ -7,7 +7,8 @@ A step has seven points that can be the highest. L blocks, of which L (or as man
     last        the last block's backward: what it makes (after it was computed again, where it is), two gathered
                 blocks, gradients of the block and of the root
     next        the same in the block before it, while the last block's gradients are reduced: the reduction's input
-    first       the same in the first block, which alone keeps something by then, and the sums of all units
+    first       the same in the first block, which alone keeps something and is gathered by then, with the sums of all
+                other blocks; and in the one before it in backward, which is gathered together with the first
     rest        after it, in what comes before the blocks: gradients of the root, and the sums of all blocks
     root        no activations, while the root's gradients are reduced: the reduction's input with the gradients that
                 go into it, or with its output and that in the dtype that parameters are stored in
@@ -18,8 +19,10 @@ take: there is an eighth point, while the last block's gradients are reduced.
 
 Where parameters stay gathered from one micro-batch to the next, the micro-batch before the last has the same points,
 with all units gathered at each. Sums of earlier micro-batches are there in the first three. Context ranks hold 1 / c of
-each sequence. Tensor ranks hold 1 / T of a block's activations, and the two inputs whose tokens were gathered for its
-products, or with selective recomputation the two outputs before they are added up (2 (1 - 1 / T) block inputs more).
+each sequence. Tensor ranks have a trace of split layers. Where it was not made (whole tokens, a model that is there)
+they hold 1 / T of a block's activations, and the two inputs whose tokens were gathered for its products, or with
+selective recomputation the two outputs before they are added up (2 (1 - 1 / T) block inputs more).
+
 The kinds are those of :mod:`smp_core.memory_report` and of dry runs, so that all can be laid side by side.
 
 A pipeline stage has the points of what it holds: only the last one has a loss, only the first what comes before the
@@ -160,14 +163,20 @@ class _Points:
         self.part, self.sums = StagePart.of(plan, trace, of_stage.stage), of_stage.gradients
         self.tensor = plan.layout.tensor
         mode = recomputation(plan)
-        instants = trace.instants[mode]
-        self.instants = [instants.highest(reached, micro_batch, held) for reached in range(LEFT + 1)]
-        self.block_kept = trace.block[mode].at(micro_batch, held).kept
         self.left = trace.rest[mode].at(micro_batch, held).left
         inputs = trace.block["full"].at(micro_batch, held).kept
-        # What a tensor rank keeps of a block, and what it has gathered for its products.
-        gathered = 0.0 if mode == "full" else 2 * inputs * (1 - 1 / self.tensor)
-        self.kept = self.block_kept / self.tensor + gathered
+        split = trace.split_instants.get((self.tensor, mode)) if self.split > 1 else None
+        instants = trace.instants[mode] if split is None else split
+        self.instants = [instants.highest(reached, micro_batch, held) for reached in range(LEFT + 1)]
+        # What traced bytes of blocks and of the rest are divided by.
+        self.shares = (self.tensor, trace.rest_degree(self.tensor)) if split is None else (1, 1)
+        if split is None:
+            self.block_kept = trace.block[mode].at(micro_batch, held).kept
+            # What a tensor rank keeps of a block, and what it has gathered for its products.
+            gathered = 0.0 if mode == "full" else 2 * inputs * (1 - 1 / self.tensor)
+            self.kept = self.block_kept / self.tensor + gathered
+        else:
+            self.block_kept = self.kept = split.kept_at(micro_batch, held)
         self.tokens = micro_batch * held
         self.inputs = inputs
         self.sizes = _UnitBytes.of(plan, trace, self.part)
@@ -194,7 +203,7 @@ class _Points:
             points.append(_Point(activations, self._gathered(reached), gradients, at_work, own))
         if self.is_alone:
             points.append(self._reducing_alone(blocks, earlier, at_work))
-        return [*points, *self._late(min(2, blocks), at_work)]
+        return [*points, *self._late(blocks, at_work)]
 
     @property
     def is_alone(self) -> bool:
@@ -243,19 +252,27 @@ class _Points:
         sums = self.sums.sums * (1.0 if adds else 1 - of_root) + self.sums.of_masters * (1 - of_root)
         own = 0.0 if adds else reduced / self.plan.shard_degree
         held = of_root * self.sums.held if self.count > 1 else 0.0
-        first = self._working(2) + blocks * self.kept + waiting
+        first = self._working(2) + min(2, blocks) * self.kept + waiting
+        before_first = self._working(2) + min(3, blocks + 1, self.part.chunk) * self.kept + waiting
         at_step = states.gradients + states.partial_sums - self.sums.held
         points = [
             _Point(first, self._gathered(self.part.blocks), sums - own + held + self._held(2), at_work, reduced),
+            _Point(
+                before_first,
+                self._gathered(max(self.part.blocks - 1, 1)),
+                max(sums - 2 * own, 0.0) + held + self._held(2),
+                at_work,
+                reduced,
+            ),
             _Point(0.0, 0.0, at_step, states.optimizer_states),
         ]
         if self.part.is_first:
-            rest = self.instants[LEFT][0] / self.tensor + waiting
+            rest = self.instants[LEFT][0] / self.shares[0] + waiting
             points.append(_Point(rest, root, sums + held + self._held(LEFT), at_work, reduced))
         if self.plan.gathers:
             unsharded = held or self.sizes.root_gathered * self.of_gradient
             taken, put_out = self.sizes.root_reduced, self.sizes.root_reduced / self.plan.shard_degree
-            behind = sums + self.sums.of_masters * of_root + self.sizes.root_last * self.of_gradient
+            behind = sums + self.sums.of_masters * of_root + self.sums.root_last * self.of_gradient
             if adds:
                 taken_and_put_out = taken + put_out
             else:  # what was put out is the sum
@@ -284,13 +301,14 @@ class _Points:
         root = max(self.states.gathered - blocks * copies - min(2, blocks) * block, 0.0)
         if reached > blocks:
             return root + (0.0 if self.part.is_whole else copies * blocks)
-        # FSDP2 holds on to the last gather's buffer until the next one; in backward there are two blocks.
-        at_work = min(2 if reached else 1, self.part.chunk) - self.is_alone
+        # FSDP2 holds on to the last gather's buffer until backward gathers ahead, which it does while there is a block.
+        ahead = not self.is_alone and not (self.part.is_whole and reached == blocks)
+        at_work = min((reached > 0) + ahead, self.part.chunk)
         return root + at_work * block + copies * (blocks - freed)
 
     def _loss(self, blocks: int) -> float:
         """Return the activations when the logits are there, or as many of them as are made at a time."""
-        part = (self.instants[0][0] - 2 * self.block_kept) / self.trace.rest_degree(self.tensor)
+        part = (self.instants[0][0] - 2 * self.block_kept) / self.shares[1]
         chunk = self.plan.knobs.chunked_cross_entropy
         if chunk is not None:
             part = min(part, part * chunk / self.tokens + self.inputs)
@@ -298,18 +316,18 @@ class _Points:
 
     def _working(self, reached: int) -> float:
         """Return the activations beside what blocks keep at the highest instant of a block's backward."""
-        return (self.instants[reached][0] - 2 * self.block_kept) / self.tensor
+        return (self.instants[reached][0] - 2 * self.block_kept) / self.shares[0]
 
     def _held(self, reached: int) -> float:
         """Return the gradients that are not reduced yet, of what this stage has."""
-        of_element = self.plan.dtypes.of_gathered(self.plan.shapes.parameters[0]).itemsize
-        stages, held = self.plan.stages, self.instants[reached][1]
+        of_element = self.plan.dtypes.of_gathered(self.plan.shapes.parameters[0]).itemsize / self.tensor
+        stages, held = self.plan.stages, self.instants[reached][1] / self.shares[0]
         if stages is not None and reached == LEFT:
             held = self.part.root * of_element  # the trace has the head's too, and of tied ones their sum
         elif stages is not None and not self.part.is_last:
             behind = StagePart.of(self.plan, self.trace, stages.count - 1).behind
             held = max(held - behind * of_element, 0.0)
-        return held / self.tensor * self.of_gradient
+        return held * self.of_gradient
 
 
 def recomputation(plan: Plan) -> str:
@@ -333,7 +351,6 @@ class _UnitBytes:
         gathered, reduced: of a block, as these are done.
         cast: of a block's part on one rank, where it is cast to what parameters are stored in; 0: it is not.
         root_share: the root's part of all elements.
-        root_last: the gradient of the root's last parameter, which FSDP2 holds on to while it reduces.
     """
 
     gathered: float
@@ -343,7 +360,6 @@ class _UnitBytes:
     root_reduced: float
     root_cast: float
     root_share: float
-    root_last: float
 
     @classmethod
     def of(cls, plan: Plan, trace: ModelTrace, part: StagePart) -> _UnitBytes:
@@ -353,10 +369,6 @@ class _UnitBytes:
         gathered, reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
         stored = plan.dtypes.of_stored(first).itemsize
         cast = stored / plan.shard_degree if stored != reduced else 0.0
-        of_root = next((names for is_root, names, _ in plan.shapes.alike_units if is_root), ())
-        last = of_root[-1].elements / plan.layout.tensor if of_root and plan.shard_degree > 1 else 0.0
-        if plan.stages is not None and plan.shard_degree > 1:
-            last = root  # what an end of the model has is one large parameter, and small ones
         return cls(
             gathered=block * gathered,
             reduced=block * reduced,
@@ -365,5 +377,4 @@ class _UnitBytes:
             root_reduced=root * reduced,
             root_cast=root * cast,
             root_share=part.root / part.elements,
-            root_last=min(last, root) * gathered,
         )

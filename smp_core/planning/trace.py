@@ -13,6 +13,9 @@ for each way of recomputation, which really happens, so that its work is counted
 for 1 sample of s tokens, 2 of s and 1 of s / 2, and is taken to be s (a + b (c + d s)) for b samples: a of what all
 samples share (a table of positions), d of attention.
 
+Where layers are split over tensor ranks, what is alive is measured of split layers, over the fewest and the most ranks
+that they can be split over; bytes over others are taken to be a + b / T.
+
 Runs in a child process: models come from anywhere and take memory and imports with them. :func:`trace_model` is the
 part that runs there.
 """
@@ -21,6 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import math
 import pickle
 import subprocess
 import sys
@@ -42,11 +47,21 @@ from smp_core.planning.kept_operators import is_kept
 from smp_core.planning.model_source import Source, build, copied
 from smp_core.planning.model_trace import LEFT, Curve, Figures, Instants, ModelTrace, in_dtype
 from smp_core.planning.shapes import Shapes
-from smp_core.planning.trace_meter import TraceMeter, flat
+from smp_core.planning.trace_meter import TraceMeter, flat, local
 from smp_core.planning.units import Entry
+
+logger = logging.getLogger("smp")
 
 Recomputation = Literal["none", "selective", "full"]
 MODES: tuple[Recomputation, ...] = ("none", "selective", "full")
+CHILD = "smp_core.split_trace"
+"""The module that traces in a child process. It stands above this one and is named, not imported."""
+
+Splitting = Callable[[Source, list[str], list[int], int], dict[tuple[int, str], Instants]]
+"""Runs two blocks with split layers: (model, lists of blocks, numbers of ranks, tokens) -> their instants, by ranks and
+recomputation mode."""
+
+_MOST_TENSOR_RANKS = 16
 _DEFAULTS = SmpConfig()
 _BLOCKS_OF_CHAIN = 3
 
@@ -67,13 +82,16 @@ def scores_kept() -> Iterator[None]:
         nn.functional.scaled_dot_product_attention = real
 
 
-def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None) -> ModelTrace:
+def trace_model(
+    words: str, tokens: int, given: Mapping[str, Any] | None = None, split: Splitting | None = None
+) -> ModelTrace:
     """Trace a model in this process.
 
     Args:
         words: the model (:mod:`smp_core.planning.model_source`).
         tokens: of the longest sequence; of shorter ones the figures are known too.
         given: the fields of a Transformers configuration instead of ``words``.
+        split: None: split layers are not run.
 
     Raises:
         ValueError: a model that is not there, has no repeated blocks, or does not run without values; says what to
@@ -84,7 +102,7 @@ def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None)
         torch.set_default_dtype(torch.bfloat16)
         try:
             source = build(words, tokens, given)
-            return _traced(source, tokens, words)
+            return _traced(source, tokens, words, split=split)
         finally:
             torch.set_default_dtype(before)
 
@@ -141,14 +159,16 @@ def _chain_of(model: nn.Module, lists: list[str], count: int, asked: SmpConfig, 
         return str(error)
 
 
-def _traced(source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULTS) -> ModelTrace:
+def _traced(
+    source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULTS, split: Splitting | None = None
+) -> ModelTrace:
     model = source.model
     lists, count = _lists_of_blocks(model, Shapes.of(model, SmpConfig(units=asked.units), source.entry))
     found = _shapes_by_mode(model, asked, source.entry)
     shapes: dict[str, Shapes] = {mode: in_dtype(each, torch.float32) for mode, each in found.items()}
     inside = {p for name in lists for p in model.get_submodule(name).parameters()}
     outside = [p for p in model.parameters() if p not in inside and p.ndim > 1]
-    tokens = _told_apart(tokens, {size for parameter in outside for size in parameter.shape})
+    tokens = told_apart(tokens, {size for parameter in outside for size in parameter.shape})
     vocabulary = max((p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,))[0]
     of_blocks = sum(parameter.numel() for parameter in inside)
     names = {name for each in lists for name in found["none"].by_name if name.startswith(f"{each}.")}
@@ -158,8 +178,8 @@ def _traced(source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULT
     if isinstance(chain, Chain):
         shapes = _with_chain(shapes, chain)
     counted: dict[int, dict[str, list[Figures]]] = {}
-    early: list[Figures] = []
     instants: dict[str, Instants] = {}
+    split_instants: dict[tuple[int, str], Instants] = {}
     heads = 0
     for blocks in (2, 1):
         for name in lists:
@@ -168,7 +188,7 @@ def _traced(source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULT
         for mode in MODES:
             at = [(1, tokens), (2, tokens), (1, tokens // 2)]
             try:
-                runs = [_counted(source, lists, mode, *each) for each in at]
+                runs = [measured(source, lists, mode, *each) for each in at]
             except Exception as error:
                 raise ValueError(
                     f"model {words!r} does not run without values ({type(error).__name__}: {error}); leave out of its "
@@ -178,6 +198,8 @@ def _traced(source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULT
             early = [meter.early for meter in runs]
             if blocks == 2:
                 instants[mode] = Instants.of(tokens, *(meter.instants for meter in runs))
+        if blocks == 2 and source.splits and split is not None:
+            split_instants = _of_split(split, source, lists, math.gcd(heads, vocabulary), tokens)
     block: dict[str, Curve] = {}
     rest: dict[str, Curve] = {}
     for mode in MODES:
@@ -195,13 +217,26 @@ def _traced(source: Source, tokens: int, words: str, asked: SmpConfig = _DEFAULT
         vocabulary,
         Curve(tokens, *early),
         chain if isinstance(chain, str) else "",
+        split_instants,
     )
 
 
-def _told_apart(tokens: int, sizes: set[int]) -> int:
+def _of_split(
+    split: Splitting, source: Source, lists: list[str], heads: int, tokens: int
+) -> dict[tuple[int, str], Instants]:
+    """Return the instants with layers split over what divides ``heads``; none where they cannot be split."""
+    degrees = [n for n in range(2, _MOST_TENSOR_RANKS + 1) if heads % n == 0]
+    try:
+        return split(source, lists, degrees, tokens) if degrees else {}
+    except Exception as error:  # a plan is made all the same, of shares of what unsplit layers keep
+        logger.info("memory of split layers is not traced: %s: %s", type(error).__name__, error)
+        return {}
+
+
+def told_apart(tokens: int, sizes: set[int], by: int = 2) -> int:
     """Return a length, a little shorter if need be, at which logits do not have the shape of a head's gradient."""
-    while any(n in sizes for n in (tokens, 2 * tokens, tokens // 2)) and tokens > 4:
-        tokens -= 2
+    while any(n in sizes for n in (tokens, 2 * tokens, tokens // 2)) and tokens > 2 * by:
+        tokens -= by
     return tokens
 
 
@@ -222,18 +257,20 @@ def _lists_of_blocks(model: nn.Module, shapes: Shapes) -> tuple[list[str], int]:
     return list(names), sizes.pop()
 
 
-def _counted(source: Source, lists: list[str], mode: Recomputation, samples: int, tokens: int) -> TraceMeter:
+def measured(source: Source, lists: list[str], mode: Recomputation, samples: int, tokens: int) -> TraceMeter:
     """Run one step and return what counted it."""
     model = source.model
     blocks = [block for name in lists for block in model.get_submodule(name).children()]
     of_blocks = {parameter for block in blocks for parameter in block.parameters()}
-    of_rest = [p.shape for p in model.parameters() if p not in of_blocks and p.ndim > 1 and len(p) > samples * tokens]
+    own = {p: local(p) for p in model.parameters()}
+    of_rest = [own[p].shape for p in own if p not in of_blocks and p.ndim > 1 and len(p) > samples * tokens]
     meter = TraceMeter({*of_rest, *(torch.Size(shape[::-1]) for shape in of_rest)})
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in [*own.values(), *model.buffers()]:
         meter.ignore(tensor)
     model.train()
 
     handles = _follow_backward(model, blocks, meter)
+    forwards = [vars(block).get("forward") for block in blocks]  # of split layers
     for block in blocks:
         if mode != "none":
             contexts: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
@@ -246,8 +283,10 @@ def _counted(source: Source, lists: list[str], mode: Recomputation, samples: int
     finally:
         for handle in handles:
             handle.remove()
-        for block in blocks:
+        for block, forward in zip(blocks, forwards, strict=True):
             vars(block).pop("forward", None)
+            if forward is not None:
+                block.forward = forward
         for parameter in model.parameters():
             parameter.grad = None
     return meter
@@ -271,6 +310,7 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMete
     def of_block(reached: int) -> Callable[..., None]:
         def called(module: nn.Module, args: Any, output: Any) -> None:
             first = next(each for each in flat(output) if isinstance(each, torch.Tensor))
+            meter.note_block(first)
             if first.requires_grad:
                 first.register_hook(note_backward(reached))
 
@@ -278,7 +318,7 @@ def _follow_backward(model: nn.Module, blocks: list[nn.Module], meter: TraceMete
 
     def accumulated(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            meter.is_gradient(parameter.grad)
+            meter.is_gradient(local(parameter.grad))
 
     def note_end(module: nn.Module, args: Any, kwargs: Any) -> None:
         meter.has_entered = True
@@ -310,7 +350,7 @@ def trace(words: str, tokens: int) -> ModelTrace:
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "trace"
-        command = [sys.executable, "-W", "ignore", "-m", __name__, words, str(tokens), str(out)]
+        command = [sys.executable, "-W", "ignore", "-m", CHILD, words, str(tokens), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not out.exists():
             last = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
@@ -320,19 +360,3 @@ def trace(words: str, tokens: int) -> ModelTrace:
         raise found
     assert isinstance(found, ModelTrace)
     return found
-
-
-def _main(words: str, tokens: str, out: str) -> None:
-    torch.set_num_threads(1)
-    found: ModelTrace | ValueError
-    try:
-        from smp_core.planning import trace as here  # under its own name, by which its classes are pickled
-
-        found = here.trace_model(words, int(tokens))
-    except ValueError as error:
-        found = ValueError(str(error))
-    Path(out).write_bytes(pickle.dumps(found))
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

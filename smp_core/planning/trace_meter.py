@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
 from torch.utils.flop_counter import flop_registry
 
@@ -40,9 +41,12 @@ class TraceMeter(TorchDispatchMode):
         self._live = {False: 0, True: 0}  # of activations, of gradients
         self._of_gradients: set[int] = set()
         self.instants: list[Instant] = []
+        self._behind_blocks: list[int] = []
         self.blocks_reached = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # so that its local operations come here
         result = func(*args, **(kwargs or {}))
         tensors = [each for each in flat(result) if isinstance(each, torch.Tensor)]
         if not func.is_view:
@@ -67,6 +71,15 @@ class TraceMeter(TorchDispatchMode):
     def early(self) -> Figures:
         """The counts of what comes before the first block, in forward, and of what comes behind it in backward."""
         return Figures(**self.of_early)
+
+    def note_block(self, output: torch.Tensor) -> None:
+        """Note the end of a block's forward."""
+        self._behind_blocks.append(self._live[False] - output.untyped_storage().nbytes())
+
+    @property
+    def kept(self) -> int:
+        """The bytes of activations that the last block keeps of its forward."""
+        return self._behind_blocks[-1] - self._behind_blocks[-2]
 
     def is_gradient(self, tensor: torch.Tensor) -> None:
         """Count the tensor's storage with gradients from here on."""
@@ -127,6 +140,11 @@ class TraceMeter(TorchDispatchMode):
         self._live[address in self._of_gradients] -= self._sizes.pop(address, 0)
         self._of_gradients.discard(address)
         self._watchers.pop(address, None)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def flat(value: Any) -> list[Any]:

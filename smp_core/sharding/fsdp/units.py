@@ -188,6 +188,11 @@ class ShardedUnit:
         found = (getattr(parameter, "_unsharded_param", None) for parameter in self.fsdp_parameters)
         return [each.to_local() if isinstance(each, DTensor) else each for each in found if each is not None]
 
+    def unsharded_gradients(self) -> list[torch.Tensor]:
+        """List the gradients of the unsharded parameters that have one."""
+        found = (getattr(parameter, "_unsharded_param", None) for parameter in self.fsdp_parameters)
+        return [each.grad for each in found if each is not None and each.grad is not None]
+
     def forget_held(self) -> None:
         """Drop all that is held: nothing awaits its reduction."""
         self.drop_held(range(len(self.fsdp_parameters)))

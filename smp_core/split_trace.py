@@ -1,0 +1,105 @@
+"""Traces of a model whole, and with its layers split over tensor ranks: the child process of a plan.
+
+    python -m smp_core.split_trace WORDS TOKENS OUT     as of :func:`smp_core.planning.trace.trace`
+
+What a rank keeps of split layers, and gathers for them, is found by running them, on rank 0 of a fake process group
+whose collectives do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import pickle
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily  # _subclasses: torch's documentation has it
+from torch.distributed.device_mesh import init_device_mesh
+
+from smp_core.comm.meter import CommMeter
+from smp_core.planning import trace
+from smp_core.planning.model_source import Source, copied
+from smp_core.planning.model_trace import Instants, ModelTrace, SplitRun, between
+from smp_core.tensor_parallel import randomness
+from smp_core.tensor_parallel.apply import apply_tensor_parallel
+from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.topology import Topology
+
+
+def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None) -> ModelTrace:
+    """Trace a model in this process, which has no process group: :func:`smp_core.planning.trace.trace_model`, with the
+    degrees that its layers can be split over."""
+    with alike():
+        return trace.trace_model(words, tokens, given, _runs)
+
+
+@contextlib.contextmanager
+def alike() -> Iterator[None]:
+    """Let tensor ranks be told to hold the same, which is a question of values, and to draw the same random numbers:
+    without values it makes no difference."""
+    holds_alike, own_random = TensorAxis.holds_alike, randomness.own_random
+    TensorAxis.holds_alike = lambda *_: True  # type: ignore[method-assign]
+    randomness.own_random = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,return-value]
+    try:
+        yield
+    finally:
+        TensorAxis.holds_alike = holds_alike  # type: ignore[method-assign]
+        randomness.own_random = own_random
+
+
+def _runs(source: Source, lists: list[str], degrees: list[int], tokens: int) -> dict[tuple[int, str], Instants]:
+    """Run two blocks over the fewest and the most ranks: :data:`smp_core.planning.trace.Splitting`."""
+    most = 2 * math.lcm(degrees[0], degrees[-1])  # half a sequence is split, too
+    if tokens < 2 * most:
+        return {}
+    rows = {size // n for n in (1, *degrees) for p in source.model.parameters() for size in p.shape}
+    tokens = trace.told_apart(tokens - tokens % most, rows, most)
+    places = [(1, tokens), (2, tokens), (1, tokens // 2)]
+    runs: dict[int, dict[str, list[SplitRun]]] = {}
+    for degree in {degrees[0], degrees[-1]}:
+        copy = copied(source.model, None)
+        with _over(copy.model, degree):
+            meters = {mode: [trace.measured(copy, lists, mode, *place) for place in places] for mode in trace.MODES}
+        runs[degree] = {mode: [SplitRun(meter.instants, meter.kept) for meter in meters[mode]] for mode in trace.MODES}
+    found: dict[tuple[int, str], Instants] = {}
+    for degree, mode in itertools.product(degrees, trace.MODES):
+        pairs = zip(runs[degrees[0]][mode], runs[degrees[-1]][mode], strict=True)
+        at = [between(degree, degrees[0], one, degrees[-1], other) for one, other in pairs]
+        kept = tuple(each.kept for each in at)
+        found[degree, mode] = Instants.of(tokens, *(each.instants for each in at), kept=kept)
+    return found
+
+
+@contextlib.contextmanager
+def _over(model: nn.Module, degree: int) -> Iterator[None]:
+    """Split a model's layers as training does, for as long as the context lasts."""
+    with unset_fake_temporarily():
+        dist.init_process_group("fake", rank=0, world_size=degree)
+        mesh = init_device_mesh("cpu", (degree,))
+    try:
+        axis = TensorAxis(mesh.get_group(), CommMeter(Topology.uniform(degree, degree), 0, enabled=False))
+        apply_tensor_parallel(model, mesh, axis, plan="auto", sequence_parallel=True)
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _main(words: str, tokens: str, out: str) -> None:
+    torch.set_num_threads(1)
+    found: ModelTrace | ValueError
+    try:
+        found = trace_model(words, int(tokens))
+    except ValueError as error:
+        found = ValueError(str(error))
+    Path(out).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
