@@ -9,7 +9,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
 from torch.utils.flop_counter import flop_registry
 
@@ -45,8 +44,8 @@ class TraceMeter(TorchDispatchMode):
         self.blocks_reached = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # so that its local operations come here
+        if any(hasattr(each, "__tensor_flatten__") for each in types):  # a wrapper, as DTensor is
+            return NotImplemented  # so that operations on what it wraps come here
         result = func(*args, **(kwargs or {}))
         tensors = [each for each in flat(result) if isinstance(each, torch.Tensor)]
         if not func.is_view:
@@ -144,7 +143,7 @@ class TraceMeter(TorchDispatchMode):
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def flat(value: Any) -> list[Any]:
