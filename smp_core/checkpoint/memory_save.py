@@ -29,6 +29,7 @@ from smp_core.checkpoint.memory_slots import SharedSlots, Slot, slot_name
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.staging import Staged, stage
 from smp_core.checkpoint.tree import EncodedRest, merge_rest
+from smp_core.checkpoint.untrusted import StoreError
 
 logger = logging.getLogger("smp")
 
@@ -197,17 +198,25 @@ class MemorySaver:
         part, shared = self._ranks.together(what, prepare, lambda it: (it.layout_digest, it.changed, it.own))
         changed = [f"{name} on rank {rank}" for rank, (_, names, _) in enumerate(shared) for name in names]
         if changed:
-            self._say_that_it_changed(step, changed)
-            self.slots.turn()  # back: the next save writes over this one, not over the newest that is whole
+            why = f"{len(changed)} tensors changed between two optimizer steps, e.g. {changed[0]}"
+            self._give_up(step, f"{why}; change parameters before the batch's last hook, or save to disk")
             return
 
-        def rest_of_all() -> tuple[str, tuple[int, dict[str, Any]], dict[str, bytes]]:
+        def rest_of_all() -> tuple[str, tuple[int, dict[str, Any]] | str, dict[str, bytes]]:
             assert staged is not None and staged.rest is not None
             save = new_save_id()
-            return save, self._beside(), _rest_files(save, merge_rest(staged.rest, [own for _, _, own in shared]))
+            rest = _rest_files(save, merge_rest(staged.rest, [own for _, _, own in shared]))
+            try:
+                return save, self._beside(), rest
+            except StoreError as error:  # the disk's trouble: the next state may be numbered again
+                return save, str(error), rest
 
         assert staged is not None
-        save, (sequence, on_disk), rest = self._ranks.on_first(what, rest_of_all)
+        save, beside, rest = self._ranks.on_first(what, rest_of_all)
+        if isinstance(beside, str):
+            self._give_up(step, f"its place among the checkpoints on disk is not known ({beside})")
+            return
+        sequence, on_disk = beside
         slot = self.slots.slot
         record = Record(
             save=save,
@@ -246,15 +255,11 @@ class MemorySaver:
             names.insert(0, record_name(record, content))
         return names
 
-    def _say_that_it_changed(self, step: int, changed: list[str]) -> None:
+    def _give_up(self, step: int, why: str) -> None:
+        """Keep the state before instead, and say so. On all ranks."""
+        self.slots.turn()  # back: the next save writes over this one, not over the newest that is whole
         if self._ranks.rank == 0:
-            logger.warning(
-                "step %d is not kept in memory: %d tensors changed between two optimizer steps, e.g. %s; change "
-                "parameters before the batch's last hook, or save to disk",
-                step,
-                len(changed),
-                changed[0],
-            )
+            logger.warning("step %d is not kept in memory: %s", step, why)
 
     # Copies on another node
 

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from smp_core import streams
-from smp_core.checkpoint import CheckpointError, load_checkpoint, memory_save, read_per_rank
+from smp_core.checkpoint import CheckpointError, load_checkpoint, memory_save, memory_tier, read_per_rank
 from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.memory_tier import MemoryTier
 from smp_core.checkpoint.progress import Past, last_of, report_of
+from smp_core.checkpoint.untrusted import StoreError
 from tests.core.checkpoint.states import differences, gathered, sharded_state
 from tests.harness import run_ranks, run_script
 
@@ -246,6 +247,25 @@ def test_a_state_that_is_given_up_costs_no_other(alone: Path, monkeypatch: pytes
     with pytest.raises(CheckpointError, match="killed here"):
         kept._saver.wait()
     assert found_in(alone) == 2
+
+
+def test_a_store_that_fails_once_costs_one_state(
+    alone: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Step 2 cannot be numbered among the checkpoints on disk; training goes on, and so do the states."""
+
+    def fails(path: str) -> int:
+        raise StoreError("no answer")
+
+    kept = kept_until(alone, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(memory_tier, "next_sequence", fails)
+        kept.save(state_of(2), 2, {}, 2)
+        kept._saver.wait()
+    assert "step 2 is not kept in memory: its place among the checkpoints on disk is not known" in caplog.text
+    kept.save(state_of(3), 3, {}, 3)
+    kept._saver.wait()
+    assert found_in(alone) == 3
 
 
 def test_the_optimizer_waits_for_the_copy(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
