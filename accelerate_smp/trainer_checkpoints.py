@@ -130,6 +130,7 @@ class CheckpointingTrainerMixin(_Base):
         """
         self._opened = {}
         try:
+            self._trial = trial
             self._run_folder = os.path.abspath(str(self._get_output_dir(trial)))
             with self._keeping_in_memory():
                 resume_from_checkpoint = self._beginning(resume_from_checkpoint)
@@ -146,6 +147,7 @@ class CheckpointingTrainerMixin(_Base):
             raise
 
     kept: KeepsInMemory | None = None
+    _trial: Any = None  # of a search, in training
     _run_folder: str  # of a trial its own
 
     @contextlib.contextmanager
@@ -196,7 +198,7 @@ class CheckpointingTrainerMixin(_Base):
 
     def save_training(self) -> None:
         """Save a checkpoint of the present step, in the middle of training. Collective."""
-        self._save_checkpoint(self.model, None)
+        self._save_checkpoint(self.model, self._trial)
 
     _opened: Mapping[str, OpenCheckpoint] = {}
 

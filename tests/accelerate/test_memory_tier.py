@@ -213,6 +213,7 @@ def search(folder: Path) -> tuple[list[str], list[str]]:
             if state.global_step == 3 and not then:
                 trainer.kept._tier._saver.wait()
                 then.extend(in_memory())
+                trainer.save_training()  # as one that is told to end in an evaluation
                 raise Lost
 
     trainer.add_callback(Loses())
@@ -239,7 +240,7 @@ def train_twice(folder: str) -> tuple[Any, Any]:
 
 def test_trainings_of_one_process_count_and_keep_their_own_steps(tmp_path: Path) -> None:
     """Phases of a script begin at step 0, and free all memory together. Trials have a folder each; of each, optimizers
-    wait for the copy (a state that changes meanwhile is given up), and the memory is freed."""
+    wait for the copy (a state that changes meanwhile is given up), and the memory is freed; what they save is in it."""
     for (phases, left), (then, in_the_end) in run_ranks(train_twice, 2, str(tmp_path)):
         steps = [list(range(1, count + 1)) for count in (6, 3, 2)]
         kept = [[f"{step:08d}" for step in counted[-2:]] for counted in steps]
@@ -247,3 +248,5 @@ def test_trainings_of_one_process_count_and_keep_their_own_steps(tmp_path: Path)
         assert left == []
         assert then == ["run-0-trainer 00000002", "run-0-trainer 00000003"]
         assert in_the_end == then, "for a run that goes on with it"
+    saved = [path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.glob("run/**/smp_state")]
+    assert sorted(saved) == ["run/run-0/checkpoint-3"]
