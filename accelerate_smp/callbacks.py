@@ -124,7 +124,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
     ) -> None:
         numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
         if self._record is not None and "loss" in numbers and self._figures is not None:
-            self._record.write_step(state.global_step, {**numbers, **self.latest}, self._figures.by_rank)
+            self._record.write_step(state.global_step, {**numbers, **self.latest}, self._figures.details)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._record is not None:

@@ -147,7 +147,7 @@ class SmpMonitor(WatchesMemory):
         self.latest, self._reported = self._figures.report(self.step, self._highest), self.step
         if self._record is not None:
             loss = {} if self._figures.loss is None else {"loss": self._figures.loss}
-            self._record.write_step(self.step, {**loss, **self.latest}, self._figures.by_rank)
+            self._record.write_step(self.step, {**loss, **self.latest}, self._figures.details)
 
     def end(self) -> None:
         """Report about the last steps and end the log; ``accelerator.end_training`` does it. Collective."""

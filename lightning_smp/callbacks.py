@@ -252,7 +252,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         self._reported_step = self._booked_step
         if self._record is not None:
             loss = {} if self._figures.loss is None else {"loss": self._figures.loss}
-            self._record.write_step(self._booked_step, {**loss, **self.latest}, self._figures.by_rank)
+            self._record.write_step(self._booked_step, {**loss, **self.latest}, self._figures.details)
         # The step that LightningModule.log uses for this batch, so that both stand in one row of a CSV file.
         # Lightning's own monitors take it from the same place, `_batches_that_stepped`; there is no public one.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped - int(ended)

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,15 @@ from smp_core.monitoring import FlopMeasurement, ModelFlops, StepMeter, device_p
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.step import Pipeline
 from smp_core.pipeline.times import Computation, Direction, draw_timeline, idle_shares, unmeasured
+from smp_core.router_loads import RouterLoads
 from smp_core.step_times import PARTS, Part, StepTimes, Straggler, find_straggler
 
 logger = logging.getLogger("smp")
 
 BYTES: dict[LinkClass, str] = {"inter": "bytes_between_nodes", "intra": "bytes_inside_nodes"}
 """The names of the figures of bytes, by link class."""
+
+_MOST_RANKS = 64  # whose times by part are told: those that worked longest
 
 
 @dataclass(eq=False)
@@ -86,8 +90,11 @@ class JobFigures:
         """The rank that the others waited for in most steps before the last report."""
         self.loss: float | None = None
         """The mean of the losses that were counted before the last report, over batches and ranks."""
-        self.by_rank: dict[int, list[float]] = {}
-        """Seconds of each rank's steps by part, the mean of those of the last report."""
+        self._by_rank: dict[int, list[float]] = {}
+        self._routers = RouterLoads(
+            () if parallel is None else (part.module for part in parallel.parts),
+            share_models=parallel is not None and parallel.pipeline is not None,
+        )
         self._pipeline: Pipeline | None = None
         if parallel is not None and parallel.pipeline is not None:
             self._pipeline = parallel.pipeline
@@ -104,6 +111,14 @@ class JobFigures:
         self._tokens_known = True
         self._step = step
         self._sent = self._sent_bytes()
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Return what the last report knows of ranks (seconds of their steps by part, on average) and of routers."""
+        longest = sorted(self._by_rank, key=lambda rank: -sum(self._by_rank[rank]))[:_MOST_RANKS]
+        times = {str(rank): self._by_rank[rank] for rank in sorted(longest)}
+        details = {"seconds_by_rank": times, "routers": self._routers.by_router}
+        return {name: value for name, value in details.items() if value}
 
     @property
     def counts_bytes(self) -> bool:
@@ -204,7 +219,8 @@ class JobFigures:
             ``seconds_step`` once the clock runs, ``highest`` over all ranks, bytes per optimizer step and node,
             ``seconds_forward`` and the like: of a step, waits for other ranks apart, the mean of all ranks;
             ``seconds_waiting``, the rest of the step; ``straggler_rank`` if there is one; and of pipeline stages
-            ``seconds_stage_0`` and the like, ``bubble_share_stage_0``, ``bubble_share``.
+            ``seconds_stage_0`` and the like, ``bubble_share_stage_0``, ``bubble_share``; and those of
+            :meth:`smp_core.router_loads.RouterLoads.report`.
         """
         self.enter(None)  # waiting for the others' reports is no work
         # The sums over all ranks.
@@ -234,7 +250,7 @@ class JobFigures:
             for link, value in zip(LINK_CLASSES, bytes_sent, strict=True):
                 figures[BYTES[link]] = value / self._nodes / steps
         self._step, self._sent, self._since = step, sent, _Counts()
-        figures |= self._report_times() | self._report_stages()
+        figures |= self._report_times() | self._report_stages() | self._routers.report(self._over_ranks)
         if "seconds_step" in figures and "seconds_data" in figures:
             worked = sum(figures[f"seconds_{part}"] for part in PARTS)
             figures["seconds_waiting"] = max(figures["seconds_step"] - worked, 0.0)
@@ -251,7 +267,7 @@ class JobFigures:
         told[mesh.rank * size : (mesh.rank + 1) * size] = [value for step in own for value in step]
         everyone = torch.tensor(self._over_ranks(told, "sum")).view(self._world_size, len(own), len(PARTS))
         figures = dict(zip((f"seconds_{part}" for part in PARTS), everyone.mean((0, 1)).tolist(), strict=True))
-        self.by_rank = dict(enumerate(everyone.mean(1).tolist()))
+        self._by_rank = dict(enumerate(everyone.mean(1).tolist()))
         before, self.straggler = self.straggler, find_straggler(everyone.tolist())
         if self.straggler is None:
             return figures
@@ -285,8 +301,9 @@ class JobFigures:
         return figures
 
     def end(self) -> None:
-        """End the run: stages are not measured for these figures any more."""
+        """End the run: stages and routers are not measured for these figures any more."""
         self.end_forward()
+        self._routers.end()
         if self._pipeline is not None and self._pipeline.times.around == self._around:
             self._pipeline.times.around = unmeasured
 

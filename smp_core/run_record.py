@@ -27,9 +27,6 @@ from smp_core.planning.sent_bytes import sent_bytes
 
 logger = logging.getLogger("smp")
 
-# Ranks whose times by part go into a line of a step: those that worked longest.
-_MOST_RANKS = 64
-
 
 class RunRecord:
     """The log of one training run.
@@ -55,20 +52,15 @@ class RunRecord:
         fields = {} if parallel is None else _as_far_as_known(parallel.plan, optimizers, micro_batches)
         self._log.append("run", micro_batches=micro_batches, torch=torch.__version__, **fields)
 
-    def write_step(
-        self, step: int, figures: Mapping[str, float], by_rank: Mapping[int, Sequence[float]] | None = None
-    ) -> None:
-        """Append the figures of a report.
+    def write_step(self, step: int, figures: Mapping[str, float], details: Mapping[str, Any]) -> None:
+        """Append a report.
 
         Args:
             step: optimizer steps taken.
             figures: numbers by name.
-            by_rank: seconds of each rank's steps by part (:data:`smp_core.step_times.PARTS`).
+            details: :attr:`smp_core.job_figures.JobFigures.details`.
         """
-        more: dict[str, Any] = {}
-        if by_rank:
-            longest = sorted(by_rank, key=lambda rank: -sum(by_rank[rank]))[:_MOST_RANKS]
-            more["seconds_by_rank"] = {str(rank): list(by_rank[rank]) for rank in sorted(longest)}
+        more = dict(details)
         if self._parallel is not None and self._parallel.meter.enabled:
             more["sent"] = self._parallel.meter.per_step()
         self._log.append("step", **dict(figures), **more, step=step)

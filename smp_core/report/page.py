@@ -26,6 +26,7 @@ from smp_core.topology import Topology
 _MIB = 2**20
 # Ranks of a world whose picture is drawn, and rows of a table that are shown.
 _LARGEST_PICTURE, _MOST_ROWS = 4096, 50
+_MOST_ROUTERS = 5
 
 FIGURES = {
     "loss": "loss",
@@ -40,6 +41,8 @@ FIGURES = {
     "bytes_inside_nodes": "bytes inside nodes, per step and node",
     "peak_device_memory_gib": "peak device memory, GiB",
     "peak_host_rss_gib": "peak memory of a rank, GiB",
+    "expert_load": "tokens of the busiest expert of any router, over the mean",
+    "idle_experts": "share of experts without a token",
 }
 """Figures of reports that have words; others are shown by their own names."""
 
@@ -95,7 +98,7 @@ def page(runs: Sequence[Run]) -> str:
     """
     charts = Charts()
     makers: list[Callable[[Sequence[Run], Charts], list[Section]]] = [
-        *(_asked, _groups, _progress, _parts, _bytes, _memory, _saves, _fp8, _events)
+        *(_asked, _groups, _progress, _parts, _bytes, _memory, _saves, _fp8, _routers, _events)
     ]
     sections = [section for make in makers for section in make(runs, charts) if section.has_content]
     environment = jinja2.Environment(
@@ -319,6 +322,22 @@ def _fp8(runs: Sequence[Run], charts: Charts) -> list[Section]:
         heads = ["share of elements", "module", "largest in any probed step"]
         drawn = [Markup(charts.lines(over_time, "share, the worst module's"))] if run.fp8 else []
         found.append(Section(f"FP8: the modules that fit worst{_of(run, runs)}", [Table("fp8", heads, rows)], drawn))
+    return found
+
+
+def _routers(runs: Sequence[Run], charts: Charts) -> list[Section]:
+    """Return the routers that use their experts least evenly."""
+    found = []
+    for run in runs:
+        last = {str(name): numbers(figures) for name, figures in _items(run.last("routers"))}
+        uneven = sorted(last, key=lambda name: -last[name].get("busiest", 0.0))[:_MOST_ROUTERS]
+        rows = [(name, [Cell(last[name].get(figure, 0.0)) for figure in ("busiest", "idle")]) for name in uneven]
+        table = Table("routers", ["router", "busiest expert over the mean", "share of experts without a token"], rows)
+        drawn = []
+        for name in ("expert_load", "idle_experts") if rows else ():
+            drawn.append(Markup(charts.lines({name: run.figures.get(name, [])}, FIGURES[name])))
+        note = "Of the last report: tokens of all ranks. 1 over the mean is an even load."
+        found.append(Section(f"Routers that use their experts least evenly{_of(run, runs)}", [table], drawn, note=note))
     return found
 
 

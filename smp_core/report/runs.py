@@ -17,7 +17,7 @@ from smp_core.run_log import FILE
 
 KINDS = ("run", "step", "memory", "fp8", "checkpoint", "warning", "stall", "end")
 # Fields of a line of kind "step" that are no figures.
-_NO_FIGURES = ("kind", "time", "step", "seconds_by_rank", "sent")
+_NO_FIGURES = ("kind", "time", "step", "seconds_by_rank", "sent", "routers")
 
 _LARGEST = 1e30  # what is drawn has to stay finite when it is added up
 

@@ -116,7 +116,8 @@ def split_vocabulary_loss(model: Any, axis: TensorAxis) -> bool:
 
     def finish(module: nn.Module, args: Any, output: Any) -> Any:
         split, axis.whole_logits = not axis.whole_logits, True
-        if not split or isinstance(output, torch.Tensor):  # a pipeline stage that is not the last hands on a tensor
+        # A pipeline stage that is not the last hands on a tensor; a forward that failed has no output.
+        if not split or output is None or isinstance(output, torch.Tensor):
             return None
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])

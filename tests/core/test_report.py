@@ -39,6 +39,8 @@ SENT = {"all_gather/intra_bytes": 4e6, "all_reduce/inter_bytes": 8e6, "all_reduc
 MEMORY = {"parameters": 3 * 2**20, "gathered": 2**19, "activations": 2**22}
 FP8 = {"head": {"input_saturated": 0.25, "input_flushed": 0.0}, "body": {"input_saturated": 0.125}}
 
+ROUTERS = {f"layers.{layer}.gate": {"busiest": 1.5 + layer, "idle": layer / 8} for layer in range(7)}
+
 
 def written(folder: Path, steps: int = 6, slower: float = 1.0, **plan: Any) -> Path:
     """A log as a monitor writes it; no two numbers in it are equal by accident."""
@@ -50,7 +52,7 @@ def written(folder: Path, steps: int = 6, slower: float = 1.0, **plan: Any) -> P
         by_part = {f"seconds_{part}": 0.01 * (place + 1) for place, part in enumerate(PARTS)}
         figures |= {**by_part, "seconds_waiting": seconds - 0.1, "straggler_rank": 3.0}
         by_rank = {str(rank): [0.01, 0.02, 0.03, 0.04 + rank / 1000] for rank in range(4)}
-        log.append("step", step=step, **figures, seconds_by_rank=by_rank, sent=SENT)
+        log.append("step", step=step, **figures, seconds_by_rank=by_rank, sent=SENT, routers=ROUTERS)
     log.append("memory", step=steps, device=MEMORY, host={})
     log.append("fp8", step=steps, modules=FP8)
     run_log.note("checkpoint", step=steps, path="/runs/last", stall_seconds=0.0375, behind=True)
@@ -127,6 +129,7 @@ def test_numbers_on_the_page_are_the_logs(tmp_path: Path) -> None:
     assert page.row("events", "step 0") == ["warning", "straggler: rank 3"]
     assert page.row("knobs", "shard_degree") == ["node", "2", "the ranks of a node"]
     assert ["input saturated", "head", "0.25"] in page.tables["fp8"]
+    assert page.tables["routers"][1] == ["layers.6.gate", "7.5", "0.75"] and len(page.tables["routers"]) == 6
     assert page.text.count("first") >= 1 and "one colour per partition group" in page.text
 
 
@@ -201,6 +204,7 @@ def hostile(folder: Path) -> Path:
         by_rank = {EVIL: [1, 2, 3, 1e308], "1": EVIL, "2": [1]}
         sent = {**SENT, f"{EVIL}/inter_bytes": 5, "seconds": EVIL}
         records.append({"kind": "step", "step": step, **figures, "seconds_by_rank": by_rank, "sent": sent})
+        records[-1]["routers"] = {EVIL: {"busiest": EVIL, "idle": 1e308}, "x": 7} if step > 1 else EVIL
     records.append({"kind": "memory", "step": 1, "device": {EVIL: 1e308, "parameters": 1e308, "x": EVIL}})
     records.append({"kind": "fp8", "step": 1, "modules": {EVIL: {"input_saturated": 0.5}, "x": 7}})
     records.append({"kind": "checkpoint", "step": 1, "path": EVIL, "stall_seconds": 1e308})

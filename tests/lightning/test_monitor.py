@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_smp import SmpMonitor
 from lightning_smp.callbacks import count_samples, count_tokens
@@ -262,6 +263,63 @@ def test_loggers_and_the_runs_log_get_the_reports_beside_the_losses_of_the_same_
     assert shares['compression={"reduce": "bf16"}'] == 0.5 and 0.25 < shares['compression={"reduce": "int8"}'] < 0.5
     assert [line["behind"] for line in run.checkpoints] == [False] and run.checkpoints[0]["stall_seconds"] > 0
     assert run.end is not None and run.end["how"] == "completed" and run.end["step"] == 5
+
+
+EXPERTS, CHOSEN = 24, 2
+
+
+class Experts(Model):
+    """Two blocks of a mixture of experts, which do not change."""
+
+    def __init__(self, batches: int = 4) -> None:
+        super().__init__(batches)
+        shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": CLASSES}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        config = MixtralConfig(**shape, **heads, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN)
+        torch.manual_seed(0)
+        self.embed = self.middle = self.head = None  # type: ignore[assignment]
+        self.model = MixtralForCausalLM(config)
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def loads_by_hand(tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens of each router's experts [routers, experts], of all batches in one process."""
+    with torch.no_grad():
+        routed = Experts().model(input_ids=tokens, output_router_logits=True).router_logits
+    chosen = torch.stack(routed).topk(CHOSEN, -1).indices.flatten(1)
+    return torch.stack([torch.bincount(each, minlength=EXPERTS) for each in chosen])
+
+
+def train_experts(cases: list[tuple[str, int, dict[str, Any], dict[str, Any]]]) -> list[dict[str, float]]:
+    reports = []
+    for log, steps, knobs, flags in cases:
+        monitor = {"every_n_steps": steps, "run_log": log}
+        reports.append(train(Experts, knobs=knobs, monitor=monitor, **flags)[0][steps])
+    return reports
+
+
+def test_loads_of_experts_are_those_of_all_ranks_and_of_training_alone(tmp_path: Path) -> None:
+    evaluates = {"val_check_interval": 2, "limit_val_batches": 1}
+    stages = {"pipeline_parallel_degree": 2, "pipeline": {"microbatches": 2}}
+    logs = [str(tmp_path / name / "run.jsonl") for name in ("shards", "stages")]
+    cases = [(logs[0], 4, {"shard_degree": 2, "activations": "full"}, evaluates), (logs[1], 8, stages, {})]
+    by_rank = run_ranks(train_experts, 2, cases)
+    loads = loads_by_hand(torch.arange(4 * BATCH * 2)[:, None].expand(-1, LENGTH) % CLASSES).double()
+    for place, log in enumerate(logs):
+        routers = Run.read(Path(log)).last("routers")
+        assert list(routers) == [f"model.model.layers.{layer}.mlp.gate" for layer in range(2)], log
+        for router, load in zip(routers.values(), loads, strict=True):
+            assert router["busiest"] == pytest.approx(float(load.max() / load.mean()), rel=1e-12)
+            assert router["idle"] == (load == 0).double().mean()
+        for reports in by_rank:
+            highest = (loads.max(1).values / loads.mean(1)).max()
+            assert reports[place]["expert_load"] == pytest.approx(float(highest), rel=1e-12)
+            assert reports[place]["idle_experts"] == (loads == 0).double().mean()
 
 
 def test_given_flops_and_given_counts_are_taken() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,16 +59,15 @@ def outputs_of(case: Case) -> dict[str, object]:
         # 11 tokens on two ranks: padded where nothing is trained.
         evaluated = model(input_ids=tokens[:, :11], labels=tokens[:, :11])
     halves = training.loss * 2, model(input_ids=tokens, labels=tokens, num_items_in_batch=44).loss
-    try:
+    with warnings.catch_warnings(record=True) as warned, pytest.raises(ValueError) as error:
         loss_of(model, tokens[:, :11])
-    except ValueError as error:
-        said = str(error)
     return {
         "no logits": training.logits is None,
         "shapes": (tuple(without_labels.shape), tuple(evaluated.logits.shape)),
         "by number": [value.item() for value in halves],
         "evaluated": evaluated.loss.item(),
-        "said": said,
+        "said": str(error.value),
+        "warned": [str(each.message) for each in warned],
     }
 
 
@@ -76,3 +77,4 @@ def test_logits_are_whole_wherever_somebody_looks_at_them() -> None:
         twice, by_number = seen["by number"]  # type: ignore[misc]
         assert by_number == pytest.approx(twice, rel=1e-14)  # 88 targets, divided by 44
         assert "pad_to_multiple_of=2" in str(seen["said"]) and seen["evaluated"]
+        assert not seen["warned"]
