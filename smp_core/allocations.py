@@ -45,6 +45,7 @@ class Allocations(TorchDispatchMode):
     Args:
         before: storages that exist already.
         at: the operation after which ``on_peak`` is called with the storages that are alive; None: never.
+        inside: custom operator -> the function that it is; what operations there allocate is followed, too.
 
     Attributes:
         highest: the most bytes that were alive at one time.
@@ -57,11 +58,13 @@ class Allocations(TorchDispatchMode):
         before: Iterable[torch.UntypedStorage],
         at: int | None = None,
         on_peak: Callable[[Mapping[int, int]], None] | None = None,
+        inside: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
         super().__init__()
         self.highest = self.highest_at = 0
         self.collectives: Counter[tuple[str, tuple[int, ...], int]] = Counter()
         self._at, self._on_peak = at, on_peak
+        self._inside = inside or {}
         self._operations = 0
         self._live = 0
         self._sizes: dict[int, int] = {}
@@ -94,6 +97,8 @@ class Allocations(TorchDispatchMode):
             return NotImplemented  # so that its local operations come here
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs or {})
+        if func in self._inside:
+            return self._within(self._inside[func], args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if active_fake_mode() is not self._mode:
             return result  # DTensor tries an operation on whole shapes
@@ -106,6 +111,13 @@ class Allocations(TorchDispatchMode):
             assert self._on_peak is not None
             self._on_peak(dict(self._sizes))
         return result
+
+    def _within(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        super().__enter__()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.overloadpacket.__name__

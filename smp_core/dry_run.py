@@ -13,18 +13,15 @@ tensor at a time here), kernels that keep other tensors for backward.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import resource
 import sys
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,21 +29,16 @@ from torch._subclasses.fake_tensor import (  # _subclasses: torch's documentatio
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from smp_core.activations.host_pool import HostPool
 from smp_core.allocations import Allocations
-from smp_core.comm.background import Background, Pending
-from smp_core.comm.flat import CommObject
 from smp_core.config import SmpConfig
+from smp_core.context_parallel import attention
+from smp_core.context_parallel.active import SplitBatch, enabled
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
 from smp_core.parallelize import parallelize_model
-from smp_core.pipeline import tied
-from smp_core.pipeline.batches import SameBatches
 from smp_core.pipeline.messages import Format
-from smp_core.pipeline.randomness import StepSeeds
 from smp_core.planning.chain_recording import with_chain
 from smp_core.planning.decide import Plan, decide
 from smp_core.planning.dry_run import RUN_KINDS, DryRun, Question
@@ -55,8 +47,7 @@ from smp_core.planning.pipeline_rules import Stages
 from smp_core.planning.shapes import Shapes
 from smp_core.planning.trace import scores_kept
 from smp_core.sharding.accumulation import AccumulationWindow
-from smp_core.sharding.received_gradients import Told
-from smp_core.split_trace import alike
+from smp_core.without_values import LATEST, at_once, devices_attention, noted, real_meshes, told_by_stages, undivided
 
 # Those of `smp_core.planning.optimizers.OPTIMIZERS` that torch has and that make their states in a step.
 _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -68,7 +59,6 @@ _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd-momentum": partial(torch.optim.SGD, momentum=0.9),
     "sgd": torch.optim.SGD,
 }
-_LATEST = -1  # no storage's address
 
 
 @dataclass
@@ -77,7 +67,7 @@ class _Rank:
 
     Attributes:
         allocated: storage -> "gathered" or "other", of buffers that communication objects allocated; of one that is
-            allocated at the moment under ``_LATEST``.
+            allocated at the moment under ``LATEST``.
     """
 
     source: Source
@@ -85,20 +75,26 @@ class _Rank:
     optimizer: torch.optim.Optimizer
     question: Question
     allocated: dict[int, str]
+    split: SplitBatch | None = None
 
     def step(self) -> None:
         question, pipeline, window = self.question, self.parallel.pipeline, self.parallel.window
-        loss = partial(self.source.loss, question.micro_batch, question.sequence)
         if pipeline is not None:
+            calls = [self._loss] * pipeline.micro_batches
             for _ in range(question.count // pipeline.micro_batches):
-                pipeline.train([loss] * pipeline.micro_batches, lambda loss: loss, 1.0, None)
+                pipeline.train(calls, lambda loss: loss, 1.0, None, lambda _: enabled(self.split))
             window.close()
         else:
             for number in range(question.count):
-                with window.accumulate(number < question.count - 1):
-                    loss().backward()
+                with window.accumulate(number < question.count - 1), enabled(self.split):
+                    self._loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def _loss(self) -> torch.Tensor:
+        if self.split is not None:
+            return self.source.loss_of(self.split.batch)
+        return self.source.loss(self.question.micro_batch, self.question.sequence)
 
     # The storages of each kind
 
@@ -148,8 +144,8 @@ class _Rank:
         parameters = "host" if config.state_offload == "all" else "parameters"
         optimizer = "host" if config.state_offload else "optimizer"
         known: dict[int, str] = dict(self.allocated)
-        if _LATEST in known:
-            known[list(sizes)[-1]] = known[_LATEST]
+        if LATEST in known:
+            known[list(sizes)[-1]] = known[LATEST]
         for kind, tensors in (
             ("gathered", self.unsharded()),
             ("gradients", self.gradients()),
@@ -176,9 +172,6 @@ def rehearse(question: Question) -> DryRun:
         ValueError: knobs or a model that cannot be run.
     """
     asked = SmpConfig(**question.knobs)
-    if asked.context_parallel_degree > 1:
-        degree = asked.context_parallel_degree
-        raise ValueError(f"context_parallel_degree={degree}: a dry run has no such groups yet; leave --dry-run out")
     if asked.fp8 is not None:
         raise ValueError("fp8: a dry run has no FP8 yet; leave --dry-run out")
     if question.optimizer not in _OPTIMIZERS:
@@ -200,7 +193,7 @@ def _as_first_of(
     dist.init_process_group("fake", rank=stage * devices // asked.pipeline_parallel_degree, world_size=devices)
     before = torch.get_default_dtype()
     try:
-        with _told_by_stages(formats):
+        with told_by_stages(formats):
             found, of_plan = _rehearsed(question, asked)
         return replace(found, stage=stage, seconds=time.process_time() - began), of_plan
     finally:
@@ -211,7 +204,7 @@ def _as_first_of(
 def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | None]:
     hardware, allocated = question.hardware, dict[int, str]()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _at_once(), _undivided(), _real_meshes(), _noted(allocated), scores_kept():
+    with at_once(), undivided(), real_meshes(), devices_attention(), noted(allocated), scores_kept():
         with fake:
             torch.set_default_dtype(torch.float32 if question.precision == "mixed" else torch.bfloat16)
             source = build(question.model, question.sequence, question.fields)
@@ -227,8 +220,16 @@ def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | N
             parallel = parallelize_model(source.model, mesh, plan)
             optimizer = _OPTIMIZERS[question.optimizer](parallel.module.parameters())
             parallel.prepare_optimizer(optimizer)
-            rank = _Rank(source, parallel, optimizer, question, allocated)
+            rank = _Rank(source, parallel, optimizer, question, allocated, _split(source, parallel, question))
             return _watched(rank, hardware.devices), plan.stages
+
+
+def _split(source: Source, parallel: ParallelModel, question: Question) -> SplitBatch | None:
+    """Split a batch over context ranks. Where its documents begin is a question of values, and it has some."""
+    if parallel.context is None:
+        return None
+    with unset_fake_temporarily():
+        return parallel.context.split(source.batch(question.micro_batch, question.sequence))
 
 
 def _watched(rank: _Rank, ranks: int) -> DryRun:
@@ -236,11 +237,15 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
         rank.step()
     tensors = [*rank.parameters(), *rank.parallel.module.buffers(), *rank.states(), *rank.unsharded()]
     before = _storages(tensors)
-    with Allocations(before) as first:
+    with Allocations(before, inside=attention.INSIDE) as first:
         rank.step()
     memory: dict[str, int] = {}
     rank.parallel.meter.close_step()
-    with Allocations(before, first.highest_at, lambda sizes: memory.update(rank.kinds_of(sizes))) as second:
+
+    def note(sizes: Mapping[int, int]) -> None:
+        memory.update(rank.kinds_of(sizes))
+
+    with Allocations(before, first.highest_at, note, attention.INSIDE) as second:
         rank.step()
     rank.parallel.meter.close_step()
     metered = rank.parallel.meter.per_step().items()
@@ -262,119 +267,6 @@ def _mesh_of(plan: Plan, question: Question) -> SmpMesh:
         in_stages=knobs.asked("collectives.hierarchical") is not False,
         secondary=keep if type(keep) is int else None,
     )
-
-
-@contextlib.contextmanager
-def _real_meshes() -> Iterator[None]:
-    """Let meshes that are made on the way be made of real tensors: their ranks are values."""
-    secondary, holders = SmpMesh.secondary, SmpMesh.holders
-    concatenate = DeviceMesh._concatenate  # of fully_shard on a model that is split already; it looks at ranks
-
-    def real_secondary(self: SmpMesh, degree: int) -> DeviceMesh:
-        with unset_fake_temporarily():
-            return secondary(self, degree)
-
-    def real_holders(self: SmpMesh) -> list[DeviceMesh]:
-        with unset_fake_temporarily():
-            return holders(self)
-
-    def real_concatenate(*args: Any, **kwargs: Any) -> DeviceMesh:
-        with unset_fake_temporarily():
-            return concatenate(*args, **kwargs)
-
-    SmpMesh.secondary, SmpMesh.holders = real_secondary, real_holders  # type: ignore[method-assign]
-    DeviceMesh._concatenate = staticmethod(real_concatenate)  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        SmpMesh.secondary, SmpMesh.holders = secondary, holders  # type: ignore[method-assign]
-        DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign,assignment]
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def _at_once() -> Iterator[None]:
-    """Let what runs behind the computation run at once, in this thread: fake tensors and modes are a thread's own."""
-    submit = Background.submit
-
-    def run_now(self: Background, run: Callable[[], None]) -> Pending:
-        with torch.no_grad():
-            run()
-        return _Done()
-
-    Background.submit = run_now  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Background.submit = submit  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _undivided() -> Iterator[None]:
-    """Let ranks be told to agree: whether they do is a question of values, and here is one rank."""
-    divergence = Told.divergence
-    Told.divergence = lambda self: None  # type: ignore[method-assign]
-    try:
-        with alike():
-            yield
-    finally:
-        Told.divergence = divergence  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _told_by_stages(formats: list[Format]) -> Iterator[None]:
-    """Let a pipeline stage be told that others begin the same batch, and the form of all activations between blocks."""
-    begin, draw, encoded, decoded = SameBatches.begin, StepSeeds.draw, Format.encoded, Format.decoded
-    is_received = tied.is_received
-
-    def noting(self: Format, device: torch.device) -> torch.Tensor:
-        formats.append(self)
-        return encoded(self, device)
-
-    SameBatches.begin = lambda *_: ("a batch", 0)  # type: ignore[method-assign]
-    StepSeeds.draw = lambda _: 0  # type: ignore[method-assign,assignment,misc]
-    Format.encoded = noting  # type: ignore[method-assign]
-    Format.decoded = staticmethod(lambda _: formats[0])  # type: ignore[method-assign,assignment]
-    tied.is_received = lambda _: True  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        SameBatches.begin, StepSeeds.draw = begin, draw  # type: ignore[method-assign]
-        Format.encoded, Format.decoded = encoded, decoded  # type: ignore[method-assign]
-        tied.is_received = is_received
-
-
-@contextlib.contextmanager
-def _noted(allocated: dict[int, str]) -> Iterator[None]:
-    """Note buffers that communication objects and the pool of host memory allocate."""
-    allocate, take = CommObject.allocate, HostPool.take
-
-    def note(tensor: torch.Tensor, kind: str) -> None:
-        storage = tensor.untyped_storage()
-        allocated[id(storage)] = kind
-        weakref.finalize(storage, allocated.pop, id(storage), None)  # another storage may get its address
-
-    def noting(self: CommObject, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        kind = allocated[_LATEST] = "gathered" if "Gather" in type(self).__name__ else "other"
-        made = allocate(self, size, dtype=dtype, device=device)
-        del allocated[_LATEST]
-        note(made, kind)
-        return made
-
-    def taken(self: HostPool, n_bytes: int) -> Any:
-        buffer = take(self, n_bytes)
-        note(buffer.bytes, "host")
-        return buffer
-
-    CommObject.allocate, HostPool.take = noting, taken  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        CommObject.allocate, HostPool.take = allocate, take  # type: ignore[method-assign]
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

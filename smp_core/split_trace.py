@@ -27,10 +27,10 @@ from smp_core.comm.meter import CommMeter
 from smp_core.planning import trace
 from smp_core.planning.model_source import Source, copied
 from smp_core.planning.model_trace import Instants, ModelTrace, SplitRun, between
-from smp_core.tensor_parallel import randomness
 from smp_core.tensor_parallel.apply import apply_tensor_parallel
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.topology import Topology
+from smp_core.without_values import alike
 
 
 def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None) -> ModelTrace:
@@ -38,20 +38,6 @@ def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None)
     degrees that its layers can be split over."""
     with alike():
         return trace.trace_model(words, tokens, given, _runs)
-
-
-@contextlib.contextmanager
-def alike() -> Iterator[None]:
-    """Let tensor ranks be told to hold the same, which is a question of values, and to draw the same random numbers:
-    without values it makes no difference."""
-    holds_alike, own_random = TensorAxis.holds_alike, randomness.own_random
-    TensorAxis.holds_alike = lambda *_: True  # type: ignore[method-assign]
-    randomness.own_random = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,return-value]
-    try:
-        yield
-    finally:
-        TensorAxis.holds_alike = holds_alike  # type: ignore[method-assign]
-        randomness.own_random = own_random
 
 
 def _runs(source: Source, lists: list[str], degrees: list[int], tokens: int) -> dict[tuple[int, str], Instants]:

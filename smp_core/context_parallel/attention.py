@@ -97,8 +97,7 @@ def _check(
         raise ValueError(f"window={window} with causal={causal}; allowed: a window of 1 token or more, causal only")
 
 
-@torch.library.custom_op("smp::context_attention", mutates_args=())
-def context_attention(
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -115,7 +114,9 @@ def context_attention(
     lse = q.new_empty(rows, heads, length, dtype=kernels.lse_dtype(q.dtype))
     ranges = head_ranges(k.shape[2], group.head_groups)
     share = heads // k.shape[2]
-    for (first, last), pair in zip(ranges, gather_keys_values(k, v, layout, group, ranges), strict=True):
+    pairs = gather_keys_values(k, v, layout, group, ranges)
+    for first, last in ranges:
+        pair = next(pairs)
         mine = slice(first * share, last * share)
         for call in layout.calls(group.rank, causal, window):
             row, at, keys = _slices(call)
@@ -152,8 +153,7 @@ def _gradient_of_sinks(
     return -(weights_BHL * delta_BHL).sum((0, 2)).to(sinks_H.dtype)
 
 
-@torch.library.custom_op("smp::context_attention_backward", mutates_args=())
-def context_attention_backward(
+def differentiate(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -170,8 +170,14 @@ def context_attention_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     ranges = head_ranges(k.shape[2], group.head_groups)
     share = q.shape[2] // k.shape[2]
-    reductions: list[Callable[[], Pair]] = []
-    for (first, last), pair in zip(ranges, gather_keys_values(k, v, layout, group, ranges), strict=True):
+    on_its_way: tuple[slice, Callable[[], Pair]] | None = None
+
+    def take(which: slice, wait: Callable[[], Pair]) -> None:
+        dk[:, :, which], dv[:, :, which] = wait()
+
+    pairs = gather_keys_values(k, v, layout, group, ranges)
+    for first, last in ranges:
+        pair = next(pairs)
         mine = slice(first * share, last * share)
         # Half precision would round away small contributions of single ranks.
         sums = [torch.zeros_like(gathered, dtype=kernels.lse_dtype(q.dtype)) for gathered in pair]
@@ -191,10 +197,13 @@ def context_attention_backward(
             )
             sums[0][row, keys] += dk_part
             sums[1][row, keys] += dv_part
-        del pair
-        reductions.append(reduce_gradients(sums[0], sums[1], layout, group))
-    for (first, last), wait in zip(ranges, reductions, strict=True):
-        dk[:, :, first:last], dv[:, :, first:last] = wait()
+        del pair, dk_part, dv_part
+        reduction = reduce_gradients(sums, layout, group)
+        if on_its_way is not None:
+            take(*on_its_way)
+        on_its_way = slice(first, last), reduction
+    assert on_its_way is not None
+    take(*on_its_way)
     return dq, dk, dv
 
 
@@ -214,6 +223,15 @@ def _slices(call: KernelCall) -> tuple[slice, slice, slice]:
     """Return the call's slices of rows, of this rank's queries, and of the unsplit sequence's keys."""
     row = slice(None) if call.row is None else slice(call.row, call.row + 1)
     return row, slice(*call.queries), slice(*call.keys)
+
+
+context_attention = torch.library.custom_op("smp::context_attention", mutates_args=())(attend)
+context_attention_backward = torch.library.custom_op("smp::context_attention_backward", mutates_args=())(differentiate)
+INSIDE: dict[Any, Callable[..., Any]] = {
+    torch.ops.smp.context_attention.default: attend,
+    torch.ops.smp.context_attention_backward.default: differentiate,
+}
+"""What the operators do, for who wants to see their collectives and temporaries."""
 
 
 @context_attention.register_fake

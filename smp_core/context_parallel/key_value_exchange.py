@@ -29,6 +29,7 @@ from smp_core.comm.exchange import prefers_messages, sum_rows
 from smp_core.comm.meter import CommMeter
 from smp_core.compat import all_gather_single, reduce_scatter_single
 from smp_core.context_parallel.sequence_plan import SequencePlan
+from smp_core.planning.context_bytes import head_groups
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -102,10 +103,8 @@ def group_numbered(number: int) -> ContextGroup:
 
 
 def head_ranges(heads: int, at_most: int) -> list[tuple[int, int]]:
-    """Divide the key and value heads into equal runs: ``at_most`` many, or the largest divisor of ``heads`` below
-    it.
-    """
-    groups = next(n for n in range(min(at_most, heads), 0, -1) if heads % n == 0)
+    """Divide the key and value heads into equal runs, as many as :func:`head_groups` says."""
+    groups = head_groups(heads, at_most)
     return [(i * heads // groups, (i + 1) * heads // groups) for i in range(groups)]
 
 
@@ -118,22 +117,19 @@ def gather_keys_values(
 ) -> Iterator[Pair]:
     """Yield, for each range of heads, the unsplit sequence's keys [B, S, K, D] and values [B, S, K, E].
 
-    Tokens have the sequence's order. The next range is gathered while the caller computes with this one; a pair is
-    freed when the caller drops it.
-
-    The next range is on its way while the caller works on this one; a pair is freed when the caller lets go of it.
+    Tokens have the sequence's order. The next range is on its way while the caller works on this one; a pair is freed
+    when the caller lets go of it, and nothing here holds on to it (nor should a `zip` do so).
     """
 
     def start(which: tuple[int, int]) -> Callable[[], Pair]:
         return _start_gather(k_BLKD[:, :, slice(*which)], v_BLKE[:, :, slice(*which)], plan, group)
 
-    pending = start(heads[0])
+    pending = [start(heads[0])]
     for following in [*heads[1:], None]:
-        pair = pending()
+        ready = [pending.pop()()]
         if following is not None:
-            pending = start(following)
-        yield pair
-        del pair
+            pending.append(start(following))
+        yield ready.pop()
 
 
 def _start_gather(
@@ -160,26 +156,32 @@ def _start_gather(
     return finish
 
 
-def reduce_gradients(
-    dk_BSKD: torch.Tensor, dv_BSKE: torch.Tensor, plan: SequencePlan, group: ContextGroup
-) -> Callable[[], Pair]:
+def reduce_gradients(gradients: list[torch.Tensor], plan: SequencePlan, group: ContextGroup) -> Callable[[], Pair]:
     """Start the reduce-scatter of the unsplit sequence's gradients; the returned function waits for those of this
     rank's tokens.
+
+    Args:
+        gradients: of keys [B, S, K, D] and values [B, S, K, E]; the list is emptied, so that each is freed when it is
+            copied.
     """
     if group.process_group is None:
-        return lambda: (dk_BSKD, dv_BSKE)
-    parts = [plan.by_rank(gradient.transpose(0, 1)).reshape(group.degree, -1) for gradient in (dk_BSKD, dv_BSKE)]
-    sent_RN = torch.cat(parts, 1)
+        dk, dv = gradients
+        return lambda: (dk, dv)
+    shapes = [(plan.local_length, len(each), *each.shape[2:]) for each in gradients]
+    sizes = [each.numel() // group.degree for each in gradients]
+    sent_RN = gradients[0].new_empty(group.degree, sum(sizes))
+    for columns in sent_RN.split(sizes, 1):
+        columns.copy_(plan.by_rank(gradients.pop(0).transpose(0, 1)).reshape(group.degree, -1))
     received = sent_RN.new_empty(sent_RN.shape[1])
     work = _reduce_scatter(received, sent_RN, group)
+    read = [] if work is None else [sent_RN]  # until it was waited for
 
     def finish() -> Pair:
         if work is not None:
             with group.counting("context_reduce", None):
                 work.wait()
-        shapes = ((plan.local_length, len(like), *like.shape[2:]) for like in (dk_BSKD, dv_BSKE))
-        sums = received.split([part.shape[1] for part in parts])
-        dk, dv = (part.view(shape).transpose(0, 1) for part, shape in zip(sums, shapes, strict=True))
+        read.clear()
+        dk, dv = (part.view(shape).transpose(0, 1) for part, shape in zip(received.split(sizes), shapes, strict=True))
         return dk, dv
 
     return finish

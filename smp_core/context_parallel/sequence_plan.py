@@ -14,6 +14,7 @@ input to ``torch.compile``, and is decoded once per batch.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -151,7 +152,8 @@ class SequencePlan:
 
 def decode(encoded: torch.Tensor) -> SequencePlan:
     """Return the plan in a tensor made by :meth:`SequencePlan.encode`."""
-    return _decode(encoded.numpy().tobytes())
+    # Not by an operator: one may be run without values.
+    return _decode(ctypes.string_at(encoded.data_ptr(), encoded.nbytes))
 
 
 def padded_length(length: int, degree: int) -> int:

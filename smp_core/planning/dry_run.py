@@ -5,7 +5,7 @@ The run itself (:mod:`smp_core.dry_run`) needs a process group and fake tensors,
 pipeline stages on the first rank of one stage after another. Here are the question, the answer, and both beside the
 plan's own figures.
 
-Not run that way: FP8, context degrees.
+Not run that way: FP8.
 """
 
 from __future__ import annotations

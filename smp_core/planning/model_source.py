@@ -34,15 +34,21 @@ class Source:
     """A model and its step.
 
     Attributes:
-        loss: (samples, tokens of each) -> the loss of such a batch.
+        batch: (samples, tokens of each) -> such a batch.
+        loss_of: batch -> its loss.
         entry: what a step calls (:func:`smp_core.planning.units.plan_units`).
         splits: layers and sequences can be split without being told how: the model is Transformers'.
     """
 
     model: nn.Module
-    loss: Callable[[int, int], torch.Tensor]
+    batch: Callable[[int, int], Any]
+    loss_of: Callable[[Any], torch.Tensor]
     entry: Entry = "forward"
     splits: bool = False
+
+    def loss(self, samples: int, tokens: int) -> torch.Tensor:
+        """Return the loss of a batch."""
+        return self.loss_of(self.batch(samples, tokens))
 
 
 def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) -> Source:
@@ -114,14 +120,13 @@ def _attention() -> str:
 
 
 def _of_model(model: nn.Module) -> Source:
-    def loss(samples: int, tokens: int) -> torch.Tensor:
+    def batch(samples: int, tokens: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(samples, tokens, dtype=torch.long)
-        found: torch.Tensor = model(input_ids=ids, labels=ids).loss
-        return found
+        return {"input_ids": ids, "labels": ids}
 
     config: Any = model.config
     has_plan = bool(getattr(config, "base_model_tp_plan", None)) or config.model_type in ("gpt2", "opt", "bert")
-    return Source(model, loss, splits=has_plan)
+    return Source(model, batch, lambda batch: _loss_of(model(**batch)), splits=has_plan)
 
 
 def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
@@ -152,14 +157,17 @@ def copied(model: nn.Module, dtype: torch.dtype | None) -> Source:
         return _of_model(copy)
     args, kwargs = example_of(model, model, "")
 
-    def loss(samples: int, tokens: int) -> torch.Tensor:
-        positions, keywords = _resized(args, samples, tokens), _resized(kwargs, samples, tokens)
+    def batch(samples: int, tokens: int) -> tuple[Any, Any]:
+        return _resized(args, samples, tokens), _resized(kwargs, samples, tokens)
+
+    def loss_of(batch: tuple[Any, Any]) -> torch.Tensor:
+        positions, keywords = batch
         try:
             return _loss_of(copy(*positions, **keywords))
         except NotImplementedError:  # a LightningModule whose steps call its parts
             return _loss_of(copy.training_step(keywords or (positions if len(positions) > 1 else positions[0]), 0))
 
-    return Source(copy, loss)
+    return Source(copy, batch, loss_of)
 
 
 def _transformers_model(model: nn.Module) -> Any:
@@ -203,8 +211,8 @@ def _of_function(module: str, name: str, words: str) -> Source:
         )
     if hasattr(model, "training_step"):
         step: Any = model.training_step
-        return Source(model, lambda samples, tokens: _loss_of(step(batch(samples, tokens), 0)), "steps")
-    return Source(model, lambda samples, tokens: _loss_of(_called(model, batch(samples, tokens))))
+        return Source(model, batch, lambda batch: _loss_of(step(batch, 0)), "steps")
+    return Source(model, batch, lambda batch: _loss_of(_called(model, batch)))
 
 
 def _called(model: nn.Module, batch: Any) -> Any:

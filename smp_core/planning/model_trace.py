@@ -99,20 +99,24 @@ class Instants:
             activations for (1, s), (2, s) and (1, s / 2) samples and tokens, and bytes of gradients, which depend on
             neither.
         kept: bytes of activations that a block keeps of its forward, for the same; of split layers.
+        attending: as points, after each of attention's operators, and whether it is backward's.
     """
 
     tokens: int
     points: tuple[tuple[tuple[float, float, float, float], ...], ...]
     kept: tuple[float, ...] = (0.0, 0.0, 0.0)
+    attending: tuple[tuple[tuple[float, float, float, float, bool], ...], ...] = ((), (), (), ())
 
     @classmethod
     def of(cls, tokens: int, *runs: list[Instant], kept: tuple[float, ...] = (0.0, 0.0, 0.0)) -> Instants:
         """Keep what can be the highest of what three runs had after each operation that all of them have."""
         found: list[tuple[tuple[float, float, float, float], ...]] = []
+        attending: list[tuple[tuple[float, float, float, float, bool], ...]] = []
         for reached in range(LEFT + 1):
             each = _of_the_same([[instant for instant in run if instant[0] == reached] for run in runs])
             if not each[0]:
                 found.append(((0.0, 0.0, 0.0, 0.0),))
+                attending.append(())
                 continue
             lives = list(zip(*([live for _, live, *_ in run] for run in each), strict=True))
             held = [gradients for _, _, gradients, _ in each[0]]
@@ -123,7 +127,9 @@ class Instants:
                 highest.add(totals.index(max(totals)))
             places = sorted(highest)
             found.append(tuple((*_three(lives[at]), float(held[at])) for at in places))
-        return cls(tokens, tuple(found), kept)
+            operators = [(at, name) for at, (*_, name) in enumerate(each[0]) if "attention" in name]
+            attending.append(tuple((*_three(lives[at]), float(held[at]), "backward" in name) for at, name in operators))
+        return cls(tokens, tuple(found), kept, tuple(attending))
 
     def kept_at(self, samples: int, tokens: float) -> float:
         """Return the bytes of activations that a block keeps of its forward."""
@@ -131,18 +137,26 @@ class Instants:
             weight * kept for weight, kept in zip(_weights(samples, tokens / self.tokens), self.kept, strict=True)
         )
 
-    def highest(self, reached: int, samples: int, tokens: float) -> tuple[float, float]:
+    def highest(
+        self, reached: int, samples: int, tokens: float, beside: tuple[float, float] = (0.0, 0.0)
+    ) -> tuple[float, float]:
         """Return the bytes of activations and of gradients at the highest instant after backward has come to so many
-        blocks."""
-        place = (reached, samples, tokens)
+        blocks.
+
+        Args:
+            beside: bytes that attention takes beside what was traced, in forward and in backward.
+        """
+        place = (reached, samples, tokens, beside)
         if place not in self._known:
             one, two, half = _weights(samples, tokens / self.tokens)
             found = [(one * a + two * b + half * c, held) for a, b, c, held in self.points[reached]]
+            for a, b, c, held, is_backward in self.attending[reached]:
+                found.append((one * a + two * b + half * c + beside[is_backward], held))
             self._known[place] = max(found, key=sum)
         return self._known[place]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, int, float], tuple[float, float]]:
+    def _known(self) -> dict[tuple[int, int, float, tuple[float, float]], tuple[float, float]]:
         return {}
 
 

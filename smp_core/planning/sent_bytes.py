@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+from smp_core.planning.context_bytes import exchanges, keys_and_values
 from smp_core.planning.decide import Plan
 from smp_core.planning.memory import unit_bytes
 from smp_core.planning.model_trace import ModelTrace
@@ -107,10 +108,11 @@ class _Sent:
         """Count gathers of keys and values, in forward, where that is made again, and in backward, and the sum of
         their gradients."""
         degree = self.plan.layout.context
-        whole = trace.block["none"].at(micro_batch, tokens / degree).keys * degree * self._blocks(trace) * count
-        again = self.plan.knobs.activations.checkpoint == "full"
-        self._ring("context_gather", degree, self.stride, whole * (3 if again else 2))
-        self._ring("context_reduce", degree, self.stride, whole)
+        whole = keys_and_values(self.plan, trace.block["none"].at(micro_batch, tokens / degree))
+        gathered, summed = exchanges(self.plan)
+        passes = self._blocks(trace) * count * whole
+        self._ring("context_gather", degree, self.stride, gathered * passes)
+        self._ring("context_reduce", degree, self.stride, summed * passes)
 
     def tensor(self, trace: ModelTrace, micro_batch: int, count: int, tokens: int) -> None:
         """Count what the two split products of each block send, in forward, where that is made again, and in backward;

@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from smp_core.planning.cluster import GIB
+from smp_core.planning.context_bytes import beside_attention
 from smp_core.planning.decide import Plan
 from smp_core.planning.fitted import FITTED, Fitted
 from smp_core.planning.model_trace import LEFT, ModelTrace
@@ -167,9 +168,11 @@ class _Points:
         inputs = trace.block["full"].at(micro_batch, held).kept
         split = trace.split_instants.get((self.tensor, mode)) if self.split > 1 else None
         instants = trace.instants[mode] if split is None else split
-        self.instants = [instants.highest(reached, micro_batch, held) for reached in range(LEFT + 1)]
         # What traced bytes of blocks and of the rest are divided by.
         self.shares = (self.tensor, trace.rest_degree(self.tensor)) if split is None else (1, 1)
+        forward, backward = beside_attention(plan, trace.block["none"].at(micro_batch, held), trace.heads)
+        beside = (forward * self.shares[0], backward * self.shares[0])
+        self.instants = [instants.highest(reached, micro_batch, held, beside) for reached in range(LEFT + 1)]
         if split is None:
             self.block_kept = trace.block[mode].at(micro_batch, held).kept
             # What a tensor rank keeps of a block, and what it has gathered for its products.

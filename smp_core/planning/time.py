@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smp_core.links import Collectives, Kind, Links
+from smp_core.planning.context_bytes import exchanges, keys_and_values
 from smp_core.planning.decide import Plan
 from smp_core.planning.devices import Device
 from smp_core.planning.fitted import FITTED, Fitted
@@ -172,13 +173,12 @@ class StepModel:
         return passes * 2 * both
 
     def _context_seconds(self, block: Figures) -> float:
-        """Return a block's gathers of keys and values, in forward and again in backward, and the sum of their
-        gradients."""
-        degree = self.plan.layout.context
-        if degree == 1:
+        """Return a block's gathers of keys and values, and the sum of their gradients."""
+        if self.plan.layout.context == 1:
             return 0.0
-        whole = block.keys * degree / self.plan.layout.tensor
-        return 2 * self.collectives.context("all_gather", whole) + self.collectives.context("reduce_scatter", whole)
+        whole, (gathers, summed) = keys_and_values(self.plan, block), exchanges(self.plan)
+        gathered = gathers * self.collectives.context("all_gather", whole)
+        return gathered + self.collectives.context("reduce_scatter", summed * whole)
 
     def _copying_seconds(self, micro_batch: int, held: float, forward: float) -> float:
         """Return what copies of inputs to the host and back add to a block's two passes."""

@@ -42,6 +42,7 @@ CASES: list[Case] = [
     (4, 1, {"shard_degree": 8, "activations": {"checkpoint": "full", "offload": True}}),
     (1, 1, {"shard_degree": 1, "optimizer_shard": "world"}),  # FSDP2 alone, to cast
     (1, 1, {"shard_degree": 2, "tensor_parallel_degree": 4, "activations": "full"}),
+    (2, 1, {"shard_degree": 4, "context_parallel_degree": 4, "activations": "selective"}),
 ]
 MORE_CASES: list[Case] = [
     (2, 2, {"shard_degree": 8, "activations": "full", "keep_between_micro_batches": "gradients"}),
@@ -51,6 +52,11 @@ MORE_CASES: list[Case] = [
     (2, 1, {"shard_degree": 2, "tensor_parallel_degree": 4, "activations": "selective"}),
     (4, 2, {"shard_degree": 4, "tensor_parallel_degree": 2, "activations": "full"}),
     (4, 2, {"shard_degree": 4, "tensor_parallel_degree": 2}),
+    (1, 2, {"shard_degree": 4, "context_parallel_degree": 2}),
+    (2, 1, {"shard_degree": 4, "context_parallel_degree": 4, "activations": "full"}),
+    (4, 2, {"shard_degree": 8, "context_parallel_degree": 8, "collectives": {"context_head_groups": 1}}),
+    (2, 1, {"shard_degree": 4, "context_parallel_degree": 2, "tensor_parallel_degree": 2}),
+    (2, 1, {"shard_degree": 4, "context_parallel_degree": 4, "tensor_parallel_degree": 4, "activations": "full"}),
 ]
 # Two stages of two blocks.
 STAGE_FIELDS = {**FIELDS, "num_hidden_layers": 4}
@@ -68,6 +74,7 @@ MORE_STAGE_CASES: list[Case] = [
     (2, 4, stages("gpipe", 4, "full", keep_between_micro_batches="gradients")),
     (1, 4, stages("1f1b", 4, "none", keep_between_micro_batches="parameters")),
     (2, 4, stages("1f1b", 4, "selective", 2, tensor_parallel_degree=2)),
+    (2, 4, stages("1f1b", 4, "full", context_parallel_degree=4)),
 ]
 # Of layers over ranks; where their tokens are whole, memory is not planned from a trace.
 WHOLE_TOKENS: Case = (
@@ -168,7 +175,7 @@ def test_more_planned_memory_and_bytes_are_those_of_the_real_model(traced: Model
 
 
 def test_a_dry_run_says_what_it_has_not() -> None:
-    with pytest.raises(ValueError, match="context_parallel_degree=2: a dry run has no such groups"):
-        rehearse(Question("gpt2", NODES, {"context_parallel_degree": 2}, TOKENS, 1, 2))
+    with pytest.raises(ValueError, match="fp8: a dry run has no FP8 yet; leave --dry-run out"):
+        rehearse(Question("gpt2", NODES, {"fp8": True}, TOKENS, 1, 2))
     with pytest.raises(ValueError, match="optimizer='lion': a dry run steps optimizers of torch: adamw"):
         dry_run(Question("gpt2", NODES, {}, TOKENS, 1, 2, optimizer="lion"))

@@ -18,8 +18,8 @@ from smp_core.planning.trace import trace_model
 
 QUICK = (0,)  # parameters that stay gathered for the next micro-batch
 SLOW = 24
-# Dry runs have no context ranks and no stages, and figures of tensor ranks are compared in test_dry_run.py.
-FIXED = {"tensor": 1, "context": 1, "pipeline": 1}
+# Memory of stages is planned up to a quarter too high: test_dry_run.py compares it.
+FIXED = {"pipeline": 1}
 
 
 def drawn_model(seeded: random.Random) -> dict[str, Any]:
