@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import logging
 import os
@@ -49,6 +48,7 @@ from smp_core.checkpoint.untrusted import FOLDER_NAMES
 logger = logging.getLogger("smp")
 
 _SEEN_SECONDS = 30.0
+_OTHERS_SECONDS = 60.0  # for which another job's move into the same place is waited for
 _NO_LINKS = "links in a checkpoint are not followed: copy what they point to (cp -rL)"
 _MARK = r"(-[0-9a-f]{12})?"  # the identity of a save that was moved into place
 _OWN_FILE = re.compile(
@@ -274,9 +274,7 @@ class LocalTransaction(Transaction):
         """Move the files into the checkpoint at the path, its manifest last; return what is to be removed then."""
         if not os.path.isfile(os.path.join(self.path, MANIFEST)):
             return self._rename_into_place()  # another job removed the target in between
-        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        with contextlib.suppress(OSError):  # no locks on this file system
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock = _lock_against_others(self.path)
         try:
             extra = os.path.join(self.path, "extra")
             if os.path.islink(extra):
@@ -317,6 +315,23 @@ class LocalTransaction(Transaction):
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _lock_against_others(path: str) -> int:
+    """Lock a folder, and return the descriptor that holds the lock.
+
+    Raises:
+        CheckpointError: another job holds it and does not go on.
+    """
+    began = time.monotonic()
+    while (lock := try_lock(path)) is None:
+        if time.monotonic() - began > _OTHERS_SECONDS:
+            raise CheckpointError(
+                f"another job has been saving to {path} for {_OTHERS_SECONDS:.0f} s without getting on (flock); "
+                "end it, or save elsewhere"
+            )
+        time.sleep(0.05)
+    return lock
 
 
 def _all_files(path: str) -> Iterator[str]:
