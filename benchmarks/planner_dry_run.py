@@ -95,6 +95,28 @@ CASES: Mapping[str, Case] = {
     "llama-3.1-8b, tensor 2, none": Case(
         "llama-3.1-8b", "1x8:h100-80g", 4096, 1, 2, {**BF16, "shard_degree": 4, "tensor_parallel_degree": 2}
     ),
+    "llama-3.1-8b, context 8, full": Case(
+        "llama-3.1-8b",
+        "1x8:h100-80g",
+        32768,
+        1,
+        2,
+        {**BF16, "shard_degree": 8, "context_parallel_degree": 8, "activations": "full"},
+    ),
+    "llama-3-70b, context 4, tensor 8, selective": Case(
+        "llama-3-70b",
+        H100,
+        32768,
+        1,
+        1,
+        {
+            **BF16,
+            "shard_degree": 16,
+            "context_parallel_degree": 4,
+            "tensor_parallel_degree": 8,
+            "activations": "selective",
+        },
+    ),
     "llama-3-70b, tensor 8, full": Case(
         "llama-3-70b",
         H100,
