@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from smp_core.checkpoint.file_system import UNNAMED_PREFIX
 from tests.harness import run_script
 
 
@@ -27,4 +28,6 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path, trials:
             assert outcome["found"] == "2" or outcome["found"].startswith("error: "), f"seed {seed}: {outcome}"
         else:
             assert outcome["found"] in ("1", "2"), f"seed {seed}: {outcome}"
-        assert outcome["next_save"] == "2" and outcome["after_next_save"] == [], f"seed {seed}: {outcome}"
+        # A folder that was made and not locked yet goes when it is old: nobody can tell whose it is.
+        left = [name for name in outcome["after_next_save"] if not name.startswith(UNNAMED_PREFIX)]
+        assert outcome["next_save"] == "2" and left == [], f"seed {seed}: {outcome}"
