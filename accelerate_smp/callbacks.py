@@ -7,18 +7,16 @@ log entry with a loss, so that they reach the console, ``trainer.state.log_histo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from accelerate_smp.forward_counts import over_ranks, sizes_of
+from accelerate_smp.forward_counts import figures_of_job, sizes_of
 from accelerate_smp.handle import parallel_of
-from smp_core.job_figures import DrawsTimeline, JobFigures, check_peak
+from smp_core.job_figures import DrawsTimeline, check_peak
 from smp_core.memory_watch import WatchesMemory
 from smp_core.run_log import FILE
 from smp_core.run_record import RunRecord
@@ -93,17 +91,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         if self._figures is not None:
             self._figures.end()  # an earlier call of train() may have failed inside a forward
         self._device = torch.device(args.device)
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self._figures = JobFigures(
-            handle,
-            device=self._device,
-            world_size=world_size,
-            data_size=world_size if handle is None else handle.mesh.data_size,
-            over_ranks=functools.partial(over_ranks, device=self._device),
-            peak_tflops=self.peak_tflops,
-            flops_per_sample=self.flops_per_sample,
-            step=state.global_step,
-        )
+        self._figures = figures_of_job(handle, self._device, state.global_step, self.peak_tflops, self.flops_per_sample)
         if state.is_world_process_zero:
             path = Path(self._run_log or Path(str(args.output_dir)) / FILE)
             micro_batches = args.gradient_accumulation_steps

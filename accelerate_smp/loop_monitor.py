@@ -7,7 +7,6 @@ so these are told by what it calls anyway: the model's forward, ``accelerator.ba
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 
 from accelerate_smp.accelerator import SmpAccelerator
-from accelerate_smp.forward_counts import over_ranks, sizes_of
+from accelerate_smp.forward_counts import figures_of_job, sizes_of
 from accelerate_smp.handle import parallel_of
-from smp_core.job_figures import JobFigures, check_peak
+from smp_core.job_figures import check_peak
 from smp_core.memory_watch import WatchesMemory
 from smp_core.run_record import RunRecord
 from smp_core.stepped import after_each_step
@@ -70,17 +69,7 @@ class SmpMonitor(WatchesMemory):
         self.every_n_steps, self.step = every_n_steps, step
         self.latest: dict[str, float] = {}
         self._accelerator, self._device = accelerator, accelerator.device
-        world_size = accelerator.num_processes
-        self._figures = JobFigures(
-            handle,
-            device=self._device,
-            world_size=world_size,
-            data_size=world_size if handle is None else handle.mesh.data_size,
-            over_ranks=functools.partial(over_ranks, device=self._device),
-            peak_tflops=peak_tflops,
-            flops_per_sample=flops_per_sample,
-            step=step,
-        )
+        self._figures = figures_of_job(handle, self._device, step, peak_tflops, flops_per_sample)
         stepping = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has the real one
         self._record: RunRecord | None = None
         if run_log is not None and accelerator.is_main_process:

@@ -70,7 +70,7 @@ def monitored(folder: str, evaluate: bool) -> tuple[list[dict[str, float]], dict
 @pytest.mark.slow
 def test_monitor_reports_the_jobs_figures(tmp_path: Path) -> None:
     """Bytes do not depend on evaluations in between, rates are of the whole job, all ranks log the same."""
-    runs = [run_ranks(monitored, 2, str(tmp_path), each, ranks_per_node=2) for each in (False, True)]
+    runs = [run_ranks(monitored, 4, str(tmp_path), each, ranks_per_node=2) for each in (False, True)]
     for (_, alone, nothing), (_, between, outside) in zip(*runs, strict=True):
         assert alone == between
         assert sum(nothing.values()) == 0 < outside["all_gather/calls"]
