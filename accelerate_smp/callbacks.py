@@ -88,8 +88,7 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
             "than one process"
         )
         self._start_watching(handle, [stepping], log, state.global_step, why_not)
-        if self._figures is not None:
-            self._figures.end()  # an earlier call of train() may have failed inside a forward
+        self._end()  # of an earlier call of train() that failed
         self._device = torch.device(args.device)
         self._figures = figures_of_job(handle, self._device, state.global_step, self.peak_tflops, self.flops_per_sample)
         if state.is_world_process_zero:
@@ -119,6 +118,9 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
             self._record.end(state.global_step)
             self._record = None
         self._abandon_watch()
+        self._end()
+
+    def _end(self) -> None:
         if self._figures is not None:
             self._figures.end()
         for hook in self._hooks:

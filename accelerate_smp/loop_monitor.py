@@ -142,6 +142,7 @@ class SmpMonitor(WatchesMemory):
         """Report about the last steps and end the log; ``accelerator.end_training`` does it. Collective."""
         if self.step > self._reported:
             self._report()
+        self._figures.end()
         if self._record is not None:
             self._record.end(self.step)
         for hook in self._hooks:

@@ -130,7 +130,7 @@ class CheckpointingTrainerMixin(_Base):
         """
         self._opened = {}
         try:
-            self._trial = trial
+            self._trial_in_training = trial
             self._run_folder = os.path.abspath(str(self._get_output_dir(trial)))
             with self._keeping_in_memory():
                 resume_from_checkpoint = self._beginning(resume_from_checkpoint)
@@ -147,7 +147,7 @@ class CheckpointingTrainerMixin(_Base):
             raise
 
     kept: KeepsInMemory | None = None
-    _trial: Any = None  # of a search, in training
+    _trial_in_training: Any = None  # of a search, in training
     _run_folder: str  # of a trial its own
 
     @contextlib.contextmanager
@@ -198,7 +198,7 @@ class CheckpointingTrainerMixin(_Base):
 
     def save_training(self) -> None:
         """Save a checkpoint of the present step, in the middle of training. Collective."""
-        self._save_checkpoint(self.model, self._trial)
+        self._save_checkpoint(self.model, self._trial_in_training)
 
     _opened: Mapping[str, OpenCheckpoint] = {}
 

@@ -8,7 +8,8 @@ stops there and asks what each storage is (:mod:`smp_core.allocations`). The pro
 one, whose collectives do nothing and which takes the way of an accelerator's through our communication objects.
 
 Differs from a GPU: memory of several streams that the allocator cannot use again, temporaries of the optimizer (one
-tensor at a time here), kernels that keep other tensors for backward.
+tensor at a time here), kernels that keep other tensors for backward; attention over split sequences is a flash kernel's
+here, in any dtype.
 """
 
 from __future__ import annotations

@@ -94,6 +94,7 @@ class JobFigures:
         self._routers = RouterLoads(
             () if parallel is None else (part.module for part in parallel.parts),
             share_models=parallel is not None and parallel.pipeline is not None,
+            device=device,
         )
         self._pipeline: Pipeline | None = None
         if parallel is not None and parallel.pipeline is not None:

@@ -1,18 +1,44 @@
 """RouterLoads: how evenly a mixture of experts uses its experts.
 
 A router is a module with the numbers ``num_experts`` and ``top_k`` whose forward returns, among other things, the
-experts chosen for each token: an integer tensor [..., top_k]. Those of Transformers are such modules. Choices are
-counted on their device, and nothing waits for them between two reports.
+experts chosen for each token: an integer tensor [..., top_k]. Those of most Transformers models are such modules.
+Choices are counted on their device, and nothing waits for them between two reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+logger = logging.getLogger("smp")
+
+_COUNTS = "_smp_expert_counts"
+
+
+def _count(router: Any, args: Any, output: Any) -> None:
+    """Count a router's choices. One hook for all, and the counts on the router: a compiled block is one graph for all
+    layers."""
+    if not router.training:
+        return
+    for each in _values(output):
+        if isinstance(each, torch.Tensor) and each.dtype in (torch.int64, torch.int32) and each.ndim > 1:
+            if each.shape[-1] == router.top_k:
+                chosen, experts = each.detach().reshape(-1).to(torch.int64), router.num_experts
+                is_none = (chosen < 0) | (chosen >= experts)  # tokens that are dropped
+                counts = getattr(router, _COUNTS)
+                counts.scatter_add_(0, torch.where(is_none, experts, chosen), torch.ones_like(chosen))
+                return
+
+
+def _values(output: Any) -> Iterable[Any]:
+    if isinstance(output, Mapping):
+        return output.values()
+    return output if isinstance(output, (tuple, list)) else (output,)
 
 
 class RouterLoads:
@@ -21,6 +47,7 @@ class RouterLoads:
     Args:
         modules: what this rank computes of the model.
         share_models: whether other ranks compute other modules (pipeline stages).
+        device: of this rank.
 
     Attributes:
         by_router: of the last report: ``busiest``, the tokens of a router's busiest expert over the mean of its experts
@@ -28,37 +55,15 @@ class RouterLoads:
             called are left out.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], share_models: bool) -> None:
+    def __init__(self, modules: Iterable[nn.Module], share_models: bool, device: torch.device) -> None:
         self.by_router: dict[str, dict[str, float]] = {}
         self._share_models = share_models
-        self._counts: dict[str, torch.Tensor] = {}
+        self._routers = dict(_routers(modules))
         self._sizes: dict[str, int] | None = None  # experts of every router of the job
-        self._hooks: list[Any] = []
-        for module in modules:
-            for name, router in module.named_modules():
-                experts, top_k = getattr(router, "num_experts", None), getattr(router, "top_k", None)
-                if isinstance(experts, int) and isinstance(top_k, int) and 1 <= top_k <= experts:
-                    self._counts[name] = torch.zeros(experts, dtype=torch.int64)
-                    self._hooks.append(router.register_forward_hook(self._counter(name, top_k)))
-
-    def _counter(self, name: str, top_k: int) -> Callable[..., None]:
-        def count(router: nn.Module, args: Any, output: Any) -> None:
-            if not router.training:
-                return
-            for each in output if isinstance(output, tuple) else (output,):
-                if isinstance(each, torch.Tensor) and each.dtype in (torch.int64, torch.int32) and each.ndim > 1:
-                    if each.shape[-1] == top_k:
-                        self._add(name, each)
-                        return
-
-        return count
-
-    def _add(self, name: str, chosen: torch.Tensor) -> None:
-        counts = self._counts[name]
-        if counts.device != chosen.device:
-            counts = self._counts[name] = counts.to(chosen.device)
-        chosen = chosen.detach().reshape(-1).to(torch.int64)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        self._warned = False
+        self._hooks = [router.register_forward_hook(_count) for router in self._routers.values()]
+        for router in self._routers.values():  # the last count is of what is no expert
+            setattr(router, _COUNTS, torch.zeros(router.num_experts + 1, dtype=torch.int64, device=device))
 
     def report(self, over_ranks: Callable[[list[float], str], list[float]]) -> dict[str, float]:
         """Add up the choices of all ranks since the last report. Collective.
@@ -68,32 +73,58 @@ class RouterLoads:
             a token. Empty for a model without routers, or if none was called.
         """
         if self._sizes is None:
-            self._sizes = {name: len(counts) for name, counts in self._counts.items()}
+            self._sizes = {name: router.num_experts for name, router in self._routers.items()}
             if self._share_models:
                 everyone: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(everyone, self._sizes)
                 self._sizes = {name: size for sizes in everyone for name, size in sizes.items()}
         if not self._sizes:
             return {}
-        none = {name: torch.zeros(size, dtype=torch.int64) for name, size in sorted(self._sizes.items())}
-        own = [self._counts.get(name, zeros).cpu() for name, zeros in none.items()]
-        together = torch.tensor(over_ranks(torch.cat(own).tolist(), "sum"))
-        for counts in self._counts.values():
-            counts.zero_()
-        loads = dict(zip(none, together.split([len(zeros) for zeros in none.values()]), strict=True))
+        sizes = dict(sorted(self._sizes.items()))
+        own = [float(count) for name, size in sizes.items() for count in self._taken(name, size)]
+        together = torch.tensor(over_ranks(own, "sum"), dtype=torch.float64)
+        loads = dict(zip(sizes, together.split(list(sizes.values())), strict=True))
         self.by_router = {
             name: {"busiest": float(load.max() / load.mean()), "idle": float((load == 0).double().mean())}
             for name, load in loads.items()
             if load.sum() > 0
         }
         if not self.by_router:
+            self._say_that_nothing_was_counted()
             return {}
         used = torch.cat([loads[name] for name in self.by_router])
         highest = max(figures["busiest"] for figures in self.by_router.values())
         return {"expert_load": highest, "idle_experts": float((used == 0).double().mean())}
+
+    def _taken(self, name: str, size: int) -> list[int]:
+        if name not in self._routers:
+            return [0] * size
+        counts = getattr(self._routers[name], _COUNTS)
+        taken: list[int] = counts[:size].tolist()
+        counts.zero_()
+        return taken
+
+    def _say_that_nothing_was_counted(self) -> None:
+        if not self._warned and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.warning(
+                "the monitor has counted no choice of the model's experts: no module with num_experts and top_k "
+                "returned an integer tensor [..., top_k], or the blocks were compiled before the monitor was there"
+            )
+        self._warned = True
 
     def end(self) -> None:
         """Count no more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        for router in self._routers.values():
+            vars(router).pop(_COUNTS, None)
+        self._routers = {}
+
+
+def _routers(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
+    for module in modules:
+        for name, router in module.named_modules():
+            experts, top_k = getattr(router, "num_experts", None), getattr(router, "top_k", None)
+            if type(experts) is int and type(top_k) is int and 1 <= top_k <= experts:
+                yield name, router

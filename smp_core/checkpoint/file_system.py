@@ -100,6 +100,14 @@ def try_lock(path: str) -> int | None:
     return descriptor
 
 
+def release(lock: int) -> None:
+    """Give back what :func:`try_lock` returned. A process that was forked meanwhile (a worker of a data loader) has the
+    descriptor too, and would hold the lock for as long as it lives."""
+    with contextlib.suppress(OSError):  # no locks on this file system
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
 def remove_tree(path: str) -> bool:
     """Remove a file or directory; return whether all of it is gone, and log where not."""
     if os.path.islink(path) or os.path.isfile(path):

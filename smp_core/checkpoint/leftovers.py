@@ -14,7 +14,15 @@ import re
 import time
 from pathlib import Path
 
-from smp_core.checkpoint.file_system import fsync_directory, host_id, new_save_id, remove_tree, rename_new, try_lock
+from smp_core.checkpoint.file_system import (
+    fsync_directory,
+    host_id,
+    new_save_id,
+    release,
+    remove_tree,
+    rename_new,
+    try_lock,
+)
 from smp_core.checkpoint.layout import MANIFEST, PREVIOUS_PREFIX, TEMPORARY_PREFIX, CheckpointError, Manifest
 from smp_core.checkpoint.untrusted import MANIFEST_BYTES
 
@@ -98,7 +106,7 @@ def sweep(path: str) -> list[str]:
         except OSError:
             continue  # its age cannot be told: it may be a live save's
         finally:
-            os.close(lock)
+            release(lock)
     removed += [entry for entry in _scratch_left_behind(parent) if remove_tree(entry)]
     if removed:
         logger.warning("removed what interrupted saves left: %s", ", ".join(removed))

@@ -29,6 +29,7 @@ from smp_core.checkpoint.file_system import (
     can_exchange,
     fsync_directory,
     new_save_id,
+    release,
     remove_tree,
     rename_exchange,
     rename_new,
@@ -274,7 +275,10 @@ class LocalTransaction(Transaction):
         """Move the files into the checkpoint at the path, its manifest last; return what is to be removed then."""
         if not os.path.isfile(os.path.join(self.path, MANIFEST)):
             return self._rename_into_place()  # another job removed the target in between
-        lock = _lock_against_others(self.path)
+        try:
+            lock = _lock_against_others(self.path)
+        except FileNotFoundError:
+            return self._rename_into_place()  # as above
         try:
             extra = os.path.join(self.path, "extra")
             if os.path.islink(extra):
@@ -293,7 +297,7 @@ class LocalTransaction(Transaction):
                 if name not in (MANIFEST, *names) and _OWN_FILE.fullmatch(name.split("/")[0]):
                     os.unlink(os.path.join(self.path, name))
         finally:
-            os.close(lock)
+            release(lock)
         return self.temporary
 
     def _require_all(self, manifest: bytes) -> None:
@@ -313,7 +317,7 @@ class LocalTransaction(Transaction):
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            release(self._lock)
             self._lock = None
 
 
@@ -327,8 +331,8 @@ def _lock_against_others(path: str) -> int:
     while (lock := try_lock(path)) is None:
         if time.monotonic() - began > _OTHERS_SECONDS:
             raise CheckpointError(
-                f"another job has been saving to {path} for {_OTHERS_SECONDS:.0f} s without getting on (flock); "
-                "end it, or save elsewhere"
+                f"another job has held the lock of {path} for {_OTHERS_SECONDS:.0f} s, in which it moves what it saved "
+                "there; end it, or save elsewhere"
             )
         time.sleep(0.05)
     return lock

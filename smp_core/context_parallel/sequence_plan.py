@@ -151,7 +151,13 @@ class SequencePlan:
 
 
 def decode(encoded: torch.Tensor) -> SequencePlan:
-    """Return the plan in a tensor made by :meth:`SequencePlan.encode`."""
+    """Return the plan in a tensor made by :meth:`SequencePlan.encode`.
+
+    Raises:
+        ValueError: it is no such tensor; one without values, for instance.
+    """
+    if type(encoded) is not torch.Tensor or encoded.device.type != "cpu" or not encoded.is_contiguous():
+        raise ValueError(f"a plan of split sequences is a tensor on the CPU with values, not {type(encoded).__name__}")
     # Not by an operator: one may be run without values.
     return _decode(ctypes.string_at(encoded.data_ptr(), encoded.nbytes))
 

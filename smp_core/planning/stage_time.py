@@ -206,10 +206,10 @@ class StagedModel(StepModel):
         if key not in self._shared:
             self._shared[key] = self._computing(block, degree), self._around(micro_batch, held)
         computing, around = self._shared[key]
-        split, shared = self._tensor_seconds(micro_batch, held), self._context_seconds(block)
+        split, of_shared = self._tensor_seconds(micro_batch, held), self._context_seconds(block)
         copies = self._copying_seconds(micro_batch, held, computing[0]) / 2
         passes = 3 if self.mode == "full" else 2
-        of_split, of_shared = (split / passes, split * (passes - 1) / passes), (shared / 3, shared * 2 / 3)
+        of_split = split / passes, split * (passes - 1) / passes
         of_block = []
         for way in range(2):
             waited = [exposed_seconds(computing[way], behind, share) for behind in self.behind[way]]

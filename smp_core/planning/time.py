@@ -136,7 +136,7 @@ class StepModel:
         compute = count * (self.trace.blocks * (forward + backward) + of_rest)
         gathers, replicas = self._waiting(forward, backward, count)
         split = count * self.trace.blocks * self._tensor_seconds(micro_batch, held)
-        context = count * self.trace.blocks * self._context_seconds(block)
+        context = count * self.trace.blocks * sum(self._context_seconds(block))
         copies = count * self.trace.blocks * self._copying_seconds(micro_batch, held, forward)
         stepped = self._optimizer_seconds(self.trace.parameters)
         return StepTime(compute, gathers, replicas, split, context, stepped, copies)
@@ -172,13 +172,13 @@ class StepModel:
         both = sum(self.collectives.tensor(kind, inputs) for kind in ("all_gather", "reduce_scatter"))
         return passes * 2 * both
 
-    def _context_seconds(self, block: Figures) -> float:
-        """Return a block's gathers of keys and values, and the sum of their gradients."""
+    def _context_seconds(self, block: Figures) -> tuple[float, float]:
+        """Return a block's gathers of keys and values in forward; and in backward with the sum of their gradients."""
         if self.plan.layout.context == 1:
-            return 0.0
+            return 0.0, 0.0
         whole, (gathers, summed) = keys_and_values(self.plan, block), exchanges(self.plan)
-        gathered = gathers * self.collectives.context("all_gather", whole)
-        return gathered + self.collectives.context("reduce_scatter", summed * whole)
+        gather = self.collectives.context("all_gather", whole)
+        return gather, (gathers - 1) * gather + self.collectives.context("reduce_scatter", summed * whole)
 
     def _copying_seconds(self, micro_batch: int, held: float, forward: float) -> float:
         """Return what copies of inputs to the host and back add to a block's two passes."""

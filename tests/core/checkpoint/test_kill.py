@@ -31,3 +31,4 @@ def test_a_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path, trials:
         # A folder that was made and not locked yet goes when it is old: nobody can tell whose it is.
         left = [name for name in outcome["after_next_save"] if not name.startswith(UNNAMED_PREFIX)]
         assert outcome["next_save"] == "2" and left == [], f"seed {seed}: {outcome}"
+        assert len(outcome["after_next_save"]) <= 1, f"seed {seed}: {outcome}"
