@@ -102,7 +102,10 @@ class Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if active_fake_mode() is not self._mode:
             return result  # DTensor tries an operation on whole shapes
-        for tensor in _tensors(result):
+        tensors = _tensors(result)
+        if not tensors:
+            return result  # a question about a device is asked, or not, as fake tensors remember the answer
+        for tensor in tensors:
             self._follow(tensor.untyped_storage())
         self._operations += 1
         if self._live > self.highest:

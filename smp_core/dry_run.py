@@ -244,6 +244,9 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
     rank.parallel.meter.close_step()
 
     def note(sizes: Mapping[int, int]) -> None:
+        there = sum(sizes.values())
+        if abs(there - first.highest) > first.highest / 1000:
+            raise ValueError(f"a dry run's two steps are not alike: {first.highest} bytes at the peak, and {there}")
         memory.update(rank.kinds_of(sizes))
 
     with Allocations(before, first.highest_at, note, attention.INSIDE) as second:

@@ -186,7 +186,7 @@ class ShardedUnit:
     def unsharded(self) -> list[torch.Tensor]:
         """List the unsharded parameters, also those that are freed at the moment: their storages have no bytes."""
         found = (getattr(parameter, "_unsharded_param", None) for parameter in self.fsdp_parameters)
-        return [each.to_local() if isinstance(each, DTensor) else each for each in found if each is not None]
+        return [_wrapped(each) if isinstance(each, DTensor) else each for each in found if each is not None]
 
     def unsharded_gradients(self) -> list[torch.Tensor]:
         """List the gradients of the unsharded parameters that have one."""
@@ -366,3 +366,10 @@ def passing_by(units: Iterable[ShardedUnit], parameters: Container[str]) -> Iter
     finally:
         for unit in passed:
             unit.is_passed_by = False
+
+
+def _wrapped(tensor: DTensor) -> torch.Tensor:
+    """Return the local tensor itself. ``to_local`` makes a view, which gives a freed storage without values its bytes
+    again."""
+    names, _ = tensor.__tensor_flatten__()
+    return next(inner for inner in (getattr(tensor, name) for name in names) if isinstance(inner, torch.Tensor))
