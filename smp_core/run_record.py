@@ -96,7 +96,7 @@ def _of_plan(plan: Plan, optimizers: Sequence[torch.optim.Optimizer], micro_batc
         "nodes": list(topology.node_names),
         "ranks_per_node": topology.ranks_per_node,
         "layout": dict(vars(layout)),
-        "parameters": sum(parameter.elements for parameter in plan.shapes.parameters),
+        "parameters": plan.shapes.elements,
         "savings": [vars(each) for each in savings(plan)],
         "links": None if plan.cluster.links is None else _of_links(plan.cluster.links),
     }

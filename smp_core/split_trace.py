@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily  # _subclasses: torch's documentation has it
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from smp_core.comm.meter import CommMeter
 from smp_core.planning import trace
 from smp_core.planning.model_source import Source, copied
-from smp_core.planning.model_trace import Instants, ModelTrace, SplitRun, between
+from smp_core.planning.model_trace import Instants, ModelTrace, SplitRun, SplitTrace, between
 from smp_core.tensor_parallel.apply import apply_tensor_parallel
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.topology import Topology
@@ -40,27 +41,40 @@ def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None)
         return trace.trace_model(words, tokens, given, _runs)
 
 
-def _runs(source: Source, lists: list[str], degrees: list[int], tokens: int) -> dict[tuple[int, str], Instants]:
+def _runs(source: Source, lists: list[str], degrees: list[int], vocabulary: int, tokens: int) -> SplitTrace:
     """Run two blocks over the fewest and the most ranks: :data:`smp_core.planning.trace.Splitting`."""
-    most = 2 * math.lcm(degrees[0], degrees[-1])  # half a sequence is split, too
+    # Where ranks do not divide the vocabulary, embedding and head are whole.
+    kinds = [[n for n in degrees if (vocabulary % n == 0) is divides] for divides in (True, False)]
+    ends = {n for kind in kinds for n in (*kind[:1], *kind[-1:])}
+    most = 2 * math.lcm(*ends)  # half a sequence is split, too
     if tokens < 2 * most:
-        return {}
+        return SplitTrace()
     rows = {size // n for n in (1, *degrees) for p in source.model.parameters() for size in p.shape}
     tokens = trace.told_apart(tokens - tokens % most, rows, most)
     places = [(1, tokens), (2, tokens), (1, tokens // 2)]
     runs: dict[int, dict[str, list[SplitRun]]] = {}
-    for degree in {degrees[0], degrees[-1]}:
+    dims: dict[str, int] = {}
+    for degree in ends:
         copy = copied(source.model, None)
         with _over(copy.model, degree):
+            dims |= {name: dim for name, p in copy.model.named_parameters() if (dim := _split_dim(p)) is not None}
             meters = {mode: [trace.measured(copy, lists, mode, *place) for place in places] for mode in trace.MODES}
         runs[degree] = {mode: [SplitRun(meter.instants, meter.kept) for meter in meters[mode]] for mode in trace.MODES}
     found: dict[tuple[int, str], Instants] = {}
-    for degree, mode in itertools.product(degrees, trace.MODES):
-        pairs = zip(runs[degrees[0]][mode], runs[degrees[-1]][mode], strict=True)
-        at = [between(degree, degrees[0], one, degrees[-1], other) for one, other in pairs]
-        kept = tuple(each.kept for each in at)
-        found[degree, mode] = Instants.of(tokens, *(each.instants for each in at), kept=kept)
-    return found
+    for kind, mode in itertools.product(filter(None, kinds), trace.MODES):
+        for degree in kind:
+            pairs = zip(runs[kind[0]][mode], runs[kind[-1]][mode], strict=True)
+            at = [between(degree, kind[0], one, kind[-1], other) for one, other in pairs]
+            kept = tuple(each.kept for each in at)
+            found[degree, mode] = Instants.of(tokens, *(each.instants for each in at), kept=kept)
+    return SplitTrace(found, dims)
+
+
+def _split_dim(parameter: nn.Parameter) -> int | None:
+    if not isinstance(parameter, DTensor):
+        return None
+    (placement,) = parameter.placements
+    return placement.dim if isinstance(placement, Shard) else None
 
 
 @contextlib.contextmanager

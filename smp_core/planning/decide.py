@@ -85,6 +85,11 @@ class Plan:
         return self.shapes.units.units
 
     @property
+    def held(self) -> Shapes:
+        """The model as one tensor rank holds it, before it is sharded."""
+        return self.shapes.over(self.layout.tensor)
+
+    @property
     def sharded_units(self) -> tuple[PlannedUnit, ...]:
         """The units that FSDP2 shards: none where nothing is gathered."""
         return self.units if self.gathers else ()
@@ -145,7 +150,7 @@ class Plan:
     def describe(self) -> list[str]:
         """Return lines for people: the nodes, the layout, the units, what is replicated."""
         layout = self.layout
-        total = sum(parameter.elements for parameter in self.shapes.parameters)
+        total = self.shapes.elements
         replicas = "1 replica" if layout.replicate == 1 else f"{layout.replicate} replicas"
         lines = [
             self.cluster.topology.describe(),

@@ -78,7 +78,7 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
     knobs, dtypes, degree = plan.knobs, plan.dtypes, plan.shard_degree
     over_world = knobs.optimizer_shard == "world" and plan.layout.replicate > 1
     parameters = gradients = partial_sums = states = 0
-    for parameter, of_unit, count in plan.shapes.alike:
+    for parameter, of_unit, count in plan.held.alike:
         is_sharded = of_unit and plan.gathers
         elements = count * (_shard_elements(parameter, plan) if is_sharded else parameter.elements)
         stored = dtypes.of_stored(parameter) if is_sharded else parameter.dtype
@@ -88,7 +88,7 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
         parameters += 0 if offloaded else elements * stored.itemsize
         if not parameter.trainable:
             continue
-        unsharded = count * _unsharded_elements(parameter, plan) if plan.keeps_gradients and is_sharded else 0
+        unsharded = count * parameter.elements if plan.keeps_gradients and is_sharded else 0
         if over_world and parameter.shape and (is_sharded or degree == 1):
             # Masters and their gradients are float32 where parameters are half precision; sums take the place of
             # the parameters' gradients.
@@ -137,7 +137,7 @@ def gradient_bytes(plan: Plan) -> GradientBytes:
     """Return the bytes of gradients of one model on one device."""
     sums = held = of_masters = 0
     over_world = plan.knobs.optimizer_shard == "world" and plan.layout.replicate > 1
-    for parameter, of_unit, count in plan.shapes.alike:
+    for parameter, of_unit, count in plan.held.alike:
         if not parameter.trainable:
             continue
         is_sharded = of_unit and plan.gathers
@@ -145,13 +145,13 @@ def gradient_bytes(plan: Plan) -> GradientBytes:
         reduced = plan.dtypes.of_reduced(parameter).itemsize
         sums += count * elements * reduced
         if plan.keeps_gradients and is_sharded:
-            held += count * _unsharded_elements(parameter, plan) * reduced
+            held += count * parameter.elements * reduced
         if over_world and parameter.shape and (is_sharded or plan.shard_degree == 1):
             of_masters += count * -(-elements // plan.layout.replicate) * max(parameter.dtype.itemsize, 4)
-    of_root = next((parameters for is_root, parameters, _ in plan.shapes.alike_units if is_root), ())
+    of_root = next((parameters for is_root, parameters, _ in plan.held.alike_units if is_root), ())
     last = 0
     if of_root and plan.gathers and plan.shard_degree > 1:
-        last = _unsharded_elements(of_root[-1], plan) * plan.dtypes.of_gathered(of_root[-1]).itemsize
+        last = of_root[-1].elements * plan.dtypes.of_gathered(of_root[-1]).itemsize
     return GradientBytes(sums, held, 0 if plan.knobs.state_offload else of_masters, last)
 
 
@@ -160,7 +160,7 @@ def unit_bytes(plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced
     they are reduced, padded as FSDP2 pads; of what one tensor rank holds of each layer."""
     total = 0
     for name in unit.parameters:
-        parameter = plan.shapes.of_name(name)
+        parameter = plan.held.of_name(name)
         dtype = plan.dtypes.of_gathered(parameter) if what == "gathered" else plan.dtypes.of_reduced(parameter)
         if parameter.trainable or what == "gathered":
             total += _shard_elements(parameter, plan) * plan.shard_degree * dtype.itemsize
@@ -197,7 +197,7 @@ def plan_table(plans: Sequence[Plan], optimizer: OptimizerStates = OPTIMIZERS["a
 
     first = plans[0]
     topology, memory = first.cluster.topology, device_memory(first)
-    count = sum(parameter.elements for parameter in first.shapes.parameters)
+    count = first.shapes.elements
     title = (
         f"{count / 1e9:.2f} billion parameters on {topology.num_nodes} x {topology.ranks_per_node} ranks, "
         f"{optimizer.name}"
@@ -262,18 +262,7 @@ def fitting(plans: Sequence[Plan], optimizer: OptimizerStates) -> tuple[Plan, st
 
 def _shard_elements(parameter: ParameterShape, plan: Plan) -> int:
     """Return the elements of one rank's shard, padded as FSDP2 pads."""
-    return -(-parameter.shape[0] // plan.shard_degree) * _row_elements(parameter, plan)
-
-
-def _unsharded_elements(parameter: ParameterShape, plan: Plan) -> int:
-    """Return the elements of a whole gradient on a tensor rank."""
-    return _row_elements(parameter, plan) * parameter.shape[0]
-
-
-def _row_elements(parameter: ParameterShape, plan: Plan) -> int:
-    """Return the elements of a row that a tensor rank holds. Matrices are taken to be split over tensor ranks."""
-    elements = parameter.elements // parameter.shape[0]
-    return -(-elements // plan.layout.tensor) if len(parameter.shape) > 1 else elements
+    return -(-parameter.shape[0] // plan.shard_degree) * (parameter.elements // parameter.shape[0])
 
 
 def _gathered_bytes(plan: Plan) -> int:
@@ -281,7 +270,7 @@ def _gathered_bytes(plan: Plan) -> int:
         return 0
     degree = plan.shard_degree
     root = largest = total = units = 0
-    for is_root, parameters, count in plan.shapes.alike_units:
+    for is_root, parameters, count in plan.held.alike_units:
         size = sum(_shard_elements(each, plan) * degree * plan.dtypes.of_gathered(each).itemsize for each in parameters)
         if is_root:
             root += count * size

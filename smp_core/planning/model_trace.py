@@ -86,8 +86,8 @@ _SHARES = (1.0, 0.25, 1 / 16)
 Instant = tuple[int, int, int, str]
 """After an operation: blocks that backward has come to, bytes of activations and of gradients, the operation."""
 
-LEFT = 3
-"""Stands for backward that has left the first block."""
+LEFT, FORWARD = 3, 4
+"""Stand for backward that has left the first block, and for forward."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class Instants:
     """The instants of a step of two blocks at which memory can be at its highest.
 
     Attributes:
-        points: for 0, 1 and 2 blocks that backward has come to, from the last, and after it has left both: bytes of
-            activations for (1, s), (2, s) and (1, s / 2) samples and tokens, and bytes of gradients, which depend on
-            neither.
+        points: for 0, 1 and 2 blocks that backward has come to, from the last, after it has left both, and in forward:
+            bytes of activations for (1, s), (2, s) and (1, s / 2) samples and tokens, and bytes of gradients, which
+            depend on neither.
         kept: bytes of activations that a block keeps of its forward, for the same; of split layers.
         attending: as points, after each of attention's operators, and whether it is backward's.
     """
@@ -105,14 +105,14 @@ class Instants:
     tokens: int
     points: tuple[tuple[tuple[float, float, float, float], ...], ...]
     kept: tuple[float, ...] = (0.0, 0.0, 0.0)
-    attending: tuple[tuple[tuple[float, float, float, float, bool], ...], ...] = ((), (), (), ())
+    attending: tuple[tuple[tuple[float, float, float, float, bool], ...], ...] = ((),) * (FORWARD + 1)
 
     @classmethod
     def of(cls, tokens: int, *runs: list[Instant], kept: tuple[float, ...] = (0.0, 0.0, 0.0)) -> Instants:
         """Keep what can be the highest of what three runs had after each operation that all of them have."""
         found: list[tuple[tuple[float, float, float, float], ...]] = []
         attending: list[tuple[tuple[float, float, float, float, bool], ...]] = []
-        for reached in range(LEFT + 1):
+        for reached in range(FORWARD + 1):
             each = _of_the_same([[instant for instant in run if instant[0] == reached] for run in runs])
             if not each[0]:
                 found.append(((0.0, 0.0, 0.0, 0.0),))
@@ -168,6 +168,20 @@ class SplitRun:
     kept: float
 
 
+@dataclass(frozen=True)
+class SplitTrace:
+    """Figures of two blocks with split layers.
+
+    Attributes:
+        instants: at which memory can be at its highest, by the ranks that layers are split over and by recomputation
+            mode.
+        dims: in which parameters are split, by name; others are whole on each rank.
+    """
+
+    instants: Mapping[tuple[int, str], Instants] = field(default_factory=dict)
+    dims: Mapping[str, int] | None = None
+
+
 def between(degree: int, fewest: int, one: SplitRun, most: int, other: SplitRun) -> SplitRun:
     """Return the run over ``degree`` ranks, from those over fewest and most: bytes are a + b / ranks."""
     weight = 0.0 if fewest == most else (1 / degree - 1 / most) / (1 / fewest - 1 / most)
@@ -214,22 +228,21 @@ class ModelTrace:
         shapes: by recomputation mode; trainable parameters in float32, as mixed precision keeps them.
         blocks: how many.
         block, rest: curves of one block, and of all else, by recomputation mode.
-        block_parameters: elements of all blocks together.
+        lists: names of the lists of blocks.
         instants: at which memory can be at its highest, by recomputation mode.
         heads: what tensor and context degrees have to divide: the heads of keys; 0: the model is not split over such
             ranks by itself.
         vocabulary: rows of the largest parameter outside blocks.
         early: the part of the rest that works before the blocks.
         uncut: why there are no pipeline stages; "": the shapes have the chain of blocks that are dealt out to them.
-        split_instants: as ``instants``, by the ranks that layers are split over and by recomputation mode; empty: split
-            layers were not run.
+        split_instants: of split layers (:class:`SplitTrace`); empty: they were not run.
     """
 
     shapes: Mapping[str, Shapes]
     blocks: int
     block: Mapping[str, Curve]
     rest: Mapping[str, Curve]
-    block_parameters: int
+    lists: tuple[str, ...]
     instants: Mapping[str, Instants]
     heads: int = 0
     vocabulary: int = 1
@@ -253,7 +266,19 @@ class ModelTrace:
     @cached_property
     def parameters(self) -> int:
         """Elements of all parameters."""
-        return sum(parameter.elements for parameter in self.shapes["none"].parameters)
+        return self.shapes["none"].elements
+
+    def block_elements(self, tensor: int = 1) -> float:
+        """Return the elements of a block that one of so many tensor ranks holds."""
+        if tensor not in self._of_blocks:
+            inside = tuple(f"{name}." for name in self.lists)
+            held = self.shapes["none"].over(tensor).parameters
+            self._of_blocks[tensor] = sum(each.elements for each in held if each.name.startswith(inside)) / self.blocks
+        return self._of_blocks[tensor]
+
+    @cached_property
+    def _of_blocks(self) -> dict[int, float]:
+        return {}
 
 
 def in_dtype(shapes: Shapes, dtype: torch.dtype) -> Shapes:

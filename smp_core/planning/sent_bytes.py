@@ -93,7 +93,7 @@ class _Sent:
 
     def replicated(self, names: tuple[str, ...]) -> None:
         """Count the sum of parameters that every rank holds whole, over all ranks whose gradients are added up."""
-        found = [self.plan.shapes.of_name(name) for name in names]
+        found = [self.plan.held.of_name(name) for name in names]
         trainable = [each for each in found if each.trainable]
         full = sum(each.elements * self.plan.dtypes.of_reduced(each).itemsize for each in trainable)
         ranks = self.plan.layout.replicate * self.shard
@@ -155,7 +155,8 @@ class _Sent:
         biases of row layers."""
         inside = [unit for unit in self.plan.units if not unit.is_root]
         found = [self.plan.shapes.of_name(name) for unit in inside for name in unit.parameters]
-        sizes = [each.elements * self.plan.dtypes.of_gathered(each).itemsize for each in found if len(each.shape) == 1]
+        whole = [each for each in found if len(each.shape) == 1 and each.split_dim is None]
+        sizes = [each.elements * self.plan.dtypes.of_gathered(each).itemsize for each in whole]
         return float(sum(size for size in sizes if size <= row_bytes))
 
     def _over_partition(self, kind: str, full: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,12 +20,20 @@ from smp_core.planning.units import Entry, WrapPlan, plan_units
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """One parameter: its first name in the model, the shape of the whole tensor, and its dtype."""
+    """One parameter.
+
+    Attributes:
+        name: its first in the model.
+        shape: of the whole tensor.
+        split_dim: in which tensor ranks split it, if they divide it; None: each holds all of it. A trace of split
+            layers knows; without one, matrices are taken to be split.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    split_dim: int | None = None
 
     @property
     def elements(self) -> int:
@@ -35,6 +43,13 @@ class ParameterShape:
     def is_divided(self) -> bool:
         """Tell whether ranks hold rows of it; 0-d and empty parameters are replicated."""
         return self.elements > 0 and bool(self.shape)
+
+    def over(self, degree: int) -> ParameterShape:
+        """Return what one of so many tensor ranks holds of it."""
+        dim = self.split_dim
+        if dim is None or self.shape[dim] % degree:
+            return self
+        return replace(self, shape=(*self.shape[:dim], self.shape[dim] // degree, *self.shape[dim + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -103,7 +118,8 @@ class Shapes:
             if name != first_names[parameter]
         }
         parameters = tuple(
-            ParameterShape(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()
+            ParameterShape(name, tuple(p.shape), p.dtype, p.requires_grad, p.ndim - 2 if p.ndim > 1 else None)
+            for name, p in model.named_parameters()
         )
         return cls(
             type(model).__name__,
@@ -119,6 +135,22 @@ class Shapes:
     @cached_property
     def by_name(self) -> dict[str, ParameterShape]:
         return {parameter.name: parameter for parameter in self.parameters}
+
+    def over(self, degree: int) -> Shapes:
+        """Return what one of so many tensor ranks holds."""
+        if degree not in self._over:
+            held = tuple(parameter.over(degree) for parameter in self.parameters)
+            self._over[degree] = replace(self, parameters=held) if degree > 1 else self
+        return self._over[degree]
+
+    @cached_property
+    def _over(self) -> dict[int, Shapes]:
+        return {}
+
+    @cached_property
+    def elements(self) -> int:
+        """Count those of all parameters."""
+        return sum(parameter.elements for parameter in self.parameters)
 
     @cached_property
     def unit_elements(self) -> list[int]:

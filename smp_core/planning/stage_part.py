@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from smp_core.planning.decide import Plan
 from smp_core.planning.memory import GradientBytes, MemoryEstimate, estimate, gradient_bytes
 from smp_core.planning.model_trace import ModelTrace
 from smp_core.planning.optimizers import OPTIMIZERS, OptimizerStates
 from smp_core.planning.schedules import blocks_kept
+from smp_core.planning.shapes import Shapes
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,9 @@ class StagePart:
         stage: its number.
         blocks: that it has.
         chunk: blocks that one of its computations goes through.
-        elements: of its parameters.
-        root: of those outside of blocks; of them ``behind`` work behind the blocks.
+        elements: of its parameters, as one tensor rank holds them.
+        block: of them in each block.
+        root: of them outside of blocks; ``behind`` of these work behind the blocks.
         is_first, is_last: whether it has what comes before the blocks, and behind them.
         is_whole: there are no stages.
     """
@@ -29,6 +32,7 @@ class StagePart:
     blocks: int
     chunk: int
     elements: float
+    block: float
     root: float
     behind: float
     is_first: bool = True
@@ -37,15 +41,15 @@ class StagePart:
 
     @classmethod
     def of(cls, plan: Plan, trace: ModelTrace, stage: int = 0) -> StagePart:
-        of_block = trace.block_parameters / trace.blocks
+        of_block = trace.block_elements(plan.layout.tensor)
         if plan.stages is None:
-            outside = trace.parameters - trace.block_parameters
-            return cls(stage, trace.blocks, trace.blocks, trace.parameters, outside, outside)
-        sizes, elements = plan.stages.blocks_of(stage), plan.stages.elements[stage]
+            outside = plan.held.elements - trace.blocks * of_block
+            return cls(stage, trace.blocks, trace.blocks, plan.held.elements, of_block, outside, outside)
+        sizes, elements = plan.stages.blocks_of(stage), shapes_of_stage(plan, stage).over(plan.layout.tensor).elements
         blocks, is_last = sum(sizes), stage == plan.stages.count - 1
         root = elements - blocks * of_block
         behind = root if is_last else 0.0
-        return cls(stage, blocks, max(sizes), elements, root, behind, stage == 0, is_last, False)
+        return cls(stage, blocks, max(sizes), elements, of_block, root, behind, stage == 0, is_last, False)
 
     def kept(self, plan: Plan, in_stages: int) -> int:
         """Return the most blocks whose activations wait for backward at one time, those of several micro-batches
@@ -77,10 +81,15 @@ def states_of(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> t
 
 
 def _of_stage(plan: Plan, stage: int, optimizer: OptimizerStates) -> StageStates:
+    own = replace(plan, shapes=shapes_of_stage(plan, stage), stages=None)
+    return StageStates(stage, estimate(own, optimizer), gradient_bytes(own))
+
+
+def shapes_of_stage(plan: Plan, stage: int) -> Shapes:
+    """Return the shapes of a stage's parameters alone."""
     assert plan.stages is not None
-    known = plan.shapes.stages.setdefault("shapes", {})
+    known: dict[Any, Shapes] = plan.shapes.stages.setdefault("shapes", {})
     key = (plan.stages.count, plan.stages.sizes, stage)
     if key not in known:
         known[key] = plan.stages.shapes_of(stage, plan.shapes)
-    own = replace(plan, shapes=known[key], stages=None)
-    return StageStates(stage, estimate(own, optimizer), gradient_bytes(own))
+    return known[key]

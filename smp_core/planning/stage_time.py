@@ -115,10 +115,10 @@ class StagedModel(StepModel):
         self._shared = {} if shared is None else shared
         assert plan.stages is not None
         self.stages, layout, of = plan.stages, plan.layout, self.collectives
-        self.parts = self._of_cut(("parts", plan.stages.count, plan.stages.sizes))
+        self.parts = self._of_cut(("parts", layout.tensor, plan.stages.count, plan.stages.sizes))
         first = plan.shapes.parameters[0]
         gathered, self.reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
-        roots = [part.root / layout.tensor for part in self.parts]
+        roots = [part.root for part in self.parts]
         sharded = [n if plan.gathers else 0.0 for n in roots]
         gathers = {n: of.partition("all_gather", n * gathered) if n else 0.0 for n in set(sharded)}
         sums = {n: of.partition("reduce_scatter", n * self.reduced) if n else 0.0 for n in set(sharded)}
@@ -268,10 +268,10 @@ class StagedModel(StepModel):
     def _tied_seconds(self) -> float:
         """Return the seconds of the sum of tied gradients over the first and the last stage."""
         plan = self.plan
-        elements = sum(plan.shapes.of_name(name).elements for name in self.stages.tied)
+        elements = sum(plan.held.of_name(name).elements for name in self.stages.tied)
         if not elements:
             return 0.0
-        n_bytes = elements / (plan.shard_degree * plan.layout.tensor) * self.reduced
+        n_bytes = elements / plan.shard_degree * self.reduced
         return 2 * self._between(self.nodes[0], self.nodes[-1], n_bytes / 2)  # a ring of two ranks
 
     def _busy(self, of_size: _OfSize, stage: int, count: int) -> list[float]:

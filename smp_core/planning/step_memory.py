@@ -3,7 +3,8 @@
 
 A step has seven points that can be the highest. L blocks, of which L (or as many as stay on the device) keep something:
 
-    loss        all that blocks keep, the rest's highest (logits), the root unit, the last block's gather
+    loss        all that blocks keep, the rest's highest (logits), the root unit, the last block's gather; in forward,
+                and before backward comes to a block
     last        the last block's backward: what it makes (after it was computed again, where it is), two gathered
                 blocks, gradients of the block and of the root
     next        the same in the block before it, while the last block's gradients are reduced: the reduction's input
@@ -39,7 +40,7 @@ from smp_core.planning.cluster import GIB
 from smp_core.planning.context_bytes import beside_attention
 from smp_core.planning.decide import Plan
 from smp_core.planning.fitted import FITTED, Fitted
-from smp_core.planning.model_trace import LEFT, ModelTrace
+from smp_core.planning.model_trace import FORWARD, LEFT, ModelTrace
 from smp_core.planning.stage_part import StagePart, StageStates, states_of
 
 MEMORY_KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "other", "margin")
@@ -172,7 +173,7 @@ class _Points:
         self.shares = (self.tensor, trace.rest_degree(self.tensor)) if split is None else (1, 1)
         forward, backward = beside_attention(plan, trace.block["none"].at(micro_batch, held), trace.heads)
         beside = (forward * self.shares[0], backward * self.shares[0])
-        self.instants = [instants.highest(reached, micro_batch, held, beside) for reached in range(LEFT + 1)]
+        self.instants = [instants.highest(reached, micro_batch, held, beside) for reached in range(FORWARD + 1)]
         if split is None:
             self.block_kept = trace.block[mode].at(micro_batch, held).kept
             # What a tensor rank keeps of a block, and what it has gathered for its products.
@@ -182,7 +183,7 @@ class _Points:
             self.block_kept = self.kept = split.kept_at(micro_batch, held)
         self.tokens = micro_batch * held
         self.inputs = inputs
-        self.sizes = _UnitBytes.of(plan, trace, self.part)
+        self.sizes = _UnitBytes.of(plan, self.part)
         # Unsharded gradients have the dtype that is computed with; without units they are those of the parameters.
         self.of_gradient = 1.0 if plan.gathers else plan.shapes.parameters[0].dtype.itemsize / 2
         self.waiting = self._waiting()
@@ -194,8 +195,10 @@ class _Points:
         earlier = 0 if self.count == 1 else self.sums.held if self.plan.keeps_gradients else self.sums.sums
         points = []
         if self.part.is_last:
-            activations = self._loss(blocks) + self.waiting
-            points.append(_Point(activations, self._gathered(0), earlier + self._held(0), at_work))
+            for reached in (FORWARD, 0):
+                activations = self._loss(blocks, reached) + self.waiting
+                gathered = self._gathered(0, in_forward=reached == FORWARD)
+                points.append(_Point(activations, gathered, earlier + self._held(reached), at_work))
         for reached in (1, 2):
             # The last block's input is gone in the next one's backward; where inputs are on the host, another came.
             inputs = min(blocks + reached - 1, self.part.chunk)
@@ -289,17 +292,19 @@ class _Points:
     def _reduced(self) -> float:
         return self.sizes.reduced if self.plan.gathers else 0.0
 
-    def _gathered(self, reached: int) -> float:
+    def _gathered(self, reached: int, in_forward: bool = False) -> float:
         """Return the bytes that are gathered when backward has come to so many blocks; one more: it has left all."""
         if not self.plan.gathers:
             return self.states.gathered
         blocks, block, kept = self.part.blocks, self.sizes.gathered, self.plan.knobs.reshard_after_forward
-        if not self.frees:
-            return self.states.gathered
         # With stages other micro-batches have gone forward meanwhile, for which all blocks are there again.
         freed = reached if self.part.is_whole else 0
-        if kept is False:  # each is freed after its backward
-            return self.states.gathered - max(freed - 1, 0) * block
+        if kept is False:
+            # Each is freed after its backward. Where blocks were gathered in this forward, FSDP2 holds on to the last
+            # gather's buffer until the root's forward ends.
+            was_gathered = not self.is_alone and (self.count == 1 or not self.plan.keeps_parameters)
+            buffer = block if in_forward and was_gathered else 0.0
+            return self.states.gathered + buffer - (max(freed - 1, 0) * block if self.frees else 0.0)
         copies = block / kept if type(kept) is int else 0.0
         root = max(self.states.gathered - blocks * copies - min(2, blocks) * block, 0.0)
         if reached > blocks:
@@ -309,9 +314,9 @@ class _Points:
         at_work = min((reached > 0) + ahead, self.part.chunk)
         return root + at_work * block + copies * (blocks - freed)
 
-    def _loss(self, blocks: int) -> float:
+    def _loss(self, blocks: int, reached: int) -> float:
         """Return the activations when the logits are there, or as many of them as are made at a time."""
-        part = (self.instants[0][0] - 2 * self.block_kept) / self.shares[1]
+        part = (self.instants[reached][0] - 2 * self.block_kept) / self.shares[1]
         chunk = self.plan.knobs.chunked_cross_entropy
         if chunk is not None:
             part = min(part, part * chunk / self.tokens + self.inputs)
@@ -323,7 +328,7 @@ class _Points:
 
     def _held(self, reached: int) -> float:
         """Return the gradients that are not reduced yet, of what this stage has."""
-        of_element = self.plan.dtypes.of_gathered(self.plan.shapes.parameters[0]).itemsize / self.tensor
+        of_element = self.plan.dtypes.of_gathered(self.plan.shapes.parameters[0]).itemsize
         stages, held = self.plan.stages, self.instants[reached][1] / self.shares[0]
         if stages is not None and reached == LEFT:
             held = self.part.root * of_element  # the trace has the head's too, and of tied ones their sum
@@ -365,9 +370,8 @@ class _UnitBytes:
     root_share: float
 
     @classmethod
-    def of(cls, plan: Plan, trace: ModelTrace, part: StagePart) -> _UnitBytes:
-        block = trace.block_parameters / trace.blocks / plan.layout.tensor
-        root = part.root / plan.layout.tensor
+    def of(cls, plan: Plan, part: StagePart) -> _UnitBytes:
+        block, root = part.block, part.root
         first = plan.shapes.parameters[0]
         gathered, reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
         stored = plan.dtypes.of_stored(first).itemsize
@@ -379,5 +383,5 @@ class _UnitBytes:
             root_gathered=root * gathered,
             root_reduced=root * reduced,
             root_cast=root * cast,
-            root_share=part.root / part.elements,
+            root_share=root / part.elements,
         )

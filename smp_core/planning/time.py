@@ -104,8 +104,8 @@ class StepModel:
         self.collectives = _GroupCollectives(plan, links)
         first = plan.shapes.parameters[0]
         gathered, reduced = plan.dtypes.of_gathered(first), plan.dtypes.of_reduced(first)
-        of_blocks = trace.block_parameters / trace.blocks / plan.layout.tensor
-        of_root = (trace.parameters - trace.block_parameters) / plan.layout.tensor
+        of_blocks = trace.block_elements(plan.layout.tensor)
+        of_root = plan.held.elements - trace.blocks * of_blocks
         knobs = plan.knobs
         spare_gather = compression(knobs.compression.gather, gathered, max(int(of_blocks), 1))
         spare_sum = compression(knobs.compression.reduce_codes, reduced, max(int(of_blocks), 1))
@@ -138,7 +138,7 @@ class StepModel:
         split = count * self.trace.blocks * self._tensor_seconds(micro_batch, held)
         context = count * self.trace.blocks * sum(self._context_seconds(block))
         copies = count * self.trace.blocks * self._copying_seconds(micro_batch, held, forward)
-        stepped = self._optimizer_seconds(self.trace.parameters)
+        stepped = self._optimizer_seconds(self.plan.held.elements)
         return StepTime(compute, gathers, replicas, split, context, stepped, copies)
 
     def _computing(self, figures: Figures, tensor: int) -> tuple[float, float]:
@@ -189,14 +189,15 @@ class StepModel:
         return 2 * exposed_seconds(forward, copy, self.fitted.exposed)
 
     def _optimizer_seconds(self, parameters: float) -> float:
-        """Return the seconds of the step of this rank's part of so many parameters, wherever its states are."""
+        """Return the seconds of the step of this rank's part of so many parameters of a tensor rank, wherever its
+        states are."""
         plan, device = self.plan, self.hardware.device
-        elements = parameters / (plan.shard_degree * plan.layout.tensor)
+        elements = parameters / plan.shard_degree
         over_world = plan.knobs.optimizer_shard == "world"
         after = 0.0
         if over_world:
             elements /= plan.layout.replicate
-            after = self.collectives.replicas_gather(parameters * self.stored / plan.layout.tensor)
+            after = self.collectives.replicas_gather(parameters * self.stored)
         if plan.knobs.state_offload is None:
             return after + elements * _STEP_BYTES / (device.hbm * self.fitted.moving)
         stepped = elements * _STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH

@@ -14,7 +14,8 @@ for 1 sample of s tokens, 2 of s and 1 of s / 2, and is taken to be s (a + b (c 
 samples share (a table of positions), d of attention.
 
 Where layers are split over tensor ranks, what is alive is measured of split layers, over the fewest and the most ranks
-that they can be split over; bytes over others are taken to be a + b / T.
+that they can be split over; bytes over others are taken to be a + b / T. Degrees that divide the vocabulary and others
+are measured apart. Which parameters are split is looked up there, too.
 
 Runs in a child process: models come from anywhere and take memory and imports with them. :func:`trace_model` is the
 part that runs there.
@@ -25,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import pickle
 import subprocess
 import sys
@@ -45,7 +45,7 @@ from smp_core.planning.chain import Chain
 from smp_core.planning.chain_recording import record_chain
 from smp_core.planning.kept_operators import is_kept
 from smp_core.planning.model_source import Source, build, copied
-from smp_core.planning.model_trace import LEFT, Curve, Figures, Instants, ModelTrace, in_dtype
+from smp_core.planning.model_trace import LEFT, Curve, Figures, Instants, ModelTrace, SplitTrace, in_dtype
 from smp_core.planning.shapes import Shapes
 from smp_core.planning.trace_meter import TraceMeter, flat, local
 from smp_core.planning.units import Entry
@@ -57,9 +57,8 @@ MODES: tuple[Recomputation, ...] = ("none", "selective", "full")
 CHILD = "smp_core.split_trace"
 """The module that traces in a child process. It stands above this one and is named, not imported."""
 
-Splitting = Callable[[Source, list[str], list[int], int], dict[tuple[int, str], Instants]]
-"""Runs two blocks with split layers: (model, lists of blocks, numbers of ranks, tokens) -> their instants, by ranks and
-recomputation mode."""
+Splitting = Callable[[Source, list[str], list[int], int, int], SplitTrace]
+"""Runs two blocks with split layers: (model, lists of blocks, numbers of ranks, rows of the vocabulary, tokens)."""
 
 _MOST_TENSOR_RANKS = 16
 _DEFAULTS = SmpConfig()
@@ -133,10 +132,11 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
         is_whole = type(source.model) is type(model)  # names of units are the whole model's
         found = _traced(source, tokens, type(model).__name__, asked if is_whole else _DEFAULTS)
     chain, shapes = found.shapes["none"].chain, _shapes_by_mode(model, asked, entry)
+    inner = next(name for name, module in model.named_modules() if type(module) is type(source.model))
     if chain is not None:
-        inner = next(name for name, module in model.named_modules() if type(module) is type(source.model))
         shapes = _with_chain(shapes, chain.inside(inner))
-    return replace(found, shapes=shapes)
+    lists = tuple(f"{inner}.{name}".removeprefix(".") for name in found.lists)
+    return replace(found, shapes=shapes, lists=lists)
 
 
 def _shapes_by_mode(model: nn.Module, asked: SmpConfig, entry: Entry) -> dict[str, Shapes]:
@@ -170,7 +170,6 @@ def _traced(
     outside = [p for p in model.parameters() if p not in inside and p.ndim > 1]
     tokens = told_apart(tokens, {size for parameter in outside for size in parameter.shape})
     vocabulary = max((p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,))[0]
-    of_blocks = sum(parameter.numel() for parameter in inside)
     names = {name for each in lists for name in found["none"].by_name if name.startswith(f"{each}.")}
     chain = _chain_of(model, lists, count, asked, source.entry)
     if isinstance(chain, Chain) and names != {name for block in chain.of_blocks for name in block}:
@@ -179,8 +178,7 @@ def _traced(
         shapes = _with_chain(shapes, chain)
     counted: dict[int, dict[str, list[Figures]]] = {}
     instants: dict[str, Instants] = {}
-    split_instants: dict[tuple[int, str], Instants] = {}
-    heads = 0
+    of_split, heads = SplitTrace(), 0
     for blocks in (2, 1):
         for name in lists:
             del model.get_submodule(name)[blocks:]  # type: ignore[operator]
@@ -199,38 +197,54 @@ def _traced(
             if blocks == 2:
                 instants[mode] = Instants.of(tokens, *(meter.instants for meter in runs))
         if blocks == 2 and source.splits and split is not None:
-            split_instants = _of_split(split, source, lists, math.gcd(heads, vocabulary), tokens)
+            of_split = _of_split(split, source, lists, heads, vocabulary, tokens)
     block: dict[str, Curve] = {}
     rest: dict[str, Curve] = {}
     for mode in MODES:
         pairs = list(zip(counted[1][mode], counted[2][mode], strict=True))
         block[mode] = Curve(tokens, *(one.combined(two, lambda a, b: b - a) for one, two in pairs))
         rest[mode] = Curve(tokens, *(one.combined(two, lambda a, b: 2 * a - b) for one, two in pairs))
+    if of_split.dims is not None:
+        shapes = {mode: _with_dims(each, lists, of_split.dims) for mode, each in shapes.items()}
     return ModelTrace(
         shapes,
         count,
         block,
         rest,
-        of_blocks,
+        tuple(lists),
         instants,
         heads if source.splits else 0,
         vocabulary,
         Curve(tokens, *early),
         chain if isinstance(chain, str) else "",
-        split_instants,
+        of_split.instants,
     )
 
 
 def _of_split(
-    split: Splitting, source: Source, lists: list[str], heads: int, tokens: int
-) -> dict[tuple[int, str], Instants]:
-    """Return the instants with layers split over what divides ``heads``; none where they cannot be split."""
+    split: Splitting, source: Source, lists: list[str], heads: int, vocabulary: int, tokens: int
+) -> SplitTrace:
+    """Run layers split over what divides ``heads``, if they can be split."""
     degrees = [n for n in range(2, _MOST_TENSOR_RANKS + 1) if heads % n == 0]
     try:
-        return split(source, lists, degrees, tokens) if degrees else {}
+        return split(source, lists, degrees, vocabulary, tokens) if degrees else SplitTrace()
     except Exception as error:  # a plan is made all the same, of shares of what unsplit layers keep
         logger.info("memory of split layers is not traced: %s: %s", type(error).__name__, error)
-        return {}
+        return SplitTrace()
+
+
+def _with_dims(shapes: Shapes, lists: list[str], dims: Mapping[str, int]) -> Shapes:
+    """Return shapes that are split in these dims. All blocks are split as the first one is."""
+
+    def of_first(name: str) -> str:
+        for each in lists:
+            if name.startswith(f"{each}."):
+                _, _, inner = name.removeprefix(f"{each}.").partition(".")
+                return f"{each}.0.{inner}"
+        return name
+
+    parameters = (replace(each, split_dim=dims.get(of_first(each.name))) for each in shapes.parameters)
+    return replace(shapes, parameters=tuple(parameters))
 
 
 def told_apart(tokens: int, sizes: set[int], by: int = 2) -> int:

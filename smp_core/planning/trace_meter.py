@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # _python_dispatch is where torch documents it to be
 from torch.utils.flop_counter import flop_registry
 
-from smp_core.planning.model_trace import LEFT, Figures, Instant
+from smp_core.planning.model_trace import FORWARD, LEFT, Figures, Instant
 
 
 class TraceMeter(TorchDispatchMode):
@@ -53,7 +53,8 @@ class TraceMeter(TorchDispatchMode):
         for tensor in tensors:
             self._follow(tensor)
         if tensors:  # questions about devices are asked, or not, as fake tensors remember the answers
-            self.instants.append((self.blocks_reached, self._live[False], self._live[True], str(func)))
+            reached = FORWARD if self.phase == "forward" else self.blocks_reached
+            self.instants.append((reached, self._live[False], self._live[True], str(func)))
         return result
 
     def end_forward(self) -> None:
@@ -63,7 +64,7 @@ class TraceMeter(TorchDispatchMode):
 
     def finish(self) -> Figures:
         """Return the counts, after backward."""
-        self.counts["kept"] = max(live for reached, live, *_ in self.instants if not reached)
+        self.counts["kept"] = max(live for reached, live, *_ in self.instants if reached in (0, FORWARD))
         return Figures(**self.counts)
 
     @property

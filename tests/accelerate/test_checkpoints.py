@@ -87,7 +87,7 @@ def in_mixed_precision(folder: str) -> dict[str, Any]:
 def test_mixed_precision_weights_over_the_world_are_saved_in_float32(tmp_path: Path) -> None:
     """Stored and sent in bfloat16; the resumed run is the uninterrupted one to the last bit, which it is only from
     weights that were not rounded."""
-    for rank, found in enumerate(run_ranks(in_mixed_precision, 2, str(tmp_path / "half"), ranks_per_node=2)):
+    for rank, found in enumerate(run_ranks(in_mixed_precision, 4, str(tmp_path / "half"), ranks_per_node=2)):
         (losses, weights), (rest, resumed) = found["whole"], found["second"]
         assert rest == losses[STEPS // 2 :]
         assert all(torch.equal(resumed[name], value) for name, value in weights.items())

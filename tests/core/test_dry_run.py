@@ -41,7 +41,7 @@ CASES: list[Case] = [
     (1, 2, {"shard_degree": 2, "activations": "full", "keep_between_micro_batches": "parameters"}),
     (4, 1, {"shard_degree": 8, "activations": {"checkpoint": "full", "offload": True}}),
     (1, 1, {"shard_degree": 1, "optimizer_shard": "world"}),  # FSDP2 alone, to cast
-    (1, 1, {"shard_degree": 2, "tensor_parallel_degree": 4, "activations": "full"}),
+    (1, 1, {"shard_degree": 2, "tensor_parallel_degree": 4, "activations": "full", "reshard_after_forward": False}),
     (2, 1, {"shard_degree": 4, "context_parallel_degree": 4, "activations": "selective"}),
 ]
 MORE_CASES: list[Case] = [
@@ -49,6 +49,7 @@ MORE_CASES: list[Case] = [
     (2, 1, {"shard_degree": 4, "activations": "selective", "optimizer_shard": "world"}),
     (1, 2, {"shard_degree": 1}),
     (1, 2, {"shard_degree": 2, "optimizer_shard": "world"}),
+    (1, 1, {"shard_degree": 2, "tensor_parallel_degree": 4, "activations": "full"}),
     (2, 1, {"shard_degree": 2, "tensor_parallel_degree": 4, "activations": "selective"}),
     (4, 2, {"shard_degree": 4, "tensor_parallel_degree": 2, "activations": "full"}),
     (4, 2, {"shard_degree": 4, "tensor_parallel_degree": 2}),
@@ -172,6 +173,24 @@ def test_more_planned_memory_and_bytes_are_those_of_the_real_model(traced: Model
     for case, each in zip(MORE_CASES, found, strict=True):
         assert_planned(traced, case, each)
     assert planned(traced, *WHOLE_TOKENS)[1] == of_whole_tokens.sent
+
+
+def test_tensor_ranks_hold_what_split_layers_show() -> None:
+    """Positions are whole, and so is a vocabulary that ranks do not divide; of blocks the first stands for all."""
+    fields = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": 1002}
+    traced = trace_model("small", 128, fields)
+    shapes = traced.shapes["none"]
+    of_ranks = {degree: {each.name: each.elements for each in shapes.over(degree).parameters} for degree in (1, 2, 4)}
+
+    def part(name: str, degree: int) -> float:
+        return of_ranks[degree][f"transformer.{name}"] / of_ranks[1][f"transformer.{name}"]
+
+    assert (part("wpe.weight", 4), part("wte.weight", 2), part("wte.weight", 4)) == (1, 1 / 2, 1)
+    for block in ("h.0", "h.2"):
+        found = [part(f"{block}.{name}", 4) for name in ("attn.c_attn.bias", "attn.c_proj.bias", "ln_1.weight")]
+        assert found == [1 / 4, 1, 1]
+    assert {degree for degree, _ in traced.split_instants} == {2, 4}
+    assert traced.block_elements(4) == sum(n for name, n in of_ranks[4].items() if ".h.1." in name)
 
 
 def test_a_dry_run_says_what_it_has_not() -> None:

@@ -122,7 +122,7 @@ def model_of(large: ModelTrace, cluster: str, **knobs: Any) -> StepModel:
 
 def test_a_gather_in_two_stages_takes_latency_and_bytes_of_both(large: ModelTrace) -> None:
     model = model_of(large, "4x8:a100-40g@400gbps", shard_degree=32)
-    block = large.block_parameters / large.blocks * 2
+    block = large.block_elements() * 2
     inside = 7 * FITTED.latency_inside + 7 / 8 * block / (300e9 * FITTED.link)
     of_rank = 400e9 / 8 / 8 * FITTED.network
     between = 3 * FITTED.latency_between + 3 / 4 * block / 8 / of_rank

@@ -155,11 +155,15 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "form", ["folder, over the world", *(pytest.param(f, marks=pytest.mark.slow) for f in ("folder", "file"))]
+    ("form", "ranks"),
+    [
+        ("folder", 2),
+        *(pytest.param(form, 4, marks=pytest.mark.slow) for form in ("folder, over the world", "file")),
+    ],
 )
-def test_what_hooks_edit_is_what_is_saved_and_loaded(form: str, tmp_path: Path) -> None:
+def test_what_hooks_edit_is_what_is_saved_and_loaded(form: str, ranks: int, tmp_path: Path) -> None:
     path, knobs = str(tmp_path / "saved"), FORMS[form]
-    saved = together(fit_and_save, path, knobs, ranks=2)[0]
+    saved = together(fit_and_save, path, knobs, ranks=ranks)[0]
     was = {name.replace("old.", "model."): value for name, value in saved.weights.items()}
     there = read_checkpoint(path)
     assert there["state_dict"].keys() == {*saved.weights, "noted._extra_state", "noted.legacy", "added"} - {
@@ -167,7 +171,7 @@ def test_what_hooks_edit_is_what_is_saved_and_loaded(form: str, tmp_path: Path) 
         "shift.bias",
     }
     for fitting in (True, False):
-        runs = together(load, path, knobs, fitting, fitting, ranks=2)
+        runs = together(load, path, knobs, fitting, fitting, ranks=ranks)
         for run in runs:
             loaded = run.extra["loaded"]
             drawn, kept = loaded.pop("shift.weight"), loaded.pop("shift.bias")
