@@ -17,7 +17,6 @@ STEPS = 6
 LAYOUTS: list[dict[str, Any]] = [
     {"shard_degree": 2},
     {"shard_degree": 1, "optimizer_shard": "world"},
-    {"shard_degree": 2, "optimizer_shard": "world"},
     {"shard_degree": 2, "state_offload": "optimizer"},
     {"shard_degree": 1, "optimizer_shard": "world", "state_offload": "optimizer"},
     {"shard_degree": 2, "state_offload": "all"},

@@ -14,7 +14,7 @@ from tests.lightning.modules import LanguageModule
 from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
 
 EXACT: dict[str, Any] = {"precision": "64-true"}
-WORLD: dict[str, Any] = {"shard_degree": 2, "optimizer_shard": "world"}
+WORLD: dict[str, Any] = {"shard_degree": 1, "optimizer_shard": "world"}
 
 
 class MadeInInit(LanguageModule):
@@ -61,19 +61,22 @@ def resumed(knobs: dict[str, Any], path: str) -> Run:
     return report(trainer, module, on_host=on_host, rate=float(trainer.optimizers[0].param_groups[0]["lr"]))
 
 
-@pytest.mark.parametrize("more", [{"state_offload": "optimizer"}, {**WORLD, "checkpoint": "full"}], ids=str)
-def test_a_rate_that_is_a_tensor_and_its_schedule_go_on_after_a_resume(more: dict[str, Any], tmp_path: Path) -> None:
+RESUMED = [{"shard_degree": 2, "state_offload": "optimizer"}, {**WORLD, "checkpoint": "full"}]
+
+
+@pytest.mark.parametrize("knobs", RESUMED, ids=str)
+def test_a_rate_that_is_a_tensor_and_its_schedule_go_on_after_a_resume(knobs: dict[str, Any], tmp_path: Path) -> None:
     expected = fit(TensorRate, {"batches": 2}, max_epochs=2, **EXACT)
     expected.losses = expected.losses[2:]
-    for run in together(resumed, {"shard_degree": 2, **more}, str(tmp_path / "ours.ckpt"), ranks=2):
+    for run in together(resumed, knobs, str(tmp_path / "ours.ckpt"), ranks=2):
         assert_same(run, expected)
         assert run.extra["rate"] == 0.01 * 0.5**4
-        assert ("state_offload" in more) == (run.extra["on_host"] > 0)
+        assert ("state_offload" in knobs) == (run.extra["on_host"] > 0)
 
 
 @pytest.mark.parametrize("style", ["toggled", "cleared"])
 def test_two_optimizers_over_the_world_keep_their_gradients_apart(style: str) -> None:
     """What an optimizer steps are masters then; switching them off has to switch off the parameters."""
-    assert_same(
-        together(fit, Adversaries, {"style": style}, WORLD, **EXACT), fit(Adversaries, {"style": style}, **EXACT)
-    )
+    knobs = {"shard_degree": 2, "optimizer_shard": "world"}
+    runs = together(fit, Adversaries, {"style": style}, knobs, **EXACT)
+    assert_same(runs, fit(Adversaries, {"style": style}, **EXACT))
