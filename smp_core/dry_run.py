@@ -36,12 +36,11 @@ from smp_core.allocations import Allocations
 from smp_core.config import SmpConfig
 from smp_core.context_parallel import attention
 from smp_core.context_parallel.active import SplitBatch, enabled
-from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
-from smp_core.parallelize import parallelize_model
+from smp_core.parallelize import mesh_of, parallelize_model
 from smp_core.pipeline.messages import Format
 from smp_core.planning.chain_recording import with_chain
-from smp_core.planning.decide import Plan, decide
+from smp_core.planning.decide import decide
 from smp_core.planning.dry_run import RUN_KINDS, DryRun, Question
 from smp_core.planning.model_source import Source, build
 from smp_core.planning.pipeline_rules import Stages
@@ -216,7 +215,7 @@ def _rehearsed(question: Question, asked: SmpConfig) -> tuple[DryRun, Stages | N
         in_stages = plan.knobs.pipeline.microbatches if plan.stages is not None else 1
         if isinstance(in_stages, int) and question.count % in_stages:
             raise ValueError(f"{question.count} micro-batches cannot be batches of pipeline.microbatches={in_stages}")
-        mesh = _mesh_of(plan, question)  # of real tensors
+        mesh = mesh_of(plan.knobs, plan.layout, plan.cluster.topology, torch.device("cpu"))  # of real tensors
         with fake:
             parallel = parallelize_model(source.model, mesh, plan)
             optimizer = _OPTIMIZERS[question.optimizer](parallel.module.parameters())
@@ -260,17 +259,6 @@ def _watched(rank: _Rank, ranks: int) -> DryRun:
         calls[f"{kind} over {len(group)}"] = (count + times, total + times * n_bytes)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return DryRun(memory, {k: v for k, v in sent.items() if v}, calls, ranks, 0.0, resident)
-
-
-def _mesh_of(plan: Plan, question: Question) -> SmpMesh:
-    knobs, keep = plan.knobs, plan.knobs.reshard_after_forward
-    return SmpMesh.build(
-        plan.layout,
-        question.hardware.cluster().topology,
-        torch.device("cpu"),
-        in_stages=knobs.asked("collectives.hierarchical") is not False,
-        secondary=keep if type(keep) is int else None,
-    )
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -25,7 +25,7 @@ from smp_core.config import SmpConfig
 from smp_core.layout import Layout
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
-from smp_core.parallelize import parallelize_model
+from smp_core.parallelize import mesh_of, parallelize_model
 from smp_core.planning.auto_degree import decide_with_smallest_degree
 from smp_core.planning.auto_plan import RunningStep, plan_run
 from smp_core.planning.chain_recording import with_chain
@@ -98,7 +98,7 @@ def parallelize(
 
     plan = agreed(asked, settle, lambda plan: plan.word, lambda plan: plan.parameters_in_words)
     if mesh is None:
-        mesh = _mesh_of(plan.knobs, plan.layout, topology, device)
+        mesh = mesh_of(plan.knobs, plan.layout, topology, device)
     elif given is None:
         _require_layout(mesh, plan)
     _warn(plan, mesh.rank)
@@ -130,7 +130,7 @@ def build_mesh(asked: SmpConfig, topology: Topology, device: torch.device | str)
         return draft, settle_layout(draft, topology)
 
     draft, layout = agreed(asked, settle)
-    return _mesh_of(draft.knobs, layout, topology, torch.device(device)), draft.knobs
+    return mesh_of(draft.knobs, layout, topology, torch.device(device)), draft.knobs
 
 
 def memory_tier(asked: SmpConfig, topology: Topology, saves_to: str, by: str, inside: str = "") -> MemoryTier:
@@ -147,17 +147,6 @@ def memory_tier(asked: SmpConfig, topology: Topology, saves_to: str, by: str, in
     layout = ", ".join(f"{knob}={getattr(asked, knob)!r}" for knob in _DECIDES_SHARDS)
     posed = RANKS_PER_NODE_VARIABLE in os.environ
     return MemoryTier(asked.checkpoint.memory_every_n_steps, saves_to, topology.nodes, posed, layout, by, inside)
-
-
-def _mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.device) -> SmpMesh:
-    keep = knobs.reshard_after_forward
-    return SmpMesh.build(
-        layout,
-        topology,
-        device,
-        in_stages=knobs.asked("collectives.hierarchical") is not False,
-        secondary=keep if type(keep) is int else None,
-    )
 
 
 def _warn(plan: Plan, rank: int) -> None:

@@ -38,12 +38,14 @@ from smp_core.comm.flat import FlatMaxReduce
 from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
 from smp_core.compiled import compile_blocks
+from smp_core.config import SmpConfig
 from smp_core.context_parallel.build import share_sequences
 from smp_core.context_parallel.chunked_models import chunk_losses
 from smp_core.explanations import explain_uncaught_errors
 from smp_core.fp8.backends import convert_with
 from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.fp8.recipe import Fp8Recipe
+from smp_core.layout import Layout
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ModelPart, ParallelModel
 from smp_core.pipeline.stage import leave_out_other_stages
@@ -70,8 +72,21 @@ from smp_core.tensor_parallel.apply import apply_tensor_parallel
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.split_model import SplitModel
 from smp_core.tensor_parallel.whole_gradients import WholeGradients
+from smp_core.topology import Topology
 
 logger = logging.getLogger("smp")
+
+
+def mesh_of(knobs: SmpConfig, layout: Layout, topology: Topology, device: torch.device) -> SmpMesh:
+    """Make the groups of a layout that was settled, as its knobs have them. Collective over the world."""
+    keep = knobs.reshard_after_forward
+    return SmpMesh.build(
+        layout,
+        topology,
+        device,
+        in_stages=knobs.asked("collectives.hierarchical") is not False,
+        secondary=keep if type(keep) is int else None,
+    )
 
 
 def parallelize_model(

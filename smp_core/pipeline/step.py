@@ -31,7 +31,7 @@ Within = Callable[[int], AbstractContextManager[None]]
 """micro-batch -> what its forward and backward computations run in."""
 
 
-class Window(Protocol):
+class HoldsGradients(Protocol):
     """The interface of what holds a step's gradients."""
 
     def batch_in_stages(self) -> AbstractContextManager[None]: ...
@@ -54,7 +54,7 @@ class Pipeline:
         recipe: Recipe,
         meter: CommMeter,
         dtype: torch.dtype | None,
-        window: Callable[[], Window],
+        window: Callable[[], HoldsGradients],
         passing_by: Callable[[Container[str]], AbstractContextManager[None]],
         replaced: Callable[[torch.Tensor], None],
     ) -> None:

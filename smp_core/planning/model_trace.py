@@ -236,6 +236,7 @@ class ModelTrace:
         early: the part of the rest that works before the blocks.
         uncut: why there are no pipeline stages; "": the shapes have the chain of blocks that are dealt out to them.
         split_instants: of split layers (:class:`SplitTrace`); empty: they were not run.
+        dropped_scores: the share of attention's scores that training drops, which context ranks cannot.
     """
 
     shapes: Mapping[str, Shapes]
@@ -249,6 +250,7 @@ class ModelTrace:
     early: Curve | None = None
     uncut: str = "its blocks were not followed"
     split_instants: Mapping[tuple[int, str], Instants] = field(default_factory=dict)
+    dropped_scores: float = 0.0
 
     def rest_degree(self, tensor: int) -> int:
         """Return over how many tensor ranks embedding, head and logits are split: all, or they are replicated."""

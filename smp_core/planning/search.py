@@ -224,6 +224,12 @@ class _Search:
         try:
             if knobs.get("pipeline_parallel_degree", 1) > 1 and self.trace.uncut:
                 raise ValueError(self.trace.uncut)
+            if knobs.get("context_parallel_degree", 1) > 1 and self.trace.dropped_scores:
+                raise ValueError(
+                    f"context_parallel_degree={knobs['context_parallel_degree']}: the model drops "
+                    f"{self.trace.dropped_scores:.0%} of attention's scores in training, which several ranks cannot do "
+                    "with one softmax; set that dropout to 0 (GPT-2: attn_pdrop), or leave the degree out"
+                )
             shapes = self.trace.of_precision("none", self.workload.precision)
             plan = decide(shapes, SmpConfig(**own), self.cluster, precision=self.precision)
         except ValueError as error:

@@ -79,8 +79,7 @@ class SearchSpace:
         """Yield the degrees of one stage's ranks."""
         k = topology.ranks_per_node
         heads = self.trace.heads
-        words = self.trace.vocabulary
-        wide = [n for n in range(2, k + 1) if k % n == 0 and heads and heads % n == 0 and words % n == 0]
+        wide = [n for n in range(2, k + 1) if k % n == 0 and heads and heads % n == 0]
         tensors = [1, *wide]
         for tensor in self._open("tensor_parallel_degree", tensors):
             groups = topology.of_groups(tensor) if k % tensor == 0 else topology
@@ -104,7 +103,7 @@ class SearchSpace:
 
     def _contexts(self, tensor: int, shard: int, ranks_per_node: int) -> list[int]:
         found = [1]
-        while self.trace.heads and found[-1] * 2 * tensor <= ranks_per_node:
+        while self.trace.heads and not self.trace.dropped_scores and found[-1] * 2 * tensor <= ranks_per_node:
             degree = found[-1] * 2
             if shard % degree or self.workload.sequence // degree < _TOKENS_OF_A_PIECE:
                 break

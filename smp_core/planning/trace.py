@@ -66,17 +66,20 @@ _BLOCKS_OF_CHAIN = 3
 
 
 @contextlib.contextmanager
-def scores_kept() -> Iterator[None]:
-    """Let attention drop no scores. Dropping them has no flash kernel on a CPU, where runs without values are; on a GPU
-    it keeps nothing. (A TorchFunctionMode would not see what backward computes again.)"""
+def scores_kept() -> Iterator[set[float]]:
+    """Let attention drop no scores; yield the shares that it was asked to drop. Dropping them has no flash kernel on a
+    CPU, where runs without values are; on a GPU it keeps nothing. (A TorchFunctionMode would not see what backward
+    computes again.)"""
     real = nn.functional.scaled_dot_product_attention
+    asked: set[float] = set()
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
+        asked.add(dropout_p)
         return real(query, key, value, attn_mask, 0.0, **rest)
 
     nn.functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
     try:
-        yield
+        yield asked
     finally:
         nn.functional.scaled_dot_product_attention = real
 
@@ -97,11 +100,12 @@ def trace_model(
             write instead.
     """
     before = torch.get_default_dtype()
-    with FakeTensorMode(allow_non_fake_inputs=True), scores_kept():
+    with FakeTensorMode(allow_non_fake_inputs=True), scores_kept() as dropped:
         torch.set_default_dtype(torch.bfloat16)
         try:
             source = build(words, tokens, given)
-            return _traced(source, tokens, words, split=split)
+            found = _traced(source, tokens, words, split=split)
+            return replace(found, dropped_scores=max(dropped, default=0.0))
         finally:
             torch.set_default_dtype(before)
 
@@ -120,7 +124,8 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
     Raises:
         ValueError: as :func:`trace_model`.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), scores_kept(), torch.inference_mode(False), torch.enable_grad():
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, scores_kept() as dropped, torch.inference_mode(False), torch.enable_grad():
         try:
             source = copied(model, dtype)
         except ValueError:
@@ -136,7 +141,7 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
     if chain is not None:
         shapes = _with_chain(shapes, chain.inside(inner))
     lists = tuple(f"{inner}.{name}".removeprefix(".") for name in found.lists)
-    return replace(found, shapes=shapes, lists=lists)
+    return replace(found, shapes=shapes, lists=lists, dropped_scores=max(dropped, default=0.0))
 
 
 def _shapes_by_mode(model: nn.Module, asked: SmpConfig, entry: Entry) -> dict[str, Shapes]:

@@ -27,7 +27,8 @@ def drawn_model(seeded: random.Random) -> dict[str, Any]:
     heads = seeded.choice([4, 6, 8])
     width, layers, words = heads * seeded.choice([16, 32, 48]), seeded.randint(2, 5), seeded.randint(200, 4000)
     if seeded.random() < 0.5:
-        return {"model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": words}
+        sizes = {"n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": words}
+        return {"model_type": "gpt2", "attn_pdrop": 0.0, **sizes}  # context ranks cannot drop scores
     return {
         "model_type": "llama",
         "hidden_size": width,

@@ -31,7 +31,7 @@ from tests.core.planner_models import WIDTH
 from tests.harness import ROOT
 
 HEADS, TOKENS, WORDS = 4, 32, 96
-TINY = {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": 4, "n_head": HEADS, "vocab_size": WORDS}
+TINY = {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": 4, "n_head": HEADS, "vocab_size": WORDS, "attn_pdrop": 0.0}
 SETTING = ("32x8:a100-40g@400gbps", Workload(2048, 1536))
 MIB = 2**20
 
@@ -204,7 +204,8 @@ def test_the_file_that_is_written_decides_the_plan_that_was_shown(large: ModelTr
     [
         ({"shard": 7}, "does not divide"),
         ({"shard": 16, "shard_degree": 8}, "fixed twice"),
-        ({"shard": 4, "context": 8}, "context_parallel_degree=8"),
+        ({"tensor": 4, "shard": 64, "context": 3}, "context_parallel_degree=3"),
+        ({"context": 4}, r"context_parallel_degree=4: the model drops 10% of attention's scores .*attn_pdrop"),
         ({"shard_degre": 7}, "shard_degree"),
         ({"units": "Block"}, "not planned with"),
         ({"recomputation": "every:2"}, "none, selective or full"),
@@ -251,13 +252,13 @@ def test_a_plan_of_another_recomputation_is_what_is_decided_from_the_start(large
 
 def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> None:
     with pytest.raises(ValueError, match=r"global_batch=7 is divided by no layout.*multiple of it, as 256"):
-        plan(large, SETTING[0], Workload(512, 7), fixed={"pipeline": 1})
+        plan(large, SETTING[0], Workload(512, 7), fixed={"pipeline": 1, "tensor": 1})
 
 
 def test_why_not_says_what_it_costs_what_does_not_fit_and_what_is_refused(planned: planner.Recommendation) -> None:
     found = planned
     assert "step time (tensor +" in found.why_not(tensor=8)
-    assert "GiB over at the least" in found.why_not(shard=1, pipeline=1)
+    assert "GiB over at the least" in found.why_not(shard=1, pipeline=1, tensor=1)
     assert "step time (pipeline +" in found.why_not(shard=1)  # with stages it fits
     assert "does not divide" in found.why_not(shard=7)
     same = {"shard": found.chosen.plan.shard_degree, "recomputation": "full"}
@@ -269,11 +270,12 @@ def test_nothing_fits_is_status_2_with_three_changes_that_fit(
 ) -> None:
     monkeypatch.setattr(planner, "trace", lambda words, tokens: large)
     typed = ["plan", "gpt2-30b", "--cluster", "2x8:a100-40g@400gbps", "--seq", "2048", "--global-batch", "1536"]
-    done = CliRunner().invoke(app, [*typed, "--fix", "shard=8", "--fix", "pipeline=1"], env={"COLUMNS": "300"})
+    fixed = [word for fix in ("shard=8", "pipeline=1", "tensor=1") for word in ("--fix", fix)]
+    done = CliRunner().invoke(app, [*typed, *fixed], env={"COLUMNS": "300"})
     assert done.exit_code == 2 and "nothing fits" in done.stderr and "Traceback" not in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("- ")]) == 3
     with pytest.raises(NothingFits) as error:
-        plan(large, "2x8:a100-40g@400gbps", SETTING[1], fixed={"shard": 8, "pipeline": 1})
+        plan(large, "2x8:a100-40g@400gbps", SETTING[1], fixed={"shard": 8, "pipeline": 1, "tensor": 1})
     assert len(error.value.changes) == 3
     assert all(each.memory.fits for _, each in error.value.changes)
 
