@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import pickle
 import sys
@@ -33,6 +34,8 @@ from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.topology import Topology
 from smp_core.without_values import alike
 
+logger = logging.getLogger("smp")
+
 
 def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None) -> ModelTrace:
     """Trace a model in this process, which has no process group: :func:`smp_core.planning.trace.trace_model`, with the
@@ -41,33 +44,38 @@ def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None)
         return trace.trace_model(words, tokens, given, _runs)
 
 
-def _runs(source: Source, lists: list[str], degrees: list[int], vocabulary: int, tokens: int) -> SplitTrace:
+def _runs(source: Source, lists: list[str], degrees: list[int], tokens: int) -> SplitTrace:
     """Run two blocks over the fewest and the most ranks: :data:`smp_core.planning.trace.Splitting`."""
-    # Where ranks do not divide the vocabulary, embedding and head are whole.
-    kinds = [[n for n in degrees if (vocabulary % n == 0) is divides] for divides in (True, False)]
-    ends = {n for kind in kinds for n in (*kind[:1], *kind[-1:])}
+    dims: dict[str, int] = {}
+    by_split: dict[frozenset[str], list[int]] = {}  # degrees that split the same parameters
+    for degree in degrees:
+        try:
+            with _over(copied(source.model, None).model, degree) as found:
+                by_split.setdefault(frozenset(found), []).append(degree)
+                dims |= found
+        except ValueError as error:
+            logger.info("plans have no layers over %s ranks: %s", degree, error)
+    ends = {n for kind in by_split.values() for n in (kind[0], kind[-1])}
     most = 2 * math.lcm(*ends)  # half a sequence is split, too
-    if tokens < 2 * most:
+    if not ends or tokens < 2 * most:
         return SplitTrace()
     rows = {size // n for n in (1, *degrees) for p in source.model.parameters() for size in p.shape}
     tokens = trace.told_apart(tokens - tokens % most, rows, most)
     places = [(1, tokens), (2, tokens), (1, tokens // 2)]
     runs: dict[int, dict[str, list[SplitRun]]] = {}
-    dims: dict[str, int] = {}
     for degree in ends:
         copy = copied(source.model, None)
         with _over(copy.model, degree):
-            dims |= {name: dim for name, p in copy.model.named_parameters() if (dim := _split_dim(p)) is not None}
             meters = {mode: [trace.measured(copy, lists, mode, *place) for place in places] for mode in trace.MODES}
         runs[degree] = {mode: [SplitRun(meter.instants, meter.kept) for meter in meters[mode]] for mode in trace.MODES}
-    found: dict[tuple[int, str], Instants] = {}
-    for kind, mode in itertools.product(filter(None, kinds), trace.MODES):
+    instants: dict[tuple[int, str], Instants] = {}
+    for kind, mode in itertools.product(by_split.values(), trace.MODES):
         for degree in kind:
             pairs = zip(runs[kind[0]][mode], runs[kind[-1]][mode], strict=True)
             at = [between(degree, kind[0], one, kind[-1], other) for one, other in pairs]
             kept = tuple(each.kept for each in at)
-            found[degree, mode] = Instants.of(tokens, *(each.instants for each in at), kept=kept)
-    return SplitTrace(found, dims)
+            instants[degree, mode] = Instants.of(tokens, *(each.instants for each in at), kept=kept)
+    return SplitTrace(instants, dims)
 
 
 def _split_dim(parameter: nn.Parameter) -> int | None:
@@ -78,15 +86,15 @@ def _split_dim(parameter: nn.Parameter) -> int | None:
 
 
 @contextlib.contextmanager
-def _over(model: nn.Module, degree: int) -> Iterator[None]:
-    """Split a model's layers as training does, for as long as the context lasts."""
+def _over(model: nn.Module, degree: int) -> Iterator[dict[str, int]]:
+    """Split a model's layers as training does, for as long as the context lasts; yield the dims by parameter."""
     with unset_fake_temporarily():
         dist.init_process_group("fake", rank=0, world_size=degree)
         mesh = init_device_mesh("cpu", (degree,))
     try:
         axis = TensorAxis(mesh.get_group(), CommMeter(Topology.uniform(degree, degree), 0, enabled=False))
         apply_tensor_parallel(model, mesh, axis, plan="auto", sequence_parallel=True)
-        yield
+        yield {name: dim for name, p in model.named_parameters() if (dim := _split_dim(p)) is not None}
     finally:
         dist.destroy_process_group()
 

@@ -85,7 +85,7 @@ class Plan:
         return self.shapes.units.units
 
     @property
-    def held(self) -> Shapes:
+    def split_shapes(self) -> Shapes:
         """The model as one tensor rank holds it, before it is sharded."""
         return self.shapes.over(self.layout.tensor)
 

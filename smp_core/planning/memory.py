@@ -78,7 +78,7 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
     knobs, dtypes, degree = plan.knobs, plan.dtypes, plan.shard_degree
     over_world = knobs.optimizer_shard == "world" and plan.layout.replicate > 1
     parameters = gradients = partial_sums = states = 0
-    for parameter, of_unit, count in plan.held.alike:
+    for parameter, of_unit, count in plan.split_shapes.alike:
         is_sharded = of_unit and plan.gathers
         elements = count * (_shard_elements(parameter, plan) if is_sharded else parameter.elements)
         stored = dtypes.of_stored(parameter) if is_sharded else parameter.dtype
@@ -137,7 +137,7 @@ def gradient_bytes(plan: Plan) -> GradientBytes:
     """Return the bytes of gradients of one model on one device."""
     sums = held = of_masters = 0
     over_world = plan.knobs.optimizer_shard == "world" and plan.layout.replicate > 1
-    for parameter, of_unit, count in plan.held.alike:
+    for parameter, of_unit, count in plan.split_shapes.alike:
         if not parameter.trainable:
             continue
         is_sharded = of_unit and plan.gathers
@@ -148,7 +148,7 @@ def gradient_bytes(plan: Plan) -> GradientBytes:
             held += count * parameter.elements * reduced
         if over_world and parameter.shape and (is_sharded or plan.shard_degree == 1):
             of_masters += count * -(-elements // plan.layout.replicate) * max(parameter.dtype.itemsize, 4)
-    of_root = next((parameters for is_root, parameters, _ in plan.held.alike_units if is_root), ())
+    of_root = next((parameters for is_root, parameters, _ in plan.split_shapes.alike_units if is_root), ())
     last = 0
     if of_root and plan.gathers and plan.shard_degree > 1:
         last = of_root[-1].elements * plan.dtypes.of_gathered(of_root[-1]).itemsize
@@ -160,7 +160,7 @@ def unit_bytes(plan: Plan, unit: PlannedUnit, what: Literal["gathered", "reduced
     they are reduced, padded as FSDP2 pads; of what one tensor rank holds of each layer."""
     total = 0
     for name in unit.parameters:
-        parameter = plan.held.of_name(name)
+        parameter = plan.split_shapes.of_name(name)
         dtype = plan.dtypes.of_gathered(parameter) if what == "gathered" else plan.dtypes.of_reduced(parameter)
         if parameter.trainable or what == "gathered":
             total += _shard_elements(parameter, plan) * plan.shard_degree * dtype.itemsize
@@ -270,7 +270,7 @@ def _gathered_bytes(plan: Plan) -> int:
         return 0
     degree = plan.shard_degree
     root = largest = total = units = 0
-    for is_root, parameters, count in plan.held.alike_units:
+    for is_root, parameters, count in plan.split_shapes.alike_units:
         size = sum(_shard_elements(each, plan) * degree * plan.dtypes.of_gathered(each).itemsize for each in parameters)
         if is_root:
             root += count * size

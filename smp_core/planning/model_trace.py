@@ -228,11 +228,11 @@ class ModelTrace:
         shapes: by recomputation mode; trainable parameters in float32, as mixed precision keeps them.
         blocks: how many.
         block, rest: curves of one block, and of all else, by recomputation mode.
-        lists: names of the lists of blocks.
+        inside: what names of parameters in blocks begin with, for each list of blocks.
         instants: at which memory can be at its highest, by recomputation mode.
         heads: what tensor and context degrees have to divide: the heads of keys; 0: the model is not split over such
             ranks by itself.
-        vocabulary: rows of the largest parameter outside blocks.
+        vocabulary: rows of the embedding; of what is not Transformers', of the largest parameter outside blocks.
         early: the part of the rest that works before the blocks.
         uncut: why there are no pipeline stages; "": the shapes have the chain of blocks that are dealt out to them.
         split_instants: of split layers (:class:`SplitTrace`); empty: they were not run.
@@ -243,7 +243,7 @@ class ModelTrace:
     blocks: int
     block: Mapping[str, Curve]
     rest: Mapping[str, Curve]
-    lists: tuple[str, ...]
+    inside: tuple[str, ...]
     instants: Mapping[str, Instants]
     heads: int = 0
     vocabulary: int = 1
@@ -270,12 +270,17 @@ class ModelTrace:
         """Elements of all parameters."""
         return self.shapes["none"].elements
 
+    def splits_over(self, tensor: int) -> bool:
+        """Tell whether layers can be split over so many ranks, as far as that was tried."""
+        divides = self.heads > 0 and self.heads % tensor == 0
+        return divides and (not self.split_instants or (tensor, "none") in self.split_instants)
+
     def block_elements(self, tensor: int = 1) -> float:
         """Return the elements of a block that one of so many tensor ranks holds."""
         if tensor not in self._of_blocks:
-            inside = tuple(f"{name}." for name in self.lists)
             held = self.shapes["none"].over(tensor).parameters
-            self._of_blocks[tensor] = sum(each.elements for each in held if each.name.startswith(inside)) / self.blocks
+            in_blocks = (each.elements for each in held if each.name.startswith(self.inside))
+            self._of_blocks[tensor] = sum(in_blocks) / self.blocks
         return self._of_blocks[tensor]
 
     @cached_property

@@ -93,7 +93,7 @@ class _Sent:
 
     def replicated(self, names: tuple[str, ...]) -> None:
         """Count the sum of parameters that every rank holds whole, over all ranks whose gradients are added up."""
-        found = [self.plan.held.of_name(name) for name in names]
+        found = [self.plan.split_shapes.of_name(name) for name in names]
         trainable = [each for each in found if each.trainable]
         full = sum(each.elements * self.plan.dtypes.of_reduced(each).itemsize for each in trainable)
         ranks = self.plan.layout.replicate * self.shard

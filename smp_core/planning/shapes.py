@@ -138,9 +138,11 @@ class Shapes:
 
     def over(self, degree: int) -> Shapes:
         """Return what one of so many tensor ranks holds."""
+        if degree == 1:
+            return self
         if degree not in self._over:
             held = tuple(parameter.over(degree) for parameter in self.parameters)
-            self._over[degree] = replace(self, parameters=held) if degree > 1 else self
+            self._over[degree] = replace(self, parameters=held)
         return self._over[degree]
 
     @cached_property

@@ -22,7 +22,7 @@ class StagePart:
         blocks: that it has.
         chunk: blocks that one of its computations goes through.
         elements: of its parameters, as one tensor rank holds them.
-        block: of them in each block.
+        block_elements: of them in each block.
         root: of them outside of blocks; ``behind`` of these work behind the blocks.
         is_first, is_last: whether it has what comes before the blocks, and behind them.
         is_whole: there are no stages.
@@ -32,7 +32,7 @@ class StagePart:
     blocks: int
     chunk: int
     elements: float
-    block: float
+    block_elements: float
     root: float
     behind: float
     is_first: bool = True
@@ -43,8 +43,8 @@ class StagePart:
     def of(cls, plan: Plan, trace: ModelTrace, stage: int = 0) -> StagePart:
         of_block = trace.block_elements(plan.layout.tensor)
         if plan.stages is None:
-            outside = plan.held.elements - trace.blocks * of_block
-            return cls(stage, trace.blocks, trace.blocks, plan.held.elements, of_block, outside, outside)
+            outside = plan.split_shapes.elements - trace.blocks * of_block
+            return cls(stage, trace.blocks, trace.blocks, plan.split_shapes.elements, of_block, outside, outside)
         sizes, elements = plan.stages.blocks_of(stage), shapes_of_stage(plan, stage).over(plan.layout.tensor).elements
         blocks, is_last = sum(sizes), stage == plan.stages.count - 1
         root = elements - blocks * of_block

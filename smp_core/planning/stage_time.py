@@ -268,7 +268,7 @@ class StagedModel(StepModel):
     def _tied_seconds(self) -> float:
         """Return the seconds of the sum of tied gradients over the first and the last stage."""
         plan = self.plan
-        elements = sum(plan.held.of_name(name).elements for name in self.stages.tied)
+        elements = sum(plan.split_shapes.of_name(name).elements for name in self.stages.tied)
         if not elements:
             return 0.0
         n_bytes = elements / plan.shard_degree * self.reduced

@@ -1,10 +1,11 @@
 """The peak of a step's memory by kind, for a plan and a traced model: model states by
 :mod:`smp_core.planning.memory`, activations and gradients on their way from the trace.
 
-A step has seven points that can be the highest. L blocks, of which L (or as many as stay on the device) keep something:
+A step has eight points that can be the highest. L blocks, of which L (or as many as stay on the device) keep something:
 
-    loss        all that blocks keep, the rest's highest (logits), the root unit, the last block's gather; in forward,
-                and before backward comes to a block
+    forward     all that blocks keep, the rest's highest (logits), the root unit, the last block's gather or, where all
+                stay gathered, the buffer of it that FSDP2 holds on to until the root's forward ends
+    loss        the same in the loss's backward, before it comes to a block
     last        the last block's backward: what it makes (after it was computed again, where it is), two gathered
                 blocks, gradients of the block and of the root
     next        the same in the block before it, while the last block's gradients are reduced: the reduction's input
@@ -12,11 +13,12 @@ A step has seven points that can be the highest. L blocks, of which L (or as man
                 other blocks; and in the one before it in backward, which is gathered together with the first
     rest        after it, in what comes before the blocks: gradients of the root, and the sums of all blocks
     root        no activations, while the root's gradients are reduced: the reduction's input with the gradients that
-                go into it, or with its output and that in the dtype that parameters are stored in
+                go into it, or with its output and either what goes between nodes or the output in the dtype that
+                parameters are stored in
     step        all gradients and optimizer states, and no activations
 
 A partition group of one rank that FSDP2 casts for gathers into no buffers, but its reductions put out as much as they
-take: there is an eighth point, while the last block's gradients are reduced.
+take: there is one more point, while the last block's gradients are reduced.
 
 Where parameters stay gathered from one micro-batch to the next, the micro-batch before the last has the same points,
 with all units gathered at each. Sums of earlier micro-batches are there in the first three. Context ranks hold 1 / c of
@@ -283,9 +285,12 @@ class _Points:
                 taken_and_put_out = taken + put_out
             else:  # what was put out is the sum
                 behind, taken_and_put_out = behind + put_out, taken
+            between = 0.0  # what goes between nodes, where the reduction has two stages
+            if self.plan.hierarchical:
+                between = taken / self.plan.cluster.topology.of_groups(self.tensor).ranks_per_node
             points += [
                 _Point(waiting, 0.0, sums + unsharded, at_work, taken),
-                _Point(waiting + self.sizes.root_cast, 0.0, behind, at_work, taken_and_put_out),
+                _Point(waiting + max(self.sizes.root_cast, between), 0.0, behind, at_work, taken_and_put_out),
             ]
         return points
 
@@ -293,15 +298,16 @@ class _Points:
         return self.sizes.reduced if self.plan.gathers else 0.0
 
     def _gathered(self, reached: int, in_forward: bool = False) -> float:
-        """Return the bytes that are gathered when backward has come to so many blocks; one more: it has left all."""
+        """Return the bytes that are gathered in forward's loss (``reached=0``), or when backward has come to so many
+        blocks; one more: it has left all."""
         if not self.plan.gathers:
             return self.states.gathered
         blocks, block, kept = self.part.blocks, self.sizes.gathered, self.plan.knobs.reshard_after_forward
         # With stages other micro-batches have gone forward meanwhile, for which all blocks are there again.
         freed = reached if self.part.is_whole else 0
         if kept is False:
-            # Each is freed after its backward. Where blocks were gathered in this forward, FSDP2 holds on to the last
-            # gather's buffer until the root's forward ends.
+            # Each is freed after its backward. The buffer is there where blocks were gathered in this forward: in the
+            # first of several micro-batches, too, but that has no sums yet, which are larger.
             was_gathered = not self.is_alone and (self.count == 1 or not self.plan.keeps_parameters)
             buffer = block if in_forward and was_gathered else 0.0
             return self.states.gathered + buffer - (max(freed - 1, 0) * block if self.frees else 0.0)
@@ -371,7 +377,7 @@ class _UnitBytes:
 
     @classmethod
     def of(cls, plan: Plan, part: StagePart) -> _UnitBytes:
-        block, root = part.block, part.root
+        block, root = part.block_elements, part.root
         first = plan.shapes.parameters[0]
         gathered, reduced = plan.dtypes.of_gathered(first).itemsize, plan.dtypes.of_reduced(first).itemsize
         stored = plan.dtypes.of_stored(first).itemsize

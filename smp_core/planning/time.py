@@ -105,7 +105,7 @@ class StepModel:
         first = plan.shapes.parameters[0]
         gathered, reduced = plan.dtypes.of_gathered(first), plan.dtypes.of_reduced(first)
         of_blocks = trace.block_elements(plan.layout.tensor)
-        of_root = plan.held.elements - trace.blocks * of_blocks
+        of_root = plan.split_shapes.elements - trace.blocks * of_blocks
         knobs = plan.knobs
         spare_gather = compression(knobs.compression.gather, gathered, max(int(of_blocks), 1))
         spare_sum = compression(knobs.compression.reduce_codes, reduced, max(int(of_blocks), 1))
@@ -138,7 +138,7 @@ class StepModel:
         split = count * self.trace.blocks * self._tensor_seconds(micro_batch, held)
         context = count * self.trace.blocks * sum(self._context_seconds(block))
         copies = count * self.trace.blocks * self._copying_seconds(micro_batch, held, forward)
-        stepped = self._optimizer_seconds(self.plan.held.elements)
+        stepped = self._optimizer_seconds(self.plan.split_shapes.elements)
         return StepTime(compute, gathers, replicas, split, context, stepped, copies)
 
     def _computing(self, figures: Figures, tensor: int) -> tuple[float, float]:

@@ -6,16 +6,16 @@ what is left is the rest (embeddings, head, loss). Nothing about an architecture
     products     FLOPs of matrix products and convolutions (torch's table, a multiply-add is two)
     attention    FLOPs of attention, those above the diagonal left out where it is causal
     moved        bytes that all other operators read and write
-    live         bytes of all storages but parameters, gradients of parameters apart, after each operation: until the
-                 loss has gone backward to the last block, in that block's backward, and in the one's before it
+    live         bytes of all storages but parameters, gradients of parameters apart, after each operation: in forward,
+                 until backward comes to the last block, in that block's backward, and in the one's before it
 
 for each way of recomputation, which really happens, so that its work is counted in backward. Each figure is measured
 for 1 sample of s tokens, 2 of s and 1 of s / 2, and is taken to be s (a + b (c + d s)) for b samples: a of what all
 samples share (a table of positions), d of attention.
 
 Where layers are split over tensor ranks, what is alive is measured of split layers, over the fewest and the most ranks
-that they can be split over; bytes over others are taken to be a + b / T. Degrees that divide the vocabulary and others
-are measured apart. Which parameters are split is looked up there, too.
+that they can be split over; bytes over others are taken to be a + b / T. Degrees that split the same parameters are
+measured together: the vocabulary's are whole where it is not divided.
 
 Runs in a child process: models come from anywhere and take memory and imports with them. :func:`trace_model` is the
 part that runs there.
@@ -57,8 +57,8 @@ MODES: tuple[Recomputation, ...] = ("none", "selective", "full")
 CHILD = "smp_core.split_trace"
 """The module that traces in a child process. It stands above this one and is named, not imported."""
 
-Splitting = Callable[[Source, list[str], list[int], int, int], SplitTrace]
-"""Runs two blocks with split layers: (model, lists of blocks, numbers of ranks, rows of the vocabulary, tokens)."""
+Splitting = Callable[[Source, list[str], list[int], int], SplitTrace]
+"""Runs two blocks with split layers: (model, lists of blocks, numbers of ranks, tokens) -> what was seen."""
 
 _MOST_TENSOR_RANKS = 16
 _DEFAULTS = SmpConfig()
@@ -140,8 +140,8 @@ def trace_built(model: nn.Module, asked: SmpConfig, tokens: int, dtype: torch.dt
     inner = next(name for name, module in model.named_modules() if type(module) is type(source.model))
     if chain is not None:
         shapes = _with_chain(shapes, chain.inside(inner))
-    lists = tuple(f"{inner}.{name}".removeprefix(".") for name in found.lists)
-    return replace(found, shapes=shapes, lists=lists, dropped_scores=max(dropped, default=0.0))
+    inside = tuple(f"{inner}.{name}" if inner else name for name in found.inside)
+    return replace(found, shapes=shapes, inside=inside, dropped_scores=max(dropped, default=0.0))
 
 
 def _shapes_by_mode(model: nn.Module, asked: SmpConfig, entry: Entry) -> dict[str, Shapes]:
@@ -174,8 +174,8 @@ def _traced(
     inside = {p for name in lists for p in model.get_submodule(name).parameters()}
     outside = [p for p in model.parameters() if p not in inside and p.ndim > 1]
     tokens = told_apart(tokens, {size for parameter in outside for size in parameter.shape})
-    vocabulary = max((p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,))[0]
-    names = {name for each in lists for name in found["none"].by_name if name.startswith(f"{each}.")}
+    prefixes = tuple(f"{name}." if name else "" for name in lists)
+    names = {name for name in found["none"].by_name if name.startswith(prefixes)}
     chain = _chain_of(model, lists, count, asked, source.entry)
     if isinstance(chain, Chain) and names != {name for block in chain.of_blocks for name in block}:
         chain = "pipeline_parallel_degree: a model whose blocks have unlike parameters is not planned in stages yet"
@@ -202,7 +202,7 @@ def _traced(
             if blocks == 2:
                 instants[mode] = Instants.of(tokens, *(meter.instants for meter in runs))
         if blocks == 2 and source.splits and split is not None:
-            of_split = _of_split(split, source, lists, heads, vocabulary, tokens)
+            of_split = _of_split(split, source, lists, heads, tokens)
     block: dict[str, Curve] = {}
     rest: dict[str, Curve] = {}
     for mode in MODES:
@@ -210,45 +210,51 @@ def _traced(
         block[mode] = Curve(tokens, *(one.combined(two, lambda a, b: b - a) for one, two in pairs))
         rest[mode] = Curve(tokens, *(one.combined(two, lambda a, b: 2 * a - b) for one, two in pairs))
     if of_split.dims is not None:
-        shapes = {mode: _with_dims(each, lists, of_split.dims) for mode, each in shapes.items()}
+        shapes = {mode: _with_dims(each, prefixes, of_split.dims) for mode, each in shapes.items()}
     return ModelTrace(
         shapes,
         count,
         block,
         rest,
-        tuple(lists),
+        prefixes,
         instants,
         heads if source.splits else 0,
-        vocabulary,
+        _vocabulary(source, outside),
         Curve(tokens, *early),
         chain if isinstance(chain, str) else "",
         of_split.instants,
     )
 
 
-def _of_split(
-    split: Splitting, source: Source, lists: list[str], heads: int, vocabulary: int, tokens: int
-) -> SplitTrace:
+def _vocabulary(source: Source, outside: list[nn.Parameter]) -> int:
+    """Return the rows of the embedding; of what is not Transformers', of the largest parameter outside of blocks."""
+    model: Any = source.model
+    if source.splits:
+        return len(model.get_input_embeddings().weight)
+    return max((p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,))[0]
+
+
+def _of_split(split: Splitting, source: Source, lists: list[str], heads: int, tokens: int) -> SplitTrace:
     """Run layers split over what divides ``heads``, if they can be split."""
     degrees = [n for n in range(2, _MOST_TENSOR_RANKS + 1) if heads % n == 0]
     try:
-        return split(source, lists, degrees, vocabulary, tokens) if degrees else SplitTrace()
+        return split(source, lists, degrees, tokens) if degrees else SplitTrace()
     except Exception as error:  # a plan is made all the same, of shares of what unsplit layers keep
         logger.info("memory of split layers is not traced: %s: %s", type(error).__name__, error)
         return SplitTrace()
 
 
-def _with_dims(shapes: Shapes, lists: list[str], dims: Mapping[str, int]) -> Shapes:
-    """Return shapes that are split in these dims. All blocks are split as the first one is."""
+def _with_dims(shapes: Shapes, prefixes: tuple[str, ...], dims: Mapping[str, int]) -> Shapes:
+    """Return shapes that are split in these dims, which are those of two blocks. All others are split as the second."""
 
-    def of_first(name: str) -> str:
-        for each in lists:
-            if name.startswith(f"{each}."):
-                _, _, inner = name.removeprefix(f"{each}.").partition(".")
-                return f"{each}.0.{inner}"
+    def traced(name: str) -> str:
+        for prefix in prefixes:
+            number, _, inner = name.removeprefix(prefix).partition(".")
+            if name.startswith(prefix) and number.isdigit():
+                return f"{prefix}{min(int(number), 1)}.{inner}"
         return name
 
-    parameters = (replace(each, split_dim=dims.get(of_first(each.name))) for each in shapes.parameters)
+    parameters = (replace(each, split_dim=dims.get(traced(each.name))) for each in shapes.parameters)
     return replace(shapes, parameters=tuple(parameters))
 
 

@@ -34,6 +34,10 @@ def plain() -> Any:
     return Plain(), lambda samples, tokens: torch.zeros(samples, tokens, WIDTH, dtype=torch.bfloat16)
 
 
+def in_sequence() -> Any:
+    return nn.Sequential(*(Block() for _ in range(3))), plain()[1]
+
+
 def without_batch() -> nn.Module:
     return Plain()
 

@@ -178,8 +178,8 @@ def test_more_planned_memory_and_bytes_are_those_of_the_real_model(traced: Model
 
 
 def test_tensor_ranks_hold_what_split_layers_show() -> None:
-    """Positions are whole, and so is a vocabulary that ranks do not divide; of blocks the first stands for all."""
-    fields = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "vocab_size": 1002}
+    """Positions are whole, and so is a vocabulary that ranks do not divide; the second block stands for later ones."""
+    fields = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 2048, "vocab_size": 1002}
     traced = trace_model("small", 128, fields)
     shapes = traced.shapes["none"]
     of_ranks = {degree: {each.name: each.elements for each in shapes.over(degree).parameters} for degree in (1, 2, 4)}
@@ -193,6 +193,17 @@ def test_tensor_ranks_hold_what_split_layers_show() -> None:
         assert found == [1 / 4, 1, 1]
     assert {degree for degree, _ in traced.split_instants} == {2, 4}
     assert traced.block_elements(4) == sum(n for name, n in of_ranks[4].items() if ".h.1." in name)
+
+
+def test_degrees_that_layers_do_not_take_are_left_out_and_unlike_blocks_are_split_as_the_second() -> None:
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "head_dim": 8}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "num_experts_per_tok": 2, "vocab_size": 96}
+    fields = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "mlp_only_layers": [0], **sizes, **heads}
+    traced = trace_model("small", 128, fields)
+    assert {degree for degree, _ in traced.split_instants} == {2}  # 64 and 32 columns over 3 ranks are refused
+    assert [traced.splits_over(degree) for degree in (2, 3, 4)] == [True, False, False]
+    experts = [each for each in traced.shapes["none"].parameters if ".experts." in each.name]
+    assert len(experts) == 4 and all(2 * each.over(2).elements == each.elements for each in experts)
 
 
 def test_a_dry_run_says_what_it_has_not() -> None:
