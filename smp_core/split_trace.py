@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import math
 import pickle
 import sys
@@ -34,7 +33,7 @@ from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.topology import Topology
 from smp_core.without_values import alike
 
-logger = logging.getLogger("smp")
+_MOST_TENSOR_RANKS = 16
 
 
 def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None) -> ModelTrace:
@@ -44,22 +43,24 @@ def trace_model(words: str, tokens: int, given: Mapping[str, Any] | None = None)
         return trace.trace_model(words, tokens, given, _runs)
 
 
-def _runs(source: Source, lists: list[str], degrees: list[int], tokens: int) -> SplitTrace:
+def _runs(source: Source, lists: list[str], heads: int, tokens: int) -> SplitTrace:
     """Run two blocks over the fewest and the most ranks: :data:`smp_core.planning.trace.Splitting`."""
     dims: dict[str, int] = {}
     by_split: dict[frozenset[str], list[int]] = {}  # degrees that split the same parameters
-    for degree in degrees:
+    unsplit: dict[int, str] = {}
+    for degree in range(2, _MOST_TENSOR_RANKS + 1):
         try:
             with _over(copied(source.model, None).model, degree) as found:
-                by_split.setdefault(frozenset(found), []).append(degree)
-                dims |= found
+                if heads % degree == 0:  # others have keys of their own for several ranks
+                    by_split.setdefault(frozenset(found), []).append(degree)
+                    dims |= found
         except ValueError as error:
-            logger.info("plans have no layers over %s ranks: %s", degree, error)
+            unsplit[degree] = str(error)
     ends = {n for kind in by_split.values() for n in (kind[0], kind[-1])}
     most = 2 * math.lcm(*ends)  # half a sequence is split, too
     if not ends or tokens < 2 * most:
-        return SplitTrace()
-    rows = {size // n for n in (1, *degrees) for p in source.model.parameters() for size in p.shape}
+        return SplitTrace(unsplit=unsplit)
+    rows = {size // n for n in (1, *ends) for p in source.model.parameters() for size in p.shape}
     tokens = trace.told_apart(tokens - tokens % most, rows, most)
     places = [(1, tokens), (2, tokens), (1, tokens // 2)]
     runs: dict[int, dict[str, list[SplitRun]]] = {}
@@ -75,7 +76,7 @@ def _runs(source: Source, lists: list[str], degrees: list[int], tokens: int) -> 
             at = [between(degree, kind[0], one, kind[-1], other) for one, other in pairs]
             kept = tuple(each.kept for each in at)
             instants[degree, mode] = Instants.of(tokens, *(each.instants for each in at), kept=kept)
-    return SplitTrace(instants, dims)
+    return SplitTrace(instants, dims, unsplit)
 
 
 def _split_dim(parameter: nn.Parameter) -> int | None:

@@ -175,11 +175,13 @@ class SplitTrace:
     Attributes:
         instants: at which memory can be at its highest, by the ranks that layers are split over and by recomputation
             mode.
-        dims: in which parameters are split, by name; others are whole on each rank.
+        dims: in which parameters are split, by name; others are whole on each rank. None: they were not run.
+        unsplit: why layers are not split over so many ranks.
     """
 
     instants: Mapping[tuple[int, str], Instants] = field(default_factory=dict)
     dims: Mapping[str, int] | None = None
+    unsplit: Mapping[int, str] = field(default_factory=dict)
 
 
 def between(degree: int, fewest: int, one: SplitRun, most: int, other: SplitRun) -> SplitRun:
@@ -236,6 +238,7 @@ class ModelTrace:
         early: the part of the rest that works before the blocks.
         uncut: why there are no pipeline stages; "": the shapes have the chain of blocks that are dealt out to them.
         split_instants: of split layers (:class:`SplitTrace`); empty: they were not run.
+        unsplit: why layers are not split over so many ranks, where that was tried.
         dropped_scores: the share of attention's scores that training drops, which context ranks cannot.
     """
 
@@ -250,6 +253,7 @@ class ModelTrace:
     early: Curve | None = None
     uncut: str = "its blocks were not followed"
     split_instants: Mapping[tuple[int, str], Instants] = field(default_factory=dict)
+    unsplit: Mapping[int, str] = field(default_factory=dict)
     dropped_scores: float = 0.0
 
     def rest_degree(self, tensor: int) -> int:
@@ -269,11 +273,6 @@ class ModelTrace:
     def parameters(self) -> int:
         """Elements of all parameters."""
         return self.shapes["none"].elements
-
-    def splits_over(self, tensor: int) -> bool:
-        """Tell whether layers can be split over so many ranks, as far as that was tried."""
-        divides = self.heads > 0 and self.heads % tensor == 0
-        return divides and (not self.split_instants or (tensor, "none") in self.split_instants)
 
     def block_elements(self, tensor: int = 1) -> float:
         """Return the elements of a block that one of so many tensor ranks holds."""

@@ -78,7 +78,8 @@ class SearchSpace:
     def _layouts_inside(self, topology: Topology) -> Iterator[dict[str, int]]:
         """Yield the degrees of one stage's ranks."""
         k = topology.ranks_per_node
-        wide = [n for n in range(2, k + 1) if k % n == 0 and self.trace.splits_over(n)]
+        heads = self.trace.heads
+        wide = [n for n in range(2, k + 1) if k % n == 0 and heads and heads % n == 0 and n not in self.trace.unsplit]
         tensors = [1, *wide]
         for tensor in self._open("tensor_parallel_degree", tensors):
             groups = topology.of_groups(tensor) if k % tensor == 0 else topology

@@ -57,10 +57,9 @@ MODES: tuple[Recomputation, ...] = ("none", "selective", "full")
 CHILD = "smp_core.split_trace"
 """The module that traces in a child process. It stands above this one and is named, not imported."""
 
-Splitting = Callable[[Source, list[str], list[int], int], SplitTrace]
-"""Runs two blocks with split layers: (model, lists of blocks, numbers of ranks, tokens) -> what was seen."""
+Splitting = Callable[[Source, list[str], int, int], SplitTrace]
+"""Runs two blocks with split layers: (model, lists of blocks, heads of keys, tokens) -> what was seen."""
 
-_MOST_TENSOR_RANKS = 16
 _DEFAULTS = SmpConfig()
 _BLOCKS_OF_CHAIN = 3
 
@@ -223,6 +222,7 @@ def _traced(
         Curve(tokens, *early),
         chain if isinstance(chain, str) else "",
         of_split.instants,
+        unsplit=of_split.unsplit,
     )
 
 
@@ -236,9 +236,8 @@ def _vocabulary(source: Source, outside: list[nn.Parameter]) -> int:
 
 def _of_split(split: Splitting, source: Source, lists: list[str], heads: int, tokens: int) -> SplitTrace:
     """Run layers split over what divides ``heads``, if they can be split."""
-    degrees = [n for n in range(2, _MOST_TENSOR_RANKS + 1) if heads % n == 0]
     try:
-        return split(source, lists, degrees, tokens) if degrees else SplitTrace()
+        return split(source, lists, heads, tokens) if heads > 1 else SplitTrace()
     except Exception as error:  # a plan is made all the same, of shares of what unsplit layers keep
         logger.info("memory of split layers is not traced: %s: %s", type(error).__name__, error)
         return SplitTrace()

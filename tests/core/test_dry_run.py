@@ -4,13 +4,14 @@ process for all cases: it imports torch once. What is picked fits in its own dry
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from smp_core.config import SmpConfig
 from smp_core.dry_run import rehearse
-from smp_core.planning import trace
+from smp_core.planning import Workload, plan, trace
 from smp_core.planning.decide import decide
 from smp_core.planning.devices import Device
 from smp_core.planning.dry_run import RUN_KINDS, DryRun, Question, dry_run
@@ -201,7 +202,9 @@ def test_degrees_that_layers_do_not_take_are_left_out_and_unlike_blocks_are_spli
     fields = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "mlp_only_layers": [0], **sizes, **heads}
     traced = trace_model("small", 128, fields)
     assert {degree for degree, _ in traced.split_instants} == {2}  # 64 and 32 columns over 3 ranks are refused
-    assert [traced.splits_over(degree) for degree in (2, 3, 4)] == [True, False, False]
+    assert 2 not in traced.unsplit and "does not divide" in traced.unsplit[3]
+    with pytest.raises(ValueError, match="tensor_parallel_degree=3 does not divide"):
+        plan(traced, replace(NODES, ranks_per_node=3), Workload(128, 12), fixed={"tensor": 3})
     experts = [each for each in traced.shapes["none"].parameters if ".experts." in each.name]
     assert len(experts) == 4 and all(2 * each.over(2).elements == each.elements for each in experts)
 
