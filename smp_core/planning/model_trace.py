@@ -237,8 +237,7 @@ class ModelTrace:
         vocabulary: rows of the embedding; of what is not Transformers', of the largest parameter outside blocks.
         early: the part of the rest that works before the blocks.
         uncut: why there are no pipeline stages; "": the shapes have the chain of blocks that are dealt out to them.
-        split_instants: of split layers (:class:`SplitTrace`); empty: they were not run.
-        unsplit: why layers are not split over so many ranks, where that was tried.
+        split: what was seen of split layers; empty: they were not run.
         dropped_scores: the share of attention's scores that training drops, which context ranks cannot.
     """
 
@@ -252,8 +251,7 @@ class ModelTrace:
     vocabulary: int = 1
     early: Curve | None = None
     uncut: str = "its blocks were not followed"
-    split_instants: Mapping[tuple[int, str], Instants] = field(default_factory=dict)
-    unsplit: Mapping[int, str] = field(default_factory=dict)
+    split: SplitTrace = field(default_factory=SplitTrace)
     dropped_scores: float = 0.0
 
     def rest_degree(self, tensor: int) -> int:

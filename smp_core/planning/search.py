@@ -226,9 +226,9 @@ class _Search:
                 raise ValueError(self.trace.uncut)
             tensor = knobs.get("tensor_parallel_degree", 1)
             if (
-                tensor in self.trace.unsplit and "tensor_parallel" not in self.space.fixed
+                tensor in self.trace.split.unsplit and "tensor_parallel" not in self.space.fixed
             ):  # which may have its own plan
-                raise ValueError(self.trace.unsplit[tensor])
+                raise ValueError(self.trace.split.unsplit[tensor])
             if knobs.get("context_parallel_degree", 1) > 1 and self.trace.dropped_scores:
                 raise ValueError(
                     f"context_parallel_degree={knobs['context_parallel_degree']}: the model drops "

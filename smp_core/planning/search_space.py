@@ -79,7 +79,9 @@ class SearchSpace:
         """Yield the degrees of one stage's ranks."""
         k = topology.ranks_per_node
         heads = self.trace.heads
-        wide = [n for n in range(2, k + 1) if k % n == 0 and heads and heads % n == 0 and n not in self.trace.unsplit]
+        wide = [
+            n for n in range(2, k + 1) if k % n == 0 and heads and heads % n == 0 and n not in self.trace.split.unsplit
+        ]
         tensors = [1, *wide]
         for tensor in self._open("tensor_parallel_degree", tensors):
             groups = topology.of_groups(tensor) if k % tensor == 0 else topology

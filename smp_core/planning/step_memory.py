@@ -169,7 +169,7 @@ class _Points:
         mode = recomputation(plan)
         self.left = trace.rest[mode].at(micro_batch, held).left
         inputs = trace.block["full"].at(micro_batch, held).kept
-        split = trace.split_instants.get((self.tensor, mode)) if self.split > 1 else None
+        split = trace.split.instants.get((self.tensor, mode)) if self.split > 1 else None
         instants = trace.instants[mode] if split is None else split
         # What traced bytes of blocks and of the rest are divided by.
         self.shares = (self.tensor, trace.rest_degree(self.tensor)) if split is None else (1, 1)

@@ -221,8 +221,7 @@ def _traced(
         _vocabulary(source, outside),
         Curve(tokens, *early),
         chain if isinstance(chain, str) else "",
-        of_split.instants,
-        unsplit=of_split.unsplit,
+        of_split,
     )
 
 

@@ -192,7 +192,7 @@ def test_tensor_ranks_hold_what_split_layers_show() -> None:
     for block in ("h.0", "h.2"):
         found = [part(f"{block}.{name}", 4) for name in ("attn.c_attn.bias", "attn.c_proj.bias", "ln_1.weight")]
         assert found == [1 / 4, 1, 1]
-    assert {degree for degree, _ in traced.split_instants} == {2, 4}
+    assert {degree for degree, _ in traced.split.instants} == {2, 4}
     assert traced.block_elements(4) == sum(n for name, n in of_ranks[4].items() if ".h.1." in name)
 
 
@@ -201,8 +201,8 @@ def test_degrees_that_layers_do_not_take_are_left_out_and_unlike_blocks_are_spli
     heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "num_experts_per_tok": 2, "vocab_size": 96}
     fields = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "mlp_only_layers": [0], **sizes, **heads}
     traced = trace_model("small", 128, fields)
-    assert {degree for degree, _ in traced.split_instants} == {2}  # 64 and 32 columns over 3 ranks are refused
-    assert 2 not in traced.unsplit and "does not divide" in traced.unsplit[3]
+    assert {degree for degree, _ in traced.split.instants} == {2}  # 64 and 32 columns over 3 ranks are refused
+    assert 2 not in traced.split.unsplit and "does not divide" in traced.split.unsplit[3]
     with pytest.raises(ValueError, match="tensor_parallel_degree=3 does not divide"):
         plan(traced, replace(NODES, ranks_per_node=3), Workload(128, 12), fixed={"tensor": 3})
     experts = [each for each in traced.shapes["none"].parameters if ".experts." in each.name]
