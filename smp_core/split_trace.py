@@ -48,7 +48,7 @@ def _runs(source: Source, lists: list[str], heads: int, tokens: int) -> SplitTra
     dims: dict[str, int] = {}
     by_split: dict[frozenset[str], list[int]] = {}  # degrees that split the same parameters
     unsplit: dict[int, str] = {}
-    for degree in range(2, _MOST_TENSOR_RANKS + 1):
+    for degree in (n for n in range(2, _MOST_TENSOR_RANKS + 1) if heads % n == 0 or _MOST_TENSOR_RANKS % n == 0):
         try:
             with _over(copied(source.model, None).model, degree) as found:
                 if heads % degree == 0:  # others have keys of their own for several ranks

@@ -78,10 +78,9 @@ class SearchSpace:
     def _layouts_inside(self, topology: Topology) -> Iterator[dict[str, int]]:
         """Yield the degrees of one stage's ranks."""
         k = topology.ranks_per_node
-        heads = self.trace.heads
-        wide = [
-            n for n in range(2, k + 1) if k % n == 0 and heads and heads % n == 0 and n not in self.trace.split.unsplit
-        ]
+        heads, words, unsplit = self.trace.heads, self.trace.vocabulary, self.trace.split.unsplit
+        takes = [n for n in range(2, k + 1) if k % n == 0 and heads and heads % n == 0 and n not in unsplit]
+        wide = [n for n in takes if words % n == 0]  # with whole embeddings only where it is fixed: a longer search
         tensors = [1, *wide]
         for tensor in self._open("tensor_parallel_degree", tensors):
             groups = topology.of_groups(tensor) if k % tensor == 0 else topology
