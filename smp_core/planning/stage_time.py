@@ -133,10 +133,9 @@ class StagedModel(StepModel):
         closes = [place in (_LAST, _ONLY) or not plan.keeps_gradients for place in range(_PLACES)]
         backward = [a * self.gather_again + b * self.sum[0] for a, b in zip(opens, closes, strict=True)]
         self.behind = ([each * self.gather[0] for each in opens], backward)
-        self.ends = (
-            [[each * (root + self.gather[0]) for each in opens] for root in self.root_gather],
-            [[each * root for each in closes] for root in self.root_sum],
-        )
+        begun = [[each * (root + self.gather[0]) for each in opens] for root in self.root_gather]
+        ended = [[each * root for each in closes] for root in self.root_sum]
+        self.ends = (begun, ended)
         self._known: dict[int, _OfSize] = {}
 
     def _of_cut(self, key: tuple[Any, ...]) -> list[StagePart]:

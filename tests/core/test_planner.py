@@ -257,13 +257,13 @@ def test_a_plan_of_another_recomputation_is_what_is_decided_from_the_start(large
 
 def test_a_batch_that_no_layout_divides_names_the_next(large: ModelTrace) -> None:
     with pytest.raises(ValueError, match=r"global_batch=7 is divided by no layout.*multiple of it, as 256"):
-        plan(large, SETTING[0], Workload(512, 7), fixed={"pipeline": 1, "tensor": 1})
+        plan(large, SETTING[0], Workload(512, 7), fixed={"pipeline": 1})
 
 
 def test_why_not_says_what_it_costs_what_does_not_fit_and_what_is_refused(planned: planner.Recommendation) -> None:
     found = planned
     assert "step time (tensor +" in found.why_not(tensor=8)
-    assert "GiB over at the least" in found.why_not(shard=1, pipeline=1, tensor=1)
+    assert "GiB over at the least" in found.why_not(shard=1, pipeline=1)
     assert "step time (pipeline +" in found.why_not(shard=1)  # with stages it fits
     assert "does not divide" in found.why_not(shard=7)
     same = {"shard": found.chosen.plan.shard_degree, "recomputation": "full"}
@@ -275,12 +275,11 @@ def test_nothing_fits_is_status_2_with_three_changes_that_fit(
 ) -> None:
     monkeypatch.setattr(planner, "trace", lambda words, tokens: large)
     typed = ["plan", "gpt2-30b", "--cluster", "2x8:a100-40g@400gbps", "--seq", "2048", "--global-batch", "1536"]
-    fixed = [word for fix in ("shard=8", "pipeline=1", "tensor=1") for word in ("--fix", fix)]
-    done = CliRunner().invoke(app, [*typed, *fixed], env={"COLUMNS": "300"})
+    done = CliRunner().invoke(app, [*typed, "--fix", "shard=8", "--fix", "pipeline=1"], env={"COLUMNS": "300"})
     assert done.exit_code == 2 and "nothing fits" in done.stderr and "Traceback" not in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("- ")]) == 3
     with pytest.raises(NothingFits) as error:
-        plan(large, "2x8:a100-40g@400gbps", SETTING[1], fixed={"shard": 8, "pipeline": 1, "tensor": 1})
+        plan(large, "2x8:a100-40g@400gbps", SETTING[1], fixed={"shard": 8, "pipeline": 1})
     assert len(error.value.changes) == 3
     assert all(each.memory.fits for _, each in error.value.changes)
 
