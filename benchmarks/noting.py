@@ -33,7 +33,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
 
-from smp_core.comm.issued import NotedCollective
+from smp_core.comm.flat import CommObject
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.sharding.accumulation import AccumulationWindow
@@ -59,15 +59,15 @@ Setter = Callable[[Any], None]
 
 
 @contextlib.contextmanager
-def collected() -> Iterator[list[tuple[Setter, NotedCollective]]]:
-    """List what units communicate with, and the setters that FSDP2 was given it by."""
-    found: list[tuple[Setter, NotedCollective]] = []
+def collected() -> Iterator[list[tuple[Setter, CommObject]]]:
+    """List what units communicate with, without notes, and the setters that FSDP2 was given it by."""
+    found: list[tuple[Setter, CommObject]] = []
 
     def collecting(name: str) -> Callable[[FSDPModule, Any], None]:
         setter = getattr(FSDPModule, name)
 
         def collect(module: FSDPModule, made: Any) -> None:
-            found.append((functools.partial(setter, module), made))
+            found.append((functools.partial(setter, module), made.args[0].made))
             setter(module, made)
 
         return collect
@@ -137,8 +137,8 @@ def stepping(noting: bool) -> Callable[[], float]:
     parallel.prepare_optimizer(optimizer)
     x = torch.randn(TOKENS, WIDTH)
     if not noting:
-        for setter, noted in units:
-            setter(noted.made)
+        for setter, made in units:
+            setter(made)
         window: Any = parallel.window
         window.__class__, window._issued = bare_window(), Unnoted()
 

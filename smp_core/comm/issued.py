@@ -37,6 +37,8 @@ class IssuedCollectives:
     Attributes:
         backward_pass: returns the number of the backward pass that runs, -1 outside.
         windows: how often all ranks began anew: the number of the window that runs.
+        numbers: of the collectives issued, in order: the odd number of a unit and kind, the next one in a backward
+            pass, and 0 at the end of a micro-batch. The same array at all times.
     """
 
     def __init__(self, peers: Sequence[int]) -> None:
@@ -44,48 +46,44 @@ class IssuedCollectives:
         self.backward_pass: Callable[[], int] = lambda: -1
         self.windows = 0
         self._names: list[tuple[str, str]] = []  # kind, unit
-        self._recent = array("i")
+        self.numbers = array("i")
         self._older = 0  # checksum of what is not kept any more
 
     def noting(self, made: CommObject, kind: str, unit: str) -> NotedCollective:
         """Return ``made``, a unit's communication object, such that its calls are noted. Every rank has to ask for the
         same units in the same order."""
         self._names.append((kind, unit))
-        in_backward = 2 * len(self._names)
         # A window may reduce what it holds behind its last pass; that belongs to backward all the same.
-        in_forward = in_backward - 1 if kind == "all_gather" else in_backward
-        return NotedCollective(self, made, in_forward, in_backward)
+        return NotedCollective(self, made, 2 * len(self._names) - 1, only_backward=kind != "all_gather")
 
     def show(self) -> None:
         """Show these collectives, from here on, to ranks that wait for this one."""
-        here.recent, here.describe, here.peers = self._recent.tolist, self.describe, self.peers
+        here.recent, here.describe, here.peers = self.numbers.tolist, self.describe, self.peers
         here.end_window(measured=False)
 
-    def note(self, number: int) -> None:
-        """Note one collective: the odd number of its unit and kind, or the next one in a backward pass."""
-        if len(self._recent) >= _KEPT:
-            self._older = zlib.crc32(self._recent, self._older)
-            del self._recent[:]
-        self._recent.append(number)
+    def drop_details(self) -> None:
+        """Keep nothing but the checksum of what was issued so far."""
+        self._older = zlib.crc32(self.numbers, self._older)
+        del self.numbers[:]
 
     def end_micro_batch(self) -> None:
         """Note that a backward pass is over."""
-        self._recent.append(_MICRO_BATCH_ENDED)
+        self.numbers.append(_MICRO_BATCH_ENDED)
         here.end_micro_batch()
 
     def checksum(self) -> int:
         """Return the checksum of all since the last comparison: 31 bits."""
-        return zlib.crc32(self._recent, self._older) >> 1
+        return zlib.crc32(self.numbers, self._older) >> 1
 
     def forget(self) -> None:
         """Begin anew, on all ranks alike: they have compared, or what they did is dropped."""
         self._older = 0
-        del self._recent[:]
+        del self.numbers[:]
         self.windows += 1
 
     def recent(self) -> tuple[int, list[int]]:
         """Return the checksum of what is not kept, and the numbers of what is."""
-        return self._older, self._recent.tolist()
+        return self._older, self.numbers.tolist()
 
     def describe(self, number: int | None) -> str:
         """Return a noted number in words."""
@@ -98,43 +96,62 @@ class IssuedCollectives:
 
 
 class NotedCollective:
-    """A communication object of FSDP2 whose calls are noted before they are made, and that tells where this rank waits.
+    """A unit's collective of one kind, noted before it is made. Called, it says in words what this rank waits for.
 
     Args:
-        in_forward, in_backward: numbers that its calls are noted by.
+        number: that its calls in a forward pass are noted by; those in a backward pass by the next one.
+        only_backward: note calls that come behind the last pass as part of it.
     """
 
-    def __init__(self, issued: IssuedCollectives, made: CommObject, in_forward: int, in_backward: int) -> None:
-        self._issued, self.made = issued, made
-        self._in_forward = in_forward, functools.partial(issued.describe, in_forward)
-        self._in_backward = in_backward, functools.partial(issued.describe, in_backward)
+    __slots__ = ("_call", "_issued", "_number", "_only_backward", "_recent", "_under_way", "made")
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.made.allocate(size, dtype=dtype, device=device)
+    def __init__(self, issued: IssuedCollectives, made: CommObject, number: int, only_backward: bool) -> None:
+        self.made = made
+        self._call: Callable[..., Deferred | None] = made.__call__  # type: ignore[operator]
+        self._issued, self._recent = issued, issued.numbers
+        self._number, self._only_backward, self._under_way = number, only_backward, number
 
-    def __call__(
+    def for_fsdp2(self) -> Any:
+        """Return what FSDP2 takes for a communication object. It is a function, as is what that calls: a call of an
+        object with a ``__call__`` takes Python longer than all notes do."""
+        issue = functools.partial(NotedCollective.issue, self)
+        issue.allocate = self.made.allocate  # type: ignore[attr-defined]
+        return issue
+
+    def __call__(self) -> str:
+        """Return the collective that was issued last, in words."""
+        return self._issued.describe(self._under_way)
+
+    def issue(
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
+        op: Any = None,
         async_op: bool = False,
-        **of_reduction: Any,
     ) -> Deferred | None:
+        """Note and make the collective; a gather has no ``op``."""
         # A step comes here a hundred times. What `here.waiting` does is written out: its calls take longer than that.
-        issued = self._issued
-        number, place = self._in_forward if issued.backward_pass() == -1 else self._in_backward
-        issued.note(number)
-        outer, here.doing = here.doing, place
+        in_backward = self._only_backward or self._issued.backward_pass() != -1
+        self._under_way = number = self._number + in_backward
+        recent = self._recent
+        if len(recent) >= _KEPT:
+            self._issued.drop_details()
+        recent.append(number)
+        outer, here.doing = here.doing, self
         here.events += 1
         began = perf_counter()
         try:
-            work: Deferred | None = self.made(output_tensor, input_tensor, group, async_op=async_op, **of_reduction)  # type: ignore[operator]
+            if op is None:
+                work = self._call(output_tensor, input_tensor, group, async_op)
+            else:
+                work = self._call(output_tensor, input_tensor, group, op, async_op)
         finally:
             here.doing = outer
             if outer is None:
                 here.waited += perf_counter() - began
         if work is not None:
-            work.place = place  # for whoever waits for it
+            work.place = self  # for whoever waits for it
         return work
 
 

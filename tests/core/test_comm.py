@@ -350,11 +350,11 @@ def test_a_collective_that_failed_is_never_taken_for_one_that_came() -> None:
     works = [Deferred(lambda: None), Deferred(fail), Deferred(lambda: None)]
     issued = IssuedCollectives(range(2))
     noted: Any = issued.noting(lambda *_, **__: works.pop(0), "all_gather", "blocks.0")  # type: ignore[arg-type]
-    assert noted(None, None, None).wait()
-    failed = noted(None, None, None)
+    assert noted.issue(None, None, None).wait()
+    failed = noted.issue(None, None, None)
     with pytest.raises(RuntimeError, match="closed by peer"):
         failed.wait()
-    assert noted(None, None, None).wait()
+    assert noted.issue(None, None, None).wait()
     with pytest.raises(RuntimeError, match="failed when it was waited for before"):
         failed.wait()
 

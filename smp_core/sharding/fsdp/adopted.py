@@ -62,8 +62,8 @@ def adopt_units(model: nn.Module, planned: Iterable[PlannedUnit], traffic: Traff
     for each in planned:
         module: Any = model.get_submodule(each.name)
         unit = ShardedUnit(each.name, module, each.parameters, each.is_root, reductions, in_order=True)
-        module.set_custom_all_gather(traffic.all_gather(unit))
-        module.set_custom_reduce_scatter(traffic.reduce_scatter(unit))
+        module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
+        module.set_custom_reduce_scatter(traffic.reduce_scatter(unit).for_fsdp2())
         units.append(unit)
     return units
 

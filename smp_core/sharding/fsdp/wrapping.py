@@ -77,8 +77,8 @@ def shard_units(
         if knobs.collectives.symmetric_memory:
             unit_module.set_symm_mem_for_comm()  # its reductions only add up: the unit has said that ours do
         else:
-            unit_module.set_custom_all_gather(traffic.all_gather(unit))  # type: ignore[arg-type]
-            unit_module.set_custom_reduce_scatter(traffic.reduce_scatter(unit))  # type: ignore[arg-type]
+            unit_module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
+            unit_module.set_custom_reduce_scatter(traffic.reduce_scatter(unit).for_fsdp2())
         if planned.name in recomputed:
             _hide_hooks_from_modes(unit_module)
         if gather_of is not None:
