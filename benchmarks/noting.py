@@ -2,10 +2,12 @@
 
     python benchmarks/noting.py [--pairs 200] [--nothing] [--out benchmarks/results/noting.json]
 
-One rank of torch's fake process group steps models of 24 blocks, by turns with noting and without it. Each figure is
-processor time of the main thread (``time.thread_time``). What disturbs a step (other programs, the memory that they
-share) only makes it longer, so the fast steps are compared: reported is the difference of the lower deciles of both
-kinds, with its uncertainty (drawing steps anew, 500 times), and as a share of a step of 50 ms.
+One rank of torch's fake process group steps models of 24 blocks, by turns with noting and without it. Both are steps of
+the same models: where a model's objects lie in memory makes more of a difference than noting does. The step behind a
+change from one to the other is left out. Each figure is processor time of the main thread (``time.thread_time``). What
+disturbs a step (other programs, the memory that they share) only makes it longer, so the fast steps are compared:
+reported is the difference of the lower deciles of both kinds, with its uncertainty (drawing steps anew, 500 times), and
+as a share of a step of 50 ms.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -33,7 +36,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch's only way to the fake backend
 
-from smp_core.comm.flat import CommObject
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.sharding.accumulation import AccumulationWindow
@@ -41,7 +43,7 @@ from smp_core.sharding.received_gradients import Told
 from smp_core.whereabouts import Whereabouts
 
 WORLD, BLOCKS, WIDTH, TOKENS = 8, 24, 32, 8
-MODELS = 3  # of either kind: where a model's objects lie in memory makes a difference too
+MODELS = 3
 GOAL = 0.005
 STEP_MS = 50.0  # the step that the goal is a share of
 
@@ -55,20 +57,29 @@ class Block(nn.Module):
         return x + self.inner(x)
 
 
-Setter = Callable[[Any], None]
+@dataclass
+class Communication:
+    """What a unit communicates with, and FSDP2's setter for it."""
+
+    setter: Callable[[Any], None]
+    noted: Any
+
+    def note(self, noting: bool) -> None:
+        """Let FSDP2 have it with its notes, or without."""
+        self.setter(self.noted if noting else self.noted.args[0].made)
 
 
 @contextlib.contextmanager
-def collected() -> Iterator[list[tuple[Setter, CommObject]]]:
-    """List what units communicate with, without notes, and the setters that FSDP2 was given it by."""
-    found: list[tuple[Setter, CommObject]] = []
+def collected() -> Iterator[list[Communication]]:
+    """List what units communicate with."""
+    found: list[Communication] = []
 
     def collecting(name: str) -> Callable[[FSDPModule, Any], None]:
         setter = getattr(FSDPModule, name)
 
-        def collect(module: FSDPModule, made: Any) -> None:
-            found.append((functools.partial(setter, module), made.args[0].made))
-            setter(module, made)
+        def collect(module: FSDPModule, noted: Any) -> None:
+            found.append(Communication(functools.partial(setter, module), noted))
+            setter(module, noted)
 
         return collect
 
@@ -128,45 +139,53 @@ def bare_window() -> type[AccumulationWindow]:
     return type("BareWindow", (AccumulationWindow,), methods)
 
 
-def stepping(noting: bool) -> Callable[[], float]:
-    """Return a step of a new model, which returns its seconds of processor time."""
-    torch.manual_seed(0)
-    with collected() as units:
-        parallel = parallelize(nn.Sequential(*(Block() for _ in range(BLOCKS))), SmpConfig(shard_degree=WORLD))
-    optimizer = torch.optim.AdamW(parallel.module.parameters(), lr=1e-4)
-    parallel.prepare_optimizer(optimizer)
-    x = torch.randn(TOKENS, WIDTH)
-    if not noting:
-        for setter, made in units:
-            setter(made)
-        window: Any = parallel.window
-        window.__class__, window._issued = bare_window(), Unnoted()
+class Stepped:
+    """A model that steps with noting and without."""
 
-    def step() -> float:
+    bare = bare_window()
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        with collected() as self.units:
+            parallel = parallelize(nn.Sequential(*(Block() for _ in range(BLOCKS))), SmpConfig(shard_degree=WORLD))
+        self.module, self.window = parallel.module, cast(Any, parallel.window)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4)
+        parallel.prepare_optimizer(self.optimizer)
+        self.issued = self.window._issued
+        self.x = torch.randn(TOKENS, WIDTH)
+
+    def note(self, noting: bool) -> None:
+        """Note from here on, or do not."""
+        for unit in self.units:
+            unit.note(noting)
+        self.window.__class__ = AccumulationWindow if noting else self.bare
+        self.window._issued = self.issued if noting else Unnoted()
+
+    def step(self) -> float:
+        """Return the seconds of processor time that a step takes."""
         begun = time.thread_time()
-        parallel.module(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        self.module(self.x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return time.thread_time() - begun
-
-    return step
 
 
 def measured(pairs: int, both: bool = False) -> tuple[list[float], list[float]]:
     """Return seconds of steps with noting, and of those without that follow or precede them."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    with_notes, without = [stepping(True) for _ in range(MODELS)], [stepping(both) for _ in range(MODELS)]
-    for step in (*with_notes, *without) * 5:
-        step()
+    models = [Stepped() for _ in range(MODELS)]
+    for model in models * 5:
+        model.step()
     gc.collect()
     gc.disable()  # whichever step it falls into would pay for all
-    ours, bare = [], []
+    ours: list[float] = []
+    bare: list[float] = []
     for pair in range(pairs):
-        noting, plain = with_notes[pair % MODELS], without[(pair // 2) % MODELS]
-        order = (noting, plain) if pair % 2 else (plain, noting)
-        times = {run: run() for run in order}
-        ours.append(times[noting])
-        bare.append(times[plain])
+        model = models[pair % MODELS]
+        for seconds in (ours, bare) if pair % 2 else (bare, ours):
+            model.note(both or seconds is ours)
+            model.step()
+            seconds.append(model.step())
     return ours, bare
 
 
