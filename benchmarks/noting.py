@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 @dataclass
 class Communication:
-    """What a unit communicates with, and FSDP2's setter for it."""
+    """A unit's communication object, and FSDP2's setter for it."""
 
     setter: Callable[[Any], None]
     noted: Any

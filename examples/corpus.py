@@ -61,7 +61,7 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        """Whether the file belongs to validation: decided by its name alone, so that no other file can change it."""
+        """Tell whether the file belongs to validation: decided by its name alone, so that no other file can change it."""
         return _fraction("split:" + self.name) < VALIDATION_SHARE
 
 
@@ -235,7 +235,7 @@ def build_corpus(
 
 
 def default_cache_dir() -> Path:
-    """Where caches belong on this machine (XDG base directories)."""
+    """Return the folder of caches on this machine (XDG base directories)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch-smp"
 
 

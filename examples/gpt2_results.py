@@ -125,7 +125,7 @@ class Curves(L.Callback):
 
 @dataclass(frozen=True)
 class Result:
-    """What is known after a training, on rank 0.
+    """The outcome of a training, on rank 0.
 
     Attributes:
         title: of the run.

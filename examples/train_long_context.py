@@ -163,7 +163,7 @@ def records(flags: argparse.Namespace) -> tuple[Records, int]:
 
 
 def own_tokens(flags: argparse.Namespace) -> tuple[np.ndarray, int, int]:
-    """As many tokens as the steps take, the token between documents, and the vocabulary's size."""
+    """Return as many tokens as the steps take, the token between documents, and the vocabulary's size."""
     tokenizer = AutoTokenizer.from_pretrained(flags.tokenizer)
     if tokenizer.eos_token_id is None:
         sys.exit(f"--tokenizer {flags.tokenizer} has no eos_token, which documents are told apart by")

@@ -271,11 +271,10 @@ def _groups(block: Block) -> Iterator[Group]:
         of_stream = all(flow.sources[name] and flow.parameters[name] <= owners.keys() for name in columns)
         if alone and of_stream and len({around(name) for name in columns}) == 1 and between <= owners.keys():
             order = list(block.linears.values())
-            yield Group(
-                tuple(name for name in order if name in columns),
-                tuple(name for name in order if name in members),
-                tuple(sorted({owners[parameter] for parameter in between})),
-            )
+            of_columns = tuple(name for name in order if name in columns)
+            of_rows = tuple(name for name in order if name in members)
+            owners_between = {owners[parameter] for parameter in between}
+            yield Group(of_columns, of_rows, tuple(sorted(owners_between)))
 
 
 def _other_modules(block: Block, groups: list[Group]) -> Iterator[tuple[str, str]]:
