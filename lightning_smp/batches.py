@@ -62,7 +62,8 @@ def refuse_joined_evaluation(loaders: Any) -> None:
     Raises:
         ValueError: there is one among the loaders.
     """
-    if any(isinstance(loader, JoinedLoader) for loader in CombinedLoader(loaders or []).flattened):
+    each = [] if loaders is None else CombinedLoader(loaders).flattened  # a loader's truth would ask for its length
+    if any(isinstance(loader, JoinedLoader) for loader in each):
         raise ValueError(
             "JoinedLoader repeats batches, which an evaluation would count again; it is for training. Give all ranks "
             "as many batches (drop_last=True)"

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, IterableDataset
 
-from tests.lightning.modules import LanguageModule, LateModule, PictureModule, loader, pictures
+from tests.lightning.modules import LanguageModule, LateModule, PictureModule, loader, pictures, token_rows
 from tests.lightning.running import Run, assert_same, fit, make_trainer, report, together
 
 EXACT: dict[str, Any] = {"precision": "64-true"}
@@ -40,6 +41,29 @@ def in_order(predictions: list[torch.Tensor]) -> torch.Tensor:
 def evaluate(trainer: Trainer, module: LightningModule) -> dict[str, float]:
     validated = trainer.validate(module, verbose=False)[0]
     return {**validated, **trainer.test(module, verbose=False)[0]}
+
+
+class Unsized(IterableDataset[torch.Tensor]):
+    """A stream of batches, the same on every rank, that does not know its length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from token_rows(1, seed=11).split(2)
+
+
+def evaluate_streams(knobs: dict[str, Any] | None = None) -> dict[str, float]:
+    module, stream = LanguageModule(batches=1), DataLoader(Unsized(), batch_size=None)
+    trainer = make_trainer(knobs, **EXACT, num_sanity_val_steps=1, max_epochs=1)
+    validated = trainer.validate(module, stream, verbose=False)[0]
+    trainer.fit(module, val_dataloaders=stream)
+    tested = trainer.test(module, stream, verbose=False)[0]
+    assert trainer.predict(module, stream)
+    return {**validated, **tested, **{name: value.item() for name, value in trainer.callback_metrics.items()}}
+
+
+def test_evaluation_takes_loaders_that_do_not_know_their_length() -> None:
+    expected = evaluate_streams()
+    for found in together(evaluate_streams, {"shard_degree": 2}):
+        assert found == pytest.approx(expected, rel=0, abs=1e-12)
 
 
 def evaluate_around_fit(knobs: dict[str, Any] | None = None) -> Run:
