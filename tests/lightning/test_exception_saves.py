@@ -48,6 +48,12 @@ def train(folder: Path, fails_at: int, case: dict[str, Any], go_on: bool = False
     return report(trainer, module, error=error, reached=trainer.global_step, files=sorted(os.listdir(folder)))
 
 
+def step_of(path: Path) -> int:
+    if path.is_file():  # an ordinary checkpoint of Lightning
+        return torch.load(path, weights_only=False)["global_step"]
+    return read_manifest(path).metadata["step"]
+
+
 def failing(folder: str, cases: list[dict[str, Any]]) -> list[tuple[Run, Run, Run]]:
     seen = []
     for number, case in enumerate(cases):
@@ -56,7 +62,7 @@ def failing(folder: str, cases: list[dict[str, Any]]) -> list[tuple[Run, Run, Ru
             place.mkdir(exist_ok=True)
         plain = train(places[0], -1, case)
         failed = train(places[1], 5, case)
-        failed.extra["saved"] = [read_manifest(path).metadata["step"] for path in places[1].glob("*.ckpt")]
+        failed.extra["saved"] = [step_of(path) for path in places[1].glob("*.ckpt")]
         seen.append((plain, failed, train(places[1], -1, case, go_on=True)))
     return seen
 
