@@ -15,7 +15,7 @@ import xxhash
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.storage import BLOCK_DIGITS, RangeFile
 
-_PIECE_BYTES = 512 << 10  # stays in the cache of one core between its reading and its hashing
+_PIECE_BYTES = 1 << 20  # stays in the cache of one core between its reading and its hashing
 
 
 class CheckedFile(RangeFile):
@@ -65,18 +65,23 @@ class CheckedFile(RangeFile):
             self._read(self._unwanted[: upto - self._position])
 
     def _read(self, target: memoryview) -> None:
-        """Read and hash what comes next."""
-        for begin in range(0, len(target), self._piece):
-            piece = target[begin : begin + self._piece]
+        """Read and hash what comes next, in pieces that end where blocks do."""
+        while len(target):
+            piece = target[: self._piece - self._position % self._piece]
             self.file.read_into(self._position, piece)
-            while len(piece):
-                stop = min(self._start + self.block, self.bytes)
-                part = piece[: stop - self._position]
-                self._digest.update(part)
-                self._position += len(part)
-                if self._position == stop:
-                    self._compare()
-                piece = piece[len(part) :]
+            self._hash(piece)
+            target = target[len(piece) :]
+
+    def _hash(self, piece: memoryview) -> None:
+        """Hash what was read, and compare each block that ends in it."""
+        while len(piece):
+            stop = min(self._start + self.block, self.bytes)
+            part = piece[: stop - self._position]
+            self._digest.update(part)
+            self._position += len(part)
+            if self._position == stop:
+                self._compare()
+            piece = piece[len(part) :]
 
     def _compare(self) -> None:
         """Compare the block in progress, which is complete, and begin with the next one."""

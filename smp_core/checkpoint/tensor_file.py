@@ -22,6 +22,8 @@ from smp_core.checkpoint.dtypes import safetensors_dtype
 from smp_core.checkpoint.layout import CheckpointError, Chunk, FileRecord, Manifest, digest_of
 from smp_core.checkpoint.storage import Folder, RangeFile, Sink
 
+CACHE_LINE_BYTES = 64  # of all processors in use; copies between ranges that begin alike on their lines are faster
+_SMALL_BYTES = 64 << 10  # tensors smaller than this lie at the end of a file
 _SPAN_BYTES = 64 << 20  # most memory that a slice with gaps takes while it is read
 
 
@@ -52,9 +54,20 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
+def place_in_file(size: int) -> tuple[int, bool]:
+    """Return the key by which the tensors of a file are sorted, from a tensor's size in bytes.
+
+    Small tensors, which other ranks read too, lie side by side at the end: who reads one has to check the block that it
+    is in. Sizes divisible by higher powers of two come first, so that every tensor is aligned to its item size, and all
+    whose size is a multiple of a cache line to the line.
+    """
+    divisor = min(size & -size, CACHE_LINE_BYTES)
+    return -divisor, size < _SMALL_BYTES
+
+
 def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the head of a safetensors file (length and JSON, padded to 8 bytes) and the absolute byte range of each
-    entry.
+    """Return the head of a safetensors file (length and JSON, padded so that tensors begin on a cache line) and the
+    absolute byte range of each entry.
     """
     content: dict[str, object] = {"__metadata__": metadata}
     position = 0
@@ -66,7 +79,7 @@ def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes
         content[entry.key] = {"dtype": name, "shape": shape, "data_offsets": [position, position + entry.bytes]}
         position += entry.bytes
     text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % CACHE_LINE_BYTES)
     start = 8 + len(text)
     ranges, position = [], start
     for entry in entries:

@@ -45,13 +45,18 @@ def open_checked(path: str | os.PathLike[str], verify: str | None, ranks: Ranks,
     else:
         raise CheckpointError(f"{what}: it is overwritten again and again; load from a path that stays")
     crashed = any(crash for _, crash in seen)
-    mode = verify
-    if verify == "auto":
-        _, old = ranks.together(what, lambda: opened.index.blocks or not opened.index.tensors, lambda it: not it)
-        mode = "digests" if crashed or any(old) else "sizes"
-        if crashed and ranks.rank == 0:
-            logger.warning("an interrupted save lies beside %s: checking all digests", opened.address)
-    ranks.together(what, lambda: check_files(opened, mode, ranks.rank, ranks.size))
+    if crashed and verify == "auto" and ranks.rank == 0:
+        logger.warning("an interrupted save lies beside %s: checking all digests", opened.address)
+
+    def check() -> str | None:
+        mode = verify
+        if verify == "auto":
+            without_blocks = not opened.index.blocks and opened.index.tensors
+            mode = "digests" if crashed or without_blocks else "sizes"
+        check_files(opened, mode, ranks.rank, ranks.size)
+        return mode
+
+    mode, _ = ranks.together(what, check)
     if opened is not path:
         opened.check_bytes = verify == "auto" and mode == "sizes"
     return opened

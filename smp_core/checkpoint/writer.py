@@ -49,7 +49,7 @@ from smp_core.checkpoint.save_plan import SmpSavePlanner
 from smp_core.checkpoint.sequence import next_sequence
 from smp_core.checkpoint.staging import Staged, stage
 from smp_core.checkpoint.storage import BLOCK_BYTES, Transaction
-from smp_core.checkpoint.tensor_file import Entry, write_tensor_file
+from smp_core.checkpoint.tensor_file import Entry, place_in_file, write_tensor_file
 from smp_core.checkpoint.tree import EncodedRest, Path, merge_rest
 from smp_core.checkpoint.untrusted import is_plain
 from smp_core.checkpoint.verify import check_written
@@ -245,8 +245,7 @@ class SmpStorageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if self.ranks.rank > 0:
             self.transaction.join(self.save_id, self.mark)
-        # Wide items first keeps every entry aligned to its item size.
-        items = sorted(plan.items, key=lambda item: -_entry(item, "").dtype.itemsize)
+        items = sorted(plan.items, key=lambda item: place_in_file(_entry(item, "").bytes))
         results: list[WriteResult] = []
         if items:
             name = self.transaction.file_name(f"tensors-{self.ranks.rank:05d}-of-{self.ranks.size:05d}", ".safetensors")
