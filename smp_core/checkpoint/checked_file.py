@@ -2,7 +2,8 @@
 
 Bytes are read straight into their targets, in pieces that are hashed while they are in the processor's cache. The
 slices of a rank lie one behind the other, so that a block that one read has begun is hashed on by the next one, and
-every byte comes from the disk once. What nobody wants of a block is read as well, into a small buffer.
+every byte comes from the disk once. What nobody wants of a block is read as well, into a small buffer: that is why the
+writer puts small tensors, which all ranks read, side by side.
 
 So a block may be compared with its digest after its first bytes have been handed out: nothing that was read may be used
 before :meth:`CheckedFile.finish` has returned.
@@ -10,12 +11,15 @@ before :meth:`CheckedFile.finish` has returned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import xxhash
 
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.storage import BLOCK_DIGITS, RangeFile
 
 _PIECE_BYTES = 1 << 20  # stays in the cache of one core between its reading and its hashing
+_SHOWN = 3  # tensors that a message names
 
 
 class CheckedFile(RangeFile):
@@ -26,13 +30,17 @@ class CheckedFile(RangeFile):
         where: its path, for messages.
         digests: of all blocks, one behind the other.
         block: bytes of a block.
+        names_in: lists the tensors that have bytes in a range, for messages.
     """
 
-    def __init__(self, file: RangeFile, where: str, digests: str, block: int) -> None:
+    def __init__(
+        self, file: RangeFile, where: str, digests: str, block: int, names_in: Callable[[int, int], list[str]]
+    ) -> None:
         self.file = file
         self.where = where
         self.digests = digests
         self.block = block
+        self.names_in = names_in
         self.bytes = file.bytes
         self._piece = file.request_bytes or _PIECE_BYTES
         self._digest = xxhash.xxh3_64()  # of the block in progress, from its beginning
@@ -87,7 +95,12 @@ class CheckedFile(RangeFile):
         """Compare the block in progress, which is complete, and begin with the next one."""
         number = self._start // self.block
         if self._digest.hexdigest() != self.digests[number * BLOCK_DIGITS : (number + 1) * BLOCK_DIGITS]:
-            raise CheckpointError(f"{self.where} is damaged: its bytes from {self._start} on do not fit their digest")
+            names = self.names_in(self._start, self._position)
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise CheckpointError(
+                f"{self.where} is damaged: its bytes from {self._start} to {self._position} do not fit their digest; "
+                f"they hold {', '.join(names[:_SHOWN]) or 'its header'}{more}"
+            )
         self._digest.reset()
         self._start = self._position
 

@@ -145,6 +145,14 @@ class Index:
         """List every name, aliases included, in saved order."""
         return [*self.tensors, *self.aliases]
 
+    def names_in(self, file: str, begin: int, end: int) -> list[str]:
+        """List the tensors that have bytes in a range of a file."""
+        return [
+            name
+            for name, record in self.tensors.items()
+            if any(chunk.file == file and chunk.begin < end and begin < chunk.end for chunk in record.chunks)
+        ]
+
     def by_path(self) -> dict[tuple[Any, ...], str]:
         """Map each path in the saved state to its name."""
         return {record.path: name for name, record in self.tensors.items()} | {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from smp_core.checkpoint.checked_file import CheckedFile
@@ -42,7 +44,9 @@ class TensorFiles:
                 raise
             index = self.opened.index
             if self.opened.check_bytes and name in index.blocks:
-                file.file = checked = CheckedFile(file.file, file.where, index.blocks[name], index.block_bytes)
+                names_in = functools.partial(index.names_in, name)
+                digests, block = index.blocks[name], index.block_bytes
+                file.file = checked = CheckedFile(file.file, file.where, digests, block, names_in)
                 self._checked.append(checked)
         return self.files[name]
 

@@ -26,7 +26,7 @@ from smp_core.checkpoint import (
 )
 from tests.core.checkpoint.damage import edited, rewrite_manifest
 from tests.core.checkpoint.states import differences, gathered, sharded_state, values
-from tests.harness import run_ranks
+from tests.harness import ROOT, run_ranks
 
 TENSORS = "tensors-00000-of-00001.safetensors"
 SEED = 16
@@ -60,9 +60,13 @@ def test_no_flipped_bit_of_a_tensor_is_loaded_by_default(tmp_path: Path, block: 
     for number in range(20):
         copy = Path(shutil.copytree(original, tmp_path / str(number)))
         chunk = generator.choice([chunk for chunk in chunks if chunk.end > chunk.begin])
-        flip(copy / TENSORS, generator.randrange(chunk.begin, chunk.end))
-        with pytest.raises(CheckpointError, match=f"{TENSORS} is damaged: its bytes from"):
+        position = generator.randrange(chunk.begin, chunk.end)
+        flip(copy / TENSORS, position)
+        with pytest.raises(CheckpointError, match=f"{TENSORS} is damaged: its bytes from") as found:
             load_checkpoint(copy, template())
+        if block == 64:
+            [name] = read_index(copy).names_in(TENSORS, position, position + 1)
+            assert name in str(found.value)
         with pytest.raises(CheckpointError, match="do not fit their digest"):
             read_tensors(copy)
         with pytest.raises(CheckpointError, match="do not fit their digest"):
@@ -96,6 +100,47 @@ def test_damage_of_what_an_earlier_version_wrote_is_found_by_default(tmp_path: P
     flip(path / TENSORS, -1)
     with pytest.raises(CheckpointError, match=f"{TENSORS} is damaged"):
         load_checkpoint(path, template())
+
+
+def test_a_checkpoint_of_before_tensors_were_sorted_loads_and_its_damage_is_found(tmp_path: Path) -> None:
+    """It was written when wide items came first, headers ended on 8 bytes, and a block was 64 bytes in this test."""
+    path = Path(shutil.copytree(ROOT / "tests" / "data" / "checkpoints" / "tensors-as-planned", tmp_path / "a"))
+    target = template()
+    load_checkpoint(path, target)
+    assert differences(target["state_dict"], values(1)) == []
+    for record in read_index(path).tensors.values():
+        for chunk in record.chunks:
+            if chunk.end > chunk.begin:
+                flip(path / TENSORS, chunk.end - 1)
+                with pytest.raises(CheckpointError, match="do not fit their digest"):
+                    load_checkpoint(path, template())
+                flip(path / TENSORS, chunk.end - 1)
+
+
+def test_small_tensors_of_a_file_share_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks read them, and have to check the blocks that they lie in."""
+    path = tmp_path / "a"
+    large = {f"{number}.weight": torch.ones(1 << 20) for number in range(4)}  # each as large as a block
+    steps = {f"{number}.step": torch.tensor(float(number)) for number in range(4)}
+    state = {name: tensor for pair in zip(large.items(), steps.items(), strict=True) for name, tensor in pair}
+    save_checkpoint(path, state)
+    read: list[int] = []
+    count_bytes(monkeypatch, local_folder._LocalRangeFile, read)
+    assert read_tensors(path, "*.step") == steps
+    assert sum(read) < storage.BLOCK_BYTES
+
+
+def test_tensors_are_aligned_to_their_items_and_large_ones_to_the_cache_line(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(SEED)
+    dtypes = [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
+    sizes = [int(size) for size in torch.randint(0, 100_000, (40,), generator=generator)]
+    sizes[::4] = [size // 64 * 64 for size in sizes[::4]]
+    state = {str(number): torch.zeros(size, dtype=dtypes[number % 5]) for number, size in enumerate(sizes)}
+    save_checkpoint(tmp_path / "a", state)
+    for record in read_index(tmp_path / "a").tensors.values():
+        for chunk in record.chunks:
+            line = 64 if (chunk.end - chunk.begin) % 64 == 0 else 1
+            assert chunk.begin % record.dtype.itemsize == chunk.begin % line == 0
 
 
 def count_bytes(monkeypatch: pytest.MonkeyPatch, kind: Any, read: list[int]) -> None:
