@@ -2,8 +2,8 @@
 
 Bytes are read straight into their targets, in pieces that are hashed while they are in the processor's cache. The
 slices of a rank lie one behind the other, so that a block that one read has begun is hashed on by the next one, and
-every byte comes from the disk once. What nobody wants of a block is read as well, into a small buffer: that is why the
-writer puts small tensors, which all ranks read, side by side.
+every byte comes from the disk once. What nobody wants of a block is read as well, into a small buffer; the writer keeps
+small tensors, which all ranks read, in few blocks.
 
 So a block may be compared with its digest after its first bytes have been handed out: nothing that was read may be used
 before :meth:`CheckedFile.finish` has returned.

@@ -22,8 +22,8 @@ from smp_core.checkpoint.dtypes import safetensors_dtype
 from smp_core.checkpoint.layout import CheckpointError, Chunk, FileRecord, Manifest, digest_of
 from smp_core.checkpoint.storage import Folder, RangeFile, Sink
 
-CACHE_LINE_BYTES = 64  # of all processors in use; copies between ranges that begin alike on their lines are faster
-_SMALL_BYTES = 64 << 10  # tensors smaller than this lie at the end of a file
+_CACHE_LINE_BYTES = 64  # where tensors begin in a file, as they do in memory: such copies are faster
+_SMALL_BYTES = 64 << 10  # tensors smaller than this lie side by side in a file
 _SPAN_BYTES = 64 << 20  # most memory that a slice with gaps takes while it is read
 
 
@@ -57,11 +57,11 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def place_in_file(size: int) -> tuple[int, bool]:
     """Return the key by which the tensors of a file are sorted, from a tensor's size in bytes.
 
-    Small tensors, which other ranks read too, lie side by side at the end: who reads one has to check the block that it
-    is in. Sizes divisible by higher powers of two come first, so that every tensor is aligned to its item size, and all
-    whose size is a multiple of a cache line to the line.
+    Sizes that are divisible by a higher power of two come first: this aligns each tensor to its item size, and each of
+    a multiple of 64 bytes to a cache line. Then small tensors come last. Many of them (steps of optimizers, buffers)
+    are read by all ranks, and a reader checks complete blocks: small tensors should share as few blocks as possible.
     """
-    divisor = min(size & -size, CACHE_LINE_BYTES)
+    divisor = min(size & -size, _CACHE_LINE_BYTES)
     return -divisor, size < _SMALL_BYTES
 
 
@@ -79,7 +79,7 @@ def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes
         content[entry.key] = {"dtype": name, "shape": shape, "data_offsets": [position, position + entry.bytes]}
         position += entry.bytes
     text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % CACHE_LINE_BYTES)
+    text += b" " * (-(8 + len(text)) % _CACHE_LINE_BYTES)
     start = 8 + len(text)
     ranges, position = [], start
     for entry in entries:
