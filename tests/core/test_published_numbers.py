@@ -209,10 +209,10 @@ def test_the_cost_of_a_check_of_every_byte_is_that_of_the_result() -> None:
     text = " ".join(page("docs/checkpoints.md").split())
     for name in ("checkpoint-checked", "checkpoint-1gb"):
         found = result(name)["results"][0]["check"]
-        quartiles = {
-            kind: [f"{value:.2f}" for value in statistics.quantiles(checked / unchecked for checked, unchecked in pairs)]
-            for kind, pairs in found.items()
-        }
+        quartiles = {}
+        for kind, pairs in found.items():
+            ratios = [checked / unchecked for checked, unchecked in pairs]
+            quartiles[kind] = [f"{value:.2f}" for value in statistics.quantiles(ratios)]
         low, middle, high = quartiles["seconds"]
         processor = quartiles["processor seconds"][1]
         assert f"{middle} times as long ({low} to {high}), {processor} in processor time, [{name}.json]" in text
