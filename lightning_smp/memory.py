@@ -25,6 +25,8 @@ PLACE = f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}-memory.ckpt"
 """An empty folder beside the checkpoints, so that Lightning finds a "last" before the first one is on disk."""
 IN_MEMORY = "the newest state, in shared memory"
 """The path, by identity, that ``trainer.save_checkpoint`` gets for a state that goes to memory."""
+_BARRIER_OF_SAVES = "Trainer.save_checkpoint"
+"""The name of the barrier at the end of ``trainer.save_checkpoint``."""
 
 
 class KeepsInMemory(Callback):
@@ -77,7 +79,8 @@ class KeepsInMemory(Callback):
             return
         self.tier.after_step(trainer.global_step)
         if self.tier.is_due(trainer.global_step):
-            trainer.save_checkpoint(IN_MEMORY)
+            with strategy.without_barrier(_BARRIER_OF_SAVES):  # the ranks commit in the background
+                trainer.save_checkpoint(IN_MEMORY)
 
     def close(self, trainer: Trainer, ended_well: bool) -> None:
         """Free the memory if the run ended well; otherwise the state stays, and a line says so."""

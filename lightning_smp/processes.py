@@ -6,7 +6,9 @@ Private names: Lightning has no public launcher of scripts (``_SubprocessScriptL
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +59,7 @@ class ProcessGroupStrategy(ParallelStrategy):
         self._topology: Topology | None = None
         self._watch: RankWatch | None = None
         self._failed = False
+        self._passed_barrier: str | None = None
 
     @property
     @override
@@ -128,9 +131,18 @@ class ProcessGroupStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
+        if dist.is_initialized() and (name is None or name != self._passed_barrier):
             on_cuda = self.root_device.type == "cuda"
             dist.barrier(device_ids=[self.root_device.index] if on_cuda else None)
+
+    @contextlib.contextmanager
+    def without_barrier(self, name: str) -> Iterator[None]:
+        """Pass the Trainer's barrier of a name, where ranks need not wait for one another."""
+        self._passed_barrier = name
+        try:
+            yield
+        finally:
+            self._passed_barrier = None
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
