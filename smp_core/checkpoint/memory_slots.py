@@ -102,11 +102,9 @@ class SharedSlots(HostBuffers):
         return super().fill(tensors)
 
     def _hosts(self, sources: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
-        ranges, end = {}, 0
-        for place, source in sources.items():
-            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = begin + source.numel() * source.element_size()
-            ranges[place] = (begin, end)
+        if self._hosts_of is not self.layout:
+            self._hosts_of, self._ranges, self._views = self.layout, _ranges(sources), {}
+        end = max((end for _, end in self._ranges.values()), default=0)
         for number in (self._number, 1 - self._number):
             slot = self._slots.get(number)
             if slot is None and number != self._number and self._folder.holds(slot_name(self._rank, number)):
@@ -118,17 +116,13 @@ class SharedSlots(HostBuffers):
                 name = slot_name(self._rank, number)
                 self._slots[number] = Slot(name, self._folder.allocate(name, end))
                 self._pin(self._slots[number], sources)
-        if ranges != self._ranges:
-            self._ranges, self._views = ranges, {}
-        known, hosts, memory = self._views.get(self.slot, {}), {}, self.slot.memory
-        for place, source in sources.items():
-            host = known.get(place)
-            if host is None or host.dtype != source.dtype or host.shape != source.shape:
-                begin, end = ranges[place]
-                host = memory[begin:end].view(source.dtype).view(source.shape)
-            hosts[place] = host
-        self._views[self.slot] = hosts
-        return hosts
+        if self.slot not in self._views:
+            hosts, memory = {}, self.slot.memory
+            for place, source in sources.items():
+                begin, end = self._ranges[place]
+                hosts[place] = memory[begin:end].view(source.dtype).view(source.shape)
+            self._views[self.slot] = hosts
+        return self._views[self.slot]
 
     def _pin(self, slot: Slot, sources: Mapping[Place, torch.Tensor]) -> None:
         """Register a file's memory with the driver, so that copies from a CUDA device do not pass through another."""
@@ -159,8 +153,10 @@ class SharedSlots(HostBuffers):
             self._unpin(slot)
 
     def _copy(self, sources: Mapping[Place, torch.Tensor], hosts: Mapping[Place, torch.Tensor]) -> None:
-        now = [(hosts[place], source) for place, source in sources.items() if place[0] not in self._sharded]
-        self._later = [(hosts[place], source) for place, source in sources.items() if place[0] in self._sharded]
+        now: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._later = []
+        for place, source in sources.items():
+            (self._later if place[0] in self._sharded else now).append((hosts[place], source))
         self._versions = {name: tensor._version for name, tensor in self._sharded.items()}
         behind = [source.device for _, source in self._later if streams.run_behind(source.device)]
         self._staged_at = None if not behind else torch.accelerator.current_stream(behind[0]).record_event()
@@ -209,3 +205,13 @@ class SharedSlots(HostBuffers):
         found = content, digest_of(content, "xxh3")
         self._laid_out = (self._ranges, staged.paths, items), found
         return found
+
+
+def _ranges(sources: Mapping[Place, torch.Tensor]) -> dict[Place, tuple[int, int]]:
+    """Lay slices one behind the other; return where each begins and ends in the file."""
+    ranges, end = {}, 0
+    for place, source in sources.items():
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = begin + source.numel() * source.element_size()
+        ranges[place] = (begin, end)
+    return ranges

@@ -1,13 +1,15 @@
 """The part of one rank in a save: its named tensors and the encoded rest, live or copied to host memory.
 
 A staged copy no longer depends on the live model: training may go on while it is written. Host buffers are kept from
-save to save (pinned where the tensors are on a GPU), so that staging is one copy and no allocation.
+save to save (pinned where the tensors are on a GPU), so that staging is one copy and no allocation. The buffers also
+remember what follows from names and layouts (names, write items, ties), because training waits while it is computed.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from smp_core import streams
 from smp_core.checkpoint.layout import CheckpointError
 from smp_core.checkpoint.save_plan import LazyTensor, StagedTensor, tie_key
-from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, name_tensors
+from smp_core.checkpoint.tree import EncodedRest, Path, encode_rest, iterate_tensors, names_of
 
 Place = tuple[str, int]
 """A slice of a tensor that this rank holds: the tensor's name, the slice's number."""
@@ -64,17 +66,35 @@ def stage(
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"state must be a dict, not {type(state).__name__}")
-    named = name_tensors(dict(state))
-    for name, tensor in named.values():
-        _check(name, tensor)
-    names = {path: name for path, (name, _) in named.items()}
-    rest = encode_rest(dict(state), names, allow_pickle) if rank == 0 else None
+    found = list(iterate_tensors(dict(state)))
+    paths = [path for path, _ in found]
+    naming = Naming(paths) if buffers is None else buffers.naming_of(paths)
+    live = dict(zip(naming.names.values(), (tensor for _, tensor in found), strict=True))
+    tensors: dict[str, torch.Tensor | StagedTensor | LazyTensor] = dict(live)
+    if buffers is None:
+        for name, tensor in live.items():
+            _check(name, tensor)
+    else:
+        tensors = buffers.fill(live)
+    rest = encode_rest(dict(state), naming.names, allow_pickle) if rank == 0 else None
     own = encode_rest(per_rank, {}, allow_pickle)
-    tensors: dict[str, torch.Tensor | StagedTensor | LazyTensor] = dict(named.values())
     if buffers is not None:
-        tensors = buffers.fill(dict(named.values()))
         rest, own = None if rest is None else _frozen(rest), _frozen(own)
-    return Staged(tensors, {name: path for path, name in names.items()}, rest, own, _meshes(dict(named.values())))
+    meshes = _meshes(live) if buffers is None else buffers.layout.meshes
+    return Staged(tensors, naming.paths, rest, own, meshes)
+
+
+class Naming:
+    """The names of the tensors at some paths.
+
+    Attributes:
+        names: path -> name, in order.
+        paths: name -> path.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.names = names_of(paths)
+        self.paths = {name: path for path, name in self.names.items()}
 
 
 def _check(name: str, tensor: torch.Tensor | LazyTensor) -> None:
@@ -96,39 +116,123 @@ def _frozen(rest: EncodedRest) -> EncodedRest:
 
 def _meshes(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
     meshes = {}
-    for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)):
+    found = [tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)]
+    for mesh in {id(mesh): mesh for mesh in found}.values():
         ranks = mesh.mesh.flatten().tolist()
         described = {"axes": list(mesh.mesh_dim_names or []), "shape": list(mesh.mesh.shape), "ranks": ranks}
         meshes[json.dumps(described)] = described
     return list(meshes.values())
 
 
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What follows from a tensor's :func:`_appearance`.
+
+    Attributes:
+        items: DCP's write items of the slices that this rank holds.
+        tie: :func:`tie_key`; None also for types of other packages.
+        can_tie: False for types of other packages.
+        is_local: whether the only slice is the local tensor.
+    """
+
+    appearance: Hashable
+    items: list[WriteItem]
+    tie: Any
+    can_tie: bool
+    is_local: bool
+
+
+class Layout:
+    """The slices of named tensors. It holds for as long as no tensor appears otherwise.
+
+    Attributes:
+        sources: the slices to copy, and whether each is the whole local tensor. Tied tensors have theirs once.
+        meshes: as in :class:`Staged`.
+    """
+
+    def __init__(self, known: Mapping[str, _Known], meshes: list[dict[str, Any]]) -> None:
+        self.known = dict(known)
+        self.meshes = meshes
+        self.sources: dict[Place, tuple[WriteItem, bool]] = {}
+        self._owners: dict[str, str] = {}
+        self._staged: list[tuple[Mapping[Place, torch.Tensor], dict[str, StagedTensor]]] = []
+        first: dict[Any, str] = {}
+        for name, each in known.items():
+            owner = self._owners[name] = name if each.tie is None else first.setdefault(each.tie, name)
+            if owner == name:
+                for number, item in enumerate(each.items):
+                    self.sources[name, number] = (item, each.is_local)
+
+    def holds_for(self, known: Mapping[str, _Known]) -> bool:
+        """Tell whether these are the tensors of this layout: the same objects under the same names, in order."""
+        same = len(known) == len(self.known) and all(map(operator.is_, known.values(), self.known.values()))
+        return same and all(map(operator.eq, known, self.known))
+
+    def staged(self, hosts: Mapping[Place, torch.Tensor]) -> dict[str, StagedTensor]:
+        """Return the staged tensors whose slices are in ``hosts``; those of a save before where its hosts are used
+        again. Buffers have two sets of hosts at most."""
+        for hosts_then, staged_then in self._staged:
+            if hosts_then is hosts:
+                return staged_then
+        staged = {}
+        for name, each in self.known.items():
+            owner = self._owners[name]
+            slices = {item.index.offset: hosts[owner, number] for number, item in enumerate(each.items)}
+            staged[name] = StagedTensor(each.items, slices, each.tie, can_tie=each.can_tie)
+        self._staged = [*self._staged[-1:], (hosts, staged)]
+        return staged
+
+
 class HostBuffers:
-    """The host memory for staged tensors, kept for the next save of the same shapes."""
+    """The host memory for staged tensors, kept for the next save of the same shapes.
+
+    Attributes:
+        layout: of the tensors of the last save.
+    """
 
     def __init__(self) -> None:
+        self.layout = Layout({}, [])
+        self._hosts_of: Layout | None = None
         self._kept: dict[Place, torch.Tensor] = {}
         self._items: dict[str, tuple[Hashable, list[WriteItem]]] = {}
+        self._naming: tuple[list[Path], Naming] | None = None
+        self._known: dict[str, _Known] = {}
+
+    def naming_of(self, paths: list[Path]) -> Naming:
+        """Name the tensors at these paths; as in the last save if they are those of then."""
+        if self._naming is None or self._naming[0] != paths:
+            self._naming = paths, Naming(paths)
+        return self._naming[1]
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | StagedTensor | LazyTensor]:
-        """Copy this rank's slices, and return when all values have arrived. Tied tensors are copied once."""
-        items = {name: self._write_items(name, tensor) for name, tensor in tensors.items()}
-        keys = {name: tie_key(tensor) if _can_tie(tensor) else None for name, tensor in tensors.items()}
-        first: dict[Any, str] = {}
+        """Copy this rank's slices, and return when all values have arrived. Tied tensors are copied once.
+
+        Raises:
+            CheckpointError: a tensor that cannot be saved; nothing is copied.
+        """
+        self._known = {name: self._known_of(name, tensor) for name, tensor in tensors.items()}
+        if not self.layout.holds_for(self._known):
+            self.layout = Layout(self._known, _meshes(tensors))
         sources: dict[Place, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            if keys[name] is None or first.setdefault(keys[name], name) == name:
-                for number, item in enumerate(items[name]):
-                    sources[name, number] = find_tensor_shard(tensor, item.index).detach()
+        for place, (item, is_local) in self.layout.sources.items():
+            tensor = tensors[place[0]]
+            source = _local(tensor) if is_local else find_tensor_shard(tensor, item.index)
+            sources[place] = source.detach() if source.requires_grad else source
         hosts = self._hosts(sources)
         self._copy(sources, hosts)
+        return dict(self.layout.staged(hosts))
 
-        staged: dict[str, torch.Tensor | StagedTensor | LazyTensor] = {}
-        for name, tensor in tensors.items():
-            owner = name if keys[name] is None else first[keys[name]]
-            slices = {item.index.offset: hosts[owner, number] for number, item in enumerate(items[name])}
-            staged[name] = StagedTensor(items[name], slices, keys[name], can_tie=_can_tie(tensor))
-        return staged
+    def _known_of(self, name: str, tensor: torch.Tensor) -> _Known:
+        appearance = _appearance(tensor)
+        known = self._known.get(name)
+        if known is not None and appearance is not None and known.appearance == appearance:
+            return known
+        _check(name, tensor)
+        items = self._write_items(name, tensor)
+        if not _can_tie(tensor):
+            return _Known(None, items, None, can_tie=False, is_local=False)
+        is_local = len(items) == 1 and _is_same(find_tensor_shard(tensor, items[0].index), _local(tensor))
+        return _Known(appearance, items, tie_key(tensor), can_tie=True, is_local=is_local)
 
     def _write_items(self, name: str, tensor: torch.Tensor) -> list[WriteItem]:
         """Return which slices this rank writes; of a tensor that is laid out as in the last save, those of then."""
@@ -144,17 +248,40 @@ class HostBuffers:
 
     def _hosts(self, sources: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
         """Return host tensors of the same shapes and dtypes; those of the last save where they fit."""
+        if self._hosts_of is self.layout:
+            return self._kept
         hosts = {}
         for place, source in sources.items():
             host = self._kept.get(place)
             if host is None or (host.shape, host.dtype) != (source.shape, source.dtype):
                 host = torch.empty(source.shape, dtype=source.dtype, pin_memory=streams.pins(source.device))
             hosts[place] = host
-        self._kept = hosts
+        self._kept, self._hosts_of = hosts, self.layout
         return hosts
 
     def _copy(self, sources: Mapping[Place, torch.Tensor], hosts: Mapping[Place, torch.Tensor]) -> None:
         copy_to_hosts([(hosts[place], source) for place, source in sources.items()])
+
+
+def _appearance(tensor: torch.Tensor) -> Hashable:
+    """Return what a tensor's write items and tie follow from, its place in memory included; None where nobody knows."""
+    if not _can_tie(tensor):
+        return None
+    local = _local(tensor)
+    if local.layout is not torch.strided:
+        return None
+    over = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    memory = (local.data_ptr(), local.shape, local.stride(), local.device)
+    return (tensor.shape, tensor.dtype, tensor.requires_grad, over, memory)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are the same view of the same memory."""
+    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
 def copy_to_hosts(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

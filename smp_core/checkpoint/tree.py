@@ -19,7 +19,7 @@ import copy
 import io
 import math
 import re
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,8 @@ from smp_core.checkpoint.save_plan import LazyTensor
 
 Path = tuple[Any, ...]
 DROP = object()
+_SAME_IN_JSON = frozenset((type(None), bool, int, str))
+_LEAVES = _SAME_IN_JSON | {float}  # have nothing inside: most values of a state, so they are passed over early
 
 
 @dataclass(frozen=True)
@@ -68,25 +70,28 @@ def iterate_tensors(state: Any, path: Path = (), mapping: Any = dict) -> Iterato
         yield path, state
     elif isinstance(state, mapping):
         for key, value in state.items():
-            yield from iterate_tensors(value, (*path, key), mapping)
+            if type(value) not in _LEAVES:
+                yield from iterate_tensors(value, (*path, key), mapping)
     elif isinstance(state, (list, tuple)):
         for position, value in enumerate(state):
-            yield from iterate_tensors(value, (*path, position), mapping)
+            if type(value) not in _LEAVES:
+                yield from iterate_tensors(value, (*path, position), mapping)
 
 
 def name_tensors(state: Any) -> dict[Path, tuple[str, Any]]:
     """Give every tensor a name: its path joined by dots, or the path as JSON where two paths would join alike."""
     found = dict(iterate_tensors(state))
-    count: dict[str, int] = defaultdict(int)
-    for path in found:
-        count[path_text(path)] += 1
-    named = {}
-    for path, tensor in found.items():
-        name = path_text(path)
-        if count[name] > 1:
-            name = str(path_to_json(path))
-        named[path] = (name, tensor)
-    return named
+    names = names_of(list(found))
+    return {path: (names[path], tensor) for path, tensor in found.items()}
+
+
+def names_of(paths: Sequence[Path]) -> dict[Path, str]:
+    """Name the tensors at some paths, as :func:`name_tensors` does."""
+    joined = [path_text(path) for path in paths]
+    count = Counter(joined)
+    return {
+        path: name if count[name] == 1 else str(path_to_json(path)) for path, name in zip(paths, joined, strict=True)
+    }
 
 
 def map_tensors(state: Any, replace: Callable[[Any], Any], mapping: Any = dict) -> Any:
@@ -126,9 +131,15 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
     result = EncodedRest()
     refused: list[str] = []
 
+    def encode_items(values: Sequence[Any], path: Path) -> list[Any]:
+        return [
+            item if type(item) in _SAME_IN_JSON else encode(item, (*path, position))
+            for position, item in enumerate(values)
+        ]
+
     def encode(value: Any, path: Path) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if kind in _SAME_IN_JSON:
             return value
         if kind is float:
             return value if math.isfinite(value) else {"$float": str(value)}
@@ -136,13 +147,16 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
             return {"$tensor": names[path]}
         if kind is dict or kind is OrderedDict:
             if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-                return {key: encode(item, (*path, key)) for key, item in value.items()}
+                return {
+                    key: item if type(item) in _SAME_IN_JSON else encode(item, (*path, key))
+                    for key, item in value.items()
+                }
             tag = "$dict" if kind is dict else "$odict"
             return {tag: [[encode(key, (*path, "<key>")), encode(item, (*path, key))] for key, item in value.items()]}
         if kind is list:
-            return [encode(item, (*path, position)) for position, item in enumerate(value)]
+            return encode_items(value, path)
         if kind is tuple:
-            return {"$tuple": [encode(item, (*path, position)) for position, item in enumerate(value)]}
+            return {"$tuple": encode_items(value, path)}
         if kind is set or kind is frozenset:
             return {f"${kind.__name__}": [encode(item, (*path, "<item>")) for item in value]}
         if kind.__module__ == "numpy":
@@ -267,6 +281,9 @@ def subtree(tree: Any, path: Path) -> Any:
 
 
 def _weights_only_problem(value: Any) -> str | None:
+    """Say why a value cannot be read back with ``weights_only=True``; None if it can, which is tried out."""
+    if type(value) is torch.Tensor and _is_plain(value):
+        return None
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -278,6 +295,12 @@ def _weights_only_problem(value: Any) -> str | None:
     except Exception:
         return "torch.load(weights_only=True) refuses it"
     return None if type(restored) is type(value) else f"comes back as {type(restored).__name__}"
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is nothing but its values, in the host's memory: such ones need not be tried out."""
+    is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    return is_dense and not vars(tensor) and not any(getattr(tensor, "names", ()))
 
 
 def _encode_numpy(value: Any) -> dict[str, Any] | None:
