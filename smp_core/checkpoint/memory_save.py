@@ -2,13 +2,12 @@
 
 In the thread of a save: (1) copy what was not copied at once; (2) digests, and the layout of each rank to all; (3) the
 rest and all ranks' own parts, merged by rank 0, to a file on each node; (4) where no rank of another node has the same
-layout, that is the same tensors, a copy of the tensors goes to the next node; (5) records, which are the commit. Only
-then may the state before be written over, so that at every instant one state is complete on all ranks.
+layout, that is the same tensors, a copy of the tensors goes to the next node (memory_copies.py); (5) records, which are
+the commit. Only then may the state before be written over, so that at every instant one state is complete on all ranks.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import logging
@@ -19,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from smp_core.checkpoint.file_system import new_save_id
 from smp_core.checkpoint.layout import FORMAT, CheckpointError, digest_of
+from smp_core.checkpoint.memory_copies import NeighbourCopies
 from smp_core.checkpoint.memory_folder import NodeMemory
 from smp_core.checkpoint.memory_records import Record, digests_of_blocks, layout_name, record_name
-from smp_core.checkpoint.memory_slots import SharedSlots, Slot, slot_name
+from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.staging import Staged, stage
 from smp_core.checkpoint.tree import EncodedRest, merge_rest
@@ -33,7 +32,6 @@ from smp_core.checkpoint.untrusted import StoreError
 
 logger = logging.getLogger("smp")
 
-PIECE_BYTES = 64 << 20  # of one message
 _WRITER = "smp-memory-checkpoint"
 
 
@@ -74,6 +72,7 @@ class MemorySaver:
         beside: returns the sequence number of a save now, and what there is on disk; asked on rank 0.
 
     Attributes:
+        leads: whether this rank writes what its node has once.
         stall_seconds: the time for which training has waited for saves, in all.
     """
 
@@ -88,20 +87,14 @@ class MemorySaver:
         self.slots = SharedSlots(folder, ranks.rank)
         self.stall_seconds = 0.0
         self._ranks = ranks
-        self._nodes = nodes
-        self._node = next(number for number, node in enumerate(nodes) if ranks.rank in node)
+        self.leads = any(ranks.rank == node[0] for node in nodes)
         self._beside = beside
         self._of_slot: dict[int, list[str]] = {}
-        self._copies: dict[int, Slot] = {}
+        self._copies = NeighbourCopies(folder, ranks, nodes)
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._error: BaseException | None = None
         self._is_first = True
-
-    @property
-    def leads(self) -> bool:
-        """Tell whether this rank writes what its node has once."""
-        return self._ranks.rank == self._nodes[self._node][0]
 
     def go_on_from(self, file: str, names: list[str]) -> None:
         """Keep the state that a resumed run was read from until the next but one save.
@@ -122,6 +115,7 @@ class MemorySaver:
         """
         begin = time.perf_counter()
         self.wait()
+        self._copies.pace.begin_save()
         self.folder.remove(self._of_slot.pop(self.slots.turn(), []))
         staged: Staged | None = None
         problem: Exception | None = None
@@ -152,6 +146,7 @@ class MemorySaver:
             CheckpointError: it failed; on all ranks.
         """
         if self._thread is not None:
+            self._copies.pace.hurry()
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
@@ -233,8 +228,8 @@ class MemorySaver:
             rest={name: (len(content), digest_of(content, "xxh3")) for name, content in rest.items()},
         )
         records = [(record, part.layout)]
-        if any(self._only_on_its_node(record.layouts)):
-            records += self._copy_of_neighbour(what, record, part)
+        if self._copies.are_needed(record.layouts):
+            records += self._copies.exchange(what, record, part.layout, slot.memory, self.slots.number)
         names, _ = self._ranks.together(what, lambda: self._commit(records, rest))
         self._of_slot[self.slots.number] = names
 
@@ -260,66 +255,6 @@ class MemorySaver:
         self.slots.turn()  # back: the next save writes over this one, not over the newest that is whole
         if self._ranks.rank == 0:
             logger.warning("step %d is not kept in memory: %s", step, why)
-
-    # Copies on another node
-
-    def _only_on_its_node(self, layouts: list[str]) -> list[bool]:
-        """Tell of each rank whether no rank of another node has the same tensors; none where there is one node."""
-        if len(self._nodes) == 1:
-            return [False] * len(layouts)
-        node_of = {rank: number for number, node in enumerate(self._nodes) for rank in node}
-        nodes: dict[str, set[int]] = {}
-        for rank, layout in enumerate(layouts):
-            nodes.setdefault(layout, set()).add(node_of[rank])
-        return [len(nodes[layout]) == 1 for layout in layouts]
-
-    def _neighbour(self, distance: int) -> int:
-        place = self._nodes[self._node].index(self._ranks.rank)
-        return self._nodes[(self._node + distance) % len(self._nodes)][place]
-
-    def _copy_of_neighbour(self, what: str, record: Record, part: Prepared) -> list[tuple[Record, bytes]]:
-        """Send this rank's part to the next node, and take that of the node before. Collective."""
-        alone = self._only_on_its_node(record.layouts)
-        to, source = self._neighbour(1), self._neighbour(-1)
-        head = (record, part.layout) if alone[record.rank] else None
-        heads = self._ranks.gather(head)  # small beside the tensors
-        copy: Slot | None = None
-
-        theirs = heads[source]
-
-        def room() -> None:
-            nonlocal copy
-            if theirs is not None:
-                copy = self._room_for_copy(source, theirs[0].size)
-
-        self._ranks.together(what, room)
-        sent = [] if head is None else pieces(self.slots.slot.memory)
-        taken = [] if copy is None else pieces(copy.memory)
-        for number in range(max(len(sent), len(taken))):
-            works = []
-            if number < len(sent):
-                works.append(dist.isend(sent[number], to, group=self._ranks.group))
-            if number < len(taken):
-                works.append(dist.irecv(taken[number], source, group=self._ranks.group))
-            for work in works:
-                assert work is not None
-                work.wait()
-        if copy is None or theirs is None:
-            return []
-        return [(dataclasses.replace(theirs[0], file=copy.name), theirs[1])]
-
-    def _room_for_copy(self, source: int, size: int) -> Slot:
-        number = self.slots.number
-        slot = self._copies.get(number)
-        if slot is None or len(slot.memory) != size:
-            name = slot_name(source, number)
-            slot = self._copies[number] = Slot(name, self.folder.allocate(name, size))
-        return slot
-
-
-def pieces(memory: torch.Tensor) -> list[torch.Tensor]:
-    """Cut the bytes of a file into messages."""
-    return [memory[begin : begin + PIECE_BYTES] for begin in range(0, len(memory), PIECE_BYTES)]
 
 
 def _rest_files(save: str, rest: EncodedRest) -> dict[str, bytes]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core.checkpoint.layout import CheckpointError, digest_of
+from smp_core.checkpoint.memory_copies import pieces
 from smp_core.checkpoint.memory_folder import NodeMemory
 from smp_core.checkpoint.memory_records import (
     MemoryCheckpoint,
@@ -26,7 +27,6 @@ from smp_core.checkpoint.memory_records import (
     read_record,
     record_name,
 )
-from smp_core.checkpoint.memory_save import pieces
 from smp_core.checkpoint.memory_slots import slot_name
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.untrusted import JSON_BYTES

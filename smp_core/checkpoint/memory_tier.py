@@ -2,7 +2,8 @@
 
 A face makes one :class:`MemoryTier` for a run, asks it at the start for the newest state of memory and disk, gives it
 the state every so many steps, and closes it. What it is made of: memory_folder.py (files), memory_slots.py (the copy),
-memory_save.py (the commit), memory_search.py (the way back), progress.py (what a failure has cost).
+memory_save.py (the commit), memory_copies.py (copies on the next node), memory_search.py (the way back), progress.py
+(what a failure has cost).
 """
 
 from __future__ import annotations
