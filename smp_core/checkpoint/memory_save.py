@@ -32,7 +32,8 @@ from smp_core.checkpoint.untrusted import StoreError
 
 logger = logging.getLogger("smp")
 
-_WRITER = "smp-memory-checkpoint"
+WRITER = "smp-memory-checkpoint"
+"""The name of the thread of a save."""
 
 
 def wait_for_writers() -> None:
@@ -41,7 +42,7 @@ def wait_for_writers() -> None:
     their collectives.
     """
     for thread in threading.enumerate():
-        if thread.name == _WRITER:
+        if thread.name == WRITER:
             thread.join()
 
 
@@ -125,7 +126,7 @@ class MemorySaver:
             problem = error
         self._copied.clear()
         facts = (step, metadata)
-        self._thread = threading.Thread(target=self._write, args=(staged, problem, facts), name=_WRITER, daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(staged, problem, facts), name=WRITER, daemon=True)
         self._thread.start()
         if self._is_first:
             self._is_first = False

@@ -131,12 +131,6 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
     result = EncodedRest()
     refused: list[str] = []
 
-    def encode_items(values: Sequence[Any], path: Path) -> list[Any]:
-        return [
-            item if type(item) in _SAME_IN_JSON else encode(item, (*path, position))
-            for position, item in enumerate(values)
-        ]
-
     def encode(value: Any, path: Path) -> Any:
         kind = type(value)
         if kind in _SAME_IN_JSON:
@@ -154,9 +148,9 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
             tag = "$dict" if kind is dict else "$odict"
             return {tag: [[encode(key, (*path, "<key>")), encode(item, (*path, key))] for key, item in value.items()]}
         if kind is list:
-            return encode_items(value, path)
+            return _encode_items(value, path, encode)
         if kind is tuple:
-            return {"$tuple": encode_items(value, path)}
+            return {"$tuple": _encode_items(value, path, encode)}
         if kind is set or kind is frozenset:
             return {f"${kind.__name__}": [encode(item, (*path, "<item>")) for item in value]}
         if kind.__module__ == "numpy":
@@ -178,13 +172,23 @@ def encode_rest(state: Any, names: dict[Path, str], allow_pickle: bool = False) 
 
     result.tree = encode(state, ())
     if refused:
-        shown = "; ".join(refused[:5]) + (f"; and {len(refused) - 5} more" if len(refused) > 5 else "")
-        raise CheckpointError(
-            "these values cannot be saved so that loading needs no unrestricted unpickling: "
-            f"{shown}. Turn them into plain values (str, int, dict, dataclasses.asdict(...), ...), or pass "
-            "allow_pickle=True to saving and to loading"
-        )
+        raise _refusal(refused)
     return result
+
+
+def _encode_items(values: Sequence[Any], path: Path, encode: Callable[[Any, Path], Any]) -> list[Any]:
+    return [
+        item if type(item) in _SAME_IN_JSON else encode(item, (*path, position)) for position, item in enumerate(values)
+    ]
+
+
+def _refusal(refused: Sequence[str]) -> CheckpointError:
+    shown = "; ".join(refused[:5]) + (f"; and {len(refused) - 5} more" if len(refused) > 5 else "")
+    return CheckpointError(
+        "these values cannot be saved so that loading needs no unrestricted unpickling: "
+        f"{shown}. Turn them into plain values (str, int, dict, dataclasses.asdict(...), ...), or pass "
+        "allow_pickle=True to saving and to loading"
+    )
 
 
 def merge_rest(rest: EncodedRest, per_rank: Sequence[EncodedRest]) -> EncodedRest:
