@@ -233,7 +233,9 @@ class ParallelModel:
         return {clean_name(name): p for name, p in self.module.named_parameters(remove_duplicate=False)}
 
     def _finer_weights(self) -> dict[str, torch.Tensor]:
-        finer = {} if self.window.world is None else self.window.world.weights()
+        if self.window.world is None:
+            return {}
+        finer = self.window.world.weights()
         return {name: finer[id(p)] for name, p in self._parameters_by_name().items() if id(p) in finer}
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *others: ParallelModel) -> bool:
@@ -290,11 +292,11 @@ class ParallelModel:
         """Give every rank rank 0's persistent buffers (BatchNorm statistics), as DDP does: before evaluation and
         saving; with pipeline stages those of the first rank of the stage on which they work. What is not saved
         (``_non_persistent_buffers_set`` is the only list of it) is not state and is left alone."""
+        saved: list[torch.Tensor] = []
         for module in (module for part in self.parts for module in part.module.modules()):
             passing = module._non_persistent_buffers_set
-            own = module.named_buffers(recurse=False)
-            saved = (buffer for name, buffer in own if name not in passing)
-            broadcast_from_rank_0(saved, self.mesh.device, self.mesh.model_group)
+            saved += [buffer for name, buffer in module.named_buffers(recurse=False) if name not in passing]
+        broadcast_from_rank_0(saved, self.mesh.device, self.mesh.model_group)
         if self.pipeline is not None:
             buffers = dict(self.module.named_buffers(remove_duplicate=False))
             for name, stage in self.pipeline.stages.buffers.items():
