@@ -22,11 +22,13 @@ from smp_core.checkpoint.memory_slots import Slot, slot_name
 from smp_core.checkpoint.ranks import Ranks
 
 PIECE_BYTES = 64 << 20  # of one message where nothing else is on the link
-_LEAST_PIECE_BYTES = 256 << 10  # a smaller message costs more processor time than it saves others waiting
-_PIECE_SECONDS = 0.004  # a message of training is held up by this much
-_SHARE_OF_INTERVAL = 0.5  # of the time between two saves, so that a shorter interval is no reason to wait
-_LONGEST = 10  # times what a copy takes without rests: until it is complete, a lost node costs the step before
-_LONGEST_REST = 1.0  # seconds: far below the limit of any collective, in which the neighbour may wait
+_LEAST_PIECE_BYTES = 256 << 10  # a smaller message costs more processor time than it spares others waiting
+_PIECE_SECONDS = 0.004  # that a message of training waits for a piece on the link before it
+_SHARE_OF_INTERVAL = 0.5  # of the time between two saves: the next one may come sooner than the last one did
+_MOST_STRETCH = (
+    10  # times the seconds of a copy without rests: a state is of no use to a lost node until it has arrived
+)
+_LONGEST_REST = 1.0  # seconds: the neighbour waits meanwhile, and the limit of its collectives is far longer
 
 
 def pieces(memory: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> list[torch.Tensor]:
@@ -42,7 +44,7 @@ class Pace:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._save_began: float | None = None
         self._interval = 0.0
         self._bytes_per_second = 0.0  # until a copy was sent without rests: not known
@@ -50,7 +52,7 @@ class Pace:
 
     def begin_save(self) -> None:
         """Note that a save begins; the time since the one before is taken for the time until the next one."""
-        now = self._clock()
+        now = self.clock()
         self._interval = 0.0 if self._save_began is None else now - self._save_began
         self._save_began = now
         self._hurries.clear()
@@ -75,17 +77,13 @@ class Pace:
         """Return the seconds over which a copy is spread; 0: it is sent without rests."""
         if not self._bytes_per_second:
             return 0.0
-        return min(_SHARE_OF_INTERVAL * self._interval, _LONGEST * n_bytes / self._bytes_per_second)
+        return min(_SHARE_OF_INTERVAL * self._interval, _MOST_STRETCH * n_bytes / self._bytes_per_second)
 
     def rest(self, due: float) -> None:
         """Rest until an instant of the clock, unless somebody waits for the save."""
-        seconds = min(due - self._clock(), _LONGEST_REST)
+        seconds = min(due - self.clock(), _LONGEST_REST)
         if seconds > 0:
             self._hurries.wait(seconds)
-
-    def now(self) -> float:
-        """Return the clock's time."""
-        return self._clock()
 
 
 def exchange_copies(
@@ -107,7 +105,7 @@ def exchange_copies(
     """
     n_bytes = max(sum(map(len, sent)), sum(map(len, taken)))
     steps = max(len(sent), len(taken))
-    duration, began = pace.duration(n_bytes), pace.now()
+    duration, began = pace.duration(n_bytes), pace.clock()
     for step in range(steps):
         pace.rest(began + duration * step / steps)
         works = []
@@ -119,7 +117,7 @@ def exchange_copies(
             assert work is not None
             work.wait()
     if not duration:
-        pace.learn(n_bytes, pace.now() - began)
+        pace.learn(n_bytes, pace.clock() - began)
 
 
 class NeighbourCopies:

@@ -88,7 +88,7 @@ def test_a_copy_ends_before_the_next_save(interval: float, seconds: float) -> No
 def test_rests_are_counted_from_the_beginning_and_end_when_somebody_waits() -> None:
     """A piece that took long shortens the rest after it; one that came late is followed by none."""
     pace, rests = paced(interval=100.0, bytes_per_second=10**6)
-    began = pace.now()
+    began = pace.clock()
     pace.rest(began + 0.5)
     rests.clock.time += 0.4  # a piece
     pace.rest(began + 1.0)
