@@ -106,6 +106,38 @@ def test_a_run_whose_memory_is_lost_goes_on_from_disk(tmp_path: Path) -> None:
     assert all(resumed.extra["opened"] for _, _, resumed in runs)
 
 
+class SavesOnce(LanguageModule):
+    """Saves a checkpoint of its own in its second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 1:
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir, "own.ckpt"))
+        return super().training_step(batch, batch_idx)
+
+
+def names_of_barriers(folder: str) -> list[str | None]:
+    """Train with a state in memory at every step; what ranks waited for one another for."""
+    os.environ["SMP_MEMORY_FOLDER"] = folder
+    knobs = {"shard_degree": "world", "checkpoint": {"memory_every_n_steps": 1}}
+    trainer = make_trainer(knobs, default_root_dir=folder, max_steps=4)
+    names: list[str | None] = []
+    strategy: Any = trainer.strategy
+    passes = strategy.barrier
+
+    def barrier(name: str | None = None) -> None:
+        with mock.patch.object(dist, "barrier", lambda **_: names.append(name)):
+            passes(name)
+
+    with mock.patch.object(strategy, "barrier", barrier):
+        trainer.fit(SavesOnce(BATCHES))
+    return names
+
+
+def test_ranks_wait_for_one_another_at_a_checkpoint_but_not_at_a_state_in_memory(tmp_path: Path) -> None:
+    for names in run_ranks(names_of_barriers, 2, str(tmp_path)):
+        assert names.count("Trainer.save_checkpoint") == 1, "at the module's own"
+
+
 @pytest.mark.parametrize(("step", "from_memory"), [(99, True), (100, False), (150, False)])
 def test_a_checkpoint_of_another_folder_is_compared_by_its_step(step: int, from_memory: bool, tmp_path: Path) -> None:
     """OnExceptionCheckpoint, say, saves there: its sequence numbers are of that folder."""
