@@ -123,8 +123,13 @@ def test_memory_modes_are_those_of_the_result() -> None:
 def test_the_memory_tier_is_that_of_the_result() -> None:
     found, text = result("memory_tier"), page("docs/checkpoints.md")
     for cost in found["cost"]:
-        assert f"{cost['state_ms']:.0f} ± {cost['uncertainty_ms']:.0f} ms" in text
-        assert f"{cost['share_every_10_steps']:.1%}".replace("%", " %") in text
+        row = (
+            f"| {cost['shard_degree']} | {cost['compute_s']:.0f} s | {cost['step_ms']:.0f} ms | "
+            f"{cost['step_link_ms']:.0f} ms | {cost['state_link_ms']:.0f} ms | "
+            f"{cost['state_ms']:.0f} ± {cost['uncertainty_ms']:.0f} ms | {cost['share_of_a_step']:.1%} | "
+            f"{cost['share_every_10_steps']:.2%} |"
+        )
+        assert row.replace("%", " %") in text, row
     for lost in found["lost"]:
         assert f"{lost['next_step_s']:.1f} s" in text
         assert lost["bit_equal"] and not lost["survivors_opened_on_disk"] and not lost["left_in_memory"]
