@@ -47,12 +47,14 @@ class TraceMeter(TorchDispatchMode):
         if any(hasattr(each, "__tensor_flatten__") for each in types):  # a wrapper, as DTensor is
             return NotImplemented  # so that operations on what it wraps come here
         result = func(*args, **(kwargs or {}))
+        # An operator that gives no tensor and changes none asks for a device or a size: it reads no values, and how
+        # often it is asked depends on what fake tensors remember.
         tensors = [each for each in flat(result) if isinstance(each, torch.Tensor)]
-        if not func.is_view:
+        if not func.is_view and (tensors or func._schema.is_mutable):  # _schema: no public name for what it changes
             self._count(func, args, kwargs or {}, result, tensors)
         for tensor in tensors:
             self._follow(tensor)
-        if tensors:  # questions about devices are asked, or not, as fake tensors remember the answers
+        if tensors:
             reached = FORWARD if self.phase == "forward" else self.blocks_reached
             self.instants.append((reached, self._live[False], self._live[True], str(func)))
         return result

@@ -23,7 +23,7 @@ from smp_core.planning.hardware import Hardware
 from smp_core.planning.model_trace import ModelTrace
 from smp_core.planning.search import TIE, search
 from smp_core.planning.stage_time import step_model
-from smp_core.planning.step_memory import peak_memory
+from smp_core.planning.step_memory import peak_memory, recomputation
 from smp_core.planning.time import StepModel, exposed_seconds
 from smp_core.planning.trace import trace, trace_model
 from smp_core.run_record import _of_plan
@@ -264,9 +264,9 @@ def test_why_not_says_what_it_costs_what_does_not_fit_and_what_is_refused(planne
     found = planned
     assert "step time (tensor +" in found.why_not(tensor=8)
     assert "GiB over at the least" in found.why_not(shard=1, pipeline=1)
-    assert "step time (pipeline +" in found.why_not(shard=1)  # with stages it fits
+    assert "step time (pipeline +" in found.why_not(shard=8)  # with stages it fits
     assert "does not divide" in found.why_not(shard=7)
-    same = {"shard": found.chosen.plan.shard_degree, "recomputation": "full"}
+    same = {"shard": found.chosen.plan.shard_degree, "recomputation": recomputation(found.chosen.plan)}
     assert "this is what was chosen" in found.why_not(**same)
 
 
