@@ -157,7 +157,11 @@ def compared(case: Case) -> dict[str, Any]:
     planned = {kind: getattr(peak, kind) for kind in RUN_KINDS}
     sent = sent_bytes(plan, trace, case.micro_batch, case.count, case.tokens)
     (ran,) = dry_run(Question(case.model, hardware, case.knobs, case.tokens, case.micro_batch, case.count))
-    large = [kind for kind in RUN_KINDS if max(planned[kind], ran.memory[kind]) > ran.total / 100]
+    one_percent = ran.total / 100
+    large = []
+    for kind in RUN_KINDS:
+        if max(planned[kind], ran.memory[kind]) > one_percent:
+            large.append(kind)
     return {
         "cluster": case.cluster,
         "ranks": ran.ranks,

@@ -118,15 +118,23 @@ def decided(row: Row, hardware: Hardware, knobs: dict[str, Any]) -> tuple[Plan, 
 
 
 def step_of(row: Row, hardware: Hardware, knobs: dict[str, Any]) -> StepTime:
+    """Return the time of a step, by part.
+
+    All ranks share the machine's cores, which compute, and copy what collectives inside nodes send. With stages, those
+    of a stage that waits work for the others. All stages together compute and gather as long as at the same time, and
+    what they wait for one another are messages between nodes.
+    """
     plan, samples = decided(row, hardware, knobs)
-    if plan.stages is not None:
-        # All ranks share the machine's cores: those of a stage that waits compute for the others, so that together they
-        # compute as long as without stages, and wait for messages beside it.
-        plain = step_of(row, hardware, {"shard_degree": "world", "keep_between_micro_batches": "gradients"})
-        at_once = replace(hardware.fitted, products={"": 1e9}, attention={"": 1e9})
-        found = _step(row, replace(hardware, fitted=at_once), plan, samples)
-        return replace(found, compute=found.compute + plain.compute)
-    return _step(row, hardware, plan, samples)
+    if plan.stages is None:
+        return _step(row, hardware, plan, samples)
+    plain = step_of(row, hardware, {"shard_degree": "world", "keep_between_micro_batches": "gradients"})
+    computing_at_once = replace(hardware.fitted, products={"": 1e9}, attention={"": 1e9})
+    at_once = replace(hardware, fitted=computing_at_once)
+    links = hardware.links()
+    instant = LinkFit(0.0, 1e18)
+    inside_at_once = replace(links, intra=Collectives(links.ranks_per_node, instant, instant, instant))
+    messages = _step(row, replace(at_once, measured=inside_at_once), plan, samples).pipeline
+    return replace(_step(row, at_once, plan, samples), compute=plain.compute, pipeline=messages)
 
 
 def _step(row: Row, hardware: Hardware, plan: Plan, samples: int) -> StepTime:

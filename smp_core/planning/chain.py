@@ -71,14 +71,13 @@ class Chain:
         def of_block(name: str, number: int) -> str:
             return f"{within}.{number}{name.removeprefix(first)}"
 
-        own = [name for name, place in self.buffers if place == 0]
-        others = [(name, place) for name, place in self.buffers if place in (-1, None)]
-        return replace(
-            self,
-            blocks=tuple(f"{within}.{number}" for number in range(count)),
-            of_blocks=tuple(tuple(of_block(name, i) for name in self.of_blocks[0]) for i in range(count)),
-            buffers=(*others, *((of_block(name, i), i) for i in range(count) for name in own)),
-        )
+        numbers = range(count)
+        blocks = tuple(f"{within}.{number}" for number in numbers)
+        parameters = tuple(tuple(of_block(name, number) for name in self.of_blocks[0]) for number in numbers)
+        outside = [(name, place) for name, place in self.buffers if place in (-1, None)]
+        of_first = [name for name, place in self.buffers if place == 0]
+        of_all = [(of_block(name, number), number) for number in numbers for name in of_first]
+        return replace(self, blocks=blocks, of_blocks=parameters, buffers=(*outside, *of_all))
 
     def inside(self, module: str) -> Chain:
         """Return the chain with the names of a model that holds this one as ``module``; "": it is this one."""

@@ -24,14 +24,14 @@ class Fitted:
         fragmentation: share of what is used that the allocator loses between its blocks; a margin, not fitted.
     """
 
-    products: Mapping[str, float] = field(default_factory=lambda: {"A100": 0.773, "": 0.631})
-    attention: Mapping[str, float] = field(default_factory=lambda: {"A100": 0.31, "": 0.178})
+    products: Mapping[str, float] = field(default_factory=lambda: {"A100": 0.699, "": 0.542})
+    attention: Mapping[str, float] = field(default_factory=lambda: {"A100": 0.31, "": 0.187})
     moving: float = 0.8
-    link: float = 0.4
-    network: float = 0.443
+    link: float = 0.421
+    network: float = 0.4
     latency_inside: float = 6e-6
     latency_between: float = 15e-6
-    exposed: float = 0.355
+    exposed: float = 0.193
     launching: float = 1e-3
     context_gib: float = 1.5
     fragmentation: float = 0.05

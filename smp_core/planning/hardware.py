@@ -115,10 +115,13 @@ class Hardware:
         fitted = fitted or self.fitted
         k, m = self.ranks_per_node, self.nodes
         inside = _alike(k, fitted.latency_inside, self.device.link * fitted.link)
-        of_rank = max(self.gbit, 1e-3) * 1e9 / 8 / k * fitted.network
+        node_bytes = max(self.gbit, 1e-3) * 1e9 / 8
+        of_node = node_bytes * fitted.network
+        of_rank = of_node / k
         between = _alike(m, fitted.latency_between, of_rank)
         # One ring over all ranks of a node crosses its border once: the whole adapter is that rank's.
-        flat = _alike(k * m, fitted.latency_between, min(of_rank * k, self.device.link * fitted.link))
+        in_ring = min(of_node, self.device.link * fitted.link)
+        flat = _alike(k * m, fitted.latency_between, in_ring)
         return Links(
             nodes=m,
             ranks_per_node=k,

@@ -26,7 +26,7 @@ from smp_core.planning.step_memory import recomputation
 
 TIME_PARTS = ("compute", "gathers", "replicas", "tensor", "context", "optimizer", "copies", "pipeline")
 
-_STEP_BYTES = 28
+STEP_BYTES = 28
 """AdamW reads parameter, gradient and two states and writes all but the gradient, float32 each."""
 
 HOST_BANDWIDTH = 150e9
@@ -199,8 +199,8 @@ class StepModel:
             elements /= plan.layout.replicate
             after = self.collectives.replicas_gather(parameters * self.stored)
         if plan.knobs.state_offload is None:
-            return after + elements * _STEP_BYTES / (device.hbm * self.fitted.moving)
-        stepped = elements * _STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH
+            return after + elements * STEP_BYTES / (device.hbm * self.fitted.moving)
+        stepped = elements * STEP_BYTES * self.hardware.ranks_per_node / HOST_BANDWIDTH
         return after + stepped + 2 * elements * 4 / device.host_link
 
 

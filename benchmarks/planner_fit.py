@@ -1,0 +1,137 @@
+"""Fits of the time model's constants on measured steps, judged on model sizes that were held out of the fit."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from smp_core.planning.fitted import FITTED, Fitted
+
+Row = dict[str, Any]
+Constants = dict[str, float]
+
+RANGES = {"launching": (1e-4, 3e-3), "moving": (0.01, 50.0)}
+"""The least and the most that a constant can be; all others are shares from 0.01 to 1."""
+
+LARGEST_FACTOR, LEAST_FACTOR = 1.5, 1.03
+"""The fit multiplies and divides a constant by factors that shrink from the one to the other."""
+
+
+@dataclass
+class Case:
+    """A measured step, and a function that predicts it.
+
+    Attributes:
+        row: the published row.
+        size: of the model; rows of one size are held out together.
+        measured: seconds.
+        predict: constants -> seconds.
+        group: of rows whose mean error is told apart.
+        used: the planned peak of memory as a share of the device's.
+    """
+
+    row: Row
+    size: str
+    measured: float
+    predict: Callable[[Constants], float]
+    group: str = ""
+    used: float | None = None
+
+    @property
+    def work(self) -> tuple[str, ...]:
+        """Return what a step did and on how many devices."""
+        return tuple(self.row.get(name, "") for name in ("gpu", "gpus", "global_batch", "sequence"))
+
+
+def fitted_of(constants: Mapping[str, float], device: str) -> Fitted:
+    """Return the planner's constants with those of one device in their places."""
+    found: dict[str, Any] = {}
+    for name, value in constants.items():
+        kind, _, of = name.partition("_")
+        if not of:
+            found[name] = value
+        elif of == device:
+            found[kind] = {"": value}
+    return replace(FITTED, **found)
+
+
+def errors_of(cases: Sequence[Case], constants: Constants) -> list[float]:
+    """Return how far predictions are off, as shares of the measured seconds."""
+    return [case.predict(constants) / case.measured - 1 for case in cases]
+
+
+def mape(errors: Sequence[float]) -> float:
+    """Return the mean absolute error."""
+    return statistics.fmean(map(abs, errors)) if errors else math.nan
+
+
+def fit(cases: Sequence[Case], start: Constants) -> Constants:
+    """Find the constants of the least mean |log(predicted / measured)|.
+
+    One constant after the other is multiplied and divided by a factor. The factor shrinks when no constant gets better.
+    The same cases give the same constants.
+    """
+
+    def loss(constants: Constants) -> float:
+        return statistics.fmean(abs(math.log(case.predict(constants) / case.measured)) for case in cases)
+
+    best, least = dict(start), loss(start)
+    factor = LARGEST_FACTOR
+    while factor > LEAST_FACTOR:
+        has_improved = False
+        for name in start:
+            lowest, highest = RANGES.get(name, (0.01, 1.0))
+            for value in (best[name] * factor, best[name] / factor):
+                if not lowest <= value <= highest:
+                    continue
+                tried = {**best, name: value}
+                found = loss(tried)
+                if found < least - 1e-9:
+                    best, least, has_improved = tried, found, True
+        if not has_improved:
+            factor = math.sqrt(factor)
+    return best
+
+
+def held_out(cases: Sequence[Case], start: Constants) -> dict[str, Any]:
+    """Fit on all sizes but one and judge that one, for each; then fit on all.
+
+    Returns:
+        errors of sizes, groups and rows, none of which the constants that judged them had seen; and the constants that
+        were fitted on all rows.
+    """
+    judged: dict[str, Any] = {}
+    errors: list[tuple[Case, float]] = []
+    for size in sorted({case.size for case in cases}):
+        print(f"held out: {size}", flush=True)
+        own = [case for case in cases if case.size == size]
+        constants = fit([case for case in cases if case.size != size], start)
+        found = errors_of(own, constants)
+        errors += list(zip(own, found, strict=True))
+        judged[size] = {"rows": len(own), "mape": mape(found), "worst": max(found, key=abs), "constants": constants}
+        if len({case.work for case in own}) == 1:  # rows to choose among: one model, one batch, one cluster
+            judged[size]["top_1_regret"] = regret(own, constants)
+    by_group = {}
+    for group in sorted({case.group for case in cases if case.group}):
+        by_group[group] = mape([error for case, error in errors if case.group == group])
+    rows = []
+    for case, error in errors:
+        rows.append({**case.row, "measured_s": case.measured, "held_out_error": error, "memory": case.used})
+    on_all = fit(cases, start)
+    return {
+        "held_out_by_size": judged,
+        "held_out_mape": mape([error for _, error in errors]),
+        "held_out_mape_by_group": by_group,
+        "fitted_on_all": on_all,
+        "fitted_on_all_mape": mape(errors_of(cases, on_all)),
+        "rows": rows,
+    }
+
+
+def regret(cases: Sequence[Case], constants: Constants) -> float:
+    """Return how much slower the row that the model would pick is than the fastest."""
+    picked = min(cases, key=lambda case: case.predict(constants))
+    return picked.measured / min(case.measured for case in cases) - 1
