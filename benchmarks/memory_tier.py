@@ -57,7 +57,8 @@ HERE = Path(__file__).resolve().parent
 STEPS, KILLED_IN, LOST_NODE = 12, 9, 1
 SECONDS_GOAL, COST_GOAL = 15.0, 0.01
 EVERY = 4  # steps between two states whose cost is measured
-COSTS = (("node", 1.0), ("world", 1.0), ("world", 5.0))  # where shards lie, and seconds of emulated compute in a step
+# Where shards lie, seconds of emulated compute in a step, and the share of --steps: long steps scatter less.
+COSTS = (("node", 1.0, 1.0), ("world", 1.0, 1.0), ("world", 5.0, 0.5))
 SENT_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of this node, in its network namespace
 
 
@@ -256,10 +257,10 @@ def lose_a_node(asked: argparse.Namespace, folder: Path, shard: str) -> dict[str
     }
 
 
-def cost(asked: argparse.Namespace, folder: Path, shard: str, compute: float) -> dict[str, Any]:
+def cost(asked: argparse.Namespace, folder: Path, shard: str, compute: float, steps: int) -> dict[str, Any]:
     """Measure steps in which a state is in flight, beside steps without."""
     folder.mkdir(parents=True)
-    sizes = {"blocks": asked.blocks, "width": asked.width, "compute": compute, "steps": asked.steps}
+    sizes = {"blocks": asked.blocks, "width": asked.width, "compute": compute, "steps": steps}
     seen = launch(asked, folder, "cost", shard, **sizes)
     assert seen is not None
     # Element i is of the step between the ends of steps i and i + 1.
@@ -327,8 +328,9 @@ def main() -> int:
         asked.memory = Path(memory)
         for shard in ("node", "world") if asked.only != "cost" else ():
             result.setdefault("lost", []).append(lose_a_node(asked, Path(folder, "lost", shard), shard))
-        for shard, compute in COSTS if asked.only != "lost" else ():
-            found = cost(asked, Path(folder, "cost", f"{shard}-{compute:g}"), shard, compute)
+        for shard, compute, share in COSTS if asked.only != "lost" else ():
+            place = Path(folder, "cost", f"{shard}-{compute:g}")
+            found = cost(asked, place, shard, compute, round(share * asked.steps))
             result.setdefault("cost", []).append(found)
     print(json.dumps(result, indent=2))
     if asked.out:
