@@ -126,7 +126,7 @@ def _meshes(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """What follows from a tensor's :func:`_appearance`.
+    """The facts that follow from a tensor's :func:`_appearance`.
 
     Attributes:
         items: DCP's write items of the slices that this rank holds.
