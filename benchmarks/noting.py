@@ -1,13 +1,14 @@
 """What it costs to note collectives, to compare them, and to know where a rank waits (docs/ranks.md).
 
-    python benchmarks/noting.py [--pairs 200] [--nothing] [--out benchmarks/results/noting.json]
+    python benchmarks/noting.py [--processes 8] [--pairs 200] [--nothing] [--out benchmarks/results/noting.json]
 
 One rank of torch's fake process group steps models of 24 blocks, by turns with noting and without it. Both are steps of
 the same models: where a model's objects lie in memory makes more of a difference than noting does. The step behind a
 change from one to the other is left out. Each figure is processor time of the main thread (``time.thread_time``). What
-disturbs a step (other programs, the memory that they share) only makes it longer, so the fast steps are compared:
-reported is the difference of the lower deciles of both kinds, with its uncertainty (drawing steps anew, 500 times), and
-as a share of a step of 50 ms.
+disturbs a step (other programs, the memory that they share) only makes it longer, so the fast steps are compared: the
+difference of the lower deciles of both kinds. Processes differ by more than steps of one do, since their memory is laid
+out otherwise. Reported is the mean of several processes, one after the other, with the standard error of that mean, and
+its share of a step of 50 ms.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import gc
 import inspect
 import json
 import platform
-import random
 import statistics
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -194,24 +196,32 @@ def decile(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=10)[0]
 
 
+def of_a_process(pairs: int, both: bool) -> tuple[float, float]:
+    """Return the seconds that noting adds to a step of this process, and those of a step without it."""
+    torch.set_num_threads(1)
+    ours, bare = measured(pairs, both)
+    return decile(ours) - decile(bare), decile(bare)
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    arguments.add_argument("--pairs", type=int, default=200)
+    arguments.add_argument("--pairs", type=int, default=200, help="of each process")
+    arguments.add_argument("--processes", type=int, default=8)
     arguments.add_argument("--out", type=Path)
     arguments.add_argument("--nothing", action="store_true", help="compare noting with noting: what chance makes")
     asked = arguments.parse_args()
-    torch.set_num_threads(1)
-    ours, bare = measured(asked.pairs, asked.nothing)
-    difference = decile(ours) - decile(bare)
-    drawn = random.Random(0)
-    again = [decile(drawn.choices(ours, k=len(ours))) - decile(drawn.choices(bare, k=len(bare))) for _ in range(500)]
-    uncertainty = statistics.stdev(again)
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        of_each = [asked.pairs] * asked.processes, [asked.nothing] * asked.processes
+        differences, steps = zip(*pool.map(of_a_process, *of_each), strict=True)
+    difference = statistics.fmean(differences)
     result = {
-        "pairs": asked.pairs,
+        "processes": asked.processes,
+        "pairs": asked.pairs * asked.processes,
         "units": BLOCKS,
-        "step_ms": round(1e3 * decile(bare), 2),
+        "step_ms": round(1e3 * statistics.fmean(steps), 2),
+        "differences_ms": [round(1e3 * each, 4) for each in differences],
         "difference_ms": round(1e3 * difference, 4),
-        "uncertainty_ms": round(1e3 * uncertainty, 4),
+        "uncertainty_ms": round(1e3 * statistics.stdev(differences) / asked.processes**0.5, 4),
         "share_of_50_ms": round(1e3 * difference / STEP_MS, 5),
         "torch": torch.__version__,
         "machine": platform.machine(),
