@@ -9,6 +9,7 @@ training waits for the first state; it tells how fast the link is.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,14 +21,14 @@ from smp_core.checkpoint.memory_folder import NodeMemory
 from smp_core.checkpoint.memory_records import Record
 from smp_core.checkpoint.memory_slots import Slot, slot_name
 from smp_core.checkpoint.ranks import Ranks
+from smp_core.compat import collective_timeout
 
 PIECE_BYTES = 64 << 20  # of one message where nothing else is on the link
 _LEAST_PIECE_BYTES = 256 << 10  # a smaller message costs more processor time than it spares others waiting
 _PIECE_SECONDS = 0.004  # that a message of training waits for a piece on the link before it
 _SHARE_OF_INTERVAL = 0.5  # of the time between two saves: the next one may come sooner than the last one did
-_MOST_STRETCH = (
-    10  # times the seconds of a copy without rests: a state is of no use to a lost node until it has arrived
-)
+_MOST_STRETCH = 10  # times a copy's seconds without rests: a lost node has no use for a state that has not arrived
+_SHARE_OF_LIMIT = 0.25  # of the time that a rank with less to send, or nothing, waits for the others at the commit
 _LONGEST_REST = 1.0  # seconds: the neighbour waits meanwhile, and the limit of its collectives is far longer
 
 
@@ -40,11 +41,13 @@ class Pace:
     """The size of the pieces of a copy, and the rests between them.
 
     Args:
+        limit: seconds for which the ranks wait for one another before they give up; may be infinite.
         clock: returns seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
+        self._limit = limit
         self._save_began: float | None = None
         self._interval = 0.0
         self._bytes_per_second = 0.0  # until a copy was sent without rests: not known
@@ -77,7 +80,8 @@ class Pace:
         """Return the seconds over which a copy is spread; 0: it is sent without rests."""
         if not self._bytes_per_second:
             return 0.0
-        return min(_SHARE_OF_INTERVAL * self._interval, _MOST_STRETCH * n_bytes / self._bytes_per_second)
+        without_rests = n_bytes / self._bytes_per_second
+        return min(_SHARE_OF_INTERVAL * self._interval, _MOST_STRETCH * without_rests, _SHARE_OF_LIMIT * self._limit)
 
     def rest(self, due: float) -> None:
         """Rest until an instant of the clock, unless somebody waits for the save."""
@@ -133,7 +137,8 @@ class NeighbourCopies:
     """
 
     def __init__(self, folder: NodeMemory, ranks: Ranks, nodes: Sequence[Sequence[int]]) -> None:
-        self.pace = Pace()
+        limit = collective_timeout(ranks.group) if ranks.size > 1 else None
+        self.pace = Pace(math.inf if limit is None else limit.total_seconds())
         self._folder, self._ranks, self._nodes = folder, ranks, nodes
         self._slots: dict[int, Slot] = {}
 

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from smp_core.checkpoint import memory_copies
 from smp_core.checkpoint.memory_copies import PIECE_BYTES, Pace, exchange_copies, pieces
 from smp_core.checkpoint.memory_tier import MemoryTier
+from smp_core.compat import collective_timeout
 from tests.core.checkpoint.states import sharded_state
 from tests.harness import run_ranks
+
+LIMIT = 1800.0  # seconds for which ranks wait for one another
 
 
 class Clock:
@@ -47,7 +50,7 @@ class Rests(threading.Event):
 def paced(interval: float, bytes_per_second: int) -> tuple[Pace, Rests]:
     """Return a pace after two saves, and what it rests."""
     clock = Clock()
-    pace, rests = Pace(clock), Rests(clock)
+    pace, rests = Pace(LIMIT, clock), Rests(clock)
     pace._hurries = rests
     pace.begin_save()
     pace.learn(bytes_per_second, 1.0)
@@ -57,7 +60,7 @@ def paced(interval: float, bytes_per_second: int) -> tuple[Pace, Rests]:
 
 
 def test_the_first_copy_has_no_rests_and_tells_the_speed_of_the_link() -> None:
-    pace = Pace(Clock())
+    pace = Pace(LIMIT, Clock())
     pace.begin_save()
     assert (pace.duration(1 << 30), pace.piece_bytes) == (0.0, PIECE_BYTES)
     pace.learn(0, 1.0)
@@ -83,6 +86,13 @@ def test_pieces_are_neither_tiny_nor_larger_than_messages_of_a_free_link() -> No
 def test_a_copy_ends_before_the_next_save(interval: float, seconds: float) -> None:
     pace, _ = paced(interval, bytes_per_second=10**6)
     assert pace.duration(2 * 10**6) == seconds
+
+
+def test_ranks_without_a_copy_do_not_give_up_while_others_send_theirs() -> None:
+    """They wait at the commit, for as long as the run's timeout: 15 s here, and half of the interval is 500."""
+    pace, _ = paced(1000.0, bytes_per_second=10**6)
+    pace._limit = 15.0
+    assert pace.duration(2 * 10**6) == 3.75
 
 
 def test_rests_are_counted_from_the_beginning_and_end_when_somebody_waits() -> None:
@@ -118,7 +128,7 @@ def exchanged(interval: float) -> tuple[bool, list[int], float]:
     rank, world = dist.get_rank(), dist.get_world_size()
     to, source = (rank + 1) % world, (rank - 1) % world
     pace, rests = paced(interval, bytes_per_second=10**6)
-    fast = Pace()
+    fast = Pace(LIMIT)
     is_right = True
     for each, piece_bytes in ((fast, PIECE_BYTES), (pace, 256 << 10)):
         taken = torch.zeros(SIZES[source], dtype=torch.uint8)
@@ -144,7 +154,7 @@ def left_alone(limit: float) -> str:
     error = ""
     if dist.get_rank() == 0:
         try:
-            exchange_copies(pieces(content(0), 1 << 20), 1, pieces(content(1), 1 << 20), 1, group, Pace())
+            exchange_copies(pieces(content(0), 1 << 20), 1, pieces(content(1), 1 << 20), 1, group, Pace(limit))
         except RuntimeError as raised:
             error = str(raised)
     dist.barrier()
@@ -175,6 +185,7 @@ def waited_for(folder: str) -> tuple[int, int]:
         kept.begin(0)
         kept.save(sharded_state(dist.get_world_size(), seed=1), 1, {}, None)
         pace, rests = kept._saver._copies.pace, UntilSomebodyWaits()
+        assert timedelta(seconds=pace._limit) == collective_timeout()
         pace._bytes_per_second, pace._save_began, pace._hurries = 1.0, -1e9, rests
         kept.save(sharded_state(dist.get_world_size(), seed=2), 2, {}, None)
         kept.before_update()
