@@ -197,7 +197,8 @@ class GlooOnOneDevice(dist.ProcessGroupGloo):
 
     _devices: ClassVar[list[Any]] = []
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
+        # torch >= 2.14 also says enable_reconfigure, False in every group of ours.
         if not self._devices:
             self._devices.append(self.create_default_device())
         options = self._Options()  # type: ignore[attr-defined]
