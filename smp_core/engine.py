@@ -36,7 +36,7 @@ from smp_core.planning.dtype_rules import Precision
 from smp_core.planning.layout_rules import settle_layout
 from smp_core.planning.shapes import Shapes
 from smp_core.planning.units import Entry
-from smp_core.sharding.fsdp import given_units
+from smp_core.sharding.fsdp import given_units, require_internals
 from smp_core.sharding.given import given_sharding
 from smp_core.topology import RANKS_PER_NODE_VARIABLE, Topology
 
@@ -77,9 +77,11 @@ def parallelize(
     Raises:
         ValueError: what :func:`smp_core.planning.decide.decide` and :func:`smp_core.parallelize.parallelize_model`
             refuse, ranks that were given different configurations or models; on all ranks.
+        RuntimeError: this torch lacks something of FSDP2 that is needed (:func:`require_internals`).
     """
     device = torch.device(device) if mesh is None else mesh.device
     topology = topology or (Topology.discover() if mesh is None else mesh.topology)
+    require_internals()
     given = given_sharding(model)
     observe = Cluster.observer(topology, device)
     if mesh is not None and (asked.shard_degree == "auto" or asked.plan is not None):

@@ -102,16 +102,13 @@ class SmpMesh:
             mesh.secondary(secondary)
         return mesh
 
-    def secondary(self, degree: int) -> DeviceMesh:
-        """Return the mesh (across, secondary) over the partition group: ``degree`` neighbours hold the unsharded
-        parameters between forward and backward, a part each. Collective over the world at its first use."""
-        columns, rows = split(self.layout.groups(*PARTITION), degree)
-        held, across = self._groups.own(rows), self._groups.own(columns)
+    def secondary(self, degree: int) -> dist.ProcessGroup:
+        """Return the ``degree`` neighbours in the partition group that hold the unsharded parameters between forward
+        and backward, a part each. Collective over the world at its first use."""
+        _, rows = split(self.layout.groups(*PARTITION), degree)
+        holders = self._groups.own(rows)
         self._groups.connect()
-        grid = torch.tensor(self.shard_ranks).view(-1, degree)
-        return DeviceMesh.from_group(
-            [across, held], self.device.type, mesh=grid, mesh_dim_names=("across", "secondary")
-        )
+        return holders
 
     def holders(self) -> list[DeviceMesh]:
         """Return each pipeline stage's first partition group as a mesh, whose ranks say to whom a parameter belongs; no

@@ -49,12 +49,8 @@ def alike() -> Iterator[None]:
 @contextlib.contextmanager
 def real_meshes() -> Iterator[None]:
     """Let meshes that are made on the way be made of real tensors: their ranks are values."""
-    secondary, holders = SmpMesh.secondary, SmpMesh.holders
+    holders = SmpMesh.holders
     concatenate = DeviceMesh._concatenate  # of fully_shard on a model that is split already; it looks at ranks
-
-    def real_secondary(self: SmpMesh, degree: int) -> DeviceMesh:
-        with unset_fake_temporarily():
-            return secondary(self, degree)
 
     def real_holders(self: SmpMesh) -> list[DeviceMesh]:
         with unset_fake_temporarily():
@@ -64,12 +60,12 @@ def real_meshes() -> Iterator[None]:
         with unset_fake_temporarily():
             return concatenate(*args, **kwargs)
 
-    SmpMesh.secondary, SmpMesh.holders = real_secondary, real_holders  # type: ignore[method-assign]
+    SmpMesh.holders = real_holders  # type: ignore[method-assign]
     DeviceMesh._concatenate = staticmethod(real_concatenate)  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        SmpMesh.secondary, SmpMesh.holders = secondary, holders  # type: ignore[method-assign]
+        SmpMesh.holders = holders  # type: ignore[method-assign]
         DeviceMesh._concatenate = staticmethod(concatenate)  # type: ignore[method-assign,assignment]
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from smp_core.comm.deferred import Deferred
 from smp_core.comm.flat import CommObject
+from smp_core.comm.secondary import SecondaryGather
 from smp_core.whereabouts import here, ranks_in_words, went_apart
 
 _MICRO_BATCH_ENDED = 0
@@ -49,7 +50,7 @@ class IssuedCollectives:
         self.numbers = array("i")
         self._older = 0  # checksum of what is not kept any more
 
-    def noting(self, made: CommObject, kind: str, unit: str) -> NotedCollective:
+    def noting(self, made: CommObject | SecondaryGather, kind: str, unit: str) -> NotedCollective:
         """Return ``made``, a unit's communication object, such that its calls are noted. Every rank has to ask for the
         same units in the same order."""
         self._names.append((kind, unit))
@@ -105,9 +106,11 @@ class NotedCollective:
 
     __slots__ = ("_call", "_issued", "_number", "_only_backward", "_recent", "_under_way", "made")
 
-    def __init__(self, issued: IssuedCollectives, made: CommObject, number: int, only_backward: bool) -> None:
+    def __init__(
+        self, issued: IssuedCollectives, made: CommObject | SecondaryGather, number: int, only_backward: bool
+    ) -> None:
         self.made = made
-        self._call: Callable[..., Deferred | None] = made.__call__  # type: ignore[operator]
+        self._call: Callable[..., Any] = made.__call__  # type: ignore[operator,union-attr]
         self._issued, self._recent = issued, issued.numbers
         self._number, self._only_backward, self._under_way = number, only_backward, number
 

@@ -19,6 +19,7 @@ from smp_core.comm.meter import CommMeter
 from smp_core.comm.quantized_gather import GatherPolicy, QuantizedAllGather
 from smp_core.comm.quantized_reduce import QuantizedReduceScatter
 from smp_core.comm.replica_hop import ReplicaHop
+from smp_core.comm.secondary import SecondaryGather
 from smp_core.layout import GRADIENTS, PARTITION
 from smp_core.mesh import SmpMesh
 from smp_core.planning.decide import Plan
@@ -28,6 +29,13 @@ class Unit(Protocol):
     """A sharded unit, as far as communication objects have to know it."""
 
     name: str
+    is_root: bool
+
+    @property
+    def leaves_parts(self) -> bool: ...
+
+    @property
+    def reads_parts(self) -> bool: ...
 
     def shard_layout(self) -> Sequence[tuple[str, int]]: ...
 
@@ -86,6 +94,9 @@ class Traffic:
                 device=mesh.device,
                 steps=lambda: self.steps,
             )
+        keep = knobs.reshard_after_forward
+        self._holders = mesh.secondary(keep) if type(keep) is int else None
+        self._secondary: list[SecondaryGather] = []
         self._reductions: dict[str, QuantizedReduceScatter] = {}
         payload = None if plan.replica_payload is None else codec(plan.replica_payload)
         background, feedback = Background(mesh.device), bool(form.error_feedback)
@@ -115,7 +126,15 @@ class Traffic:
         """Return the object that reduces this unit's gradients inside the partition group."""
         return self.issued.noting(self._reduce_scatter(unit), "reduce_scatter", unit.name)
 
-    def _all_gather(self, unit: Unit) -> CommObject:
+    def _all_gather(self, unit: Unit) -> CommObject | SecondaryGather:
+        made = self._primary_all_gather(unit)
+        if self._holders is None or unit.is_root:  # roots stay unsharded after forward
+            return made
+        secondary = SecondaryGather(made, self._holders, unit)
+        self._secondary.append(secondary)
+        return secondary
+
+    def _primary_all_gather(self, unit: Unit) -> CommObject:
         # Accelerators have streams; elsewhere FSDP2 waits when it needs the parameters.
         deferred = prefers_messages(self.mesh.shard_group, self.mesh.device)
         exact: CommObject = FlatAllGather(self._meter, deferred=deferred)
@@ -161,8 +180,11 @@ class Traffic:
         self.weights_changed()
 
     def weights_changed(self) -> None:
+        """Let nothing be used again that was made of the weights before."""
         if self._policy is not None:
             self._policy.weights_changed()
+        for secondary in self._secondary:
+            secondary.forget()
 
     def fallbacks(self) -> dict[str, int]:
         """Return how often something held inf or nan and could not be compressed, on this rank: gathers by unit, and

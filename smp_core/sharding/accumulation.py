@@ -248,6 +248,7 @@ class AccumulationWindow:
         backward pass failed in the middle (on all ranks). Unsharded parameters are resharded. Collective."""
         self._await_sums()
         here.end_window(measured=False)
+        self._calls.forget()
         forget_passes(each.unit.module for each in self._units)
         self._drop_gradients()
         self._issued.forget()

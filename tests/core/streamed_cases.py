@@ -115,8 +115,7 @@ def _holds_nothing(recorded: Any, event: Any, run: Any) -> None:
 
 
 def _dropped_at_once(group: Any) -> None:
-    if group is not None:
-        group._all_gather_result = None
+    group._group._all_gather_result = None
 
 
 def _given_up_at_once(offloader: Any, packed: Any) -> Any:
@@ -140,7 +139,10 @@ WITHOUT: dict[str, tuple[str, Any]] = {
         "smp_core.comm.encoded_sum.streams",
         SimpleNamespace(run_behind=lambda device: False),
     ),
-    "a gather that nobody used is waited for": ("smp_core.sharding.fsdp.passes.drop_gather", _dropped_at_once),
+    "a gather that nobody used is waited for": (
+        "smp_core.sharding.fsdp.param_group.ParamGroup.drop_gather",
+        _dropped_at_once,
+    ),
     "an input that never left is held until its copy out is done": (
         "smp_core.activations.offloading.Offloader._unpack",
         _given_up_at_once,

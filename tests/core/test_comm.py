@@ -26,7 +26,7 @@ from smp_core.comm.meter import CommMeter
 from smp_core.config import SmpConfig
 from smp_core.engine import build_mesh
 from smp_core.layout import PARTITION
-from smp_core.sharding.fsdp.passes import drop_gather
+from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.topology import Topology
 from tests.harness import RanksFailed, run_ranks
 
@@ -367,5 +367,5 @@ def test_a_gather_that_failed_is_forgotten_without_being_waited_for_again() -> N
     with pytest.raises(RuntimeError, match="closed by peer"):
         work.wait()
     group = SimpleNamespace(_all_gather_result=SimpleNamespace(all_gather_event=None, all_gather_work=work))
-    drop_gather(group)
+    ParamGroup(torch.nn.Linear(1, 1), group).drop_gather()
     assert work.has_failed and group._all_gather_result is None

@@ -28,8 +28,7 @@ def groups_of(mesh: SmpMesh) -> dict[str, dist.ProcessGroup]:
     named |= {"shard": mesh.shard_group, "replicate": mesh.replicate_group, "gradients": mesh.gradient_group}
     if mesh.context_degree > 1:
         named["context"] = mesh.group("context")
-    secondary = mesh.secondary(2)
-    return named | {name: secondary.get_group(name) for name in ("across", "secondary")}
+    return named | {"secondary": mesh.secondary(2)}
 
 
 def look_at_new_groups(cases: list[dict[str, Any]], limit: float) -> list[tuple[list[str], list[str]]]:

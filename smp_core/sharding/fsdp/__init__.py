@@ -8,7 +8,6 @@ do.
 from __future__ import annotations
 
 from smp_core.sharding.fsdp.adopted import (
-    GivenPolicy,
     adopt_units,
     forget_partial_sums,
     given_policy,
@@ -16,6 +15,8 @@ from smp_core.sharding.fsdp.adopted import (
     partial_sum_bytes,
 )
 from smp_core.sharding.fsdp.calls import POST_ACCUMULATE, Calls
+from smp_core.sharding.fsdp.internals import require_internals
+from smp_core.sharding.fsdp.param_group import GivenPolicy
 from smp_core.sharding.fsdp.passes import FAILED_PASS, at_end_of_backward, backward_pass, forget_passes, reshard
 from smp_core.sharding.fsdp.uncalled import explain_uncalled, name_uncalled
 from smp_core.sharding.fsdp.units import ShardedUnit, Slot, passing_by
@@ -39,6 +40,7 @@ __all__ = [
     "partial_sum_bytes",
     "name_uncalled",
     "passing_by",
+    "require_internals",
     "reshard",
     "shard_units",
 ]

@@ -6,6 +6,9 @@ then would have tensors that are thrown away. So when the outermost call has end
 is still there for backward; and the next call gathers again what an earlier one left, because weights may have been
 edited in between in ways that nothing records (``p.data.mul_()``, foreach and fused kernels).
 
+Four hooks of each unit do this, two on each side of FSDP2's own: before and behind its gather, before it frees what was
+gathered, and behind that. What begins a gather is replaced too, since backward passes begin some as well.
+
 Between a Trainer's runs the outermost call begins with a meeting of the ranks that hold the parts of the model: one
 that only some of them make (`if rank == 0: model(batch)`) would wait for the others forever.
 """
@@ -18,12 +21,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.module_names import clean_name
 from smp_core.rank_watch import meet_between_runs
-from smp_core.sharding.fsdp.internals import group_of, state_of
-from smp_core.sharding.fsdp.passes import backward_pass, drop_gather
+from smp_core.sharding.fsdp.generation import group_of
+from smp_core.sharding.fsdp.param_group import ParamGroup
+from smp_core.sharding.fsdp.passes import backward_pass
 from smp_core.sharding.fsdp.units import ShardedUnit
 
 POST_ACCUMULATE = (
@@ -45,31 +50,53 @@ class Calls:
         self._name = type(model).__name__.removeprefix("FSDP")
         self._names = {id(module): clean_name(name) for name, module in model.named_modules()}
         self._ranks = ranks
-        self._depth = 0
-        self._are_ahead = False
-        self._units: dict[int, _Unit] = {}
-        hearing = {id(group_of(unit.module)): unit for unit in units}
+        self._outermost: object = None  # the module, or the call of a method, that was called from outside
+        self._units = tuple(units)
+        self._shown: dict[int, _ShownUnit] = {}
+        self._of_module: dict[int, _ShownUnit] = {}
+        hearing = {unit.group.key: unit for unit in self._units if unit.group is not None}
         parameter_names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
         for module in model.modules():
-            if isinstance(module, FSDPModule):
-                group = group_of(module)
-                if group is not None and id(group) not in self._units:
-                    self._units[id(group)] = _Unit(group, parameter_names, hearing.get(id(group)))
-                module.register_forward_pre_hook(self._before_forward, prepend=True)
-                module.register_forward_hook(self._after_forward, always_call=True)
+            if not isinstance(module, FSDPModule):
+                continue
+            group = group_of(module)
+            if group is not None:
+                if group.key not in self._shown:
+                    self._shown[group.key] = _ShownUnit(group, parameter_names, hearing.get(group.key))
+                self._of_module[id(module)] = self._shown[group.key]
+            module.register_forward_pre_hook(self._before_gather, prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(self._behind_gather)
+            module.register_forward_hook(self._before_reshard, prepend=True)
+            module.register_forward_hook(self._behind_reshard, always_call=True)
 
     def run_as_forward(self, unit: ShardedUnit, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method with the unit's parameters unsharded: one call, whatever forwards there are in it."""
-        self._meet(unit.module, getattr(method, "__name__", None))
-        self._depth += 1
+        module, shown = unit.module, self._of_module.get(id(unit.module))
+
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            if shown is None:
+                return method(*args, **kwargs)
+            shown.gathered()
+            result = method(*args, **kwargs)
+            shown.check_copies()
+            return result
+
+        is_outermost, this_call = self._is_outermost(), object()
+        if is_outermost:
+            self._outermost = this_call
+            self._meet(module, getattr(method, "__name__", None))
         try:
             unit.refuse_after_failure()
-            state = state_of(unit.module)
-            args, kwargs = state._pre_forward(unit.module, args, kwargs)
-            return state._post_forward(unit.module, args, method(*args, **kwargs))
+            if shown is not None:
+                shown.begin((args, kwargs))
+            return _as_forward(module, gathered)(*args, **kwargs)
         finally:
-            self._depth -= 1
-            self._after_forward(unit.module)
+            if is_outermost:
+                self._end()
+
+    def forget(self) -> None:
+        """Forget a call that was interrupted."""
+        self._outermost = None
 
     def show_shards(self, kept: bool = False) -> None:
         """Let every module show its shards, whatever is unsharded.
@@ -78,197 +105,269 @@ class Calls:
             kept: what is unsharded stays for the window's next micro-batch (``keep_between_micro_batches``, pipeline
                 stages), and is gathered again only after edits that a tensor's version shows.
         """
-        for unit in self._units.values():
-            unit.show_shards(kept)
+        for shown in self._shown.values():
+            shown.show_shards(kept)
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
         """Let calls inside, several before the backward pass of the first, find what the one before left."""
-        self._are_ahead = True
+        for unit in self._units:
+            unit.runs_ahead = True
         try:
             yield
         finally:
-            self._are_ahead = False
+            for unit in self._units:
+                unit.runs_ahead = False
+
+    def _is_outermost(self, module: nn.Module | None = None) -> bool:
+        """Return whether a call that begins is within no other (one of the same module was aborted), nor within a
+        backward pass, whose recomputed forwards find what is unsharded."""
+        return self._outermost in (None, module) and backward_pass() == -1
 
     @torch.compiler.disable
-    def _before_forward(self, module: nn.Module, *_: Any) -> None:
-        self._meet(module)
-
-    @torch.compiler.disable
-    def _after_forward(self, module: nn.Module, *_: Any) -> None:
-        # FSDP2 has forgotten the outermost forward by now; one that raised is still there.
+    def _before_gather(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_outermost(module):
-            self.show_shards(self._are_ahead)
+            self._outermost = module
+            self._meet(module)
+        shown = self._of_module.get(id(module))
+        if shown is not None:
+            shown.begin((args, kwargs))
+            shown.hide_from_modes()
+
+    @torch.compiler.disable
+    def _behind_gather(self, module: nn.Module, *_: Any) -> None:
+        shown = self._of_module.get(id(module))
+        if shown is not None:
+            shown.show_to_modes()
+            shown.gathered()
+
+    @torch.compiler.disable
+    def _before_reshard(self, module: nn.Module, *_: Any) -> None:
+        shown = self._of_module.get(id(module))
+        if shown is not None:
+            shown.check_copies()
+
+    @torch.compiler.disable
+    def _behind_reshard(self, module: nn.Module, *_: Any) -> None:
+        shown = self._of_module.get(id(module))
+        if shown is not None:
+            shown.resharded()
+        if self._outermost is module:
+            self._end()
+
+    def _end(self) -> None:
+        self._outermost = None
+        self.show_shards(any(unit.runs_ahead for unit in self._units))
 
     def _meet(self, module: nn.Module, method: str | None = None) -> None:
-        if self._is_outermost(module):
-            parts = (self._name, self._names[id(module)], method)
-            meet_between_runs(".".join(filter(None, parts)) + "(...)", self._ranks)
-
-    def _is_outermost(self, module: nn.Module) -> bool:
-        """Tell whether no other call goes on, nor a backward pass, whose recomputed forwards find what is unsharded."""
-        state = state_of(module)
-        within = self._depth > 0 or state._state_ctx.iter_forward_root not in (None, state)
-        return not within and backward_pass() == -1
+        parts = (self._name, self._names[id(module)], method)
+        meet_between_runs(".".join(filter(None, parts)) + "(...)", self._ranks)
 
 
-class _Unit:
-    """Parameters that are gathered together, and whether their modules show them unsharded."""
+def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` between FSDP2's hooks before and after a forward of ``module``.
 
-    def __init__(self, group: Any, names: Mapping[int, str], unit: ShardedUnit | None) -> None:
+    ``register_fsdp_forward_method`` puts what it makes on the module, where Lightning would misread its signature.
+    """
+    name = "smp_as_forward"
+    vars(module)[name] = function
+    try:
+        register_fsdp_forward_method(module, name)
+    finally:
+        made: Callable[..., Any] = vars(module).pop(name)
+    return made
+
+
+class _ShownUnit:
+    """Parameters that are gathered together, and whether their modules show them unsharded.
+
+    ``requires_grad`` and hooks belong to the parameter, whichever tensor shows it or was given them; what else is done
+    to a gathered copy, or put in its place, is refused.
+    """
+
+    def __init__(self, group: ParamGroup, names: Mapping[int, str], unit: ShardedUnit | None) -> None:
         self._group, self._unit = group, unit
         self._left_by_a_call = False
         self._kept_versions: list[int] | None = None
-        self._parameters = [_ShownParameter(each, names) for each in group.fsdp_params]
-        if unit is not None:
-            self._begin_forward, group.pre_forward = group.pre_forward, self._forward
-        self._unshard = _outside_inference_mode(group.unshard)
-        group.unshard = self._gather
-        group.wait_for_unshard = _outside_inference_mode(group.wait_for_unshard)
-        group.reshard = _outside_inference_mode(group.reshard)
+        self._hidden = contextlib.ExitStack()
+        self._parameters = [
+            _ShownParameter(names.get(id(shard), places[0][1] if places else "a parameter"), shard, places)
+            for shard, places in zip(group.parameters(), group.places(), strict=True)
+        ]
+        group.change_gather(self._gathering)
+
+    # A call
+
+    def begin(self, inputs: Any) -> None:
+        """Take note of a forward, before FSDP2 gathers for it."""
+        if self._unit is not None:
+            self._unit.note_use(inputs)
+        if self._left_by_a_call and backward_pass() == -1:
+            self._left_by_a_call = False
+            if self._kept_versions is None or self._kept_versions != self._shard_versions():
+                self._group.drop_gather()
+                self._group.module.reshard()
+            elif self._group.is_unsharded:
+                self._show(self._group.copies())
+        if torch.is_inference_mode_enabled() and None in self._group.copies():
+            # The first gather makes the tensors that all later ones fill: made inside, they could not be trained with.
+            with torch.inference_mode(False), torch.no_grad():
+                self._group.module.unshard()
+
+    def gathered(self) -> None:
+        """Take note that FSDP2 has gathered, and shows copies."""
+        if self._unit is not None:
+            self._unit.note_gathered()
+        for parameter, shard, copy in self._all():
+            if copy is not None:
+                parameter.note_copy(copy)
+                parameter.settle(shard, copy)
+
+    def check_copies(self) -> None:
+        """Refuse what a forward did to copies and would be lost with them."""
+        for parameter, shard, copy in self._all():
+            parameter.check_place(shard, copy)
+            if copy is not None:
+                parameter.check_copy(copy)
+                parameter.settle(shard, copy)
+
+    def resharded(self) -> None:
+        """Take note of the end of a forward, also of one that failed."""
+        self.show_to_modes()
+        if not self._group.is_sharded and not self._group.is_unsharded:
+            for parameter in self._parameters:
+                parameter.note_part()
 
     def show_shards(self, kept: bool) -> None:
-        group = self._group
-        if group.is_sharded and group._all_gather_result is None:
+        """Let modules show shards at the end of a call."""
+        if self._group.is_sharded and not self._group.has_gather_in_flight:
             return
+        if not self._left_by_a_call:
+            self.check_copies()
         self._left_by_a_call = True
-        for parameter in group.fsdp_params:
-            parameter._setattr_on_modules(parameter.sharded_param)
-        if kept:
-            self._kept_versions = self._shard_versions()
+        self._show(self._group.parameters())
+        self._kept_versions = self._shard_versions() if kept else None
 
-    def _forward(self, module: nn.Module, *inputs: Any) -> Any:
-        """Call FSDP2's ``pre_forward``, which gathers."""
-        assert self._unit is not None
-        self._unit.note_use(inputs)
-        inputs = self._begin_forward(module, *inputs)
-        self._unit.find_dtypes()
-        return inputs
+    # Selective checkpointing: what FSDP2 does inside of a checkpointed module is no operation of the model.
 
-    def _gather(self, async_op: bool = False) -> None:
-        """Call FSDP2's ``unshard``. Parameters that an earlier call left unsharded are used again in its own backward
-        pass and window only."""
-        group = self._group
-        in_backward = backward_pass() != -1
-        if in_backward and self._unit is not None and self._unit.is_passed_by:
-            return  # FSDP2 gathers ahead what came before in forward, and roots always
-        if not in_backward:
-            for parameter in self._parameters:
-                parameter.check()
-        if self._left_by_a_call:
-            self._left_by_a_call = False
-            if in_backward or self._kept_versions == self._shard_versions():
-                if group.is_unsharded:
-                    for parameter in group.fsdp_params:
-                        parameter.to_unsharded()
-            else:
-                drop_gather(group)
-                group._to_sharded()
-        if group.is_sharded:
-            self._kept_versions = None
-        for parameter in self._parameters:
-            parameter.settle()
-        self._unshard(async_op)
+    def hide_from_modes(self) -> None:
+        if self._unit is not None and self._unit.is_recomputed:
+            self._hidden.enter_context(_disable_current_modes())
+
+    def show_to_modes(self) -> None:
+        self._hidden.close()
+
+    # Gathers
+
+    def _gathering(self, gather: Callable[[bool], None]) -> Callable[[bool], None]:
+        """Return what begins a gather, in forward, in backward, or ahead of them."""
+
+        def begin_gather(async_op: bool = False) -> None:
+            in_backward = backward_pass() != -1
+            if in_backward and self._unit is not None and self._unit.is_passed_by:
+                return  # FSDP2 gathers ahead what came before in forward, and roots always
+            if in_backward and self._left_by_a_call:
+                self._left_by_a_call = False
+                if self._group.is_unsharded:
+                    self._show(self._group.copies())
+            if self._group.is_sharded:
+                self._kept_versions = None
+            for parameter, shard, copy in self._all():
+                parameter.check_place(shard, copy)
+                if not in_backward:
+                    parameter.check_shard(shard)
+                elif copy is not None:
+                    parameter.settle(shard, copy)
+            if self._unit is not None:
+                self._unit.begin_gather(in_backward)
+            if not torch.is_inference_mode_enabled():
+                gather(async_op)
+                return
+            with torch.inference_mode(False):
+                gather(async_op)
+
+        return begin_gather
+
+    def _all(self) -> Iterator[tuple[_ShownParameter, nn.Parameter, nn.Parameter | None]]:
+        return zip(self._parameters, self._group.parameters(), self._group.copies(), strict=True)
+
+    def _show(self, tensors: Sequence[nn.Parameter | None]) -> None:
+        for parameter, tensor in zip(self._parameters, tensors, strict=True):
+            for module, name in parameter.places:
+                setattr(module, name, tensor)
 
     def _shard_versions(self) -> list[int]:
-        shards = [parameter.sharded_param for parameter in self._group.fsdp_params]
-        return [shard._version + shard._local_tensor._version for shard in shards]
+        return [shard._version + shard._local_tensor._version for shard in self._group.parameters()]  # type: ignore
 
 
 class _ShownParameter:
-    """A parameter, and the tensor that modules show for it. ``requires_grad`` and hooks belong to the parameter,
-    whichever tensor shows it or was given them; what else is done to a gathered copy, or put in its place, is
-    refused."""
+    """A parameter, and the places in the model that show its shard or its unsharded copy."""
 
-    _shown: nn.Parameter
-    _version: int
-    _required_grad: bool
+    def __init__(self, name: str, shard: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
+        self._name, self.places = name, places
+        self._required_grad = shard.requires_grad
+        self._version = 0  # of the copy
+        self._part: object = None  # of a secondary shard of FSDP2's own making, where a pre-sharded model has them
+        self._data = self._data_of(shard)
 
-    def __init__(self, parameter: Any, names: Mapping[int, str]) -> None:
-        self._parameter = parameter
-        self._name = names.get(id(parameter.sharded_param), parameter._module_info.param_name)
-        self._put_on_modules = parameter._setattr_on_modules
-        parameter._setattr_on_modules = self._show
-        self._note(parameter.sharded_param)
-        self._data = self._address_of_data()
+    def check_place(self, shard: nn.Parameter, copy: nn.Parameter | None) -> None:
+        """Refuse a parameter that was replaced."""
+        for module, name in self.places:
+            there = getattr(module, name, None)
+            if there is not None and (there is shard or there is copy or there is self._part):
+                continue
+            raise ValueError(
+                f"{self._name} was replaced after the model was sharded, and what is there now would be neither "
+                "gathered nor reduced; write into the parameter (with torch.no_grad(): parameter.copy_(value)), "
+                "or replace it before the model is prepared"
+            )
 
-    def check(self) -> None:
+    def check_shard(self, shard: nn.Parameter) -> None:
         """Refuse what would have no effect: ``parameter.data = tensor`` (DTensor keeps the shard that it had), and
         hooks that want a complete gradient, which there is only when a window closes."""
-        data = self._address_of_data()
-        if data[0] == self._data[0] and data[1] != self._data[1]:
+        data = self._data_of(shard)
+        if data[0] == self._data[0] and data[1] is not self._data[1]:
             raise ValueError(
                 f"{self._name}.data was assigned to, which has no effect on a sharded parameter (a torch DTensor); "
                 "write into it instead: with torch.no_grad(): parameter.copy_(value)"
             )
         self._data = data
-        if self._parameter.sharded_param._post_accumulate_grad_hooks:
+        if shard._post_accumulate_grad_hooks:
             raise ValueError(POST_ACCUMULATE % self._name)
 
-    def settle(self) -> None:
-        """Carry ``requires_grad`` and hooks over between the shard and the unsharded copy that is shown in its
-        place."""
-        shard, shown = self._parameter.sharded_param, self._shown
-        if shown is shard:
-            return
-        if shown.requires_grad != self._required_grad:
-            shard.requires_grad_(shown.requires_grad)
-        else:
-            shown.requires_grad_(shard.requires_grad)
-        self._required_grad = shard.requires_grad
-        if shard._backward_hooks is not None:
-            shown._backward_hooks = shard._backward_hooks
+    def note_part(self) -> None:
+        """Take note that FSDP2 shows a part that it keeps between forward and backward."""
+        self._part = getattr(*self.places[0]) if self.places else None
 
-    def _show(self, tensor: nn.Parameter) -> None:
-        """Show ``tensor`` on the modules, in the place of FSDP2's ``_setattr_on_modules``; refuse what was replaced or
-        changed since."""
-        parameter, shown = self._parameter, self._shown
-        info = parameter._module_info
-        for module, name in [
-            (info.module, info.param_name),
-            *zip(info.shared_modules, info.shared_param_names, strict=True),
-        ]:
-            there = getattr(module, name, None)
-            if there is not shown and there is not parameter.sharded_param:
-                raise ValueError(
-                    f"{self._name} was replaced after the model was sharded, and what is there now would be neither "
-                    "gathered nor reduced; write into the parameter (with torch.no_grad(): parameter.copy_(value)), "
-                    "or replace it before the model is prepared"
-                )
-        self.settle()
-        if _version(shown) != self._version and shown is not parameter.sharded_param:
+    def note_copy(self, copy: nn.Parameter) -> None:
+        """Take note of a copy that was just gathered."""
+        self._version = _version(copy)
+
+    def check_copy(self, copy: nn.Parameter) -> None:
+        """Refuse a copy that was changed since it was gathered."""
+        if _version(copy) != self._version:
             raise ValueError(
                 f"{self._name} was changed in place inside a forward or training_step, where it is a gathered copy "
                 "that is thrown away (an embedding with max_norm does that too); change it between calls, for example "
                 "in on_train_batch_end, where the module shows its shards"
             )
-        self._put_on_modules(tensor)
-        self._note(tensor)
-        self.settle()
 
-    def _note(self, tensor: nn.Parameter) -> None:
-        self._shown = tensor
-        self._version = _version(tensor)
-        self._required_grad = tensor.requires_grad
+    def settle(self, shard: nn.Parameter, copy: nn.Parameter) -> None:
+        """Carry ``requires_grad`` and hooks over between the shard and the copy that is shown in its place."""
+        if copy.requires_grad != self._required_grad:
+            shard.requires_grad_(copy.requires_grad)
+        elif shard.requires_grad != copy.requires_grad:
+            copy.requires_grad_(shard.requires_grad)
+        self._required_grad = shard.requires_grad
+        if shard._backward_hooks is not None:
+            copy._backward_hooks = shard._backward_hooks
 
-    def _address_of_data(self) -> tuple[int, int]:
-        shard = self._parameter.sharded_param
-        return id(shard._local_tensor), shard.untyped_storage()._cdata
+    @staticmethod
+    def _data_of(shard: Any) -> tuple[int, torch.UntypedStorage]:
+        """Return what tells the shard's data: its local tensor, and the storage of the DTensor around it, which has no
+        bytes."""
+        return id(shard._local_tensor), shard.untyped_storage()
 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _outside_inference_mode(gather: Callable[..., None]) -> Callable[..., None]:
-    """Run a gather outside ``torch.inference_mode``. The first gather makes the tensors that all later ones fill, and a
-    secondary shard is shown until the next: made inside, they could not be trained with."""
-
-    def gathered(*args: Any, **kwargs: Any) -> None:
-        if not torch.is_inference_mode_enabled():
-            gather(*args, **kwargs)
-            return
-        with torch.inference_mode(False):
-            gather(*args, **kwargs)
-
-    return gathered

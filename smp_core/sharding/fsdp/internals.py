@@ -1,88 +1,233 @@
-"""The way to FSDP2's internals, and every private name that this room uses.
+"""Every private name that this room uses, with its reason, and whether the installed torch has it.
 
 FSDP2 has public methods for what a unit communicates with, when it is gathered ahead, freed and reduced. It has none
-for what a unit consists of, for who shows its parameters, and for what a failed pass leaves behind. The list is what a
-maintainer reads beside the diff of a new torch; `tests/core/test_architecture.py` holds it against the code, and its
-length against the number it had: it may only become shorter.
+for what a unit consists of, for who hears of gathers and reductions, and for what an interrupted pass leaves behind.
+:data:`INTERNALS` is what a maintainer reads beside the diff of a new torch. `tests/core/test_architecture.py` holds it
+against the code, and its length against the number it had: it may only become shorter. `docs/upstream.md` has the
+request for a public way to each.
 
-The way in:
-
-- ``_get_fsdp_state``, ``_fsdp_param_group``: a module's unit and its parameters. Nothing public leads to them.
-
-What a unit consists of:
-
-- ``fsdp_params``, ``sharded_param``, ``padded_sharded_param_size``: which parameters, in which order and padding, make
-  up the flat tensor that ``set_all_reduce_hook`` hands out;
-- ``mp_policy``, ``offload_policy``: what a pre-sharded model computes and reduces in, and where its shards live;
-- ``to_sharded_dtensor``: a gradient like its parameter. ``DTensor.from_local`` takes ten times as long, for each
-  parameter in each step;
-- ``_module_info``, ``param_name``, ``shared_modules``, ``shared_param_names``: where a parameter is shown, to refuse
-  one that was replaced, and to know which weight of which layer is gathered;
-- ``reset_sharded_param``, ``_sharded_param_data``: shards that were exchanged since (stored in another dtype from the
-  first optimizer on; tied after they were sharded), of which FSDP2 takes note at the first forward only;
-- ``_init_mp_dtypes``: the same for dtypes, also of units that were frozen when FSDP2 looked for them.
-
-Gathers (patched: ``unshard``, ``wait_for_unshard`` and ``reshard`` of the group, through which every gather goes, in
-whatever mode forward runs):
-
-- ``wait_for_unshard``, ``is_sharded``, ``is_unsharded``, ``_to_sharded``, ``to_unsharded``: what an earlier call left,
-  used or undone;
-- ``_all_gather_result``, ``all_gather_event``, ``all_gather_work``: gathers in flight, prefetched for a forward that
-  never came;
-- ``_setattr_on_modules`` (patched), ``_unsharded_param``: modules show shards between calls, gathered parameters inside
-  them; and which parameters received a gradient;
-- ``FSDPParam``, ``_fsdp_param``, ``_sharded_local_tensor``, ``_init_extensions``: weights that are gathered in FP8. The
-  documented way, a tensor subclass as the parameter, would show in state dicts;
-- ``HSDPMeshInfo``, ``post_forward_mesh_info``, ``_init_sharded_post_forward_param_metadata``:
-  ``reshard_after_forward=<int>`` would make two process groups for every unit; here all units share two;
-- ``is_dtensor``: FSDP2 refuses to keep such copies of layers that are split over tensor ranks.
-
-Calls and backward passes (patched: ``pre_forward`` and ``post_backward`` of the group, which every way into a unit goes
-through: how often it is used, and what it received before it is reduced):
-
-- ``pre_forward``, ``_pre_forward``, ``_post_forward``: ``register_fsdp_forward_method`` replaces the method on the
-  module by one whose signature Lightning misreads;
-- ``_pre_forward_hook_handle``, ``_post_forward_hook_handle``, ``_python_dispatch``, ``_disable_current_modes``: inside
-  a selectively checkpointed module a unit's hooks must not be taken for operations of the model;
-- ``_state_ctx``, ``iter_forward_root``: which call is the outermost;
-- ``post_backward_final_callback_queued``: whether an earlier pass failed;
-- ``_execution_engine``, ``queue_callback``, ``_C``, ``_current_graph_task_id``: the end of a backward pass, as FSDP2
-  itself finds it, and which pass it is;
-- ``unsharded_accumulated_grad``: unsharded gradients that wait for the window's last pass;
-- ``post_backward``, ``finalize_backward``, ``_training_state``, ``TrainingState``, ``_fsdp_common``,
-  ``_fully_shard``: their reduction where no pass does it;
-- ``_comm_ctx``, ``reduce_scatter_states``, ``reduce_scatter_state`` (torch < 2.13): the input of the last reduction,
-  kept alive until the next;
-- ``_partial_reduce_output``: what torch's own two-hop holds between micro-batches.
-
-What a failed pass leaves, where torch (< 2.13) has no ``reset_iter_state``:
-
-- ``_is_root``: which module to call it on, in every torch;
-- ``all_gather_state``, ``post_forward_order``, ``_modules_to_run_forward``, ``_post_reduce_event``,
-  ``_all_reduce_state``, ``_reshard_after_forward_event``, ``_post_forward_indices``.
-
-Tensors and modules, which FSDP2 takes as they are:
-
-- ``_local_tensor``, ``_cdata``: somebody assigned to ``.data``, which DTensor ignores. ``to_local`` makes a new tensor
-  each time;
-- ``_version``: somebody wrote into a tensor;
-- ``_backward_hooks``, ``_post_accumulate_grad_hooks``: where ``register_hook`` and its sibling put what they are given.
+:func:`require_internals` looks for the same names before anything is sharded, so that a torch that lacks one is
+refused in words. `tests/contract` tries out what they do.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
-from torch import nn
+import torch
+from packaging.version import Version
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from smp_core.compat import TESTED_TORCH
+
+logger = logging.getLogger("smp")
 
 
-def state_of(module: nn.Module | FSDPModule) -> Any:
-    """Return FSDP2's state of a module that ``fully_shard`` was called on."""
-    return module._get_fsdp_state()  # type: ignore[operator]
+@dataclass(frozen=True)
+class Internal:
+    """Private names of one class or module that serve one purpose.
+
+    Attributes:
+        owner: the class of FSDP2, or the dotted path of what is public around it.
+        names: of methods with "()" behind them, otherwise of attributes.
+        reason: what they are used for.
+        request: the section of docs/upstream.md.
+        only: the generation that needs them: "newest", "2.13" (2.13 and 2.14), "2.11" (2.11 and 2.12), "" for all.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    reason: str
+    request: str
+    only: str = ""
 
 
-def group_of(module: nn.Module | FSDPModule) -> Any:
-    """Return what is gathered and reduced together with a module that ``fully_shard`` was called on; None: no
-    parameters."""
-    return state_of(module)._fsdp_param_group
+_OLDER = "2.11 2.13"
+
+INTERNALS = (
+    # What a unit consists of
+    Internal("FSDPModule", ("_get_fsdp_state()",), "the way from a module to its unit", "unit"),
+    Internal("FSDPState", ("_fsdp_param_group",), "a unit's parameters", "unit"),
+    Internal("FSDPState", ("_is_root",), "which module reset_iter_state may be called on", "unit"),
+    Internal("FSDPParamGroup", ("fsdp_params",), "which parameters, in which order", "unit"),
+    Internal("FSDPParamGroup", ("is_sharded", "is_unsharded"), "what an earlier call left", "unit"),
+    Internal("FSDPParamGroup", ("offload_policy",), "where the shards of a pre-sharded model live", "unit"),
+    Internal("FSDPParamGroup", ("mp_policy",), "what a pre-sharded model computes and reduces in", "unit", _OLDER),
+    Internal("FSDPParam", ("mp_policy",), "what a pre-sharded model computes and reduces in", "unit", "newest"),
+    Internal("FSDPParam", ("sharded_param",), "a parameter's shard", "unit"),
+    Internal("FSDPParam", ("padded_sharded_param_size",), "places in the flat tensor of set_all_reduce_hook", "unit"),
+    Internal("FSDPParam", ("_unsharded_param",), "the gathered copy: which received a gradient", "unit"),
+    # Shards that were exchanged
+    Internal(
+        "FSDPParam",
+        ("reset_sharded_param()", "_sharded_param_data"),
+        "shards in another dtype from the first optimizer on, or tied after they were sharded: FSDP2 looks at the "
+        "first forward only",
+        "exchanged",
+    ),
+    Internal("FSDPParamGroup", ("_init_mp_dtypes()",), "the same for dtypes", "exchanged"),
+    Internal(
+        "FSDPParam",
+        ("_sharded_local_tensor", "_init_extensions()"),
+        "weights that are gathered in FP8: the documented way, a tensor subclass as the parameter, would show in state "
+        "dicts",
+        "extensions",
+    ),
+    # Gathers
+    Internal("FSDPParamGroup", ("unshard()",), "patched: every gather, also those of backward passes", "hooks"),
+    Internal("FSDPParamGroup", ("_all_gather_result",), "gathers ahead of a forward that never came", "cancel"),
+    Internal("AllGatherResult", ("all_gather_event", "all_gather_work"), "the same", "cancel"),
+    # Reductions
+    Internal("FSDPParamGroup", ("post_backward()",), "patched: what was received, before it is reduced", "hooks"),
+    Internal("FSDPParamGroup", ("finalize_backward()", "_training_state"), "reductions outside of a pass", "reduce"),
+    Internal("FSDPState", ("_comm_ctx",), "the same", "reduce"),
+    Internal(
+        "FSDPCommContext",
+        ("reduce_scatter_states",),
+        "inputs of reductions, kept until the next",
+        "reduce",
+        "newest 2.13",
+    ),
+    Internal("FSDPCommContext", ("reduce_scatter_state",), "the same", "reduce", "2.11"),
+    Internal("FSDPParam", ("unsharded_accumulated_grad",), "gradients for a later reduction", "reduce", _OLDER),
+    Internal("FSDPParam", ("to_sharded_dtensor()",), "DTensor.from_local takes ten times as long", "gradient"),
+    Internal("FSDPParamGroup", ("_partial_reduce_output",), "torch's own two-hop between micro-batches", "partial"),
+    # Passes
+    Internal("FSDPState", ("_state_ctx",), "whether an earlier backward pass failed", "failed"),
+    Internal("FSDPStateContext", ("post_backward_final_callback_queued",), "the same", "failed"),
+    Internal("torch", ("_C",), "the number of the backward pass that runs", "autograd"),
+    Internal("torch._C", ("_current_graph_task_id()",), "the same", "autograd"),
+    Internal("torch.autograd.Variable", ("_execution_engine",), "the end of a backward pass", "autograd"),
+    Internal("torch.autograd.Variable._execution_engine", ("queue_callback()",), "the same", "autograd"),
+    Internal(
+        "torch.utils",
+        ("_python_dispatch",),
+        "hooks of units inside selectively checkpointed modules are no operations of the model",
+        "modes",
+    ),
+    Internal("torch.utils._python_dispatch", ("_disable_current_modes()",), "the same", "modes"),
+    # What a failed pass leaves, where there is no reset_iter_state
+    Internal("FSDPState", ("_modules_to_run_forward",), "reset after a failed pass", "failed", "2.11"),
+    Internal("FSDPStateContext", ("iter_forward_root",), "the same", "failed", "2.11"),
+    Internal("FSDPCommContext", ("all_gather_state", "post_forward_order"), "the same", "failed", "2.11"),
+    Internal(
+        "FSDPParamGroup",
+        (
+            *("_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event", "_post_forward_indices"),
+            "_to_sharded()",
+        ),
+        "the same",
+        "failed",
+        "2.11",
+    ),
+    # Tensors
+    Internal("DTensor", ("_local_tensor",), "whether .data was assigned; to_local makes new tensors", "tensors"),
+    Internal("torch.Tensor", ("_version",), "whether a tensor was written into", "tensors"),
+    Internal(
+        "torch.Tensor",
+        ("_backward_hooks", "_post_accumulate_grad_hooks"),
+        "where register_hook and its sibling put what they are given",
+        "tensors",
+    ),
+)
+
+
+def generation() -> str:
+    """Return which FSDP2 this is: "newest" (torch >= 2.15), "2.13" (2.13 and 2.14), "2.11" (2.11 and 2.12)."""
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        return "2.11"
+    if not hasattr(FSDPModule, "set_manual_backward_finalization"):
+        return "2.13"
+    return "newest"
+
+
+def needed(of: str) -> list[Internal]:
+    """Return the internals that a generation needs."""
+    return [internal for internal in INTERNALS if not internal.only or of in internal.only.split()]
+
+
+@functools.cache
+def require_internals() -> None:
+    """Refuse a torch without one of the names that this room uses; warn, once, at one that is newer than those tested.
+
+    Raises:
+        RuntimeError: in words, with what to install.
+    """
+    missing = missing_internals()
+    newest = TESTED_TORCH[-1]
+    tested = f"torch-smp is tested with torch {', '.join(TESTED_TORCH)}"
+    if missing:
+        raise RuntimeError(
+            f"this is torch {torch.__version__}, whose FSDP2 has no {', '.join(missing)}, which torch-smp needs; "
+            f"{tested}: pip install 'torch=={newest}'"
+        )
+    if Version(torch.__version__).release[:2] > Version(newest).release[:2]:
+        logger.warning("this is torch %s; %s. All that it needs of FSDP2 is there by name", torch.__version__, tested)
+
+
+def missing_internals() -> list[str]:
+    """Return what this torch lacks of the names that its generation needs, as "owner.name"."""
+    owners, missing = _classes(), []
+    for internal in needed(generation()):
+        owner = owners.get(internal.owner) or _at(internal.owner)
+        for name in internal.names:
+            bare = name.removesuffix("()")
+            is_attribute = bare == name and isinstance(owner, type)
+            if not hasattr(owner, bare) and not (is_attribute and bare in _attributes(owner)):
+                missing.append(f"{internal.owner}.{bare}")
+    _attributes.cache_clear()
+    return missing
+
+
+def _classes() -> dict[str, Any]:
+    """Return the classes behind FSDPModule by name, found where each is used; None where one is not there."""
+    classes: dict[str, Any] = {"FSDPModule": FSDPModule, "DTensor": DTensor}
+    for name, user in (
+        ("FSDPState", "FSDPModule"),
+        ("FSDPStateContext", "FSDPState"),
+        ("FSDPParamGroup", "FSDPState"),
+        ("FSDPCommContext", "FSDPState"),
+        ("FSDPParam", "FSDPParamGroup"),
+        ("AllGatherResult", "FSDPParamGroup"),
+    ):
+        function = next(_functions(classes[user]), None)
+        classes[name] = None if function is None else function.__globals__.get(name)
+    return classes
+
+
+def _at(path: str) -> Any:
+    """Return what is at a dotted path of torch; None: nothing."""
+    if path == "torch":
+        return torch
+    try:
+        return operator.attrgetter(path.removeprefix("torch."))(torch)
+    except AttributeError:
+        return None
+
+
+def _functions(kind: Any) -> Iterator[Any]:
+    """Yield the functions that a class defines, without their decorators."""
+    for member in vars(kind).values() if isinstance(kind, type) else ():
+        function: Any = inspect.unwrap(member.fget if isinstance(member, property) else member)  # type: ignore[arg-type]
+        if inspect.isfunction(function):
+            yield function
+
+
+@functools.cache
+def _attributes(kind: type) -> set[str]:
+    """Return the names that a class declares, or its methods use: the attributes of its objects are among them."""
+    names = set(inspect.get_annotations(kind))
+    codes = [function.__code__ for function in _functions(kind)]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return names

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from smp_core.sharding.fsdp.internals import group_of, state_of
-from smp_core.sharding.fsdp.passes import FAILED_PASS, backward_pass, end_of_reduction
+from smp_core.sharding.fsdp.generation import group_of, state_of
+from smp_core.sharding.fsdp.passes import FAILED_PASS, backward_pass
 from smp_core.sharding.fsdp.reduction_order import ReductionOrder
 
 
@@ -64,6 +64,9 @@ class ShardedUnit:
         awaits_reduction: whether backward passes came through whose gradients are held unsharded; the same on all ranks
             of the partition group, also on one that has none.
         is_passed_by: whether backward passes do not come through it at the moment, on any rank.
+        is_recomputed: whether it lies inside a checkpointed module.
+        runs_ahead: whether several forwards come, with the same weights, before the backward pass of the first.
+        leaves_parts, reads_parts: what the gather that begins means for parts of a secondary shard.
     """
 
     def __init__(
@@ -88,32 +91,30 @@ class ShardedUnit:
         self.awaits_reduction = False
         self.holds_gradients = False
         self.is_passed_by = False
-        self._has_dtypes = False
-        group = group_of(module)
+        self.is_recomputed = False
+        self.runs_ahead = False
+        self.leaves_parts = self.reads_parts = False
+        self.group = group_of(module)
+        self._held: dict[int, torch.Tensor] = {}
+        self._has_seen_thawed = False
         if in_order:
             self.names = list(parameter_names)
         else:
             names = {id(p): f"{name}.{local}" if name else local for local, p in module.named_parameters()}
             self.names = [names[id(parameter)] for parameter in self.parameters()]
-        if group is not None:
-            group.post_backward = self._noting(group.post_backward)
+        if self.group is not None:
+            self.group.change_reduction(self._noting)
         if is_root:
             module.register_forward_pre_hook(self.refuse_after_failure, prepend=True)
 
-    @property
-    def fsdp_parameters(self) -> list[Any]:
-        """FSDP2's own objects; for the files of this room."""
-        group = group_of(self.module)
-        return [] if group is None else group.fsdp_params
-
     def parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters (DTensors), trainable or not, in FSDP2's order."""
-        return [fsdp_parameter.sharded_param for fsdp_parameter in self.fsdp_parameters]
+        return [] if self.group is None else self.group.parameters()
 
     def shard_layout(self) -> list[tuple[str, int]]:
         """Return full name and elements, padding included, of each parameter in the shard that a gather sends, in
         order."""
-        sizes = (parameter.padded_sharded_param_size.numel() for parameter in self.fsdp_parameters)
+        sizes = [] if self.group is None else self.group.shard_sizes()
         return list(zip(self.names, sizes, strict=True))
 
     def local_shards(self) -> list[torch.Tensor]:
@@ -126,24 +127,22 @@ class ShardedUnit:
 
     def layout(self, indices: Container[int]) -> list[Slot]:
         """Return the layout of a flat reduced gradient of these parameters."""
-        slots, offset = [], 0
-        for index, parameter in enumerate(self.fsdp_parameters):
+        if self.group is None:
+            return []
+        slots, offset, sizes = [], 0, self.group.shard_sizes()
+        for index in self.group.reduction_order():
             if index in indices:
-                padded = parameter.padded_sharded_param_size.numel()
-                slots.append(Slot(index, offset, padded))
-                offset += padded
+                slots.append(Slot(index, offset, sizes[index]))
+                offset += sizes[index]
         return slots
 
     def zeros(self, slots: Sequence[Slot], n_elements: int) -> torch.Tensor:
         """Return a flat reduced gradient of nothing, as if of the parameters of ``slots``."""
-        parameter = self.parameters()[slots[0].index if slots else 0]
+        assert self.group is not None
+        index = slots[0].index if slots else 0
+        parameter = self.parameters()[index]
         assert isinstance(parameter, DTensor)
-        return torch.zeros(n_elements, dtype=self._sum_dtype(parameter), device=parameter.device_mesh.device_type)
-
-    def _sum_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return what FSDP2 reduces the parameter's gradient in."""
-        policy = group_of(self.module).mp_policy
-        return policy.reduce_dtype or policy.param_dtype or parameter.dtype  # type: ignore[no-any-return]
+        return torch.zeros(n_elements, dtype=self.group.sum_dtype(index), device=parameter.device_mesh.device_type)
 
     def hold_gradients(self, enabled: bool) -> None:
         """Set whether backward passes from here on leave unsharded gradients, which add up to those of earlier passes,
@@ -153,49 +152,44 @@ class ShardedUnit:
 
     def reduce_held(self) -> None:
         """Reduce what is held now, outside of a backward pass. Collective over the partition group."""
-        group = group_of(self.module)
+        assert self.group is not None
         before = self.holds_gradients
         self.hold_gradients(False)
-        group.post_backward()
-        end_of_reduction(self.module)
+        self.group.reduce()
+        self.group.end_of_reduction()
         self.hold_gradients(before)
 
     def indices(self, ids: Container[int]) -> set[int]:
         """Return the parameters with these ids; those of unsharded copies, which are shown inside a call, count too."""
-        return {
-            index
-            for index, parameter in enumerate(self.fsdp_parameters)
-            if id(parameter.sharded_param) in ids or id(getattr(parameter, "_unsharded_param", None)) in ids
-        }
+        pairs = zip(self.parameters(), self._copies(), strict=True)
+        return {index for index, (shard, copy) in enumerate(pairs) if id(shard) in ids or id(copy) in ids}
 
     def drop_held(self, indices: Container[int], set_to_none: bool = True) -> None:
         """Drop unsharded gradients of these parameters that are held, or (``set_to_none=False``) leave them at zero."""
-        for index, parameter in enumerate(self.fsdp_parameters):
-            if index not in indices:
-                continue
+        for index in [index for index in self._held if index in indices]:
             if set_to_none:
-                parameter.unsharded_accumulated_grad = None
-            elif parameter.unsharded_accumulated_grad is not None:
-                parameter.unsharded_accumulated_grad.zero_()
+                del self._held[index]
+            else:
+                self._held[index].zero_()
 
     def held(self) -> list[torch.Tensor]:
         """List the unsharded gradients that wait for their reduction."""
-        held = (parameter.unsharded_accumulated_grad for parameter in self.fsdp_parameters)
-        return [gradient for gradient in held if gradient is not None]
+        return list(self._held.values())
+
+    def _copies(self) -> list[nn.Parameter | None]:
+        return [] if self.group is None else self.group.copies()
 
     def unsharded(self) -> list[torch.Tensor]:
         """List the unsharded parameters, also those that are freed at the moment: their storages have no bytes."""
-        found = (getattr(parameter, "_unsharded_param", None) for parameter in self.fsdp_parameters)
-        return [_wrapped(each) if isinstance(each, DTensor) else each for each in found if each is not None]
+        return [_wrapped(each) if isinstance(each, DTensor) else each for each in self._copies() if each is not None]
 
     def unsharded_gradients(self) -> list[torch.Tensor]:
         """List the gradients of the unsharded parameters that have one."""
-        found = (getattr(parameter, "_unsharded_param", None) for parameter in self.fsdp_parameters)
-        return [each.grad for each in found if each is not None and each.grad is not None]
+        return [each.grad for each in self._copies() if each is not None and each.grad is not None]
 
     def forget_held(self) -> None:
         """Drop all that is held: nothing awaits its reduction."""
-        self.drop_held(range(len(self.fsdp_parameters)))
+        self._held.clear()
         self.awaits_reduction = False
 
     @torch.no_grad()
@@ -206,9 +200,10 @@ class ShardedUnit:
             ValueError: there is a weak reference to one of them, which torch then cannot exchange.
         """
         cast(Any, self.module).reshard()
+        assert self.group is not None
+        indices = list(indices)
         for index in indices:
-            parameter = self.fsdp_parameters[index]
-            kept = parameter.sharded_param
+            kept = self.parameters()[index]
             stored = nn.Parameter(kept.detach().to(dtype), requires_grad=kept.requires_grad)
             stored.__dict__.update(kept.__dict__)  # what others have noted on it
             try:
@@ -219,22 +214,20 @@ class ShardedUnit:
                     "example code that was compiled by a forward before the optimizer was made; make the optimizer "
                     "first, or write optimizer_shard='shard'"
                 ) from error
-            parameter.reset_sharded_param()
-        group_of(self.module)._init_mp_dtypes()
+        self.group.shards_changed(indices)
 
     def local_gradient(self, slot: Slot, flat: torch.Tensor) -> DTensor:
         """Return the parameter's gradient as a DTensor like the parameter, viewed from ``flat`` (cast if dtypes
         differ)."""
-        parameter = self.fsdp_parameters[slot.index]
-        shard = parameter.sharded_param.to_local()
+        assert self.group is not None
+        parameter = cast(DTensor, self.parameters()[slot.index])
+        shard = parameter.to_local()
         own = flat[slot.offset : slot.offset + shard.numel()].to(shard.dtype)
-        gradient: DTensor = parameter.to_sharded_dtensor(own.view(shard.shape))
-        return gradient
+        return self.group.sharded_gradient(slot.index, own.view(shard.shape))
 
     def is_gathered(self) -> bool:
         """Tell whether the unit's parameters are unsharded at the moment, or it has none."""
-        group = group_of(self.module)
-        return group is None or group.is_unsharded
+        return self.group is None or self.group.is_unsharded
 
     def gathered_bytes(self) -> int:
         """Return the bytes of the unit's unsharded parameters that are there now."""
@@ -262,16 +255,21 @@ class ShardedUnit:
         self.was_called = True
         # A unit inside a checkpointed module is used again in backward.
         if torch.is_grad_enabled() and backward_pass() == -1:
-            self._reductions.used(self, inputs, group_of(self.module).post_backward)
+            assert self.group is not None
+            self._reductions.used(self, inputs, self.group.reduce)
             if self.listener is not None:
                 self.listener.used()
 
-    def find_dtypes(self) -> None:
-        """Let FSDP2 look for the dtypes of gradients again, which it has done when the unit may have been frozen as a
-        whole."""
-        if not self._has_dtypes and self.trainable():
-            group_of(self.module)._init_mp_dtypes()
-            self._has_dtypes = True
+    def begin_gather(self, in_backward: bool) -> None:
+        """Take note of a gather, of a forward or a backward pass, that begins."""
+        self.leaves_parts = torch.is_grad_enabled() and not in_backward
+        self.reads_parts = in_backward or self.runs_ahead
+
+    def note_gathered(self) -> None:
+        """Take note that FSDP2 has gathered the unit for a forward."""
+        if not self._has_seen_thawed and self.group is not None and self.trainable():
+            self.group.see_thawed()
+            self._has_seen_thawed = True
 
     def _noting(self, post_backward: Callable[..., None]) -> Callable[..., None]:
         """Wrap FSDP2's hook after backward: tell which gradients there are, and put zeros where there are none, so that
@@ -283,20 +281,19 @@ class ShardedUnit:
                 return  # FSDP2 asks all units at the end of a pass; what is gathered stays for the unit's own
             if self._reductions.reduce_left(self):
                 return
-            gathered = [parameter for parameter in self.fsdp_parameters if hasattr(parameter, "_unsharded_param")]
-            if self.holds_gradients and not gathered:
+            copies = [copy for copy in self._copies() if copy is not None]  # all of them, or none
+            if self.holds_gradients and not copies:
                 return  # FSDP2 would look for the unsharded parameters of one that never ran
             self.awaits_reduction |= self.holds_gradients
-            unsharded = [parameter._unsharded_param for parameter in gathered]
-            received = {index for index, parameter in enumerate(unsharded) if parameter.grad is not None}
-            reduced = {index for index, parameter in enumerate(unsharded) if parameter.requires_grad}
+            received = {index for index, copy in enumerate(copies) if copy.grad is not None}
+            reduced = {index for index, copy in enumerate(copies) if copy.requires_grad}
             if self.listener is not None:
                 reduced = self.listener.came_through(received, reduced)
             if self.holds_gradients:
-                self._set_gradients_aside(gathered)
+                self._set_gradients_aside(copies)
                 post_backward(*args)
             else:
-                self._complete_gradients(gathered, reduced)
+                self._complete_gradients(copies, reduced)
                 with self._without_visible_gradients():
                     post_backward(*args)
 
@@ -316,33 +313,33 @@ class ShardedUnit:
             for shard, gradient in zip(shards, before, strict=True):
                 shard.grad = gradient
 
-    def _complete_gradients(self, gathered: Sequence[Any], reduced: Iterable[int]) -> None:
+    def _complete_gradients(self, copies: Sequence[nn.Parameter], reduced: Iterable[int]) -> None:
         """Give every parameter that all ranks reduce now a gradient, in one dtype."""
-        if self.awaits_reduction:
-            self._set_gradients_aside(gathered)
-        for index in reduced:
-            parameter = gathered[index]
-            unsharded = parameter._unsharded_param
-            if not self.awaits_reduction:
-                if unsharded.grad is None:
-                    unsharded.grad = torch.zeros_like(unsharded)
-            elif parameter.unsharded_accumulated_grad is None:
-                dtype = self._sum_dtype(parameter.sharded_param)
-                parameter.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=dtype)
+        if not self.awaits_reduction:
+            for copy in (copies[index] for index in reduced):
+                if copy.grad is None:
+                    copy.grad = torch.zeros_like(copy, dtype=copy.grad_dtype)
+            return
+        assert self.group is not None
+        self._set_gradients_aside(copies)
+        for index in {*reduced, *self._held}:
+            gradient = self._held.pop(index, None)
+            if gradient is None:
+                gradient = torch.zeros_like(copies[index], dtype=self.group.sum_dtype(index))
+            self.group.hand_over(index, gradient)
         self.awaits_reduction = False
 
-    def _set_gradients_aside(self, gathered: Sequence[Any]) -> None:
-        """Move unsharded gradients to, or add them to, what FSDP2 reduces with the next that it reduces; parameters
-        have none then, and show what the next pass leaves."""
-        for parameter in gathered:
-            gradient, held = parameter._unsharded_param.grad, parameter.unsharded_accumulated_grad
-            if gradient is None:
+    def _set_gradients_aside(self, copies: Sequence[nn.Parameter]) -> None:
+        """Move the unsharded gradients to, or add them to, what is held: parameters show what the next pass leaves."""
+        assert self.group is not None
+        for index, copy in enumerate(copies):
+            if copy.grad is None:
                 continue
-            if held is None:
-                parameter.unsharded_accumulated_grad = gradient.to(self._sum_dtype(parameter.sharded_param))
+            if index in self._held:
+                self._held[index] += copy.grad
             else:
-                held += gradient
-            parameter._unsharded_param.grad = None
+                self._held[index] = copy.grad.to(self.group.sum_dtype(index))
+            copy.grad = None
 
     @torch.compiler.disable
     def refuse_after_failure(self, *_: Any) -> None:

@@ -1,0 +1,33 @@
+"""FSDP2 of torch 2.13 and 2.14: unsharded gradients that wait for a later pass lie beside the unsharded parameter, in a
+dtype of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from smp_core.sharding.fsdp.param_group import GivenPolicy, ParamGroup
+
+
+class ParamGroup213(ParamGroup):
+    """:class:`ParamGroup` for torch 2.13 and 2.14."""
+
+    def reduction_order(self) -> list[int]:
+        return list(range(len(self.members)))  # grad_dtype is not looked at
+
+    def see_thawed(self) -> None:
+        self._group._init_mp_dtypes()
+
+    def policy(self) -> GivenPolicy:
+        return self._policy(self._group.mp_policy)
+
+    def sum_dtype(self, index: int) -> torch.dtype:
+        policy = self.policy()
+        return policy.reduce_dtype or policy.param_dtype or self.parameters()[index].dtype
+
+    def hand_over(self, index: int, gradient: torch.Tensor) -> None:
+        self.members[index].unsharded_accumulated_grad = gradient
+
+    def forget_gradients(self) -> None:
+        super().forget_gradients()
+        for member in self.members:
+            member.unsharded_accumulated_grad = None
