@@ -6,6 +6,9 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 # Test files run side by side: a case on ranks keeps two cores busy, one in a single process does not.
 TEST_WORKERS ?= 2
+# Releases of torch for `make versions`; 2.13 is the newest 2.13.x, +newest the newest release of every package.
+VERSIONS ?= 2.13.0 2.14.1 2.15.0
+VERSIONS_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -17,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-accelerate bench-cluster gpu-check test quick test-slow lint style types suite clean
+.PHONY: help venv demo demo-accelerate bench-cluster gpu-check versions test quick test-slow lint style types suite clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +47,9 @@ bench-cluster: $(STAMP) ## ours and the peers on an emulated cluster: Linux, roo
 
 gpu-check: $(STAMP) ## check the CUDA paths on one GPU, half an hour; results for docs/gpu.md
 	$(BIN)/python benchmarks/gpu/run.py
+
+versions: $(STAMP) ## the contract and a selection of tests with each torch of VERSIONS; results for docs/versions.md
+	$(BIN)/python benchmarks/versions.py $(VERSIONS) --workers $(TEST_WORKERS) $(VERSIONS_ARGS)
 
 lint: style types ## style and types
 
