@@ -63,9 +63,11 @@ types: $(STAMP)
 suite: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# mypy runs on one core for most of a minute: beside the tests, so that no core waits for it.
+# mypy runs on one core for most of a minute: beside the tests, so that no core waits for it. Where `make versions` has
+# left environments the contract runs in each of them, unless a part of the tests was asked for.
 test: style ## style, types and the tests of every change (without those marked slow)
 	@$(MAKE) --no-print-directory -j 2 types suite
+	@$(if $(strip $(PYTEST_ARGS)),:,$(BIN)/python benchmarks/versions.py --made --workers $(TEST_WORKERS))
 
 quick: $(STAMP) ## the tests that start no processes, for the desk
 	QUICK_TESTS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
