@@ -120,7 +120,7 @@ SELECTION = (
     "tests/lightning/test_tensor_parallel.py",
 )
 # Seconds, the end of a hang: the work takes a tenth of it.
-LIMITS = {"contract": 600, "selection": 6000}
+LIMITS = {"contract": 1200, "selection": 6000}
 
 NEWEST = "newest"
 PACKAGES = ("torch", "lightning", "accelerate", "transformers")

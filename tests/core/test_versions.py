@@ -263,7 +263,7 @@ def test_the_contract_runs_in_whole_environments_only(
     envs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_tests(folder: Path, tests: Any, limit: float, workers: int, log: Any) -> dict[str, Any]:
-        assert tests == ("tests/contract",) and limit == 600
+        assert tests == ("tests/contract",) and limit == 1200
         log.write(b"what pytest printed")
         return outcome(failed=int(folder.name == "torch-2.10.0"))
 
