@@ -6,6 +6,9 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 # Test files run side by side: a case on ranks keeps two cores busy, one in a single process does not.
 TEST_WORKERS ?= 2
+# Releases of torch for `make versions`; 2.13 is the newest 2.13.x, +newest the newest release of every package.
+VERSIONS ?= 2.13.0 2.14.1 2.15.0
+VERSIONS_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -17,7 +20,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-accelerate bench-cluster gpu-check test quick test-slow lint style types suite clean
+.PHONY: help venv demo demo-accelerate bench-cluster gpu-check versions test quick test-slow lint style types suite clean
 
 help: ## print the targets
 	@awk -F ':.*## ' '/^[a-z.-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +48,9 @@ bench-cluster: $(STAMP) ## ours and the peers on an emulated cluster: Linux, roo
 gpu-check: $(STAMP) ## check the CUDA paths on one GPU, half an hour; results for docs/gpu.md
 	$(BIN)/python benchmarks/gpu/run.py
 
+versions: $(STAMP) ## the contract and a selection of tests with each torch of VERSIONS; results for docs/versions.md
+	$(BIN)/python benchmarks/versions.py $(VERSIONS) --workers $(TEST_WORKERS) $(VERSIONS_ARGS)
+
 lint: style types ## style and types
 
 style: $(STAMP)
@@ -57,9 +63,11 @@ types: $(STAMP)
 suite: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# mypy runs on one core for most of a minute: beside the tests, so that no core waits for it.
+# mypy runs on one core for most of a minute: beside the tests, so that no core waits for it. Where `make versions` has
+# left environments the contract runs in each of them, unless a part of the tests was asked for.
 test: style ## style, types and the tests of every change (without those marked slow)
 	@$(MAKE) --no-print-directory -j 2 types suite
+	@$(if $(strip $(PYTEST_ARGS)),:,$(BIN)/python benchmarks/versions.py --made --workers $(TEST_WORKERS))
 
 quick: $(STAMP) ## the tests that start no processes, for the desk
 	QUICK_TESTS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
