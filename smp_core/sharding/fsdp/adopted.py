@@ -13,6 +13,7 @@ from smp_core.comm.traffic import Traffic
 from smp_core.planning.units import PlannedUnit, WrapPlan
 from smp_core.sharding.fsdp.generation import group_of, groups_of, state_of
 from smp_core.sharding.fsdp.param_group import GivenPolicy, one_shard_each
+from smp_core.sharding.fsdp.passes import Passes
 from smp_core.sharding.fsdp.reduction_order import ReductionOrder
 from smp_core.sharding.fsdp.units import ShardedUnit
 
@@ -45,10 +46,10 @@ def given_units(model: nn.Module) -> WrapPlan:
 
 def adopt_units(model: nn.Module, planned: Iterable[PlannedUnit], traffic: Traffic) -> list[ShardedUnit]:
     """Give the units of :func:`given_units` our communication objects."""
-    units, reductions = [], ReductionOrder()
+    units, reductions, passes = [], ReductionOrder(), Passes()
     for each in planned:
         module: Any = model.get_submodule(each.name)
-        unit = ShardedUnit(each.name, module, each.parameters, each.is_root, reductions, in_order=True)
+        unit = ShardedUnit(each.name, module, each.parameters, each.is_root, reductions, passes, in_order=True)
         module.set_custom_all_gather(traffic.all_gather(unit).for_fsdp2())
         module.set_custom_reduce_scatter(traffic.reduce_scatter(unit).for_fsdp2())
         units.append(unit)

@@ -95,8 +95,10 @@ class Calls:
                 self._end()
 
     def forget(self) -> None:
-        """Forget a call that was interrupted."""
+        """Forget a call that was interrupted, and a backward pass that failed."""
         self._outermost = None
+        for unit in self._units:
+            unit.passes.forget()
 
     def show_shards(self, kept: bool = False) -> None:
         """Let every module show its shards, whatever is unsharded.
@@ -206,7 +208,7 @@ class _ShownUnit:
             self._left_by_a_call = False
             if self._kept_versions is None or self._kept_versions != self._shard_versions():
                 self._group.drop_gather()
-                self._group.module.reshard()
+                self._group.reshard()
             elif self._group.is_unsharded:
                 self._show(self._group.copies())
         if torch.is_inference_mode_enabled() and None in self._group.copies():

@@ -83,6 +83,7 @@ INTERNALS = (
     ),
     # Gathers
     Internal("FSDPParamGroup", ("unshard()",), "patched: every gather, also those of backward passes", "hooks"),
+    Internal("FSDPParamGroup", ("_to_sharded()",), "reshards after a forward that failed", "failed"),
     Internal("FSDPParamGroup", ("_all_gather_result",), "gathers ahead of a forward that never came", "cancel"),
     Internal("AllGatherResult", ("all_gather_event", "all_gather_work"), "the same", "cancel"),
     # Reductions
@@ -101,8 +102,6 @@ INTERNALS = (
     Internal("FSDPParam", ("to_sharded_dtensor()",), "DTensor.from_local takes ten times as long", "gradient"),
     Internal("FSDPParamGroup", ("_partial_reduce_output",), "torch's own two-hop between micro-batches", "partial"),
     # Passes
-    Internal("FSDPState", ("_state_ctx",), "whether an earlier backward pass failed", "failed"),
-    Internal("FSDPStateContext", ("post_backward_final_callback_queued",), "the same", "failed"),
     Internal("torch", ("_C",), "the number of the backward pass that runs", "autograd"),
     Internal("torch._C", ("_current_graph_task_id()",), "the same", "autograd"),
     Internal("torch.autograd.Variable", ("_execution_engine",), "the end of a backward pass", "autograd"),
@@ -116,14 +115,14 @@ INTERNALS = (
     Internal("torch.utils._python_dispatch", ("_disable_current_modes()",), "the same", "modes"),
     # What a failed pass leaves, where there is no reset_iter_state
     Internal("FSDPState", ("_modules_to_run_forward",), "reset after a failed pass", "failed", "2.11"),
-    Internal("FSDPStateContext", ("iter_forward_root",), "the same", "failed", "2.11"),
+    Internal("FSDPState", ("_state_ctx",), "the same", "failed", "2.11"),
+    Internal(
+        "FSDPStateContext", ("iter_forward_root", "post_backward_final_callback_queued"), "the same", "failed", "2.11"
+    ),
     Internal("FSDPCommContext", ("all_gather_state", "post_forward_order"), "the same", "failed", "2.11"),
     Internal(
         "FSDPParamGroup",
-        (
-            *("_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event", "_post_forward_indices"),
-            "_to_sharded()",
-        ),
+        (*("_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event", "_post_forward_indices"),),
         "the same",
         "failed",
         "2.11",

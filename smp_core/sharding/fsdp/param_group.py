@@ -137,6 +137,11 @@ class ParamGroup:
         """Replace what begins every gather, in forward, backward and ahead of them, by ``change`` of it."""
         self._group.unshard = change(self._group.unshard)
 
+    def reshard(self) -> None:
+        """Free the unsharded parameters, also after a forward that failed: ``FSDPModule.reshard`` takes the group to be
+        inside of it still."""
+        self._group._to_sharded()
+
     def drop_gather(self) -> None:
         """Forget the gather in flight, if there is one. Its messages have to arrive all the same, or they would meet
         those of the next gather, and on a device it has to be over before its memory is used again."""
@@ -170,6 +175,13 @@ class ParamGroup:
         """Let go of the inputs of reductions, which FSDP2 keeps until the next, or the end of the pass. The present
         stream waits for them already."""
         self.module._get_fsdp_state()._comm_ctx.reduce_scatter_states.clear()
+
+    def take_gradients_as_they_come(self) -> None:
+        """Let the pass that begins leave gradients that are held in the dtype in which they are computed, as those that
+        are reduced: FSDP2 would have autograd add up the uses of a parameter in :meth:`sum_dtype`."""
+        for copy in self.copies():
+            if copy is not None and not isinstance(copy, DTensor):
+                copy.grad_dtype = None
 
     def hand_over(self, index: int, gradient: torch.Tensor) -> None:
         """Make ``gradient``, in :meth:`sum_dtype`, what FSDP2 reduces next for the parameter."""

@@ -24,6 +24,9 @@ class ParamGroup213(ParamGroup):
         policy = self.policy()
         return policy.reduce_dtype or policy.param_dtype or self.parameters()[index].dtype
 
+    def take_gradients_as_they_come(self) -> None:
+        """They do."""
+
     def hand_over(self, index: int, gradient: torch.Tensor) -> None:
         self.members[index].unsharded_accumulated_grad = gradient
 

@@ -31,6 +31,27 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(lambda: engine.queue_callback(callback))
 
 
+class Passes:
+    """The backward pass that comes through a model's units, and whether one of them failed."""
+
+    def __init__(self) -> None:
+        self._is_open = False
+
+    def comes_through(self) -> None:
+        """Take note of the pass that runs: it gathers a unit."""
+        if not self._is_open:
+            self._is_open = True
+            at_end_of_backward(self.forget)
+
+    def has_failed(self) -> bool:
+        """Return whether an earlier pass did not come to its end."""
+        return self._is_open and backward_pass() == -1
+
+    def forget(self) -> None:
+        """Forget the pass: it is over, or what it left was discarded."""
+        self._is_open = False
+
+
 def reshard(modules: Iterable[nn.Module]) -> None:
     """Free what units among ``modules`` keep unsharded, after a forward without backward or inside a window, so that
     their parameters are shards again and nothing reads weights from before a step or before a checkpoint was loaded."""

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from smp_core.sharding.fsdp.generation import group_of, state_of
-from smp_core.sharding.fsdp.passes import FAILED_PASS, backward_pass
+from smp_core.sharding.fsdp.generation import group_of
+from smp_core.sharding.fsdp.passes import FAILED_PASS, Passes, backward_pass
 from smp_core.sharding.fsdp.reduction_order import ReductionOrder
 
 
@@ -55,7 +55,7 @@ class ShardedUnit:
 
     Args:
         in_order: whether ``parameter_names`` are in that order, perhaps some of other modules sharded with this one.
-        reductions: shared by all units of a model.
+        reductions, passes: shared by all units of a model.
 
     Attributes:
         listener: what keeps its gradients.
@@ -76,12 +76,13 @@ class ShardedUnit:
         parameter_names: Sequence[str],
         is_root: bool,
         reductions: ReductionOrder,
+        passes: Passes,
         in_order: bool = False,
     ) -> None:
         assert isinstance(module, FSDPModule)
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-        self._reductions = reductions
+        self._reductions, self.passes = reductions, passes
         self.name = name
         self.module = module
         self.is_root = is_root
@@ -264,6 +265,10 @@ class ShardedUnit:
         """Take note of a gather, of a forward or a backward pass, that begins."""
         self.leaves_parts = torch.is_grad_enabled() and not in_backward
         self.reads_parts = in_backward or self.runs_ahead
+        if in_backward:
+            self.passes.comes_through()
+            if self.holds_gradients and self.group is not None:
+                self.group.take_gradients_as_they_come()
 
     def note_gathered(self) -> None:
         """Take note that FSDP2 has gathered the unit for a forward."""
@@ -345,9 +350,7 @@ class ShardedUnit:
     def refuse_after_failure(self, *_: Any) -> None:
         """Refuse a forward after a failed pass: FSDP2 itself would go on from the middle of that and return wrong
         gradients."""
-        state = state_of(self.module)
-        # Queued inside a pass is normal: forwards run there for activation checkpointing.
-        if state._state_ctx.post_backward_final_callback_queued and backward_pass() == -1:
+        if self.passes.has_failed():
             raise RuntimeError(FAILED_PASS)
 
 

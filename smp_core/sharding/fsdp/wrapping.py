@@ -12,6 +12,7 @@ from smp_core.comm.traffic import Traffic
 from smp_core.fp8.gathered import WeightGather
 from smp_core.mesh import SmpMesh
 from smp_core.planning.decide import Plan
+from smp_core.sharding.fsdp.passes import Passes
 from smp_core.sharding.fsdp.reduction_order import ReductionOrder
 from smp_core.sharding.fsdp.travelling import travel
 from smp_core.sharding.fsdp.units import ShardedUnit
@@ -46,7 +47,7 @@ def shard_units(
     on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")  # elsewhere no driver could use pinned pages
     modules, by_name = dict(model.named_modules()), dict(model.named_parameters())
     ignored = {p for name, p in by_name.items() if name in plan.replicated or is_absent(p)}
-    units, reductions = [], ReductionOrder()
+    units, reductions, passes = [], ReductionOrder(), Passes()
     for planned in plan.sharded_units:
         unit_module: nn.Module = modules[planned.name]
         broadcast_from_rank_0((by_name[name] for name in planned.parameters), mesh.device, mesh.model_group)
@@ -59,7 +60,7 @@ def shard_units(
             ignored_params=ignored,
         )
         assert isinstance(unit_module, FSDPModule)
-        unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root, reductions)
+        unit = ShardedUnit(planned.name, unit_module, planned.parameters, planned.is_root, reductions, passes)
         if mesh.shard_degree == 1:
             # Of one rank nothing is divided by default; FSDP2 would divide into one more copy of the gradients.
             unit_module.set_gradient_divide_factor(None)  # type: ignore[arg-type]
