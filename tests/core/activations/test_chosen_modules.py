@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_core.activations.checkpointing import apply_checkpointing
+from smp_core.compat import caches_in
 from smp_core.config import SmpConfig
 from smp_core.engine import build_mesh, parallelize
 from smp_core.planning.checkpointed import plan_checkpointing
@@ -111,7 +112,8 @@ class Llama(nn.Module):
         )
         self.model = LlamaForCausalLM(config)
         if own:
-            self.model.activation_checkpointing_enable()
+            enable = getattr(self.model, "activation_checkpointing_enable", None)
+            (enable or self.model.gradient_checkpointing_enable)()  # its name in Transformers 4
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=tokens, labels=tokens).loss
@@ -151,6 +153,19 @@ def train_llamas() -> dict[str, Any]:
         found[name] = (gradients, parallel.config.activations.checkpoint, said)
     logging.getLogger("smp").removeHandler(heard)
     return found
+
+
+def test_caches_have_the_names_of_all_versions() -> None:
+    """Transformers 5.24 says "cache"; what is no cache of keys and values may have that name."""
+    from transformers import DynamicCache
+
+    kept = DynamicCache()
+    assert caches_in({"past_key_values": kept, "layer_past": (), "past_key_value": None}) == [
+        "past_key_values",
+        "layer_past",
+    ]
+    assert caches_in({"hidden_states": 1, "cache": kept}) == ["cache"]
+    assert caches_in({"cache": {"pictures": 3}}) == caches_in({"cache": None}) == []
 
 
 def test_a_transformers_model_with_a_cache_or_its_own_checkpointing() -> None:
