@@ -112,8 +112,10 @@ class Llama(nn.Module):
         )
         self.model = LlamaForCausalLM(config)
         if own:
-            enable = getattr(self.model, "activation_checkpointing_enable", None)
-            (enable or self.model.gradient_checkpointing_enable)()  # its name in Transformers 4
+            if hasattr(self.model, "activation_checkpointing_enable"):
+                self.model.activation_checkpointing_enable()
+            else:  # Transformers 4, which would take the reentrant one
+                self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=tokens, labels=tokens).loss
@@ -135,6 +137,7 @@ def train_llamas() -> dict[str, Any]:
     logging.getLogger("smp").addHandler(heard)
     for name, own, setting in (
         ("plain", False, "none"),
+        ("no cache", False, "none"),
         ("own", True, "none"),
         ("full", False, "full"),
         ("selective", False, "selective"),
@@ -145,7 +148,7 @@ def train_llamas() -> dict[str, Any]:
             SmpConfig(shard_degree=2, activations={"checkpoint": setting}), Topology.discover(), "cpu"
         )
         heard.lines.clear()
-        parallel = parallelize(Llama(own), config, mesh=mesh)
+        parallel = parallelize(Llama(own, use_cache=name != "no cache"), config, mesh=mesh)
         parallel.module.train()
         parallel.module(tokens(mesh.rank)).backward()
         gradients = [p.grad.full_tensor() for p in parallel.module.parameters()]
@@ -170,11 +173,16 @@ def test_caches_have_the_names_of_all_versions() -> None:
 
 def test_a_transformers_model_with_a_cache_or_its_own_checkpointing() -> None:
     for rank, found in enumerate(run_ranks(train_llamas, 2)):
-        expected = found["plain"][0]
+        # Recomputation goes without the cache, which changes roundings in Transformers 4 by itself.
+        expected = found["no cache"][0]
         for name, (gradients, _, _) in found.items():
-            assert all(map(torch.equal, gradients, expected)), name
+            if name == "plain":
+                torch.testing.assert_close(gradients, expected, atol=1e-7, rtol=1e-5)
+            else:
+                assert all(map(torch.equal, gradients, expected)), name
         assert {name: setting for name, (_, setting, _) in found.items()} == {
             "plain": "none",
+            "no cache": "none",
             "own": "none",
             "full": "full",
             "selective": "selective",
