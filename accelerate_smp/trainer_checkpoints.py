@@ -70,11 +70,11 @@ class CheckpointingTrainerMixin(_Base):
 
         checkpoints.after_commit(self.accelerator, f"rotation of the checkpoints in {run_dir}", rotate)
 
-    def log(self, *arguments: Any, **keywords: Any) -> None:
+    def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         """Log as Trainer does. It removes checkpoints after the entry that ends a training: saves end before."""
-        if not self.is_in_train:
+        if "train_runtime" in logs:
             self.accelerator.wait_for_save()
-        super().log(*arguments, **keywords)
+        super().log(logs, *arguments, **keywords)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         facts, random = self.facts_of_save()
