@@ -4,9 +4,15 @@ Importing needs Accelerate alone; what needs Transformers (``SmpTrainer``, ``Smp
 imported when it is asked for.
 """
 
+# ruff: noqa: E402 - the version is looked at before anything is imported that older ones lack
+
 from __future__ import annotations
 
 from typing import Any
+
+from smp_core.floors import require
+
+require("accelerate", "accelerate_smp")
 
 from accelerate_smp.accelerator import SmpAccelerator
 
@@ -24,6 +30,8 @@ def __getattr__(name: str) -> Any:
     if name in _WHEN_ASKED_FOR:
         from importlib import import_module
 
+        if name != "SmpMonitor":
+            require("transformers", name)
         return getattr(import_module(_WHEN_ASKED_FOR[name]), name)
     raise AttributeError(f"module 'accelerate_smp' has no attribute {name!r}")
 

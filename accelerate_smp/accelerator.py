@@ -209,6 +209,8 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Shard the model, also for evaluation alone: a model that is trained later is ready for it."""
+        if self.sharding and any(model is each for each in self._models):
+            return model  # Accelerate marks it after prepare, and before 1.15 it would note it a second time
         if not self.sharding or getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if parallel_of(model) is None and not self.verify_device_map(model):

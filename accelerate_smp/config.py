@@ -204,10 +204,9 @@ def list_or_self(value: Any) -> Any:
 
 
 def _from_parallelism(parallelism: ParallelismConfig) -> dict[str, Any]:
-    if parallelism.sp_size > 1:
-        raise ValueError(
-            f"sp_size={parallelism.sp_size} belongs to DeepSpeed; allowed: 1; write cp_size={parallelism.sp_size}"
-        )
+    sequence_ranks = getattr(parallelism, "sp_size", 1)  # Accelerate 1.12
+    if sequence_ranks > 1:
+        raise ValueError(f"sp_size={sequence_ranks} belongs to DeepSpeed; allowed: 1; write cp_size={sequence_ranks}")
     return {
         # Accelerate counts context ranks apart from the shard ranks, smp_core among them.
         "shard_degree": parallelism.dp_shard_size * parallelism.cp_size,
@@ -250,7 +249,7 @@ def _from_fsdp(fsdp: FullyShardedDataParallelPlugin, has_degree: bool) -> dict[s
         knobs["state_offload"] = "all"
     if fsdp.activation_checkpointing:
         knobs["activations.checkpoint"] = "full"
-    if fsdp.activation_checkpointing_offload:
+    if getattr(fsdp, "activation_checkpointing_offload", False):  # Accelerate 1.15
         knobs["activations.offload"] = True
     policy = fsdp.mixed_precision_policy
     for knob in ("param_dtype", "reduce_dtype"):

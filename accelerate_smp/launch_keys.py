@@ -22,8 +22,14 @@ from smp_core.config_sources import YAML_SECTION
 from smp_core.moved_knobs import MOVED, moved
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
-# The last two are in files of older versions.
-_KEYS = (YAML_SECTION, *(field.name for field in dataclasses.fields(ClusterConfig)), "fp16", "dynamo_backend")
+# The last three are in files of older versions.
+_KEYS = (
+    YAML_SECTION,
+    *(field.name for field in dataclasses.fields(ClusterConfig)),
+    "fp16",
+    "dynamo_backend",
+    "ipex_config",
+)
 _READERS: dict[str, read.Reader] = {
     "num_processes": read.integer(minimum=1),
     "num_machines": read.integer(minimum=1),
@@ -45,6 +51,7 @@ _FOREIGN = {
     "deepspeed_config": "shard_degree, state_offload and the like in smp_config say what its stages do",
     "megatron_lm_config": "shard_degree and context_parallel_degree are in smp_config",
     "mpirun_config": "num_processes workers are started by torchrun; or type mpirun ... python SCRIPT",
+    "ipex_config": "Accelerate has left it behind",
     "downcast_bf16": "write mixed_precision: bf16",
     "command_file": "only pods of TPUs run it",
     "commands": "only pods of TPUs run them",

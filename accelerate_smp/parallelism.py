@@ -29,19 +29,25 @@ class SmpParallelism(ParallelismConfig):
             dp_shard_size=mesh.shard_degree // mesh.context_degree,
             cp_size=mesh.context_degree,
             tp_size=mesh.tensor_degree * mesh.pipeline_degree,
-            sp_size=1,
         )
         config.device_mesh = _device_mesh(mesh)
         return config
 
     def __post_init__(self) -> None:
         # Not the base's: it reads sizes from the environment, and refuses replicas whose ranks all share sequences.
-        self.cp_backend, self.sp_backend = "torch", "deepspeed"
+        self.cp_backend, self.sp_backend, self.sp_size = "torch", "deepspeed", 1  # Accelerate before 1.12 has none
 
     @property
     def fsdp_dim_names(self) -> list[str]:
         """The axis for FSDP2: the partition group alone; smp_core reduces across replicas."""
         return ["dp_shard_cp"]
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """The number by which Trainer divides its count of targets before Transformers 5.20: 1, see
+        ``SmpTrainerMixin.get_tp_size``.
+        """
+        return 1
 
     @property
     def cp_enabled(self) -> bool:

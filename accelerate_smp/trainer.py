@@ -19,13 +19,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from packaging.version import Version
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers import trainer as trainer_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
+from accelerate_smp import transformers_names
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.callbacks import SmpMonitorCallback
 from accelerate_smp.fp8_monitor import Fp8MonitorCallback
@@ -37,24 +36,6 @@ from accelerate_smp.trainer_sequences import SharedSequencesTrainerMixin
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import active_split
 from smp_core.rank_watch import meet
-
-OLDEST_TRANSFORMERS = "5.20"
-
-
-def require_transformers(version: str = transformers.__version__) -> None:
-    """Refuse a Transformers whose Trainer works differently inside.
-
-    Raises:
-        ImportError: with the command to type.
-    """
-    if Version(version) < Version(OLDEST_TRANSFORMERS):
-        raise ImportError(
-            f"SmpTrainer needs transformers>={OLDEST_TRANSFORMERS}, found {version}; type: "
-            f"pip install -U 'transformers>={OLDEST_TRANSFORMERS}'"
-        )
-
-
-require_transformers()
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -72,6 +53,7 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
     """
 
     accelerator: SmpAccelerator
+    _came_sharded = False
 
     def __init__(
         self, *arguments: Any, smp_config: SmpConfig | Mapping[str, Any] | str | None = None, **keywords: Any
@@ -79,6 +61,11 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
         self._smp_config = smp_config
         super().__init__(*arguments, **keywords)
         if self.label_smoother is not None:
+            if not transformers_names.SMOOTHS_BY_COUNT:
+                raise ValueError(
+                    f"label_smoothing_factor={self.args.label_smoothing_factor}: this Transformers' Trainer multiplies "
+                    "the smoothed loss by the number of ranks; write 0, or type: pip install -U 'transformers>=5'"
+                )
             self.label_smoother = SmoothedLabels(self.label_smoother.epsilon, shift=_predicts_next_token(self.model))
 
     @property
@@ -111,6 +98,9 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
                 "fp16=True scales losses on a GPU and cannot run on CPU; allowed there: bf16=True or neither; write "
                 "TrainingArguments(bf16=True), or leave fp16 out"
             )
+        options = self.args.fsdp_config
+        if self.args.fsdp and isinstance(options, dict) and "version" in options:
+            os.environ.setdefault("FSDP_VERSION", str(options["version"]))  # Transformers 4 leaves it out
         stock = trainer_module.Accelerator
         trainer_module.Accelerator = functools.partial(SmpAccelerator, smp_config=self._smp_config)  # type: ignore[misc]
         try:
@@ -127,7 +117,7 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
                 "load_best_model_at_end=True needs the sharded state that save_only_model=True leaves out; write "
                 "save_only_model=False"
             )
-        if self.args.enable_jit_checkpoint:
+        if getattr(self.args, "enable_jit_checkpoint", False):  # Transformers 5
             raise ValueError(
                 "enable_jit_checkpoint=True saves on a rank when that rank is told to end, where a save needs all of "
                 "them; leave it out: SmpTrainer saves on SIGTERM and SIGUSR1 by itself, on all ranks after one step"
@@ -145,6 +135,21 @@ class SmpTrainerMixin(PipelinedTrainerMixin, SharedSequencesTrainerMixin, Checkp
             self.args.use_cpu = True
             self.args.__dict__.pop("_setup_devices", None)
             assert self.args.device.type == "cpu"
+
+    def get_tp_size(self) -> int:
+        """Return 1: the ranks that share a batch count its targets once each, and the losses of all are averaged.
+        Transformers before 5.20 divides the count by such ranks and not the loss.
+        """
+        return 1
+
+    get_cp_size = get_tp_size
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the samples of an optimizer step over all ranks."""
+        layout = self.accelerator.parallelism_config
+        readers = 1 if layout is None else layout.tp_size * layout.cp_size
+        samples: int = self._train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return samples // readers
 
     def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
         # The accelerator's own norm takes plain and sharded gradients together.

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import Trainer, TrainerState
 from transformers import trainer as trainer_module
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, has_length, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, has_length
 
 from accelerate_smp import checkpoints
 from accelerate_smp.accelerator import SmpAccelerator
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.trainer_memory import KeepsInMemory
 from accelerate_smp.trainer_preemption import LeavesWhenTold
+from accelerate_smp.transformers_names import sort_checkpoints
 from smp_core.checkpoint import CheckpointError, first_undamaged, is_checkpoint, read_manifest
 from smp_core.checkpoint.opening import OpenCheckpoint
 from smp_core.checkpoint.optimizers import load_full_optimizer_state
@@ -69,11 +70,11 @@ class CheckpointingTrainerMixin(_Base):
 
         checkpoints.after_commit(self.accelerator, f"rotation of the checkpoints in {run_dir}", rotate)
 
-    def _finalize_training(self, *arguments: Any) -> Any:
-        self.accelerator.wait_for_save()
-        if self.accelerator.memory is not None:
-            self.accelerator.memory.before_update()  # the best model may be loaded
-        return super()._finalize_training(*arguments)
+    def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
+        """Log as Trainer does. It removes checkpoints after the entry that ends a training: saves end before."""
+        if "train_runtime" in logs:
+            self.accelerator.wait_for_save()
+        super().log(logs, *arguments, **keywords)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         facts, random = self.facts_of_save()
@@ -128,7 +129,7 @@ class CheckpointingTrainerMixin(_Base):
         Raises:
             ValueError: no accumulation keeps it, and ``checkpoint.allow_batch_change`` is not set.
         """
-        self._opened = {}
+        self._opened, self._resumes_from = {}, None
         try:
             self._trial_in_training = trial
             self._run_folder = os.path.abspath(str(self._get_output_dir(trial)))
@@ -136,6 +137,7 @@ class CheckpointingTrainerMixin(_Base):
                 resume_from_checkpoint = self._beginning(resume_from_checkpoint)
                 if isinstance(resume_from_checkpoint, str) and self._has_state(resume_from_checkpoint):
                     self._keep_global_batch(resume_from_checkpoint)
+                    self._resumes_from = resume_from_checkpoint
                 with self._leaving_when_told():
                     return super().train(resume_from_checkpoint, trial, *arguments, **keywords)
         except BaseException:
@@ -149,6 +151,8 @@ class CheckpointingTrainerMixin(_Base):
     kept: KeepsInMemory | None = None
     _trial_in_training: Any = None  # of a search, in training
     _run_folder: str  # of a trial its own
+    _resumes_from: str | None = None  # a checkpoint of ours
+    _steps_per_epoch: int  # optimizer steps
 
     @contextlib.contextmanager
     def _keeping_in_memory(self) -> Iterator[None]:
@@ -307,6 +311,8 @@ class CheckpointingTrainerMixin(_Base):
 
     def _load_best_model(self) -> None:
         self.accelerator.wait_for_save()
+        if self.accelerator.memory is not None:
+            self.accelerator.memory.before_update()
         best = self.state.best_model_checkpoint
         if best is None or not self._has_state(best):
             super()._load_best_model()
@@ -314,28 +320,33 @@ class CheckpointingTrainerMixin(_Base):
         logger.info("loading the best model from %s (%s)", best, self.state.best_metric)
         checkpoints.load_weights(self.model, os.path.join(best, STATE_FOLDER))
 
-    def _init_training_state(
-        self,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        resume_from_checkpoint: Any,
-        trial: Any,
-    ) -> tuple[int, int]:
-        """Compute the data position as Trainer does in steps; with another global batch in samples."""
-        start = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
-        if resume_from_checkpoint is None or not self._has_state(resume_from_checkpoint):
-            return start
-        saved = self._state_of(resume_from_checkpoint).manifest.metadata
+    def get_train_dataloader(self) -> Any:
+        """Make the loader of the batch size that was asked for: Transformers 4.57 goes on with the checkpoint's."""
+        if not self.args.auto_find_batch_size:
+            self._train_batch_size = self.args.train_batch_size
+        return super().get_train_dataloader()
+
+    def set_initial_training_values(self, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+        """Count epochs and steps as Trainer does, and note the steps of an epoch."""
+        values: tuple[Any, ...] = super().set_initial_training_values(*arguments, **keywords)
+        self._steps_per_epoch = values[1]
+        return values
+
+    def _load_callback_state(self) -> None:
+        """Load callbacks' states as Trainer does, before it computes the data position from the number of steps; with
+        another global batch that number is counted in samples.
+        """
+        super()._load_callback_state()
+        if self._resumes_from is None:
+            return
+        saved = self._state_of(self._resumes_from).manifest.metadata
         per_step = self.get_total_train_batch_size(self.args)
         if saved.get("samples_per_step", per_step) == per_step:
-            return start
+            return
         steps = saved["samples_in_epoch"] // per_step
         replayed = saved["samples_in_epoch"] - steps * per_step
         was = self.state.global_step
-        self.state.global_step = saved["epoch"] * num_update_steps_per_epoch + steps
+        self.state.global_step = saved["epoch"] * self._steps_per_epoch + steps
         logger.warning(
             "the global batch was %d samples and is %d now: going on after %d samples of epoch %d (%d are seen again); "
             "step %d is counted as step %d, the schedule goes on from where it was",
@@ -347,8 +358,6 @@ class CheckpointingTrainerMixin(_Base):
             was,
             self.state.global_step,
         )
-        skipped = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
-        return saved["epoch"], skipped
 
 
 def _oldest_first(run_dir: str, step: int) -> list[str]:

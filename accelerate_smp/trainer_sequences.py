@@ -45,6 +45,7 @@ class SharedSequencesTrainerMixin(_Base):
     accelerator: SmpAccelerator
     _split: SplitBatch | None = None
     _takes_micro_batches = False
+    _predicts = False
 
     @property
     def _context(self) -> ContextParallel | None:
@@ -86,8 +87,8 @@ class SharedSequencesTrainerMixin(_Base):
         return functools.partial(enabled, self._split), self._split.batch
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Count targets as Trainer does: of all micro-batches, over all ranks or for this one, per rank that shares
-        them.
+        """Count targets as Trainer does: of all micro-batches, over all ranks, or for this one its part of those that
+        it shares.
         """
         context = self._context
         if context is None or not batch_samples or "labels" not in batch_samples[0]:
@@ -101,14 +102,19 @@ class SharedSequencesTrainerMixin(_Base):
         if not isinstance(number, torch.Tensor):
             return number
         if self.args.average_tokens_across_devices:
-            return number * context.degree  # Trainer took peers to have counted the same targets again
+            return number
         dist.broadcast(number, src=context.group.ranks[0], group=context.group.process_group)
-        return number
+        return number / context.degree
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as Trainer does; a model whose loss is chunked smooths labels itself, because smoothing
         needs logits.
         """
+        if self._predicts and self._context is not None and active_split() is None:
+            # Trainer splits batches of an evaluation since Transformers 5.20; before, only those of training.
+            make, inputs = self._prepare_context_parallel_inputs(model, inputs)
+            with make():
+                return self.compute_loss(model, inputs, *args, **kwargs)
         smoother, handle = self.label_smoother, parallel_of(self.model)  # type: ignore[arg-type]
         in_chunks = handle is not None and handle.config.chunked_cross_entropy is not None
         # A loss of the user's own calls the smoother itself.
@@ -140,8 +146,12 @@ class SharedSequencesTrainerMixin(_Base):
         if any(inputs.get(name) is None for name in self.label_names):
             make, inputs = self._prepare_context_parallel_inputs(model, inputs)
             around = make()
-        with around, asked_for:
-            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._predicts = True
+        try:
+            with around, asked_for:
+                loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._predicts = False
         if loss is not None:
             loss = self.accelerator.mean_over_context(loss)
         if logits is not None and self._split is not None:

@@ -9,7 +9,13 @@ Importing registers the strategy's names, and lets ``load_from_checkpoint`` read
     smp_sharded_fp8     as smp_sharded, linear layers in FP8
 """
 
+# ruff: noqa: E402 - the version is looked at before anything is imported that older ones lack
+
 from __future__ import annotations
+
+from smp_core.floors import require
+
+require("lightning", "lightning_smp")
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry

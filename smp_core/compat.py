@@ -1,4 +1,5 @@
-"""Differences between torch versions (>= 2.11), in one place; and what torch has no public way to ask.
+"""Differences between versions of torch (>= 2.11) and of Transformers' models, in one place; and what torch has no
+public way to ask.
 
 Private names: a group's timeout can be set but not read (``_device_types``, ``_get_backend``, and ``_timeout`` of its
 options); operators over symmetric memory stand in a private module (``_symmetric_memory``).
@@ -6,6 +7,7 @@ options); operators over symmetric memory stand in a private module (``_symmetri
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +28,19 @@ FSDP_METHODS = {
     "separate_reduce_scatter_group": "set_separate_reduce_scatter_group",
     "symmetric_memory": "set_symm_mem_for_comm",
 }
+
+# What Transformers' blocks (and their like) call the cache that they append keys and values to. Since 5.24 they call it
+# "cache", which may be anything in other models.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_NEW_CACHE = "cache"
+
+
+def caches_in(named: Mapping[str, Any]) -> list[str]:
+    """List the names in a call's keywords, or in a model's output, under which there are caches of keys and values."""
+    found = [name for name in named if name in _CACHES and named[name] is not None]
+    if _NEW_CACHE in list(named) and hasattr(named[_NEW_CACHE], "get_seq_length"):
+        found.append(_NEW_CACHE)
+    return found
 
 
 def fsdp_has(method: str) -> bool:

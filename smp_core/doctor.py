@@ -29,6 +29,7 @@ from packaging.version import Version
 from rich.table import Table
 
 from smp_core.command_line import console
+from smp_core.floors import OLDEST, is_older
 
 # The versions of constraints.txt, with which the tests run; tests/core/test_doctor.py compares them.
 TESTED = {
@@ -39,7 +40,6 @@ TESTED = {
     "numpy": "2.4.6",
     "safetensors": "0.8.0",
 }
-OLDEST = {"torch": "2.11", "lightning": "2.6", "accelerate": "1.15", "transformers": "5.20"}
 _GIB = 2**30
 _WRITTEN = 64 * 2**20  # bytes of the storage check
 _TIME_ERROR = 5  # of adjtimex(2): the clock is not synchronised
@@ -70,7 +70,7 @@ def versions() -> Iterator[Finding]:
         except metadata.PackageNotFoundError:
             yield Finding(name, "note", "not installed", f"pip install {name}, if you use it")
             continue
-        if name in OLDEST and Version(installed) < Version(OLDEST[name]):
+        if name in OLDEST and is_older(name, installed):
             yield Finding(
                 name, "problem", f"{installed}, older than {OLDEST[name]}", f"pip install '{name}>={OLDEST[name]}'"
             )

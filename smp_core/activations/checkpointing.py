@@ -28,14 +28,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from smp_core.activations.selective import ContextPair, selective_contexts
+from smp_core.compat import caches_in
 from smp_core.module_names import uncompiled
 from smp_core.planning.checkpointed import CheckpointedModule
 
 logger = logging.getLogger("smp")
-
-# What Transformers' blocks (and their like) call the cache that they append keys and values to.
-CACHES = ("past_key_values", "past_key_value", "layer_past")
-
 
 _OWN_FORWARD = "_smp_own_forward"
 
@@ -114,7 +111,7 @@ def _is_recomputed_by_its_own(module: nn.Module) -> bool:
 
 def _without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Drop the key-value cache, to which a recomputation would append once more."""
-    found = [key for key in CACHES if kwargs.get(key) is not None]
+    found = caches_in(kwargs)
     if not found or getattr(module, "_can_checkpoint_with_cache", False):  # Transformers' mark of layers that only read
         return kwargs
     without = {**kwargs, **dict.fromkeys(found)}

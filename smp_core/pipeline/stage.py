@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors
+from smp_core.compat import caches_in
 from smp_core.mesh import SmpMesh
 from smp_core.planning.chain import StandIn, argument, given_by, with_argument
 from smp_core.planning.pipeline_rules import Stages
@@ -179,7 +180,7 @@ class Stage:
                 "function under @accelerator.pipeline_step; without gradients it may be called anywhere: write "
                 "`with torch.no_grad():`"
             )
-        if kwargs.get("past_key_values") is not None:
+        if caches_in(kwargs):
             raise ValueError(
                 f"{self._name}: keys and values of the tokens before are on their own stages, and positions are "
                 "counted by those of the first block; write generate(use_cache=False)"

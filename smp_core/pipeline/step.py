@@ -14,6 +14,7 @@ from torch import nn
 from smp_core.absent import is_absent
 from smp_core.checkpoint.tree import map_tensors
 from smp_core.comm.meter import CommMeter
+from smp_core.compat import caches_in
 from smp_core.mesh import SmpMesh
 from smp_core.pipeline.batches import SameBatches
 from smp_core.pipeline.messages import Messages
@@ -177,8 +178,9 @@ class Pipeline:
                 self._stage.incoming = None
             if not self._stage.is_last:
                 return given
-            if isinstance(given, dict) and given.get("past_key_values") is not None:
-                given["past_key_values"] = None  # of this stage's blocks alone
+            if isinstance(given, dict):
+                for name in caches_in(given):
+                    given[name] = None  # of this stage's blocks alone
             results.append(given)
             return torch.empty(0)
 

@@ -71,13 +71,12 @@ def test_fp16_of_training_arguments_on_cpu_is_refused_in_their_words(tmp_path: P
         make_trainer(tmp_path, 8, 1, {}, fp16=True)
 
 
-def test_an_old_transformers_is_refused() -> None:
-    pytest.importorskip("transformers")
-    from accelerate_smp.trainer import require_transformers
-
-    require_transformers("5.20.0")
-    with pytest.raises(ImportError, match=r"needs transformers>=5.20, found 4.57.1; type: pip install"):
-        require_transformers("4.57.1")
+def test_smoothed_labels_are_refused_where_trainer_does_not_count_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerate_smp.transformers_names.SMOOTHS_BY_COUNT", False)
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0.1: .*write 0, or type: pip install"):
+        make_trainer(tmp_path, 8, 1, {}, label_smoothing_factor=0.1)
 
 
 def test_accelerates_own_settings_become_knobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from smp_core.links import Collectives, LinkFit, Links
 from tests.accelerate.running import fresh_accelerator, full_weights
 from tests.accelerate.trainers import Run, assert_close, make_dataset, make_trainer, whole_weights
 from tests.harness import run_ranks
+from tests.older_transformers import needs_sharding
 
 BATCH, STEPS = 8, 3
 
@@ -123,6 +124,7 @@ CASES = {
         "one dimension, held",
     ],
 )
+@needs_sharding
 def test_a_model_that_came_sharded_trains_like_one_process(tmp_path: Path, case: str) -> None:
     tied, sizes = CASES[case.removesuffix(", held")]
     save_tiny(tmp_path / "model", tied)
@@ -145,6 +147,7 @@ def test_a_model_that_came_sharded_trains_like_one_process(tmp_path: Path, case:
         assert set(seen["state"]) == (set(expected["weights"]) if rank == 0 else set())
 
 
+@needs_sharding
 def test_measured_links_decide_about_its_stages_too(tmp_path: Path) -> None:
     """Slow inside the node: one stage, with the same losses."""
     save_tiny(tmp_path / "model", False)
@@ -181,6 +184,7 @@ def trainer_given(folder: Path, source: Path, sizes: dict[str, int] | None, resu
         pytest.param({"fsdp_size": 2, "dp_replicate_size": 2}, id="2-D", marks=pytest.mark.slow),
     ],
 )
+@needs_sharding
 def test_trainer_trains_saves_and_resumes_a_model_that_came_sharded(tmp_path: Path, sizes: dict[str, int]) -> None:
     """Stock Trainer refuses to save the training state of such a model."""
     save_tiny(tmp_path / "model", True)
@@ -257,6 +261,7 @@ def refusals(folder: Path) -> dict[str, str]:
     return said
 
 
+@needs_sharding
 def test_what_cannot_be_taken_over_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path, True)
     for said in run_ranks(refusals, 4, tmp_path, ranks_per_node=2):

@@ -99,6 +99,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("megatron_lm_config", {"megatron_lm_tp_degree": 2}, "smp_config"),
     ("mpirun_config", {"mpirun_hostfile": "hosts"}, "torchrun"),
     ("main_training_function", "train", "leave it out"),
+    ("ipex_config", {"ipex": True}, "leave it out"),
     ("downcast_bf16", True, "bf16"),
     ("tpu_name", "pod", "leave it out"),
     ("tpu_zone", "here", "leave it out"),

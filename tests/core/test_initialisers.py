@@ -28,6 +28,7 @@ from tests.core.delayed_init_runs import (
     tiny,
 )
 from tests.harness import run_ranks
+from tests.older_transformers import needs_buffers_filled
 
 
 def test_recurrent_module_runs_on_its_new_weights() -> None:
@@ -38,6 +39,7 @@ def test_recurrent_module_runs_on_its_new_weights() -> None:
     assert torch.equal(lstm(x)[0], expected(x)[0])
 
 
+@needs_buffers_filled
 def test_user_init_fn_has_the_last_word_and_leaves_the_rest_to_the_model() -> None:
     def init_fn(module: nn.Module) -> None:
         if type(module).__name__ == "Conv1D" and module.weight.shape[0] == 64:
@@ -195,6 +197,7 @@ def peak_of_materialisation(init_fn: Callable[[nn.Module], None] | None) -> tupl
 
 
 @pytest.mark.parametrize("init_fn", [None, zero_first_row])
+@needs_buffers_filled
 def test_peak_host_memory_is_the_own_shards_and_one_module(init_fn: Callable[[nn.Module], None] | None) -> None:
     model = on_meta(big_gpt2)
     total = sum(p.nbytes for p in model.parameters())

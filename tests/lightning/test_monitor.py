@@ -24,6 +24,7 @@ from smp_core.comm.meter import LINK_CLASSES
 from smp_core.report.runs import Run
 from tests.harness import run_ranks
 from tests.lightning.running import make_trainer
+from tests.older_transformers import needs_routers
 
 WIDTH, CLASSES, LENGTH, BATCH = 8, 16, 5, 2
 # Two matrix products per token, two operations per multiply-add, a training step is three forwards.
@@ -303,6 +304,7 @@ def train_experts(cases: list[tuple[str, int, dict[str, Any], dict[str, Any]]]) 
     return reports
 
 
+@needs_routers
 def test_loads_of_experts_are_those_of_all_ranks_and_of_training_alone(tmp_path: Path) -> None:
     evaluates = {"val_check_interval": 2, "limit_val_batches": 1}
     stages = {"pipeline_parallel_degree": 2, "pipeline": {"microbatches": 2}}

@@ -22,6 +22,7 @@ from tests.core.tensor_parallel.models import TOKENS
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule
 from tests.lightning.running import Run, assert_same, make_trainer, together, whole_weights, worst
+from tests.older_transformers import needs_buffers_filled
 
 
 class StagedModule(LanguageModule):
@@ -163,6 +164,7 @@ def test_micro_batches_are_split_over_ranks_that_share_sequences_and_their_losse
     assert_same(together(train, "plain", 8, knobs, pairs=True, scale=2.0**14), expected)
 
 
+@needs_buffers_filled
 def test_runs_go_on_in_mid_epoch_with_other_numbers_of_stages(tmp_path: Path) -> None:
     """Two stages, one, and two of another size, each from the first of an epoch's two steps. Averages of weights,
     optimizer states and schedules too; from a sharded folder, and from an ordinary file into a model that was built on

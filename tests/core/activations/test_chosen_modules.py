@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smp_core.activations.checkpointing import apply_checkpointing
+from smp_core.compat import caches_in
 from smp_core.config import SmpConfig
 from smp_core.engine import build_mesh, parallelize
 from smp_core.planning.checkpointed import plan_checkpointing
@@ -111,7 +112,10 @@ class Llama(nn.Module):
         )
         self.model = LlamaForCausalLM(config)
         if own:
-            self.model.activation_checkpointing_enable()
+            if hasattr(self.model, "activation_checkpointing_enable"):
+                self.model.activation_checkpointing_enable()
+            else:  # Transformers 4, which would take the reentrant one
+                self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=tokens, labels=tokens).loss
@@ -133,6 +137,7 @@ def train_llamas() -> dict[str, Any]:
     logging.getLogger("smp").addHandler(heard)
     for name, own, setting in (
         ("plain", False, "none"),
+        ("no cache", False, "none"),
         ("own", True, "none"),
         ("full", False, "full"),
         ("selective", False, "selective"),
@@ -143,7 +148,7 @@ def train_llamas() -> dict[str, Any]:
             SmpConfig(shard_degree=2, activations={"checkpoint": setting}), Topology.discover(), "cpu"
         )
         heard.lines.clear()
-        parallel = parallelize(Llama(own), config, mesh=mesh)
+        parallel = parallelize(Llama(own, use_cache=name != "no cache"), config, mesh=mesh)
         parallel.module.train()
         parallel.module(tokens(mesh.rank)).backward()
         gradients = [p.grad.full_tensor() for p in parallel.module.parameters()]
@@ -153,13 +158,29 @@ def train_llamas() -> dict[str, Any]:
     return found
 
 
+def test_caches_have_the_names_of_all_versions() -> None:
+    """Transformers 5.24 says "cache"; what is no cache of keys and values may have that name."""
+    from transformers import DynamicCache
+
+    kept = DynamicCache()
+    assert caches_in({"past_key_values": kept, "layer_past": (), "past_key_value": None}) == [
+        "past_key_values",
+        "layer_past",
+    ]
+    assert caches_in({"hidden_states": 1, "cache": kept}) == ["cache"]
+    assert caches_in({"cache": {"pictures": 3}}) == caches_in({"cache": None}) == []
+
+
 def test_a_transformers_model_with_a_cache_or_its_own_checkpointing() -> None:
     for rank, found in enumerate(run_ranks(train_llamas, 2)):
-        expected = found["plain"][0]
+        # Transformers' own recomputation goes without the cache, which changes roundings in Transformers 4 by itself.
+        torch.testing.assert_close(found["no cache"][0], found["plain"][0], atol=1e-7, rtol=1e-5)
         for name, (gradients, _, _) in found.items():
-            assert all(map(torch.equal, gradients, expected)), name
+            expected = found["no cache" if name in ("own", "both") else "plain"][0]
+            assert name == "no cache" or all(map(torch.equal, gradients, expected)), name
         assert {name: setting for name, (_, setting, _) in found.items()} == {
             "plain": "none",
+            "no cache": "none",
             "own": "none",
             "full": "full",
             "selective": "selective",

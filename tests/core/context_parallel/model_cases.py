@@ -17,6 +17,7 @@ from smp_core.config import SmpConfig
 from smp_core.context_parallel.active import enabled
 from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
+from tests.older_transformers import EAGER_EXPERTS
 
 VOCABULARY, ROWS = 47, 8
 _COMMON = {
@@ -134,7 +135,7 @@ def build(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(
         MODELS[name](),
         attn_implementation="eager" if name == "gpt_oss" else "sdpa",
-        experts_implementation="eager",
+        **EAGER_EXPERTS,
     )
     for module in model.modules():
         if type(module).__name__ == "Gemma3RMSNorm":

@@ -18,6 +18,7 @@ from smp_core.context_parallel.chunked_models import PendingLogits, chunk_losses
 from smp_core.engine import parallelize
 from tests.core.context_parallel.model_cases import _COMMON, VOCABULARY, Run, build, whole_batch
 from tests.harness import run_ranks
+from tests.older_transformers import EAGER_EXPERTS
 
 # What models do with what their head returns: nothing (tied and not), capped, divided, multiplied, a bias and a layer
 # before it, and a loss of the router's beside.
@@ -41,7 +42,7 @@ KINDS: dict[str, Any] = {
 def made(kind: str) -> Any:
     torch.manual_seed(3)
     config = KINDS[kind]()
-    return transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().train()
+    return transformers.AutoModelForCausalLM.from_config(config, **EAGER_EXPERTS).double().train()
 
 
 def both(kind: str, chunk: int = 7) -> tuple[Any, Any]:

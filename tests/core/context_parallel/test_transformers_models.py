@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -94,12 +95,16 @@ def test_chunks_begin_where_transformers_has_them_begin(batch: dict[str, Any]) -
     batch = {key: torch.tensor(rows) for key, rows in batch.items()}
     config = MODELS["llama4"]()
     config._attn_implementation = "sdpa"
+    takes = inspect.signature(create_chunked_causal_mask).parameters
+    more: dict[str, Any] = {"cache" if "cache" in takes else "past_key_values": None}
+    if "cache_position" in takes:  # Transformers 4
+        more["cache_position"] = torch.arange(22)
     expected = create_chunked_causal_mask(
         config,
         torch.zeros(2, 22, 1),
-        batch.get("attention_mask"),
-        None,
+        attention_mask=batch.get("attention_mask"),
         position_ids=batch.get("position_ids"),
+        **more,
     )[:, 0]
     split = split_on(0, {**tokens(22), **batch})
     real = batch.get("attention_mask", torch.ones(2, 22)).bool()

@@ -26,6 +26,8 @@ from smp_core.tensor_parallel.roles import transformers_model
 from tests.core.tensor_parallel.models import MODELS, PLANS, SAMPLES, STEPS, TOKENS, VOCABULARY, Pixels
 from tests.harness import run_ranks
 
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
 
 class Wide(TorchFunctionMode):
     """Casts of float64 tensors to float32 are left out. For forward and backward passes: every look at a tensor's
@@ -40,6 +42,8 @@ class Wide(TorchFunctionMode):
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
+        if func in _PRODUCTS and {arg.dtype for arg in args} == {torch.float32, torch.float64}:
+            args = tuple(arg.double() for arg in args)  # a float32 cast of integers: positions times frequencies
         return func(*args, **kwargs)
 
 

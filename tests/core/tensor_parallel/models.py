@@ -11,6 +11,8 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
+from tests.older_transformers import EAGER_EXPERTS
+
 VOCABULARY, SAMPLES, TOKENS, STEPS = 48, 8, 12, 2
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -317,14 +319,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gemma2": _causal("Gemma2", head_dim=8),
     "gemma3": _causal("Gemma3Text", head_dim=8),
     "mistral": _causal("Mistral"),
-    "mixtral": _causal("Mixtral", num_local_experts=4, experts_implementation="eager"),
+    "mixtral": _causal("Mixtral", num_local_experts=4, **EAGER_EXPERTS),
     "qwen3_moe": _causal(
         "Qwen3Moe",
         head_dim=8,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
-        experts_implementation="eager",
+        **EAGER_EXPERTS,
     ),
     "phi3": _causal("Phi3", resid_pdrop=0.0, embd_pdrop=0.0),
     "olmo2": _causal("Olmo2"),

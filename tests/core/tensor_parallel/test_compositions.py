@@ -35,6 +35,7 @@ from tests.core.tensor_parallel.model_cases import (
     together,
 )
 from tests.harness import run_ranks
+from tests.older_transformers import needs_buffers_filled
 
 WORLD, ON_HOST, ALL_ON_HOST = ("optimizer_shard", "world"), ("state_offload", "optimizer"), ("state_offload", "all")
 
@@ -233,6 +234,7 @@ def check_fp8_and_delayed(world: int, layout: dict[str, Any], variants: list[dic
 DELAYED, FP8 = {"delayed_init": True}, {"fp8": RECIPE}
 
 
+@needs_buffers_filled
 def test_delayed_initialisation_and_fp8_have_the_numbers_of_one_process() -> None:
     check_fp8_and_delayed(4, {"shard_degree": 2, "tensor_parallel_degree": 2}, [DELAYED])
     check_fp8_and_delayed(2, {"shard_degree": 1, "tensor_parallel_degree": 2}, [FP8])
@@ -240,6 +242,7 @@ def test_delayed_initialisation_and_fp8_have_the_numbers_of_one_process() -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 2), (1, 2)], ids=str)
+@needs_buffers_filled
 def test_delayed_initialisation_and_fp8_on_more_layouts(layout: tuple[int, int]) -> None:
     in_bytes = Fp8Recipe(amax_history_len=4, fp8_all_gather=False)
     variants = [DELAYED, FP8, {**DELAYED, **FP8}, {"fp8": in_bytes}, {**FP8, **dict([WORLD])}]

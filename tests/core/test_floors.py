@@ -1,0 +1,81 @@
+"""The oldest versions that work are the same wherever they are stated, and older ones are refused in one line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from smp_core.floors import OLDEST, is_older, require
+from tests.harness import ROOT
+
+
+def test_pip_and_the_documents_state_the_same_versions() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    stated = dict(re.findall(r'"(torch|lightning|accelerate|transformers)>=([\d.]+)"', project))
+    assert stated == OLDEST
+    for page in ("README.md", "docs/accelerate.md", "docs/lightning.md"):
+        found = re.findall(
+            r"\b(torch|lightning|accelerate|transformers) ([\d.]+) or newer", (ROOT / page).read_text(), re.IGNORECASE
+        )
+        assert found and all(version == OLDEST[name.lower()] for name, version in found), page
+
+
+@pytest.mark.parametrize(
+    ("installed", "older"), [("2.10.1", True), ("2.11.0", False), ("2.11.0a0+git1234", False), ("2.13.0+cu130", False)]
+)
+def test_versions_are_compared_as_releases(installed: str, older: bool) -> None:
+    assert is_older("torch", installed) is older
+
+
+def test_a_missing_package_is_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"SmpTrainer needs transformers>=[\d.]+, it is not installed; type: pip"):
+        require("transformers", "SmpTrainer")
+
+
+# Each case in a child of its own. What fails to import stands for the names that an older version lacks.
+SCRIPT = """
+import os, sys
+from importlib import metadata
+
+import smp_core.floors
+
+real = metadata.version
+for name, face, module in (case.split(",") for case in sys.argv[1:]):
+    child = os.fork()
+    if child == 0:
+        metadata.version = lambda asked: "0.1.2" if asked == name else real(asked)
+        if name != "transformers":
+            sys.modules[name] = None
+        try:
+            exec(f"from {face} import {module}")
+        except ImportError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_face_refuses_what_is_too_old() -> None:
+    cases = {
+        "lightning,lightning_smp,SmpShardedStrategy": "lightning_smp",
+        "accelerate,accelerate_smp,SmpAccelerator": "accelerate_smp",
+        "transformers,accelerate_smp,SmpTrainer": "SmpTrainer",
+        "transformers,accelerate_smp.trainer,SmpTrainer": "SmpTrainer",
+    }
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    expected = []
+    for case, wanted_by in cases.items():
+        name = case.partition(",")[0]
+        needed = f"{name}>={OLDEST[name]}"
+        expected.append(f"{wanted_by} needs {needed}, found 0.1.2; type: pip install -U '{needed}'")
+    assert done.stdout.splitlines() == expected, done.stderr
