@@ -129,15 +129,6 @@ class _Rank:
         found = (tensor for unit in roots for tensor in unit.unsharded() if tensor.ndim > 1)
         return {tensor.numel() * tensor.element_size() for tensor in found}
 
-    def _copy_sizes(self) -> set[int]:
-        """Return the bytes of parts of matrices that are kept between forward and backward."""
-        keep = self.parallel.config.reshard_after_forward
-        if type(keep) is not int:
-            return set()
-        blocks = [unit for unit in self.parallel.units if not unit.is_root]
-        found = (tensor for unit in blocks for tensor in unit.unsharded() if tensor.ndim > 1)
-        return {tensor.numel() * tensor.element_size() // keep for tensor in found}
-
     def kinds_of(self, sizes: Mapping[int, int]) -> dict[str, int]:
         """Add up storages by kind; what nothing else claims is activations. Host memory is left out."""
         config = self.parallel.config
@@ -147,7 +138,7 @@ class _Rank:
         if LATEST in known:
             known[list(sizes)[-1]] = known[LATEST]
         for kind, tensors in (
-            ("gathered", self.unsharded()),
+            ("gathered", [*self.unsharded(), *self.parallel.traffic.parts()]),
             ("gradients", self.gradients()),
             ("other", list(self.parallel.module.buffers())),
             (optimizer, self.states()),
@@ -155,11 +146,11 @@ class _Rank:
         ):
             known |= dict.fromkeys(map(id, _storages(tensors)), kind)
         found = Counter[str]()
-        roots, copies = self._root_sizes(), self._copy_sizes()
+        roots = self._root_sizes()
         for address, size in sizes.items():
             kind = known.get(address, "activations")
             if kind == "activations":
-                kind = "gradients" if size in roots else "gathered" if size in copies else kind
+                kind = "gradients" if size in roots else kind
             found[kind] += size
         return {kind: found[kind] for kind in RUN_KINDS}
 

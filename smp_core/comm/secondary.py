@@ -41,12 +41,15 @@ class SecondaryGather:
     Args:
         made: the communication object of the unit's gathers, over any group that it is given.
         holders: the K neighbours in the partition group that hold the parts.
+
+    Attributes:
+        part: this rank's, between forward and backward: 1-D, of the dtype that is gathered. None: there is none.
     """
 
     def __init__(self, made: Any, holders: dist.ProcessGroup, unit: Gathers) -> None:
         self._made, self._holders, self._unit = made, holders, unit
         self._degree, self._place = dist.get_world_size(holders), dist.get_rank(holders)
-        self._part: torch.Tensor | None = None
+        self.part: torch.Tensor | None = None
 
     def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         tensor: torch.Tensor = self._made.allocate(*args, **kwargs)
@@ -54,21 +57,21 @@ class SecondaryGather:
 
     def forget(self) -> None:
         """Drop the part that is held."""
-        self._part = None
+        self.part = None
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather ``output[P * N]`` from ``input[N]`` of every rank of ``group``, or from ``[P * N / K]`` of the
         holders."""
-        part, leaves = self._part, self._unit.leaves_parts
+        part, leaves = self.part, self._unit.leaves_parts
         work: dist.Work | None
         if part is not None and self._unit.reads_parts:
             streams.used_here(part)
             work = self._made(output_tensor, part, self._holders, async_op)
-            self._part = part if leaves else None
+            self.part = part if leaves else None
             return work
-        self._part = None
+        self.part = None
         work = self._made(output_tensor, input_tensor, group, async_op)
         return self._left_behind(work, output_tensor) if leaves else work
 
@@ -76,7 +79,7 @@ class SecondaryGather:
         """Keep this rank's part of the output as soon as that is there."""
 
         def keep() -> None:
-            self._part = output_tensor.view(self._degree, -1)[self._place].clone()
+            self.part = output_tensor.view(self._degree, -1)[self._place].clone()
 
         def finish() -> None:
             assert work is not None

@@ -169,6 +169,10 @@ class Traffic:
             return HierarchicalReduceScatter(self._meter, *self._stages)
         return FlatReduceScatter(self._meter)
 
+    def parts(self) -> list[torch.Tensor]:
+        """List the parts of unsharded parameters that this rank holds between forward and backward."""
+        return [secondary.part for secondary in self._secondary if secondary.part is not None]
+
     @property
     def keeps_remainders(self) -> bool:
         """Tell whether what compression rounds off is added to the next gradients."""

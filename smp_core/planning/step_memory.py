@@ -318,6 +318,9 @@ class _Points:
         # FSDP2 holds on to the last gather's buffer until backward gathers ahead, which it does while there is a block.
         ahead = not self.is_alone and not (self.part.is_whole and reached == blocks)
         at_work = min((reached > 0) + ahead, self.part.chunk)
+        # Parts go when the gather from them begins, also that of the block ahead.
+        if ahead and self.part.is_whole:
+            freed += 1
         return root + at_work * block + copies * (blocks - freed)
 
     def _loss(self, blocks: int, reached: int) -> float:

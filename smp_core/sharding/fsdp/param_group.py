@@ -118,19 +118,19 @@ class ParamGroup:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether only shards are there."""
+        """True while only shards are there."""
         sharded: bool = self._group.is_sharded
         return sharded
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the parameters are there unsharded."""
+        """True while the parameters are there unsharded."""
         unsharded: bool = self._group.is_unsharded
         return unsharded
 
     @property
     def has_gather_in_flight(self) -> bool:
-        """Whether a gather was begun that no forward or backward has waited for."""
+        """True while a gather runs that no forward or backward has waited for."""
         return self._group._all_gather_result is not None
 
     def change_gather(self, change: Callable[[Callable[[bool], None]], Callable[[bool], None]]) -> None:

@@ -12,7 +12,7 @@ from smp_core.sharding.fsdp.param_group_2_13 import ParamGroup213
 
 
 class ParamGroup211(ParamGroup213):
-    """:class:`ParamGroup` for torch 2.11 and 2.12."""
+    """The parameter group of torch 2.11 and 2.12."""
 
     def _let_go_of_reductions(self) -> None:
         self.module._get_fsdp_state()._comm_ctx.reduce_scatter_state = None

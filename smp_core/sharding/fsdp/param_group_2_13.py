@@ -9,7 +9,7 @@ from smp_core.sharding.fsdp.param_group import GivenPolicy, ParamGroup
 
 
 class ParamGroup213(ParamGroup):
-    """:class:`ParamGroup` for torch 2.13 and 2.14."""
+    """The parameter group of torch 2.13 and 2.14."""
 
     def reduction_order(self) -> list[int]:
         return list(range(len(self.members)))  # grad_dtype is not looked at
@@ -25,7 +25,7 @@ class ParamGroup213(ParamGroup):
         return policy.reduce_dtype or policy.param_dtype or self.parameters()[index].dtype
 
     def take_gradients_as_they_come(self) -> None:
-        """They do."""
+        """Do nothing: they come like this."""
 
     def hand_over(self, index: int, gradient: torch.Tensor) -> None:
         self.members[index].unsharded_accumulated_grad = gradient
