@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+TESTED_TORCH = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 """The releases that the tests ran on (docs/versions.md)."""
 
 # torch 2.13 renamed these two and warns at the old names.
+_HAS_NEW_NAMES = hasattr(dist, "all_gather_single")
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -70,7 +71,7 @@ def depends_on(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
     """Return the result of an autograd function's forward such that a compiled graph of torch < 2.13 knows that it
     depends on ``inputs``. Those versions look for operators that autograd could follow, find none in products of FP8
     numbers, and take the gradients for zero."""
-    if torch.__version__ >= "2.13" or not torch.compiler.is_compiling():
+    if _HAS_NEW_NAMES or not torch.compiler.is_compiling():
         return result
     for each in inputs:
         result = result + each[:0].sum().to(result.dtype)  # of no elements: 0, whatever they are

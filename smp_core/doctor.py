@@ -29,16 +29,17 @@ from packaging.version import Version
 from rich.table import Table
 
 from smp_core.command_line import console
+from smp_core.compat import TESTED_TORCH
 from smp_core.floors import OLDEST, is_older
 
-# The versions of constraints.txt, with which the tests run; tests/core/test_doctor.py compares them.
+# torch's are those of docs/versions.md; the others those of constraints.txt (tests/core/test_doctor.py compares them).
 TESTED = {
-    "torch": "2.13.0",
-    "lightning": "2.6.6",
-    "accelerate": "1.15.0",
-    "transformers": "5.23.0",
-    "numpy": "2.4.6",
-    "safetensors": "0.8.0",
+    "torch": TESTED_TORCH,
+    "lightning": ("2.6.6",),
+    "accelerate": ("1.15.0",),
+    "transformers": ("5.23.0", "5.24.0"),
+    "numpy": ("2.4.6",),
+    "safetensors": ("0.8.0",),
 }
 _GIB = 2**30
 _WRITTEN = 64 * 2**20  # bytes of the storage check
@@ -74,8 +75,8 @@ def versions() -> Iterator[Finding]:
             yield Finding(
                 name, "problem", f"{installed}, older than {OLDEST[name]}", f"pip install '{name}>={OLDEST[name]}'"
             )
-        elif Version(installed).release[:2] != Version(tested).release[:2]:
-            yield Finding(name, "note", f"{installed}; tested with {tested}")
+        elif not any(Version(installed).release[:2] == Version(each).release[:2] for each in tested):
+            yield Finding(name, "note", f"{installed}; tested with {', '.join(tested)}")
         else:
             yield Finding(name, "ok", installed)
 

@@ -156,12 +156,6 @@ def _of_fp8(asked: Any) -> Iterator[str]:
             "fp8.backend='transformer_engine' has other scales when it recomputes activations; write "
             "activations='none', or fp8={'backend': 'native'}"
         )
-    if asked.fp8.fp8_all_gather and asked.reshard_after_forward not in (True, False, "auto"):
-        yield (
-            f"reshard_after_forward={asked.reshard_after_forward!r} keeps a secondary shard, which torch cannot "
-            "combine with weights that travel in FP8; write reshard_after_forward=true or false, or "
-            "fp8={'fp8_all_gather': false}"
-        )
     if asked.fp8.fp8_all_gather and asked.compression.gather is not None:
         yield (
             f"compression.gather={asked.compression.gather!r}: with fp8 weights travel in FP8 already; "

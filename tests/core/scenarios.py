@@ -6,15 +6,13 @@ micro-batch's loss is the mean over data ranks), :func:`together` on the ranks o
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
@@ -209,20 +207,6 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-@contextlib.contextmanager
-def as_torch_2_11(enabled: bool) -> Iterator[None]:
-    """FSDP2 without what came after torch 2.11: zeros for unused parameters, and the reset after a failed pass."""
-    later = ("set_reduce_scatter_unused_params", "reset_iter_state")
-    taken = {name: getattr(FSDPModule, name) for name in later if enabled and hasattr(FSDPModule, name)}
-    for name in taken:
-        delattr(FSDPModule, name)
-    try:
-        yield
-    finally:
-        for name, method in taken.items():
-            setattr(FSDPModule, name, method)
-
-
 def alone(scenario: Scenario, world: int) -> Gradients:
     """Gradients of one process after the scenario's micro-batches."""
     torch.manual_seed(0)
@@ -276,18 +260,17 @@ def allowed(degree: int) -> list[str]:
     return [name for name, scenario in SCENARIOS.items() if degree <= 2 or not scenario.per_replica]
 
 
-def together(names: list[str], *, old_torch: bool = False, by_hand: bool = False, **knobs) -> dict[str, Gradients]:
+def together(names: list[str], *, by_hand: bool = False, **knobs) -> dict[str, Gradients]:
     """Gradients of the ranks, by scenario; ``by_hand``: the window is closed by a call instead of by its last pass."""
     found = {}
-    with as_torch_2_11(old_torch):
-        for name in names:
-            scenario = SCENARIOS[name]
-            parallel = net_on_ranks(scenario, **knobs)
-            try:
-                run_window(parallel, scenario, by_hand=by_hand)
-            except Exception as error:
-                raise RuntimeError(f"scenario {name!r}") from error
-            found[name] = gradients(parallel.module)
+    for name in names:
+        scenario = SCENARIOS[name]
+        parallel = net_on_ranks(scenario, **knobs)
+        try:
+            run_window(parallel, scenario, by_hand=by_hand)
+        except Exception as error:
+            raise RuntimeError(f"scenario {name!r}") from error
+        found[name] = gradients(parallel.module)
     return found
 
 

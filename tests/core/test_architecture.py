@@ -33,7 +33,7 @@ INTERNALS_ROOM = "smp_core/sharding/fsdp/"
 LIST_OF_INTERNALS = ROOT / INTERNALS_ROOM / "internals.py"
 N_INTERNALS = {"newest": 38, "2.13": 39, "2.11": 49}
 # Words of theirs that public classes, or ours, have too.
-COMMON_WORDS = {"cast_forward_inputs", "clear", "mesh", "shard_mesh"}
+COMMON_WORDS = {"cast_forward_inputs", "clear", "mesh", "param_group", "shard_mesh"}
 
 
 @cache

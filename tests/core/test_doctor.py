@@ -29,7 +29,7 @@ def test_every_check_comes_to_an_end_here(tmp_path: Path) -> None:
 
 def test_tested_versions_are_those_of_the_constraints() -> None:
     pinned = dict(re.findall(r"^([\w-]+)==([^\s;]+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
-    assert {name: pinned[name] for name in doctor.TESTED} == doctor.TESTED
+    assert {name for name, tested in doctor.TESTED.items() if pinned[name] not in tested} == set()
     project = (ROOT / "pyproject.toml").read_text()
     assert all(f'"{name}>={oldest}"' in project for name, oldest in doctor.OLDEST.items())
 

@@ -54,9 +54,7 @@ def test_what_it_refuses(written: Any, words: str) -> None:
     assert words in str(refused.value)
 
 
-def test_combinations_that_torch_cannot_do_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"reshard_after_forward=2 .*fp8_all_gather"):
-        SmpConfig(fp8=True, reshard_after_forward=2, shard_degree=4)
+def test_weights_travel_in_one_form() -> None:
     with pytest.raises(ValueError, match=r"compression.gather='int8'.*fp8_all_gather"):
         SmpConfig(fp8=True, compression={"gather": "int8"})
-    assert SmpConfig(fp8={"fp8_all_gather": False}, reshard_after_forward=2, shard_degree=4).fp8 is not None
+    assert SmpConfig(fp8=True, reshard_after_forward=2, shard_degree=4).fp8 is not None

@@ -51,6 +51,13 @@ def test_weights_that_stay_gathered_in_fp8_are_bitwise_those_gathered_anew() -> 
         assert once.gathered[1] < anew.gathered[1] / 3
 
 
+def test_secondary_shards_of_weights_in_fp8_are_bitwise_those_gathered_anew() -> None:
+    variants = [{"shard_degree": 4}, {"shard_degree": 4, "reshard_after_forward": 2}]
+    for anew, parts in run_ranks(runs_of, 4, variants, ranks_per_node=2):
+        assert same(parts, anew) == []
+        assert parts.kinds == {"DTensor"}
+
+
 def test_bfloat16_parameters_gathered_in_fp8_are_bitwise_those_that_were_cast_after_gathering() -> None:
     variants = [
         {"shard_degree": 2, "dtype": torch.bfloat16},

@@ -361,7 +361,6 @@ def test_knobs_that_can_save_nothing_are_taken_back_in_the_table() -> None:
         ({"compression": {"gather_exclude": ["*"]}}, "compression.gather_exclude"),
         ({"compression": {"gather_inside_nodes": True}}, "compression.gather_inside_nodes"),
         ({"optimizer_shard": "world", "state_offload": "all"}, "state_offload='optimizer'"),
-        ({"fp8": {}, "reshard_after_forward": "node"}, "fp8_all_gather"),
     ],
 )
 def test_knobs_that_contradict_one_another_are_refused(knobs: dict[str, Any], named: str) -> None:

@@ -43,16 +43,10 @@ def check_scenarios(names: list[str], degree: int, **options: Any) -> None:
         assert not wrong, f"rank {rank}"
 
 
-@pytest.mark.parametrize(
-    ("degree", "old_torch"),
-    [
-        (2, False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False), (4, False), (2, True), (4, True))),
-    ],
-)
-def test_conditional_frozen_and_repeated_parameters_train_like_one_process(degree: int, old_torch: bool) -> None:
+@pytest.mark.parametrize("degree", [2, *(pytest.param(degree, marks=pytest.mark.slow) for degree in (1, 4))])
+def test_conditional_frozen_and_repeated_parameters_train_like_one_process(degree: int) -> None:
     """Also None where one process has None: weight decay must leave those alone."""
-    check_scenarios(allowed(degree), degree, old_torch=old_torch)
+    check_scenarios(allowed(degree), degree)
 
 
 def test_replicas_of_whole_units_that_use_different_ones_train_like_one_process() -> None:
@@ -69,9 +63,9 @@ def test_frozen_and_repeated_parameters_that_stay_gathered_train_like_one_proces
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("degree", "old_torch"), [(2, False), (4, False), (4, True)])
-def test_all_of_them_do_when_they_stay_gathered(degree: int, old_torch: bool) -> None:
-    check_scenarios(allowed(degree), degree, old_torch=old_torch, **KEPT)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_all_of_them_do_when_they_stay_gathered(degree: int) -> None:
+    check_scenarios(allowed(degree), degree, **KEPT)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +80,7 @@ def test_all_of_them_do_when_they_stay_gathered(degree: int, old_torch: bool) ->
                 {"degree": 1},
                 {"degree": 4},
                 {"degree": 2, "by_hand": True},
-                {"degree": 2, "old_torch": True},
                 {"degree": 2, **BOTH},
-                {"degree": 4, "old_torch": True, "by_hand": True},
             )
         ),
     ],

@@ -21,7 +21,6 @@ from tests.core.scenarios import (
     Net,
     Scenario,
     alone,
-    as_torch_2_11,
     by_path,
     differences,
     freeze,
@@ -41,28 +40,27 @@ def same_weights(ours: nn.Module, theirs: nn.Module) -> None:
         assert torch.allclose(mine, other, rtol=0, atol=1e-12), name
 
 
-def step_after(disturbance: str, old_torch: bool, **knobs) -> None:
+def step_after(disturbance: str, **knobs) -> None:
     """A disturbed window, ``abandon()``, and a step; beside it the same step of a model that saw nothing else."""
-    with as_torch_2_11(old_torch):
-        disturbed, fresh = net_on_ranks(PLAIN, **knobs), net_on_ranks(PLAIN, **knobs)
-        optimizers = [torch.optim.AdamW(parallel.module.parameters(), lr=0.1) for parallel in (disturbed, fresh)]
-        for parallel, optimizer in zip((disturbed, fresh), optimizers, strict=True):
-            parallel.prepare_optimizer(optimizer)
-        for parallel, optimizer in zip((disturbed, fresh), optimizers, strict=True):
-            run_window(parallel, PLAIN)
-            optimizer.step()
-            optimizer.zero_grad()
-        disturb(disturbed, disturbance)
-        disturbed.window.abandon()
-        assert not disturbed.window.is_open
-        assert disturbed.window.micro_batches == 0
-        assert all(parameter.grad is None for parameter in disturbed.module.parameters())
-        for parallel, optimizer in zip((disturbed, fresh), optimizers, strict=True):
-            run_window(parallel, PLAIN)
-            norm = parallel.clip_grad_norm_(0.1)
-            optimizer.step()
-        assert torch.isfinite(norm)
-        same_weights(disturbed.module, fresh.module)
+    disturbed, fresh = net_on_ranks(PLAIN, **knobs), net_on_ranks(PLAIN, **knobs)
+    optimizers = [torch.optim.AdamW(parallel.module.parameters(), lr=0.1) for parallel in (disturbed, fresh)]
+    for parallel, optimizer in zip((disturbed, fresh), optimizers, strict=True):
+        parallel.prepare_optimizer(optimizer)
+    for parallel, optimizer in zip((disturbed, fresh), optimizers, strict=True):
+        run_window(parallel, PLAIN)
+        optimizer.step()
+        optimizer.zero_grad()
+    disturb(disturbed, disturbance)
+    disturbed.window.abandon()
+    assert not disturbed.window.is_open
+    assert disturbed.window.micro_batches == 0
+    assert all(parameter.grad is None for parameter in disturbed.module.parameters())
+    for parallel, optimizer in zip((disturbed, fresh), optimizers, strict=True):
+        run_window(parallel, PLAIN)
+        norm = parallel.clip_grad_norm_(0.1)
+        optimizer.step()
+    assert torch.isfinite(norm)
+    same_weights(disturbed.module, fresh.module)
 
 
 class Deliberate(Exception):
@@ -136,41 +134,29 @@ SAMPLE = [
 assert set(SAMPLE) < set(DISTURBANCES)
 
 
-def steps_after(disturbances: list[str], old_torch: bool, **knobs) -> None:
+def steps_after(disturbances: list[str], **knobs) -> None:
     for disturbance in disturbances:
         try:
-            step_after(disturbance, old_torch, **knobs)
+            step_after(disturbance, **knobs)
         except Exception as error:
             raise RuntimeError(disturbance) from error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("degree", "old_torch", "knobs"),
-    [
-        pytest.param(4, False, {}, marks=pytest.mark.slow),
-        pytest.param(1, False, {}, marks=pytest.mark.slow),
-        pytest.param(2, False, {}, marks=pytest.mark.slow),
-        pytest.param(2, True, {}, marks=pytest.mark.slow),
-        pytest.param(4, True, {}, marks=pytest.mark.slow),
-        pytest.param(2, False, BOTH, marks=pytest.mark.slow),
-        pytest.param(4, False, KEPT, marks=pytest.mark.slow),
-        pytest.param(4, True, KEPT, marks=pytest.mark.slow),
-        pytest.param(4, False, HELD, marks=pytest.mark.slow),
-        pytest.param(4, True, BOTH, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    ("degree", "knobs"), [(1, {}), (2, {}), (4, {}), (2, BOTH), (4, BOTH), (4, KEPT), (4, HELD)], ids=str
 )
-def test_nothing_of_an_abandoned_window_reaches_the_next_step(degree: int, old_torch: bool, knobs: dict) -> None:
-    run_ranks(steps_after, 4, DISTURBANCES, old_torch, shard_degree=degree, ranks_per_node=2, timeout=600, **knobs)
+def test_nothing_of_an_abandoned_window_reaches_the_next_step(degree: int, knobs: dict) -> None:
+    run_ranks(steps_after, 4, DISTURBANCES, shard_degree=degree, ranks_per_node=2, timeout=600, **knobs)
 
 
 def test_nothing_of_an_abandoned_window_of_each_kind_reaches_the_next_step() -> None:
-    run_ranks(steps_after, 4, SAMPLE, False, shard_degree=2, ranks_per_node=2, **BOTH)
+    run_ranks(steps_after, 4, SAMPLE, shard_degree=2, ranks_per_node=2, **BOTH)
 
 
 def steps_after_different_sums(cases: list[dict[str, Any]]) -> None:
     for knobs in cases:
-        step_after("failed backward of other cells on each replica at enter", False, **knobs)
+        step_after("failed backward of other cells on each replica at enter", **knobs)
 
 
 def test_an_abandoned_window_of_which_replicas_had_sent_different_sums() -> None:
