@@ -21,6 +21,7 @@ from smp_core.sharding.fsdp.internals import INTERNALS, needed
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
+REQUESTS = ROOT / "docs" / "upstream.md"
 PACKAGES = ("smp_core", "lightning_smp", "accelerate_smp")
 # What smp_core must not know; the faces' packages are on a floor above it.
 FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "transformers")
@@ -232,7 +233,7 @@ def test_private_names_are_used_only_where_it_says_why(module: str) -> None:
     path = sources()[module]
     said = explanations(path)
     if INTERNALS_ROOM in str(path):
-        said += " ".join(listed_internals())
+        said = " ".join([said, *listed_internals()])
     silent = sorted(name for name in private_names(path) if not re.search(rf"(?<!\w){name}(?!\w)", said))
     assert silent == [], f"{path.name}: name it in a comment or docstring and say why no public name will do"
 
@@ -326,6 +327,29 @@ def test_internals_of_fsdp2_are_in_one_room() -> None:
     found = {path: names_in(path) & own for path in sources().values()}
     assert any(found.values())
     assert {str(path): names for path, names in found.items() if names and INTERNALS_ROOM not in str(path)} == {}
+
+
+def test_each_request_to_pytorch_has_its_section() -> None:
+    """A request is one word; the page's other headings are longer."""
+    sections = re.findall(r"^## (\w+)$", REQUESTS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(sections) == sorted({internal.request for internal in INTERNALS})
+
+
+def test_the_table_of_private_names_is_that_of_the_list() -> None:
+    """Which names are needed, by which torch and for which request, and which are gone."""
+    table = REQUESTS.read_text(encoding="utf-8").split("## Where the private names went", 1)[1].split("\n## ", 1)[0]
+    found: dict[str, set[str]] = {"needed": set(), "older": set(), "gone": set()}
+    links = {}
+    for cells, now, way in re.findall(r"^\| (`.*?) \| (\w+) \| (.*) \|$", table, re.MULTILINE):
+        names = re.findall(r"`(\w+)`", cells)
+        found[now].update(names)
+        links.update(dict.fromkeys(names, re.findall(r"\(#(\w+)\)", way)))
+    newest = listed_internals("newest")
+    assert found["needed"] == newest
+    assert found["older"] == listed_internals() - newest
+    assert found["gone"] & listed_internals() == set()
+    requests = {name.removesuffix("()"): each.request for each in INTERNALS for name in each.names}
+    assert {name: link for name, link in links.items() if link} == {name: [word] for name, word in requests.items()}
 
 
 # Calls in parallelize_model() whose place does not matter to what a model becomes.

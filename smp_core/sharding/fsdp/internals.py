@@ -3,8 +3,8 @@
 FSDP2 has public methods for what a unit communicates with, when it is gathered ahead, freed and reduced. It has none
 for what a unit consists of, for who hears of gathers and reductions, and for what an interrupted pass leaves behind.
 :data:`INTERNALS` is what a maintainer reads beside the diff of a new torch. `tests/core/test_architecture.py` holds it
-against the code, and its length against the number it had: it may only become shorter. `docs/upstream.md` has the
-request for a public way to each.
+against the code, and its length against the number it had: it may only become shorter. Each entry names a request for a
+public way; the word is the heading of its section: `docs/upstream.md#<request>`.
 
 :func:`require_internals` looks for the same names before anything is sharded, so that a torch that lacks one is
 refused in words. `tests/contract` tries out what they do.
@@ -39,7 +39,7 @@ class Internal:
         owner: the class of FSDP2, or the dotted path of what is public around it.
         names: of methods with "()" behind them, otherwise of attributes.
         reason: what they are used for.
-        request: the section of docs/upstream.md.
+        request: the heading of a section of docs/upstream.md, which asks for a public way.
         only: the generation that needs them: "newest", "2.13" (2.13 and 2.14), "2.11" (2.11 and 2.12), "" for all.
     """
 
