@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from smp_core.comm.background import Background
-from smp_core.sharding.fsdp.internals import generation
 from tests.core.streamed_cases import WITHOUT, Case
 from tests.harness import run_script
 
@@ -206,19 +205,8 @@ def test_a_question_to_the_device_is_counted(name: str, results: dict[str, Any])
     assert results[name]["asked"] != {}
 
 
-# From torch 2.15 on FSDP2 holds what it has reduced itself, until the unit's next reduction.
-HELD_BY_FSDP2 = {
-    "what FSDP2 reduced is given up",
-    "what FSDP2 reduced is given up, cast",
-    "a sum that became wider is given up",
-}
-
-
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_mend_that_is_taken_out_is_missed(name: str, results: dict[str, Any]) -> None:
-    if name in HELD_BY_FSDP2 and generation() == "newest":
-        assert wrong(results[name]) == {}
-        return
     assert any("is used again" in text for text in results[name]["found"]), results[name]
 
 

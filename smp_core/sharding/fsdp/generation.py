@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from smp_core.sharding.fsdp import param_group, param_group_2_11
+from smp_core.sharding.fsdp import param_group, param_group_2_11, param_group_2_13
 from smp_core.sharding.fsdp.internals import generation
 from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.sharding.fsdp.param_group_2_11 import ParamGroup211
@@ -38,6 +39,12 @@ def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
 @functools.cache
 def _kind() -> type[ParamGroup]:
     return {"2.11": ParamGroup211, "2.13": ParamGroup213}.get(generation(), ParamGroup)
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the present backward pass is over."""
+    queue = getattr(torch.autograd.graph, "queue_callback", param_group_2_13.queue_callback)
+    queue(callback)
 
 
 def reset_passes(modules: Iterable[FSDPModule]) -> None:

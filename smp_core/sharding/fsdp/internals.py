@@ -76,7 +76,7 @@ INTERNALS = (
     Internal("FSDPParamGroup", ("_init_mp_dtypes()",), "the same for dtypes", "exchanged"),
     Internal(
         "FSDPParam",
-        ("_sharded_local_tensor", "_init_extensions()"),
+        ("_sharded_local_tensor",),
         "weights that are gathered in FP8: the documented way, a tensor subclass as the parameter, would show in state "
         "dicts",
         "extensions",
@@ -99,13 +99,15 @@ INTERNALS = (
     ),
     Internal("FSDPCommContext", ("reduce_scatter_state",), "the same", "reduce", "2.11"),
     Internal("FSDPParam", ("unsharded_accumulated_grad",), "gradients for a later reduction", "reduce", _OLDER),
+    Internal(
+        "FSDPParamGroup", ("_all_reduce_state",), "sums of units, held to the end of a pass", "reduce", "newest 2.11"
+    ),
     Internal("FSDPParam", ("to_sharded_dtensor()",), "DTensor.from_local takes ten times as long", "gradient"),
     Internal("FSDPParamGroup", ("_partial_reduce_output",), "torch's own two-hop between micro-batches", "partial"),
     # Passes
     Internal("torch", ("_C",), "the number of the backward pass that runs", "autograd"),
     Internal("torch._C", ("_current_graph_task_id()",), "the same", "autograd"),
-    Internal("torch.autograd.Variable", ("_execution_engine",), "the end of a backward pass", "autograd"),
-    Internal("torch.autograd.Variable._execution_engine", ("queue_callback()",), "the same", "autograd"),
+    Internal("torch.autograd.Variable", ("_execution_engine",), "the end of a backward pass", "autograd", _OLDER),
     Internal(
         "torch.utils",
         ("_python_dispatch",),
@@ -122,7 +124,7 @@ INTERNALS = (
     Internal("FSDPCommContext", ("all_gather_state", "post_forward_order"), "the same", "failed", "2.11"),
     Internal(
         "FSDPParamGroup",
-        (*("_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event", "_post_forward_indices"),),
+        ("_post_reduce_event", "_reshard_after_forward_event", "_post_forward_indices"),
         "the same",
         "failed",
         "2.11",

@@ -183,6 +183,11 @@ class ParamGroup:
             if copy is not None and not isinstance(copy, DTensor):
                 copy.grad_dtype = None
 
+    def let_go_of_sum(self) -> None:
+        """Let go of the sum that the hook of a reduction was given: FSDP2 would hold those of all units to the end of
+        the pass, beside the sums that they were added to. The hook has told its stream that it reads them."""
+        self._group._all_reduce_state = None
+
     def hand_over(self, index: int, gradient: torch.Tensor) -> None:
         """Make ``gradient``, in :meth:`sum_dtype`, what FSDP2 reduces next for the parameter."""
         self.members[index]._unsharded_param.grad = gradient

@@ -3,6 +3,8 @@ dtype of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from smp_core.sharding.fsdp.param_group import GivenPolicy, ParamGroup
@@ -27,6 +29,9 @@ class ParamGroup213(ParamGroup):
     def take_gradients_as_they_come(self) -> None:
         """Do nothing: they come like this."""
 
+    def let_go_of_sum(self) -> None:
+        """Do nothing: it is not held."""
+
     def hand_over(self, index: int, gradient: torch.Tensor) -> None:
         self.members[index].unsharded_accumulated_grad = gradient
 
@@ -34,3 +39,8 @@ class ParamGroup213(ParamGroup):
         super().forget_gradients()
         for member in self.members:
             member.unsharded_accumulated_grad = None
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Do what ``torch.autograd.graph.queue_callback`` of torch >= 2.15 does."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from smp_core.sharding.fsdp.generation import group_of, reset_passes
+from smp_core.sharding.fsdp.generation import group_of, queue_callback, reset_passes
 
 FAILED_PASS = (
     "an earlier backward pass failed and left part of its gradients behind; call window.abandon() before the next "
@@ -27,8 +27,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     FSDP2's roots queue their own final callbacks while the pass runs, some perhaps after this call; queueing once more
     from the end of the pass puts ours behind all of them.
     """
-    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-    engine.queue_callback(lambda: engine.queue_callback(callback))
+    queue_callback(lambda: queue_callback(callback))
 
 
 class Passes:

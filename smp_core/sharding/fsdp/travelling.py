@@ -1,7 +1,8 @@
 """Parameters that travel in another form than they are stored in: FSDP2's all-gather extensions.
 
 FSDP2's documented place for ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` is a tensor subclass as the parameter,
-which state dicts would then show. So they are put where FSDP2 looks for them: ``FSDPParam._sharded_local_tensor``.
+which state dicts would then show. So they are put where FSDP2 looks for them at the first forward:
+``FSDPParam._sharded_local_tensor``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ def travel(group: ParamGroup, gather_of: Callable[[nn.Module, str], WeightGather
         if gather is not None:
             member.__class__ = _travelling(member.__class__)
             member.travelling = _Travelling(member, gather)
-            member._init_extensions()
 
 
 @functools.cache

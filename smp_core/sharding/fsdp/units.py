@@ -301,6 +301,8 @@ class ShardedUnit:
                 self._complete_gradients(copies, reduced)
                 with self._without_visible_gradients():
                     post_backward(*args)
+                assert self.group is not None
+                self.group.let_go_of_sum()
 
         return noted
 
