@@ -312,6 +312,25 @@ def test_a_secondary_shard_keeps_backward_gathers_inside_the_node() -> None:
     assert per_node(steps, "all_gather/inter_bytes") == [sum(unit_bytes(4)) / 2] * 2
 
 
+def losses_after_an_edit() -> tuple[float, float]:
+    """A forward without backward, other weights, and a batch whose forwards run ahead; and those weights' loss."""
+    parallel = parallel_model(SmallGpt(layers=2), shard_degree=4, reshard_after_forward=2)
+    tokens = torch.zeros(2, 9, dtype=torch.long)
+    parallel.module(tokens)
+    with torch.no_grad():
+        for parameter in parallel.module.parameters():
+            parameter.mul_(1.5)
+    with parallel.window.batch_in_stages():
+        ahead = float(parallel.module(tokens))
+    with torch.no_grad():
+        return ahead, float(parallel.module(tokens))
+
+
+def test_forwards_that_run_ahead_read_no_parts_of_weights_before() -> None:
+    for ahead, alone in run_ranks(losses_after_an_edit, 4, ranks_per_node=2):
+        assert ahead == alone
+
+
 def groups_made(reshard_after_forward: Any) -> int:
     before = len(dist.distributed_c10d._world.pg_map)
     parallel_model(SmallGpt(layers=6), shard_degree=4, reshard_after_forward=reshard_after_forward)

@@ -114,12 +114,12 @@ class Calls:
     def ahead(self) -> Iterator[None]:
         """Let calls inside, several before the backward pass of the first, find what the one before left."""
         for unit in self._units:
-            unit.runs_ahead = True
+            unit.run_ahead(True)
         try:
             yield
         finally:
             for unit in self._units:
-                unit.runs_ahead = False
+                unit.run_ahead(False)
 
     def _is_outermost(self, module: nn.Module | None = None) -> bool:
         """Return whether a call that begins is within no other (one of the same module was aborted), nor within a

@@ -94,7 +94,7 @@ class ShardedUnit:
         self.is_passed_by = False
         self.is_recomputed = False
         self.runs_ahead = False
-        self.leaves_parts = self.reads_parts = False
+        self.leaves_parts = self.reads_parts = self._left_parts = False
         self.group = group_of(module)
         self._held: dict[int, torch.Tensor] = {}
         self._has_seen_thawed = False
@@ -261,10 +261,16 @@ class ShardedUnit:
             if self.listener is not None:
                 self.listener.used()
 
+    def run_ahead(self, enabled: bool) -> None:
+        """Set whether several forwards come before the backward pass of the first. The first of them reads nothing that
+        earlier ones left: weights may be others since."""
+        self.runs_ahead, self._left_parts = enabled, False
+
     def begin_gather(self, in_backward: bool) -> None:
         """Take note of a gather, of a forward or a backward pass, that begins."""
         self.leaves_parts = torch.is_grad_enabled() and not in_backward
-        self.reads_parts = in_backward or self.runs_ahead
+        self.reads_parts = in_backward or (self.runs_ahead and self._left_parts)
+        self._left_parts = self.leaves_parts
         if in_backward:
             self.passes.comes_through()
             if self.holds_gradients and self.group is not None:
