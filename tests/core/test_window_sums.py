@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.comm.exchange import GATHER, REDUCE
+from smp_core.sharding.fsdp.internals import generation
 from tests.core.equivalence import BOTH, HELD, KEPT, full_weights
 from tests.core.gpt import SmallGpt
 from tests.core.recording import Call, CallRecorder
@@ -293,3 +294,30 @@ def memory_of_cast_gradients() -> tuple[int, int]:
 def test_gradients_of_another_dtype_than_their_sum_keep_no_more_than_themselves_alive() -> None:
     for kept, own in run_ranks(memory_of_cast_gradients, 2):
         assert kept == own
+
+
+def gradients_of_dtypes(cases: list[tuple[tuple[str, ...], dict[str, Any]]]) -> list[dict[str, torch.Tensor]]:
+    """Of a bfloat16 model of which some parameters ask for gradients in float32."""
+    found = []
+    for asking, knobs in cases:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4), nn.LayerNorm(4)).bfloat16()
+        for name in asking:
+            model.get_parameter(name).grad_dtype = torch.float32
+        parallel = parallel_model(model, shard_degree=2, reduce_dtype="float32", **knobs)
+        for micro in range(2):
+            with parallel.window.accumulate(micro < 1):
+                inputs = torch.full((2, 4), 1.0 + micro, dtype=torch.bfloat16)
+                parallel.module(inputs).float().square().sum().backward()
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+    return found
+
+
+@pytest.mark.skipif(generation() != "newest", reason="FSDP2 looks at grad_dtype from torch 2.15 on")
+def test_gradients_have_the_dtype_that_their_parameter_asks_for() -> None:
+    """Sums hold the parameters of one dtype together then, in another order."""
+    asking = ("0.weight", "2.weight")
+    for plain, reduced, held in run_ranks(gradients_of_dtypes, 2, [((), {}), (asking, {}), (asking, HELD)]):
+        assert {name for name, gradient in reduced.items() if gradient.dtype == torch.float32} == set(asking)
+        for name, gradient in reduced.items():
+            assert torch.equal(held[name], gradient) and torch.equal(plain[name], gradient.bfloat16()), name

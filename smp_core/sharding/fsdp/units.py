@@ -223,7 +223,7 @@ class ShardedUnit:
         assert self.group is not None
         parameter = cast(DTensor, self.parameters()[slot.index])
         shard = parameter.to_local()
-        own = flat[slot.offset : slot.offset + shard.numel()].to(shard.dtype)
+        own = flat[slot.offset : slot.offset + shard.numel()].to(parameter.grad_dtype or shard.dtype)
         return self.group.sharded_gradient(slot.index, own.view(shard.shape))
 
     def is_gathered(self) -> bool:
