@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 from transformers.distributed import DistributedConfig
 from transformers.models.mixtral import modeling_mixtral
 
@@ -26,4 +26,8 @@ needs_counted_smoothing = pytest.mark.skipif(
 )
 needs_routers = pytest.mark.skipif(
     not hasattr(modeling_mixtral, "MixtralTopKRouter"), reason="routers of this Transformers are plain linear layers"
+)
+needs_chunks_of_documents = pytest.mark.skipif(
+    not hasattr(masking_utils, "remap_positions_for_packed_sequence"),
+    reason="this Transformers counts chunks across the documents of a sequence, so they are refused",
 )

@@ -86,6 +86,17 @@ def adapt_transformers_models(model: nn.Module) -> bool:
 _INSTEAD = "write context_parallel_degree=1 for it"
 
 
+def _require_chunks_of_documents(name: str) -> None:
+    """Refuse a Transformers whose chunks go across the borders of packed documents: attention here begins them anew."""
+    from transformers import masking_utils
+
+    if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):  # Transformers 5
+        raise ValueError(
+            f"{name} has layers of type {_CHUNKED!r}, whose chunks this Transformers counts across the documents of a "
+            f"sequence; type: pip install -U 'transformers>=5', or {_INSTEAD}"
+        )
+
+
 def check_model(model: Any) -> None:
     """Refuse a Transformers model that context parallelism would make wrong.
 
@@ -105,8 +116,12 @@ def check_model(model: Any) -> None:
                 "and no module with that rope_type takes position_ids, which could tell; allowed: 'default', "
                 f"'linear', 'llama3', 'yarn'. {_INSTEAD.capitalize()}, or set another rope_type"
             )
-    if _CHUNKED in (getattr(text, "layer_types", None) or ()) and not getattr(text, "attention_chunk_size", None):
-        raise ValueError(f"{name} has layers of type {_CHUNKED!r} and no attention_chunk_size; set it in the config")
+    if _CHUNKED in (getattr(text, "layer_types", None) or ()):
+        if not getattr(text, "attention_chunk_size", None):
+            raise ValueError(
+                f"{name} has layers of type {_CHUNKED!r} and no attention_chunk_size; set it in the config"
+            )
+        _require_chunks_of_documents(name)
     for layer_type in sorted(set(getattr(text, "layer_types", None) or ())):
         if layer_type not in _LAYER_TYPES:
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 from transformers.masking_utils import create_chunked_causal_mask
 
 from smp_core.context_parallel.active import SplitBatch, enabled
@@ -16,6 +17,7 @@ from smp_core.context_parallel.sequence_plan import decode
 from smp_core.context_parallel.transformers_models import adapt_transformers_models, check_model
 from tests.core.context_parallel.measuring import split_on
 from tests.core.context_parallel.model_cases import LENGTH_DEPENDENT, MODELS, build
+from tests.older_transformers import needs_chunks_of_documents
 
 CHUNK = 5
 
@@ -90,6 +92,7 @@ def counted(*starts: tuple[int, int], length: int) -> list[int]:
     ],
     ids=["plain", "continued", "packed", "packed and continued", "alike", "left", "right", "left and continued"],
 )
+@needs_chunks_of_documents
 def test_chunks_begin_where_transformers_has_them_begin(batch: dict[str, Any]) -> None:
     """Every pair of real tokens; the mask is the installed Transformers' own."""
     batch = {key: torch.tensor(rows) for key, rows in batch.items()}
@@ -110,6 +113,13 @@ def test_chunks_begin_where_transformers_has_them_begin(batch: dict[str, Any]) -
     real = batch.get("attention_mask", torch.ones(2, 22)).bool()
     assert torch.equal(shown(split) & real[:, :, None], expected & real[:, :, None])
     assert expected[:, :, 0].sum() < 2 * 22, "no chunk ends"
+
+
+def test_chunks_across_documents_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Transformers 4."""
+    monkeypatch.delattr(masking_utils, "remap_positions_for_packed_sequence", raising=False)
+    with pytest.raises(ValueError, match=r"chunked_attention.*across the documents.*transformers>=5"):
+        adapt_transformers_models(build("llama4"))
 
 
 @pytest.mark.parametrize("padded", [False, True])
