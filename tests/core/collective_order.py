@@ -149,6 +149,9 @@ def steps_of(case: Case, rank: int, answers: Sequence[torch.Tensor] | None = Non
                     parallel.module(torch.randn(4, WIDTH), which).float().pow(2).sum().backward()
             parallel.clip_grad_norm_(1.0)
             optimizer.step()
+            with torch.no_grad():  # nothing is received: gradients are what was in memory, and may not be finite
+                for parameter in model.parameters():
+                    parameter.zero_()
             optimizer.zero_grad()
     return recorder
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from smp_core.config import SmpConfig
@@ -259,6 +260,22 @@ def _limits_of_optimizers(case: Case) -> Iterator[str]:
             yield "no fused kernel for shards"
         if spec["kernels"] == "tensor lr" and spec["kind"] not in WITH_TENSOR_LR:
             yield "the optimizer takes no tensor as its learning rate"
+        if spec["late"] and spec["kind"] == "Adagrad" and not adagrad_steps_late_groups():
+            yield "torch's Adagrad has no states for parameters that are added later"
+
+
+@cache
+def adagrad_steps_late_groups() -> bool:
+    """Return whether it does in one process: from torch 2.13 on."""
+    early, late = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.Adagrad([early])
+    optimizer.add_param_group({"params": [late]})
+    late.grad = torch.ones(1)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
 
 
 def _limits_of_script(case: Case, family: Family) -> Iterator[str]:
