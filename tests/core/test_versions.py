@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import versions
+from smp_core.compat import TESTED_TORCH
 from tests.harness import ROOT, going_on
 
 PACKAGES = {"torch": "2.13.0+cpu", "lightning": "2.6.6", "accelerate": "1.15.0", "transformers": "5.23.0"}
@@ -381,3 +382,10 @@ def test_the_pages_are_those_of_the_result() -> None:
     for page, made in ((versions.PAGE, versions.table(results)), (versions.README, versions.sentence(results))):
         text = page.read_text(encoding="utf-8")
         assert text == versions.with_generated(text, made), f"{page.name}: run benchmarks/versions.py --page"
+
+
+def test_the_releases_that_a_refusal_names_have_passed() -> None:
+    results = versions.saved()
+    for release in TESTED_TORCH:
+        ran = results[release]["ran"]
+        assert ran.keys() == {"contract", "selection"} and all(map(versions.is_good, ran.values())), release
