@@ -191,6 +191,10 @@ def missing_option(knobs: SmpConfig, knob: str, layout: Layout, cluster: Cluster
                 "collectives in two stages are torch-smp's own, not NCCL's symmetric ones; "
                 "collectives.hierarchical=false has one"
             )
+        if type(knobs.reshard_after_forward) is int:
+            return (
+                f"reshard_after_forward={knobs.reshard_after_forward} keeps copies that gathers of torch-smp's own make"
+            )
         for other in ("gather", "reduce_codes"):
             if getattr(knobs.compression, other):
                 return f"compression.{other.removesuffix('_codes')} sends payloads of torch-smp's own"

@@ -157,6 +157,10 @@ def test_options_reach_fsdp2() -> None:
         ({"collectives": {"separate_reduce_scatter_group": True}}, "hierarchical=false"),
         ({"collectives": {"symmetric_memory": True}}, "hierarchical=false"),
         (
+            {"collectives": {"symmetric_memory": True, "hierarchical": False}, "reshard_after_forward": 2},
+            "reshard_after_forward=2",
+        ),
+        (
             {"collectives": {"symmetric_memory": True, "hierarchical": False}, "compression": {"gather": "int8"}},
             "compression.gather",
         ),
