@@ -2,7 +2,7 @@
 
     accelerator.get_state_dict(model)          whole on rank 0; so does save_model, which asks for it
     model.save_pretrained(...), push_to_hub    of Transformers, PEFT, Diffusers, the Hub's mixin, also of a part of the
-                                               model: written by rank 0, whole
+                                               model: written by rank 0, whole; a class may run its model there
     accelerator.save(...) of shards            refused: it runs on rank 0 alone, which cannot gather them; torch.save
                                                likewise (smp_core/sharding/pickling.py)
 
@@ -105,7 +105,7 @@ def _save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kwargs["state_dict"] = state
 
     def write() -> Any:
-        with _showing(self, state):
+        with handle.unsharded(self, state), _showing(self, state):
             return own(self, *args, **kwargs)
 
     return Ranks().on_first(call, write)

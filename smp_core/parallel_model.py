@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
 from smp_core.sharding.prepared_optimizer import prepare_optimizer
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
+from smp_core.sharding.unsharded import unsharded
 from smp_core.sharding.window import Window
 from smp_core.stepped import model_parameter
 from smp_core.tensor_parallel.split_model import SplitModel
@@ -143,6 +144,39 @@ class ParallelModel:
         for part in self.parts:
             reshard(part.module.modules())
         self.traffic.weights_changed()
+
+    @contextmanager
+    def unsharded(self, module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Let the model or a part of it be a plain module inside the block, for code that one rank runs alone. Only
+        where weights are sharded and nothing more can it be called there; otherwise a call raises ``RuntimeError``.
+
+        Args:
+            values: unsharded weights on the host, by the names of ``module``.
+        """
+        config = self.config
+        degrees = {
+            "context_parallel_degree": config.context_parallel_degree,
+            "tensor_parallel_degree": config.tensor_parallel_degree,
+            "pipeline_parallel_degree": config.pipeline_parallel_degree,
+        }
+        split = [f"{knob}={degree}" for knob, degree in degrees.items() if degree != 1]
+        if config.fp8 is not None:
+            split.append("fp8")
+        refusal = ""
+        if split:
+            refusal = (
+                f"{type(module).__name__.removeprefix('FSDP')} was called on one rank alone while its weights were "
+                f"saved, and with {', '.join(split)} all ranks compute it together; save without calling it, or load "
+                "what was saved into a plain model and call that"
+            )
+        for part in self.parts:
+            part.calls.unsharded = True
+        try:
+            with unsharded(module, values, refusal):
+                yield
+        finally:
+            for part in self.parts:
+                part.calls.unsharded = False
 
     def require_same_collectives(self) -> None:
         """Compare what ranks that share parameters issued, where no window closes: after an evaluation. Collective.

@@ -22,6 +22,10 @@ _SILENCE = 8
 # Groups of ranks that are named one by one.
 _NAMED = 8
 
+ALONE = (
+    "ranks that wait in different calls wait for each other: what one rank calls alone (under `if is_main_process:`, "
+    "in a callback, a logger or a save that runs the model) has to be called on all"
+)
 HINT = "all of them have to call the same units; what some leave out belongs into units={'optional': [...]}"
 
 Signs = dict[int, dict[str, Any]]
@@ -108,7 +112,9 @@ def line_about(signs: Signs, silent: set[int], describe: Callable[[int | None], 
         others = [f"{ranks_in_words(found)}: {where}" for where, found in list(elsewhere.items())[:_NAMED]]
         line += f" | elsewhere: {'; '.join(others)}"
     apart = _apart({rank: state["at"] for rank, state in signs.items() if state.get("at")}, describe)
-    return line + (f" | went apart: {apart} ({HINT})" if apart else "")
+    if apart:
+        return f"{line} | went apart: {apart} ({HINT})"
+    return f"{line} | {ALONE}" if len(waiting) > 1 else line
 
 
 def _apart(at: dict[int, dict[str, Any]], describe: Callable[[int | None], str]) -> str:

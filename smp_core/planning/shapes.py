@@ -110,7 +110,13 @@ class Shapes:
         checkpointed: Sequence[CheckpointedModule] = (),
         checkpoints_itself: bool = False,
     ) -> Shapes:
-        """Read a model whose units are known."""
+        """Read a model whose units are known.
+
+        Raises:
+            ValueError: torchao's quantised weights.
+        """
+        for name, parameter in model.named_parameters():
+            _refuse_quantized(name, parameter)
         first_names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
         aliases = {
             name: first_names[parameter]
@@ -198,3 +204,14 @@ class Shapes:
 
     def of_name(self, name: str) -> ParameterShape:
         return self.by_name[self.aliases.get(name, name)]
+
+
+def _refuse_quantized(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a weight of torchao's, a tensor of several tensors, which cannot be sharded or sent to other ranks."""
+    kind = type(parameter)
+    if kind.__module__.split(".")[0] == "torchao":
+        raise ValueError(
+            f"{name} is a {kind.__name__} of torchao, and quantised weights can be neither sharded nor sent between "
+            "ranks; prepare the model with its weights in bfloat16, of which each rank holds a part (frozen ones "
+            "too), and quantise what was trained"
+        )

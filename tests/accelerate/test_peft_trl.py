@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from accelerate_smp.trainer import SmpTrainer, SmpTrainerMixin
 from tests.accelerate.running import fresh_accelerator
 from tests.accelerate.trainers import Recorder, Run, make_dataset, make_model, whole_weights
-from tests.harness import run_ranks
+from tests.harness import RanksFailed, run_ranks
 
 pytest.importorskip("peft")
 
@@ -157,3 +157,76 @@ def test_an_adapter_over_split_sequences_has_the_loss_and_gradients_of_one_proce
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 assert (gradients[name] - parameter.grad).abs().max() <= 1e-6, name
+
+
+def expert_adapter(base: str, knobs: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Two micro-batches a step in float64, with adapters on fused experts, which PEFT parametrizes in each forward."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MixtralConfig(
+        vocab_size=61, num_key_value_heads=2, num_local_experts=4, experts_implementation="eager", **sizes
+    )
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapters = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts)
+    model = get_peft_model(MixtralForCausalLM(config), adapters).double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)  # begins at 0, where it hides lora_A
+        if base == "trained" and "experts" in name:
+            parameter.requires_grad_(True)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    ranks = dist.get_world_size() if knobs is not None else 1
+    rank = dist.get_rank() if ranks > 1 else 0
+    if knobs is not None:
+        accelerator = fresh_accelerator(gradient_accumulation_steps=2, **knobs)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    rows = torch.stack([row["input_ids"] for row in make_dataset(16)]).view(2, 2, ranks, 4 // ranks, -1)
+    for step in rows:
+        for micro_batch in step[:, rank]:
+            if knobs is None:
+                (model(input_ids=micro_batch, labels=micro_batch).loss / 2).backward()
+                continue
+            with accelerator.accumulate(model):
+                accelerator.backward(model(input_ids=micro_batch, labels=micro_batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_weights(model)
+
+
+EXPERTS = [("frozen", {"shard_degree": 2}), ("trained", {"shard_degree": 1, "optimizer_shard": "world"})]
+
+
+@pytest.mark.parametrize(("base", "knobs"), EXPERTS, ids=["frozen", "trained"])
+def test_adapters_on_fused_experts_train_as_in_one_process(base: str, knobs: dict[str, Any]) -> None:
+    expected = expert_adapter(base, None)
+    for seen in run_ranks(expert_adapter, 2, base, knobs, ranks_per_node=2):
+        for name, value in seen.items():
+            assert torch.allclose(value, expected[name], rtol=0, atol=1e-12), name
+
+
+def test_a_unit_that_is_parametrized_before_its_gather_is_named() -> None:
+    knobs = {"shard_degree": 2, "units": {"modules": ["MixtralExperts"]}}
+    with pytest.raises(RanksFailed, match="make the unit a module around both"):
+        run_ranks(expert_adapter, 2, "frozen", knobs, ranks_per_node=2)
+
+
+def quantized_base() -> str:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+    quantize_(model[0], Int8WeightOnlyConfig())
+    model[0].requires_grad_(False)
+    try:
+        fresh_accelerator().prepare(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_quantized_base_is_refused_by_name() -> None:
+    pytest.importorskip("torchao")
+    for said in run_ranks(quantized_base, 2):
+        assert said.startswith("0.weight is a Int8Tensor of torchao")

@@ -158,3 +158,75 @@ def test_a_save_that_cannot_be_whole_is_refused_and_hangs_nobody(tmp_path: Path)
     assert "the model's next forward pass" in first["forward"]
     assert "rank 1 at the end of its process" in first["end"]
     assert not (tmp_path / "x").exists()
+
+
+class Encoder(nn.Module):
+    """Its save runs the model: the whole of it, a part and a method of its own, as model cards with examples do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.up = nn.Linear(8, 16)
+        self.head = nn.Linear(16, 1)
+        self.up.weight.register_hook(lambda gradient: gradient)
+        self.called: list[int] = []
+        self.first.register_forward_hook(lambda *_: self.called.append(1))
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(rows))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.up(self.encode(rows))))
+
+    def save_pretrained(self, folder: str) -> None:
+        rows = torch.linspace(-1, 1, 24).view(3, 8).to(next(self.parameters()).device)
+        shown = {"all": self(rows), "part": self.up(rows), "method": self.encode(rows)}
+        shown["norm"] = torch.cat([parameter.flatten() for parameter in self.parameters()]).norm()
+        torch.save({"shown": shown, "state": self.state_dict(), "called": len(self.called)}, f"{folder}/saved.pt")
+
+
+def saving_runs_the_model(folder: str, knobs: dict[str, Any]) -> Any:
+    torch.manual_seed(3)
+    accelerator = fresh_accelerator(**knobs)
+    model = Encoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rows = torch.linspace(-2, 2, 32).view(4, 8)
+    losses = []
+    for step in range(3):
+        loss = model(rows + step).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if folder and step == 1:
+            accelerator.unwrap_model(model).save_pretrained(folder)
+    return losses, accelerator.get_state_dict(model)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"optimizer_shard": "world", "shard_degree": 1}], ids=str)
+def test_a_class_that_runs_its_model_while_it_saves(tmp_path: Path, knobs: dict[str, Any]) -> None:
+    knobs = {"forward_methods": ("encode",), "units": {"modules": ["Linear"]}, **knobs}
+    (losses, state), _ = run_ranks(saving_runs_the_model, 2, str(tmp_path), knobs)
+    (undisturbed, expected), _ = run_ranks(saving_runs_the_model, 2, "", knobs)
+    assert losses == undisturbed and all(torch.equal(state[name], value) for name, value in expected.items())
+    saved = torch.load(tmp_path / "saved.pt", weights_only=False)
+    alone = Encoder()
+    alone.load_state_dict(saved["state"])
+    alone.save_pretrained(str(tmp_path))
+    plain = torch.load(tmp_path / "saved.pt", weights_only=False)
+    for name, value in plain["shown"].items():
+        assert torch.allclose(saved["shown"][name], value, atol=1e-6), name
+    assert saved["called"] > 2  # the user's own hooks run
+
+
+def saving_runs_a_split_model(folder: str) -> str:
+    accelerator = fresh_accelerator(tensor_parallel_degree=2, tensor_parallel={"plan": {"up": "column", "head": "row"}})
+    model = accelerator.prepare(Encoder())
+    return said(lambda: accelerator.unwrap_model(model).save_pretrained(folder))
+
+
+def test_one_rank_cannot_run_a_split_model_while_it_saves(tmp_path: Path) -> None:
+    for words in run_ranks(saving_runs_a_split_model, 2, str(tmp_path)):
+        assert "called on one rank alone" in words and "tensor_parallel_degree=2" in words

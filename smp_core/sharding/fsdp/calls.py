@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.module_names import clean_name
@@ -44,6 +46,9 @@ class Calls:
         model: with all its units sharded by ``fully_shard``.
         ranks: the partition group, which makes calls together.
         units: those that hear of their uses.
+
+    Attributes:
+        unsharded: the model is a plain one for a while (:mod:`smp_core.sharding.unsharded`).
     """
 
     def __init__(self, model: nn.Module, ranks: Sequence[int], units: Iterable[ShardedUnit] = ()) -> None:
@@ -52,6 +57,7 @@ class Calls:
         self._ranks = ranks
         self._outermost: object = None  # the module, or the call of a method, that was called from outside
         self._units = tuple(units)
+        self.unsharded = False
         self._shown: dict[int, _ShownUnit] = {}
         self._of_module: dict[int, _ShownUnit] = {}
         hearing = {unit.group.key: unit for unit in self._units if unit.group is not None}
@@ -71,6 +77,8 @@ class Calls:
 
     def run_as_forward(self, unit: ShardedUnit, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method with the unit's parameters unsharded: one call, whatever forwards there are in it."""
+        if self.unsharded:
+            return method(*args, **kwargs)
         module, shown = unit.module, self._of_module.get(id(unit.module))
 
         def gathered(*args: Any, **kwargs: Any) -> Any:
@@ -371,5 +379,19 @@ class _ShownParameter:
         return id(shard._local_tensor), shard.untyped_storage()
 
 
+# On a tensor: how often a parametrization was registered for it, which sets the tensor to itself.
+_SET_TO_ITSELF = "smp_set_to_itself"
+
+
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    """Return how often a tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version - getattr(tensor, _SET_TO_ITSELF, 0)
+
+
+def _count_parametrizations(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Count where PEFT's adapters of fused experts (``target_parameters``) parametrize a copy in each forward."""
+    if isinstance(module, ParametrizationList) and name not in module._parameters:
+        setattr(parameter, _SET_TO_ITSELF, getattr(parameter, _SET_TO_ITSELF, 0) + 1)
+
+
+register_module_parameter_registration_hook(_count_parametrizations)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from smp_core.sharding.fsdp.units import ShardedUnit
 
@@ -40,6 +41,13 @@ def name_uncalled(error: RuntimeError, units: Sequence[ShardedUnit]) -> None:
     if _MIXED not in str(error) or not str(error).startswith("aten."):
         return
     frames = [frame for frame in _frames(error.__traceback__) if isinstance(frame.f_locals.get("self"), nn.Module)]
+    if any(isinstance(frame.f_locals["self"], ParametrizationList) for frame in frames):
+        error.args = (
+            "a parameter was parametrized before its unit was called, as PEFT's target_parameters do in each forward; "
+            "make the unit a module around both, such as the decoder layer (the default): units=[...] without the "
+            f"parametrized module. Torch said: {error}",
+        )
+        return
     for frame in reversed(frames):
         module = frame.f_locals["self"]
         own = next((unit for unit in units if unit.module is module and not unit.is_gathered()), None)
