@@ -105,8 +105,9 @@ def _save(accelerator: BackgroundSavingAccelerator, output_dir: str | None) -> s
     checkpoints.write(accelerator, output_dir, {"step": accelerator.optimizer_steps})
     if accelerator._save_model_state_pre_hook:
         accelerator.wait_for_save()  # hooks write into the folder
+    weights = [model.state_dict() for model in accelerator._models]
     for hook in accelerator._save_model_state_pre_hook.values():
-        hook(accelerator._models, [], output_dir)
+        hook(list(accelerator._models), weights, output_dir)
     limit = accelerator.project_configuration.total_limit
     if accelerator.project_configuration.automatic_checkpoint_naming and limit is not None:
         root = os.path.dirname(output_dir)
@@ -124,7 +125,7 @@ def load(accelerator: BackgroundSavingAccelerator, input_dir: str | OpenCheckpoi
     path = _folder_to_read(accelerator, input_dir)
     checkpoints.read(accelerator, path, accelerator._schedulers, strict)
     for hook in accelerator._load_model_state_pre_hook.values():
-        hook(accelerator._models, path)
+        hook(list(accelerator._models), path)  # which takes out what it has loaded itself
 
 
 def _keep_newest(root: str, limit: int) -> None:

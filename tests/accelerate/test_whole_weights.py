@@ -230,3 +230,36 @@ def saving_runs_a_split_model(folder: str) -> str:
 def test_one_rank_cannot_run_a_split_model_while_it_saves(tmp_path: Path) -> None:
     for words in run_ranks(saving_runs_a_split_model, 2, str(tmp_path)):
         assert "called on one rank alone" in words and "tensor_parallel_degree=2" in words
+
+
+def hooked_states(folder: str) -> list[int]:
+    """diffusers' hooks: what they save or load themselves they take out of the lists that they are given."""
+    accelerator, model = stepped(make_model(), shard_degree=2)
+    seen = []
+
+    def saving(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        for _ in range(len(weights)):
+            models[-1].save_pretrained(f"{output_dir}/model")
+            weights.pop()
+        seen.append(len(models))
+
+    def loading(models: list[nn.Module], input_dir: str) -> None:
+        while models:
+            loaded = GPT2LMHeadModel.from_pretrained(f"{input_dir}/model").state_dict()
+            models.pop().load_state_dict(loaded)
+            seen.append(len(loaded))
+
+    accelerator.register_save_state_pre_hook(saving)
+    accelerator.register_load_state_pre_hook(loading)
+    before = accelerator.get_state_dict(model)
+    for _ in range(2):
+        accelerator.save_state(folder)
+        accelerator.load_state(folder)
+    after = accelerator.get_state_dict(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    return seen
+
+
+def test_hooks_of_saved_states_pop_what_they_handle_themselves(tmp_path: Path) -> None:
+    for seen in run_ranks(hooked_states, 2, str(tmp_path)):
+        assert seen[0] == seen[2] == 1 and seen[1] == seen[3] > 20
