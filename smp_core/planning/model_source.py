@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_core.foreign_files import read_json
 from smp_core.planning.chain_recording import example_of
 from smp_core.planning.known_models import KNOWN_MODELS
 from smp_core.planning.trace_meter import flat
@@ -51,6 +51,9 @@ class Source:
         return self.loss_of(self.batch(samples, tokens))
 
 
+_MOST_LAYERS = 10_000
+
+
 def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) -> Source:
     """Build the model that ``words`` mean, on the current default device and in the current default dtype.
 
@@ -69,10 +72,7 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        try:
-            read = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is no configuration of a Transformers model: {error}") from None
+        read = read_json(path)
         if not isinstance(read, dict) or "model_type" not in read:
             raise ValueError(f"{path} is no configuration of a Transformers model: it has no `model_type`")
         return _of_fields(read, sequence)
@@ -92,6 +92,9 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ValueError("the model is a Transformers configuration: pip install 'torch-smp[transformers]'") from None
+    for name, value in fields.items():
+        if "layer" in name and isinstance(value, (int, float)) and value > _MOST_LAYERS:
+            raise ValueError(f"{name}={value!r} in the configuration: at most {_MOST_LAYERS:,} layers are planned for")
     kind = fields.pop("model_type")
     try:
         config = AutoConfig.for_model(kind, **fields)
