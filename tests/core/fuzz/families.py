@@ -26,6 +26,7 @@ from tests.core.fuzz.models import (
     Recurrent,
     Shared,
     Stepping,
+    Ways,
 )
 
 
@@ -84,6 +85,20 @@ def expert_path(rng: random.Random, methods: bool) -> str:
     return " ".join(name for name in "abc" if rng.random() < 0.6)
 
 
+def some_of(steps: str) -> Callable[[random.Random, bool], str]:
+    """Draws most of the steps, in order."""
+
+    def path(rng: random.Random, methods: bool) -> str:
+        return " ".join(step for step in steps if rng.random() < 0.75)
+
+    return path
+
+
+def way_path(rng: random.Random, methods: bool) -> str:
+    """Some branches, in any order."""
+    return " ".join(rng.sample("lra", rng.randint(0, 3)))
+
+
 def turn(rng: random.Random, methods: bool) -> str:
     return rng.choice(["d", "g"])
 
@@ -101,17 +116,54 @@ FAMILIES: dict[str, Family] = {
         methods=("cells.0.encode", "cells.1.encode", "cells.2.encode"),
     ),
     "attention": Family(
-        Attention, ("TransformerEncoderLayer",), ("layers.?",), ("layers.0", "in_proj", "norm", "bias")
+        Attention,
+        ("TransformerEncoderLayer",),
+        ("layers.?",),
+        ("layers.0", "in_proj", "norm", "bias"),
+        some_of("01"),
+        True,
     ),
-    "gpt": Family(Gpt, ("GptBlock",), ("blocks.*",), ("blocks.1", "norm", "up.weight", "places", "qkv")),
+    "gpt": Family(
+        Gpt, ("GptBlock",), ("blocks.*",), ("blocks.1", "norm", "up.weight", "places", "qkv"), some_of("012"), True
+    ),
     "recurrent": Family(Recurrent, ("GRU",), ("second",), ("enter", "second", "bias")),
     "conv": Family(Conv, ("Residual",), ("wide.*", "narrow.?"), ("wide", "body.0", "norm", "down")),
-    "odd": Family(Odd, ("OddBlock",), ("blocks.*",), ("nothing", "row", "columns", "gate", "gain", "directions")),
-    "shared": Family(Shared, ("Half", "Pair"), ("encoder", "layers.*"), ("embedding", "own", "pair", "up.weight")),
+    "odd": Family(
+        Odd,
+        ("OddBlock",),
+        ("blocks.*",),
+        ("nothing", "row", "columns", "gate", "gain", "directions"),
+        some_of("01"),
+        True,
+    ),
+    "shared": Family(
+        Shared,
+        ("Half", "Pair"),
+        ("encoder", "layers.*"),
+        ("embedding", "own", "pair", "up.weight"),
+        some_of("ed012"),
+        True,
+    ),
     "experts": Family(
         Experts, ("Sequential", "Pair"), ("experts.*",), ("experts.a", "gate", "bias"), expert_path, True
     ),
-    "adapters": Family(Adapters, ("Adapted", "Pair"), ("blocks.*", "frozen.*"), ("base", "down", "frozen.1", "enter")),
+    "adapters": Family(
+        Adapters,
+        ("Adapted", "Pair"),
+        ("blocks.*", "frozen.*"),
+        ("base", "down", "frozen.1", "enter"),
+        some_of("0123"),
+        True,
+    ),
+    "ways": Family(
+        Ways,
+        ("Linear",),
+        ("left", "right"),
+        ("bias", "common", "left", "own", "adapted", "base"),
+        way_path,
+        True,
+        entries=("forward", "steps", "children"),
+    ),
     "stepping": Family(
         Stepping, ("Pair",), ("first.*",), ("first", "shift", "gate", "bias"), entries=("steps", "children")
     ),
@@ -125,6 +177,9 @@ FAMILIES: dict[str, Family] = {
         parts=("generator", "critic"),
     ),
 }
+
+
+WITH_ADAPTERS = ("adapters", "ways")
 
 
 def matching(model: nn.Module, patterns: Sequence[str] | str) -> Iterator[tuple[str, nn.Parameter]]:
