@@ -40,7 +40,7 @@ class Listener(Protocol):
 
         Args:
             received: the parameters that have a gradient, by index.
-            trainable: those that could have one.
+            trainable: those that want one, on all ranks.
 
         Returns:
             the parameters whose gradients all ranks reduce now, unless they are held.
@@ -67,6 +67,7 @@ class ShardedUnit:
         is_recomputed: whether it lies inside a checkpointed module.
         runs_ahead: whether several forwards come, with the same weights, before the backward pass of the first.
         leaves_parts, reads_parts: what the gather that begins means for parts of a secondary shard.
+        settle: carries ``requires_grad`` over between shards and unsharded copies, whichever was changed.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class ShardedUnit:
         self.is_root = is_root
         self.parameter_names = tuple(parameter_names)
         self.listener: Listener | None = None
+        self.settle: Callable[[], None] = lambda: None
         self.was_called = False
         self.awaits_reduction = False
         self.holds_gradients = False
@@ -123,7 +125,9 @@ class ShardedUnit:
         return [parameter.to_local().detach() for parameter in self.parameters()]  # type: ignore[attr-defined]
 
     def trainable(self) -> set[int]:
-        """Return the parameters that want gradients, by index."""
+        """Return the parameters that want gradients, by index: what the model shows, the same on all ranks. A copy of an
+        earlier gather knows only what was wanted then, and which ranks have one depends on the branches they took."""
+        self.settle()
         return {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
 
     def layout(self, indices: Container[int]) -> list[Slot]:
@@ -293,11 +297,11 @@ class ShardedUnit:
             if self._reductions.reduce_left(self):
                 return
             copies = [copy for copy in self._copies() if copy is not None]  # all of them, or none
-            if self.holds_gradients and not copies:
-                return  # FSDP2 would look for the unsharded parameters of one that never ran
+            if not copies:
+                return  # it never ran, and has nothing to reduce
             self.awaits_reduction |= self.holds_gradients
             received = {index for index, copy in enumerate(copies) if copy.grad is not None}
-            reduced = {index for index, copy in enumerate(copies) if copy.requires_grad}
+            reduced = self.trainable()
             if self.listener is not None:
                 reduced = self.listener.came_through(received, reduced)
             if self.holds_gradients:
@@ -335,7 +339,7 @@ class ShardedUnit:
             return
         assert self.group is not None
         self._set_gradients_aside(copies)
-        for index in {*reduced, *self._held}:
+        for index in reduced:
             gradient = self._held.pop(index, None)
             if gradient is None:
                 gradient = torch.zeros_like(copies[index], dtype=self.group.sum_dtype(index))

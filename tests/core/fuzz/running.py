@@ -142,7 +142,7 @@ def play_alone(case: Case) -> Outcome:
 def _judge(case: Case, ranks: Sequence[list[Record] | Failure]) -> Outcome:
     failures = [seen for seen in ranks if isinstance(seen, Failure)]
     if failures:
-        text = failures[0].text
+        text = max((failure.text for failure in failures), key=lambda text: "Timed out" not in text)
         if len(failures) < len(ranks) or not all(failure.refused for failure in failures):
             return Outcome(case, f"{len(failures)} of {len(ranks)} ranks failed:\n{text}")
         if not any(knob in text.splitlines()[-1] for knob in SmpConfig.knobs()):
