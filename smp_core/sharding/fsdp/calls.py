@@ -252,8 +252,6 @@ class _ShownUnit:
 
     def gathered(self) -> None:
         """Take note that FSDP2 has gathered, and shows copies."""
-        if self._unit is not None:
-            self._unit.note_gathered()
         for parameter, _, copy in self._all():
             if copy is not None:
                 parameter.note_copy(copy)

@@ -99,7 +99,7 @@ class ShardedUnit:
         self.leaves_parts = self.reads_parts = self._left_parts = False
         self.group = group_of(module)
         self._held: dict[int, torch.Tensor] = {}
-        self._has_seen_thawed = False
+        self._has_seen_dtypes = False
         if in_order:
             self.names = list(parameter_names)
         else:
@@ -125,9 +125,10 @@ class ShardedUnit:
         return [parameter.to_local().detach() for parameter in self.parameters()]  # type: ignore[attr-defined]
 
     def trainable(self) -> set[int]:
-        """Return the parameters that want gradients, by index: what the model shows, the same on all ranks. A copy of an
-        earlier gather knows only what was wanted then, and which ranks have one depends on the branches they took."""
-        self.settle()
+        """Return the parameters that want gradients, by index: as the model shows them now, which is the same on all
+        ranks. (Copies of an earlier gather know what was wanted then, and not all ranks have gathered the same.)"""
+        if self.group is not None and not self.group.is_sharded:
+            self.settle()
         return {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
 
     def layout(self, indices: Container[int]) -> list[Slot]:
@@ -280,12 +281,6 @@ class ShardedUnit:
             if self.holds_gradients and self.group is not None:
                 self.group.take_gradients_as_they_come()
 
-    def note_gathered(self) -> None:
-        """Take note that FSDP2 has gathered the unit for a forward."""
-        if not self._has_seen_thawed and self.group is not None and self.trainable():
-            self.group.see_thawed()
-            self._has_seen_thawed = True
-
     def _noting(self, post_backward: Callable[..., None]) -> Callable[..., None]:
         """Wrap FSDP2's hook after backward: tell which gradients there are, and put zeros where there are none, so that
         ranks that took another branch still send tensors of one size and layout. Or hold them, if a later pass reduces
@@ -308,6 +303,7 @@ class ShardedUnit:
                 self._set_gradients_aside(copies)
                 post_backward(*args)
             else:
+                self._show_dtypes(reduced)
                 self._complete_gradients(copies, reduced)
                 with self._without_visible_gradients():
                     post_backward(*args)
@@ -329,6 +325,14 @@ class ShardedUnit:
         finally:
             for shard, gradient in zip(shards, before, strict=True):
                 shard.grad = gradient
+
+    def _show_dtypes(self, reduced: set[int]) -> None:
+        """Let FSDP2 see the dtypes of what it reduces, before the first time: it looked once, at what was trainable
+        then."""
+        if reduced and not self._has_seen_dtypes:
+            assert self.group is not None
+            self.group.see_dtypes(reduced)
+            self._has_seen_dtypes = True
 
     def _complete_gradients(self, copies: Sequence[nn.Parameter], reduced: Iterable[int]) -> None:
         """Give every parameter that all ranks reduce now a gradient, in one dtype."""
