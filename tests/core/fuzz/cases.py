@@ -231,7 +231,8 @@ def _limits_of_knobs(case: Case, family: Family, knobs: Mapping[str, Any]) -> It
     yield from _limits_of_paths(case, family, degree, units)
     if config.param_dtype == "bfloat16":
         yield from _limits_of_half_precision(case, config, planned)
-    if config.activations.checkpoint != "none" and any(op.get("meanwhile", "nothing") != "nothing" for op in case.script):
+    freezes_meanwhile = any(op.get("meanwhile", "nothing") != "nothing" for op in case.script)
+    if config.activations.checkpoint != "none" and freezes_meanwhile:
         yield "torch's checkpointing recomputes with what is frozen then"
 
 

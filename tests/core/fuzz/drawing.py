@@ -21,7 +21,7 @@ from tests.core.fuzz.operations import OPERATIONS
 from tests.core.fuzz.optimizers import IN_STEP_WITH_ROUNDING, KERNELS, KINDS
 
 NORMAL = 60
-MIXED = range(NORMAL + 1, NORMAL + 25, 2)
+MIXED = range(NORMAL + 1, NORMAL + 21, 2)
 ATTEMPTS = 2_000
 
 # (ranks, ranks per node) and how often.

@@ -376,6 +376,6 @@ class Adversaries(nn.Module):
         return self.critic(x) - self.critic(made.detach()) if path == "d" else self.critic(made)
 
 
-# Those whose inputs, parameters and buffers meet in one dtype, and whose gradients are sums of two terms at most: sums of
-# more would be rounded in the order in which autograd comes by.
+# Those whose inputs, parameters and buffers meet in one dtype, and whose gradients are sums of two terms at most: sums
+# of more would be rounded in the order in which autograd comes by.
 IN_HALF_PRECISION = (Mlp, Cells, Adapters, Ways)

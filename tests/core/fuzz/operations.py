@@ -44,8 +44,8 @@ def mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def micro(run: Run, op: Op) -> None:
-    """A micro-batch; ``calls`` forwards make its loss, whose backward pass runs once or (``twice``) again. ``meanwhile``:
-    what happens to parameters with ``what`` in their names between forward and backward."""
+    """A micro-batch; ``calls`` forwards make its loss, whose backward pass runs once or (``twice``) again; between
+    them parameters with ``what`` in their names are frozen or trained again (``meanwhile``)."""
     with run.holding(op["hold"] and op["around"] == "pass"):
         every = [losses(run, op, call=call) for call in range(op["calls"])]
         for each in every:
