@@ -39,6 +39,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "collectives.symmetric_memory": (False, True),
     "units.modules": ("auto", "classes", "globs", "function"),
     "units.min_parameters": (0, 1, 40),
+    "units.optional": ("none", "branches"),
     "forward_methods": ("none", "methods"),
     "delayed_init": (None, True, "seeded"),
     "param_dtype": ("auto", None, "bfloat16"),
@@ -82,7 +83,6 @@ NOT_DRAWN: dict[str, str] = {
     "compression.reduce": _INEXACT,
     "fp8": _INEXACT,
     "compile": "takes minutes: tests/accelerate/test_compiled.py",
-    "units.optional": "needs a model with branches that ranks leave out: tests/core/test_optional_units.py",
     "chunked_cross_entropy": "needs a Transformers model: tests/core/context_parallel",
     "plan": "chooses the others: tests/core/test_auto_plan.py",
     "planner.memory_headroom": _FACES,
@@ -113,6 +113,7 @@ def value_of(knob: str, kind: Any, family: Family) -> Any:
             "globs": list(family.globs),
             "function": {"function": "linears"},
         },
+        "units.optional": {"none": [], "branches": list(family.branches)},
         "forward_methods": {"none": [], "methods": list(family.methods)},
         "delayed_init": {"seeded": {"seed": 3}},
         "activations.checkpoint": {"mapping": {family.globs[0]: "full"}},
@@ -210,7 +211,7 @@ def _limits_of_knobs(case: Case, family: Family, knobs: Mapping[str, Any]) -> It
     exact = config.compression.gather_after_steps or config.compression.gather_exclude
     if config.compression.gather is not None and not exact:
         yield "quantized gathers round"
-    relevant = ("units.modules", "units.min_parameters", "activations.checkpoint")
+    relevant = ("units.modules", "units.min_parameters", "units.optional", "activations.checkpoint")
     planned = _plan(case.model, case.entry, json.dumps({knob: knobs[knob] for knob in relevant if knob in knobs}))
     if isinstance(planned, str):
         yield f"refused: {planned}"
@@ -252,6 +253,7 @@ def _limits_of_half_precision(case: Case, config: SmpConfig, planned: Planned) -
 
 def _limits_of_paths(case: Case, family: Family, degree: int, units: set[str]) -> Iterator[str]:
     """Inside a partition group all ranks have to use the same units; parameters of one unit may be used or not."""
+    are_optional = all("units.optional" in knobs for knobs in every_knobs(case))
     ways_inside_units = not any(name.startswith("cells.") and name.count(".") > 1 for name in units)
     methods = {method for knobs in every_knobs(case) for method in knobs.get("forward_methods", ())}
     for op in case.script:
@@ -265,7 +267,7 @@ def _limits_of_paths(case: Case, family: Family, degree: int, units: set[str]) -
                 yield "a method that forward_methods does not name"
         for first in range(0, case.data_ranks, degree):
             members = {paths[rank % len(paths)] for rank in range(first, first + degree)} if paths else set()
-            if len(members) <= 1:
+            if len(members) <= 1 or are_optional:
                 continue
             used = {tuple(step[0] for step in path.split()) for path in members}
             if case.model != "cells" or not ways_inside_units or len(used) > 1:
@@ -319,7 +321,7 @@ def _limits_of_script(case: Case, family: Family) -> Iterator[str]:
 
 def _trains_later(case: Case, family: Family) -> bool:
     frozen = family.frozen_to_begin_with()
-    thaws = (op for op in case.script if op.get("trainable") or op.get("meanwhile") == "thaw")
+    thaws = (op for op in case.script if op.get("trainable") or op.get("meanwhile", "").startswith("thaw"))
     patterns = [op["what"] for op in thaws]
     return any(pattern in name for pattern in patterns for name in frozen)
 

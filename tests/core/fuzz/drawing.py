@@ -49,6 +49,7 @@ _OFTEN, _SELDOM = 0.2, 0.002
 _MIXED_KNOBS = {
     "units.modules": 0.7,
     "units.min_parameters": 0.2,
+    "units.optional": 0.15,
     "keep_between_micro_batches": 0.5,
     "reshard_after_forward": 0.3,
     "param_dtype": 0.35,
@@ -233,13 +234,14 @@ class _Drawing:
         self._data += 1
         world, per_node = self._layout
         family, vary = self._family, self._choose("paths", _VARIETIES, (1, 6, 1) if self._mixed else None)
-        if not family.differs or (vary == "by rank" and not family.other_ways):
+        every_rank = vary == "by rank" and bool(self._knobs.get("units.optional"))
+        if not family.differs or (vary == "by rank" and not family.other_ways and not every_rank):
             vary = "same"
         degree = {"node": per_node, "world": world}.get(self._knobs["shard_degree"], self._knobs["shard_degree"])
-        groups = 1 if vary == "same" else max(world // degree, 1)
+        groups = world if every_rank else 1 if vary == "same" else max(world // degree, 1)
         of_groups = [family.paths(self._rng, bool(self._knobs.get("forward_methods"))) for _ in range(groups)]
         paths = [of_groups[rank * groups // world] for rank in range(world)] if groups > 1 else of_groups
-        if vary == "by rank":
+        if vary == "by rank" and not every_rank:
             paths = [family.other_ways(self._rng, paths[rank % len(paths)]) for rank in range(world)]
         return {
             "data": self._data,

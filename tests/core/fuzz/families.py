@@ -45,6 +45,7 @@ class Family:
         paths: draws a path; (generator, whether it may use methods that ``forward_methods`` names).
         differs: whether replicas may take other paths.
         other_ways: draws a path through the same units, which may differ inside a partition group.
+        branches: globs over the modules that paths leave out, for ``units.optional``.
         methods: for ``forward_methods``.
         entries: what a step calls; ``"apart"``: each child is parallelized by itself.
         parts: beginnings of parameter names, each with an optimizer of its own.
@@ -57,6 +58,7 @@ class Family:
     paths: Callable[[random.Random, bool], str] = one_path
     differs: bool = False
     other_ways: Callable[[random.Random, str], str] | None = None
+    branches: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
     entries: tuple[Entry | str, ...] = ("forward",)
     parts: tuple[str, ...] = ("",)
@@ -113,6 +115,7 @@ FAMILIES: dict[str, Family] = {
         cell_path,
         True,
         other_ways,
+        branches=("cells",),
         methods=("cells.0.encode", "cells.1.encode", "cells.2.encode"),
     ),
     "attention": Family(
@@ -122,9 +125,16 @@ FAMILIES: dict[str, Family] = {
         ("layers.0", "in_proj", "norm", "bias"),
         some_of("01"),
         True,
+        branches=("layers.?",),
     ),
     "gpt": Family(
-        Gpt, ("GptBlock",), ("blocks.*",), ("blocks.1", "norm", "up.weight", "places", "qkv"), some_of("012"), True
+        Gpt,
+        ("GptBlock",),
+        ("blocks.*",),
+        ("blocks.1", "norm", "up.weight", "places", "qkv"),
+        some_of("012"),
+        True,
+        branches=("blocks",),
     ),
     "recurrent": Family(Recurrent, ("GRU",), ("second",), ("enter", "second", "bias")),
     "conv": Family(Conv, ("Residual",), ("wide.*", "narrow.?"), ("wide", "body.0", "norm", "down")),
@@ -135,6 +145,7 @@ FAMILIES: dict[str, Family] = {
         ("nothing", "row", "columns", "gate", "gain", "directions"),
         some_of("01"),
         True,
+        branches=("OddBlock",),
     ),
     "shared": Family(
         Shared,
@@ -143,9 +154,10 @@ FAMILIES: dict[str, Family] = {
         ("embedding", "own", "pair", "up.weight"),
         some_of("ed012"),
         True,
+        branches=("encoder", "decoder", "layers.*"),
     ),
     "experts": Family(
-        Experts, ("Sequential", "Pair"), ("experts.*",), ("experts.a", "gate", "bias"), expert_path, True
+        Experts, ("Sequential", "Pair"), ("experts.*",), ("experts.a", "gate", "bias"), expert_path, True, branches=("experts",)
     ),
     "adapters": Family(
         Adapters,
@@ -154,6 +166,7 @@ FAMILIES: dict[str, Family] = {
         ("base", "down", "frozen.1", "enter"),
         some_of("0123"),
         True,
+        branches=("blocks", "frozen"),
     ),
     "ways": Family(
         Ways,
@@ -162,6 +175,7 @@ FAMILIES: dict[str, Family] = {
         ("bias", "common", "left", "own", "adapted", "base"),
         way_path,
         True,
+        branches=("left", "right", "adapted"),
         entries=("forward", "steps", "children"),
     ),
     "stepping": Family(

@@ -35,6 +35,7 @@ def losses(run: Run, op: Op, *, call: int = 0) -> dict[int, torch.Tensor]:
         x = torch.randn(rows, *run.sample_shape, generator=generator, dtype=torch.float64)
         output = run.call(x, path)
         found[rank] = output.square().mean() + output.sin().mean()
+    run.end_call()
     return found
 
 
@@ -44,15 +45,20 @@ def mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def micro(run: Run, op: Op) -> None:
-    """A micro-batch; ``calls`` forwards make its loss, whose backward pass runs once or (``twice``) again; between
-    them parameters with ``what`` in their names are frozen or trained again (``meanwhile``)."""
+    """A micro-batch; ``calls`` forwards make its loss, whose backward pass runs once or (``twice``) again. Between them
+    parameters with ``what`` in their names are frozen or trained again (``meanwhile``), or inside of each call."""
+    wanted = op["meanwhile"].startswith("thaw")
     with run.holding(op["hold"] and op["around"] == "pass"):
-        every = [losses(run, op, call=call) for call in range(op["calls"])]
+        if op["meanwhile"].endswith("inside"):
+            with run.ending_calls(lambda: set_trainable(run, op["what"], wanted)):
+                every = [losses(run, op, call=call) for call in range(op["calls"])]
+        else:
+            every = [losses(run, op, call=call) for call in range(op["calls"])]
         for each in every:
             run.record("losses", {rank: loss.detach() for rank, loss in each.items()})
         total = mean([loss for each in every for loss in each.values()])
-        if op["meanwhile"] != "nothing":
-            set_trainable(run, op["what"], op["meanwhile"] == "thaw")
+        if op["meanwhile"] in ("freeze", "thaw"):
+            set_trainable(run, op["what"], wanted)
         if total.requires_grad:  # with all that was used frozen there is no backward pass, on any rank
             with run.holding(op["hold"]):
                 total.backward(retain_graph=op["twice"])
@@ -259,7 +265,7 @@ OPERATIONS: dict[str, Operation] = {
             "calls": (1, 2),
             "twice": (False, True),
             "around": ("pass", "backward"),
-            "meanwhile": ("nothing", "freeze", "thaw"),
+            "meanwhile": ("nothing", "freeze", "thaw", "freeze inside", "thaw inside"),
         },
     ),
     "overflow": Operation(overflow),

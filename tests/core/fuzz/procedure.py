@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,21 @@ class Run:
         self.model: nn.Module
         self.optimizers: list[torch.optim.Optimizer] = []
         self.has_late_group = False
+        self._ends_with: Callable[[], None] | None = None
+
+    @contextlib.contextmanager
+    def ending_calls(self, with_: Callable[[], None]) -> Iterator[None]:
+        """Let calls inside end with a function."""
+        self._ends_with = with_
+        try:
+            yield
+        finally:
+            self._ends_with = None
+
+    def end_call(self) -> None:
+        """End the call of all ranks; what its end is inside of the call is done there."""
+        if self._ends_with is not None:
+            self._ends_with()
 
     def record(self, label: str, value: Any) -> None:
         self.records.append((label, value))
@@ -279,7 +294,13 @@ class OnRanks(Run):
             return self.model(x, path)
         if self.case.entry == "apart":
             return self.model.step(x, path)  # type: ignore[operator]
-        return self.handles[0].run_as_forward(self.model.step, x, path)  # type: ignore[arg-type, return-value]
+
+        def step(x: torch.Tensor, path: str) -> torch.Tensor:
+            output = self.model.step(x, path)  # type: ignore[operator]
+            self.end_call()
+            return output  # type: ignore[no-any-return]
+
+        return self.handles[0].run_as_forward(step, x, path)  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def holding(self, enabled: bool) -> Iterator[None]:
