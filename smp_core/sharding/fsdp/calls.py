@@ -182,7 +182,8 @@ class Calls:
             return
         self._roots = {inner: outer for inner, outer in self._roots.items() if outer is not root}
         if root is not module:
-            _as_forward(root, lambda: None)()
+            with torch.inference_mode(False), torch.no_grad():
+                _as_forward(root, lambda: None)()
 
     def _meet(self, module: nn.Module, method: str | None = None) -> None:
         parts = (self._name, self._names[id(module)], method)
