@@ -157,7 +157,13 @@ FAMILIES: dict[str, Family] = {
         branches=("encoder", "decoder", "layers.*"),
     ),
     "experts": Family(
-        Experts, ("Sequential", "Pair"), ("experts.*",), ("experts.a", "gate", "bias"), expert_path, True, branches=("experts",)
+        Experts,
+        ("Sequential", "Pair"),
+        ("experts.*",),
+        ("experts.a", "gate", "bias"),
+        expert_path,
+        True,
+        branches=("experts",),
     ),
     "adapters": Family(
         Adapters,
