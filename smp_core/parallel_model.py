@@ -122,7 +122,7 @@ class ParallelModel:
         with self.fp8_region():
             try:
                 for unit in self.units:
-                    if unit.module is self.module:
+                    if unit.module is self.module and unit.parameter_names:
                         return self._only_part.calls.run_as_forward(unit, method, *args, **kwargs)
                 return method(*args, **kwargs)
             except RuntimeError as error:

@@ -176,8 +176,8 @@ class AccumulationWindow:
         """Reduce across replicas, divide, and set ``.grad``; a closed window is left as it is. Collective.
 
         Raises:
-            RanksDiverged: ranks of one partition group issued different collectives; on all ranks, and ``.grad`` is
-                None everywhere.
+            RanksDiverged: ranks of one partition group issued different collectives, or ranks train different
+                parameters; on all ranks, and ``.grad`` is None everywhere.
         """
         if not self.is_open:
             return
@@ -192,26 +192,27 @@ class AccumulationWindow:
         for each in self._units:
             each.complete()
         self._send_complete()
-        # Phase 2: ranks tell each other what they have; what only others have is sent as zeros.
+        # Phase 2: ranks tell each other what they have, and that they mean the same by it.
         told = Told(self._units, self._replicated, self._mesh, self._veto, self._issued)
+        with here.waiting("the window's end"):
+            told.wait()
+            diverged = told.divergence()
+        if diverged is not None:
+            self._await_sums()
+            self._drop_gradients()
+            raise RanksDiverged(diverged)
+        # Phase 3: what only others have is sent as zeros. Then plain parameters, behind all units on every rank: stages
+        # of their route may share groups with those of units.
         if self._next < len(self._units):
-            with here.waiting("the window's end"):
-                told.wait()
             self._send_the_rest(told.sums())
-        # Behind all units on every rank: stages of this route may share groups with theirs.
         self._replicated.send()
         with here.waiting("sums of gradients over replicas, at the window's end"):
             for each in self._units:
                 each.wait()
-        with here.waiting("the window's end"):
-            told.wait()
-            diverged = told.divergence()
-        # Phase 3: gradients, unless a rank wants none, or ranks took each other's parameters for their own.
-        if diverged is not None or (self._veto is not None and told.vetoed()):
+        # Phase 4: gradients, unless a rank wants none.
+        if self._veto is not None and told.vetoed():
             self._replicated.finish(None)  # what is in flight arrives first
             self._drop_gradients()
-            if diverged is not None:
-                raise RanksDiverged(diverged)
             return
         seen = None if received_all(self._units, self._replicated) else told.received()
         with self._finishing():

@@ -183,11 +183,6 @@ class UnitWindow:
         if not self.route.adds_up:
             return
         slots = self.window_slots()
-        if not slots:
-            raise RuntimeError(
-                f"unit {self.unit.name!r} is frozen as a whole on this rank, and other replicas have gradients of it; "
-                "freeze the same parameters on all ranks"
-            )
         if self.flat is None:
             self.slots, self.flat = slots, self.unit.zeros(slots, slots[-1].offset + slots[-1].padded)
         self._widen(slots)

@@ -9,6 +9,9 @@ edited in between in ways that nothing records (``p.data.mul_()``, foreach and f
 Four hooks of each unit do this, two on each side of FSDP2's own: before and behind its gather, before it frees what was
 gathered, and behind that. What begins a gather is replaced too, since backward passes begin some as well.
 
+FSDP2 takes what is called first for a root, with all units inside of it. So before the first call of a unit by itself
+the root around it makes an empty one.
+
 Between a Trainer's runs the outermost call begins with a meeting of the ranks that hold the parts of the model: one
 that only some of them make (`if rank == 0: model(batch)`) would wait for the others forever.
 """
@@ -57,6 +60,7 @@ class Calls:
         self._ranks = ranks
         self._outermost: object = None  # the module, or the call of a method, that was called from outside
         self._units = tuple(units)
+        self._roots = dict(_roots(model))
         self.unsharded = False
         self._shown: dict[int, _ShownUnit] = {}
         self._of_module: dict[int, _ShownUnit] = {}
@@ -95,6 +99,7 @@ class Calls:
             self._meet(module, getattr(method, "__name__", None))
         try:
             unit.refuse_after_failure()
+            self._begin_with_root(module)
             if shown is not None:
                 shown.begin((args, kwargs))
             return _as_forward(module, gathered)(*args, **kwargs)
@@ -139,6 +144,7 @@ class Calls:
         if self._is_outermost(module):
             self._outermost = module
             self._meet(module)
+        self._begin_with_root(module)
         shown = self._of_module.get(id(module))
         if shown is not None:
             shown.begin((args, kwargs))
@@ -169,9 +175,28 @@ class Calls:
         self._outermost = None
         self.show_shards(any(unit.runs_ahead for unit in self._units))
 
+    def _begin_with_root(self, module: nn.Module) -> None:
+        """Let the module's root be the first of its units to be called."""
+        root = self._roots.get(module)
+        if root is None:
+            return
+        self._roots = {inner: outer for inner, outer in self._roots.items() if outer is not root}
+        if root is not module:
+            with torch.inference_mode(False), torch.no_grad():
+                _as_forward(root, lambda: None)()
+
     def _meet(self, module: nn.Module, method: str | None = None) -> None:
         parts = (self._name, self._names[id(module)], method)
         meet_between_runs(".".join(filter(None, parts)) + "(...)", self._ranks)
+
+
+def _roots(module: nn.Module, root: nn.Module | None = None) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield the units in a module, each with the outermost one around it."""
+    if isinstance(module, FSDPModule):
+        root = module if root is None else root
+        yield module, root
+    for child in module.children():
+        yield from _roots(child, root)
 
 
 def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,6 +230,8 @@ class _ShownUnit:
             for shard, places in zip(group.parameters(), group.places(), strict=True)
         ]
         group.change_gather(self._gathering)
+        if unit is not None:
+            unit.settle = self.settle
 
     # A call
 
@@ -226,12 +253,10 @@ class _ShownUnit:
 
     def gathered(self) -> None:
         """Take note that FSDP2 has gathered, and shows copies."""
-        if self._unit is not None:
-            self._unit.note_gathered()
-        for parameter, shard, copy in self._all():
+        for parameter, _, copy in self._all():
             if copy is not None:
                 parameter.note_copy(copy)
-                parameter.settle(shard, copy)
+        self.settle()
 
     def check_copies(self) -> None:
         """Refuse what a forward did to copies and would be lost with them."""
@@ -239,6 +264,12 @@ class _ShownUnit:
             parameter.check_place(shard, copy)
             if copy is not None:
                 parameter.check_copy(copy)
+        self.settle()
+
+    def settle(self) -> None:
+        """Carry ``requires_grad`` and hooks over between shards and copies."""
+        for parameter, shard, copy in self._all():
+            if copy is not None:
                 parameter.settle(shard, copy)
 
     def resharded(self) -> None:

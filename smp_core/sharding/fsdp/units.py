@@ -40,7 +40,7 @@ class Listener(Protocol):
 
         Args:
             received: the parameters that have a gradient, by index.
-            trainable: those that could have one.
+            trainable: those that want one, on all ranks.
 
         Returns:
             the parameters whose gradients all ranks reduce now, unless they are held.
@@ -67,6 +67,7 @@ class ShardedUnit:
         is_recomputed: whether it lies inside a checkpointed module.
         runs_ahead: whether several forwards come, with the same weights, before the backward pass of the first.
         leaves_parts, reads_parts: what the gather that begins means for parts of a secondary shard.
+        settle: carries ``requires_grad`` over between shards and unsharded copies, whichever was changed.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class ShardedUnit:
         self.is_root = is_root
         self.parameter_names = tuple(parameter_names)
         self.listener: Listener | None = None
+        self.settle: Callable[[], None] = lambda: None
         self.was_called = False
         self.awaits_reduction = False
         self.holds_gradients = False
@@ -97,7 +99,7 @@ class ShardedUnit:
         self.leaves_parts = self.reads_parts = self._left_parts = False
         self.group = group_of(module)
         self._held: dict[int, torch.Tensor] = {}
-        self._has_seen_thawed = False
+        self._has_seen_dtypes = False
         if in_order:
             self.names = list(parameter_names)
         else:
@@ -123,7 +125,10 @@ class ShardedUnit:
         return [parameter.to_local().detach() for parameter in self.parameters()]  # type: ignore[attr-defined]
 
     def trainable(self) -> set[int]:
-        """Return the parameters that want gradients, by index."""
+        """Return the parameters that want gradients, by index: as the model shows them now, which is the same on all
+        ranks. (Copies of an earlier gather know what was wanted then, and not all ranks have gathered the same.)"""
+        if self.group is not None and not self.group.is_sharded:
+            self.settle()
         return {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
 
     def layout(self, indices: Container[int]) -> list[Slot]:
@@ -276,12 +281,6 @@ class ShardedUnit:
             if self.holds_gradients and self.group is not None:
                 self.group.take_gradients_as_they_come()
 
-    def note_gathered(self) -> None:
-        """Take note that FSDP2 has gathered the unit for a forward."""
-        if not self._has_seen_thawed and self.group is not None and self.trainable():
-            self.group.see_thawed()
-            self._has_seen_thawed = True
-
     def _noting(self, post_backward: Callable[..., None]) -> Callable[..., None]:
         """Wrap FSDP2's hook after backward: tell which gradients there are, and put zeros where there are none, so that
         ranks that took another branch still send tensors of one size and layout. Or hold them, if a later pass reduces
@@ -293,17 +292,18 @@ class ShardedUnit:
             if self._reductions.reduce_left(self):
                 return
             copies = [copy for copy in self._copies() if copy is not None]  # all of them, or none
-            if self.holds_gradients and not copies:
-                return  # FSDP2 would look for the unsharded parameters of one that never ran
+            if not copies:
+                return  # it never ran, and has nothing to reduce
             self.awaits_reduction |= self.holds_gradients
             received = {index for index, copy in enumerate(copies) if copy.grad is not None}
-            reduced = {index for index, copy in enumerate(copies) if copy.requires_grad}
+            reduced = self.trainable()
             if self.listener is not None:
                 reduced = self.listener.came_through(received, reduced)
             if self.holds_gradients:
                 self._set_gradients_aside(copies)
                 post_backward(*args)
             else:
+                self._show_dtypes(reduced)
                 self._complete_gradients(copies, reduced)
                 with self._without_visible_gradients():
                     post_backward(*args)
@@ -326,6 +326,14 @@ class ShardedUnit:
             for shard, gradient in zip(shards, before, strict=True):
                 shard.grad = gradient
 
+    def _show_dtypes(self, reduced: set[int]) -> None:
+        """Let FSDP2 see the dtypes of what it reduces, before the first time: it looked once, at what was trainable
+        then."""
+        if reduced and not self._has_seen_dtypes:
+            assert self.group is not None
+            self.group.see_dtypes(reduced)
+            self._has_seen_dtypes = True
+
     def _complete_gradients(self, copies: Sequence[nn.Parameter], reduced: Iterable[int]) -> None:
         """Give every parameter that all ranks reduce now a gradient, in one dtype."""
         if not self.awaits_reduction:
@@ -335,7 +343,7 @@ class ShardedUnit:
             return
         assert self.group is not None
         self._set_gradients_aside(copies)
-        for index in {*reduced, *self._held}:
+        for index in reduced:
             gradient = self._held.pop(index, None)
             if gradient is None:
                 gradient = torch.zeros_like(copies[index], dtype=self.group.sum_dtype(index))

@@ -51,6 +51,7 @@ def smaller(case: Case) -> Iterator[Case]:
 
 def _smaller_operations(op: dict[str, Any]) -> Iterator[dict[str, Any]]:
     plain = {"hold": False, "calls": 1, "twice": False, "around": "pass", "rows": [1], "of": None, "eval": False}
+    plain |= {"meanwhile": "nothing"}
     for field, value in plain.items():
         if field in op and op[field] != value:
             yield {**op, field: value}
