@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_smp.dealt import DealtLoader
 from smp_core.job_figures import BYTES, DrawsTimeline, JobFigures, check_peak
 from smp_core.joined import JoinedLoader
 from smp_core.memory_log import KINDS
@@ -183,7 +184,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
     ) -> None:
         assert self._figures is not None
         loader = trainer.train_dataloader
-        if isinstance(loader, JoinedLoader) and loader.weight == 0:
+        if isinstance(loader, (JoinedLoader, DealtLoader)) and loader.weight == 0:
             self._figures.count(0, 0)  # it is repeated
         else:
             tokens = self._tokens_of_this_rank(trainer, batch)

@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from lightning_smp.dealt import DealtLoader
 from lightning_smp.due_validation import begins_with_it
 from smp_core.checkpoint.random_state import random_state, set_random_state
 from smp_core.joined import JoinedLoader
@@ -339,7 +340,7 @@ class Resume:
             for _ in range(batches):
                 next(fetcher)
                 for loader in loaders:
-                    if isinstance(loader, JoinedLoader):
+                    if isinstance(loader, (JoinedLoader, DealtLoader)):
                         loader.begin_batch()
             fetcher.fetched -= batches  # Lightning adds them
         if at_epoch_start and self.random is not None:
