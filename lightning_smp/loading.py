@@ -187,7 +187,8 @@ class Loading:
         epoch_random = parts[rank].get("epoch_random") if len(parts) == world else None
         allow, data_size = strategy.config.checkpoint.allow_batch_change, strategy.mesh.data_size
         in_window = "smp_window" in checkpoint
-        return Resume(checkpoint.get("smp_data"), random, epoch_random, data_size, allow, in_window)
+        loaders = checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader", [])
+        return Resume(checkpoint.get("smp_data"), random, epoch_random, data_size, allow, in_window, loaders)
 
 
 def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: torch.device) -> dict[str, Any]:

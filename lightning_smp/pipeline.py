@@ -67,7 +67,12 @@ class PipelinedSteps:
         self._zero_grads: list[torch.optim.Optimizer] = []
 
     def train(
-        self, run: Callable[..., Any], optimizers: Sequence[torch.optim.Optimizer], windows: int, args: tuple[Any, ...]
+        self,
+        run: Callable[..., Any],
+        optimizers: Sequence[torch.optim.Optimizer],
+        windows: int,
+        args: tuple[Any, ...],
+        weight: float = 1.0,
     ) -> Any:
         """Take a batch through all stages, forward and backward.
 
@@ -76,6 +81,7 @@ class PipelinedSteps:
             optimizers: zeroed before the first batch of a window.
             windows: batches of an optimizer step.
             args: of training_step; the batch first.
+            weight: of the batch's loss.
 
         Returns:
             what training_step returns of an unsplit batch: the loss, wanting a gradient that nothing comes of, or the
@@ -95,7 +101,7 @@ class PipelinedSteps:
         calls = [functools.partial(logged.during, functools.partial(run, part, *rest)) for part in parts]
         results = self._pipeline.train(
             calls,
-            lambda result: self._scaled(self._sequences.weighted(_loss_of(result))),
+            lambda result: self._scaled(self._sequences.weighted(_loss_of(result)) * weight),
             1.0 / (count * windows),
             batch,
             lambda number: self._sequences.during(splits[number]),

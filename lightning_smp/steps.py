@@ -1,21 +1,27 @@
 """The steps of a sharded LightningModule: forward, backward, the accumulation window, the optimizer step,
 evaluation.
+
+Private names: ``Trainer._accelerator_connector``, because ``use_distributed_sampler`` is not public.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_smp.batches import refuse_joined_evaluation, require_equal_evaluation
+from lightning_smp.dealt import DealtLoader, read_alike
 from lightning_smp.due_validation import BeforeValidation
 from lightning_smp.pipeline import PipelinedSteps
 from lightning_smp.precision import adapt_precision
@@ -101,13 +107,38 @@ class SteppingStrategy(ProcessGroupStrategy):
         place_sampler(dataloader)
         if isinstance(dataloader, JoinedLoader):
             dataloader.meet()
+        if self._is_dealt_out(dataloader):
+            read_alike(dataloader)
+            places = self.distributed_sampler_kwargs
+            need_alike = self.config.context_parallel_degree == 1  # else the first context peer's batch counts
+            return DealtLoader(
+                dataloader,
+                places["num_replicas"],
+                places["rank"],
+                need_alike,
+                cuts=lambda: not self._trainer.training or self.joined is None,
+            )
         return dataloader
 
+    def _is_dealt_out(self, loader: object) -> TypeGuard[DataLoader[Any]]:
+        # A prediction gives every rank all results; one that is written by a callback is the user's to deal out.
+        trainer = self._trainer
+        if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+            return False
+        is_asked_for = trainer._accelerator_connector.use_distributed_sampler
+        return is_asked_for and self.world_size > 1 and trainer.state.fn != TrainerFn.PREDICTING
+
     @property
-    def joined(self) -> JoinedLoader | None:
-        """The training loader, where ranks may run out of batches before others."""
+    def joined(self) -> JoinedLoader | DealtLoader | None:
+        """The training loader, where its batches have weights: ranks may run out of them before others."""
         loader = self._trainer.train_dataloader
-        return loader if isinstance(loader, JoinedLoader) else None
+        if isinstance(loader, JoinedLoader):
+            return loader
+        if not isinstance(loader, DealtLoader) or self.config.context_parallel_degree > 1:
+            return None  # where sequences are shared, targets are counted
+        assert self.lightning_module is not None
+        fetches_itself = "dataloader_iter" in inspect.signature(self.lightning_module.training_step).parameters
+        return None if fetches_itself else loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -140,7 +171,9 @@ class SteppingStrategy(ProcessGroupStrategy):
                 return self._pipelined.evaluate(self._micro_batch, args, kwargs)
         if self._pipelined is not None:
             windows = self._trainer.accumulate_grad_batches
-            return self._pipelined.train(self._micro_batch, self.optimizers, windows, (*args, *kwargs.values()))
+            weight = 1.0 if self.joined is None else self.joined.weight
+            batch = (*args, *kwargs.values())
+            return self._pipelined.train(self._micro_batch, self.optimizers, windows, batch, weight)
         context = self.precision_plugin.train_step_context()
         return self._run_step(self.lightning_module.training_step, context, *args, **kwargs)
 

@@ -248,6 +248,34 @@ class SmpConfig:
         return cls.from_dict(values)._with_origins(origins)
 
     @classmethod
+    def from_code(cls, written: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> SmpConfig:
+        """Return the configuration with the knobs that are written in code, over those in environment variables.
+
+        Args:
+            environ: as of `from_env`.
+
+        Raises:
+            ValueError: as of `from_dict` and `from_env`.
+        """
+        values, origins = knobs_in_environment(os.environ if environ is None else environ)
+        require_known(written)
+        config = cls.from_dict({**values, **written})
+        config._name_unused(values, origins)
+        return config._with_origins({knob: origin for knob, origin in origins.items() if knob not in written})
+
+    def name_unused_variables(self, environ: Mapping[str, str] | None = None) -> None:
+        """Warn of environment variables that ask for something else than this configuration, which was made in code."""
+        try:
+            self._name_unused(*knobs_in_environment(os.environ if environ is None else environ))
+        except ValueError as error:
+            logger.warning("%s. The environment has no effect: all knobs are settled in code", error)
+
+    def _name_unused(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+        for knob, value in values.items():
+            if value != self.asked(knob):
+                logger.warning("%s has no effect: %s is settled in code", origins[knob], knob)
+
+    @classmethod
     def from_smp_parameters(cls, parameters: Mapping[str, Any], *, sharding_strategy: str | None = None) -> SmpConfig:
         """Return the configuration that does what a `parameters` block of SageMaker SMP v1 or v2 asks for.
 

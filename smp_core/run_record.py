@@ -66,6 +66,11 @@ class RunRecord:
         self._log.append("step", **dict(figures), **more, step=step)
         self._log.step = step
 
+    def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Append what the user's code has logged: numbers by name; nothing where there are none."""
+        if values:
+            self._log.append("metrics", step=step, values=dict(values))
+
     def end(self, step: int, error: BaseException | None = None) -> None:
         """Append the end of the run, once, and close the log."""
         how = "completed" if error is None else f"{type(error).__name__}: {error}"[:2000]
