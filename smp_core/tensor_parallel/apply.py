@@ -377,12 +377,13 @@ class _Splitting:
             return
         inside = [above for above in attention if name.startswith(f"{above}.")]
         tokens = self._tokens_in(name)
+        always = role == "sum"
         if inside and role not in ("sum", "adapter"):
-            tokens, always = WHOLE_TOKENS, attention[max(inside, key=len)]
-        else:
-            always = role == "sum"
+            if not attention[max(inside, key=len)]:
+                return  # of all heads on every rank
+            always = self.inspected is None
         if always or tokens is not WHOLE_TOKENS:
-            is_open = always and not inside and tokens is not WHOLE_TOKENS
+            is_open = always and tokens is not WHOLE_TOKENS
             module.forward = summing = SummingForward(module, module.forward, self.axis, tokens, always, is_open)
             yield summing
 

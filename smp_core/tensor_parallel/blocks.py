@@ -11,6 +11,10 @@ it returned.
 Inside a block with split tokens every gradient is a part: of parameters, and of all that comes into the block whole
 (conditions, memory). Their sums are made where it comes in; what goes out whole has its gradient once.
 
+A use of what a block returned is seen where torch calls ``__torch_function__`` of a tensor's class (inside of which
+``torch._C.DisableTorchFunctionSubclass``, of torch's notes on extending it, calls the function itself), or by the
+gradient that comes from it.
+
 Splitting and joining stands outside of what is recomputed, so that it may change between forward and backward. A
 checkpoint around the whole block, as of Transformers, runs it again in backward: ``torch._C._current_graph_task_id``,
 torch's own way to know, tells; there is no public one.
@@ -64,12 +68,34 @@ class _Given:
         place: of the block in its stack.
         hidden: without its graph.
         of_next: the gradient that comes from the next block.
+        is_used: by something else than a block.
     """
 
     place: int
     hidden: torch.Tensor
     is_split: bool
     of_next: torch.Tensor | None = None
+    is_used: bool = False
+
+
+# What a call says of a tensor that does not depend on its tokens.
+_SAYS_NOTHING = (bool, torch.dtype, torch.device, torch.layout, torch.utils.hooks.RemovableHandle, type(None))
+
+
+class _Watched(torch.Tensor):
+    """What a block returned, in the first step."""
+
+    given: _Given
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+        if not isinstance(made, _SAYS_NOTHING):
+            for _, tensor in iterate_tensors([args, kwargs or {}]):
+                if isinstance(tensor, _Watched):
+                    tensor.given.is_used = True
+        return made
 
 
 @dataclass(eq=False)
@@ -92,6 +118,7 @@ class Stack:
     _device: torch.device | None = None
     _direct: set[int] = field(default_factory=set)
     _indirect: set[int] = field(default_factory=set)
+    _returned: list[_Given] = field(default_factory=list)
     _own: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -118,6 +145,10 @@ class Stack:
         last, self._last = self._last, None
         if last is None:
             return hidden, False
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._follow(last, hidden)
+
+    def _follow(self, last: _Given, hidden: torch.Tensor) -> tuple[torch.Tensor, bool]:
         if not _same_tensor(last.hidden, hidden):
             self._require_whole(last)
             self._indirect.add(last.place)
@@ -137,6 +168,7 @@ class Stack:
             return
         self._last = last = _Given(place, hidden.detach(), is_split)
         if self._is_learning and hidden.requires_grad:
+            self._returned.append(last)
 
             def compare(gradient: torch.Tensor) -> None:
                 of_next, last.of_next = last.of_next, None
@@ -144,6 +176,7 @@ class Stack:
                 (self._direct if alone else self._indirect).add(place)
 
             hidden.register_hook(compare)
+            hidden.__class__, hidden.given = _Watched, last  # type: ignore[assignment,attr-defined]
 
     def learn(self) -> None:
         """Let tokens stay split from the next step on, where the last one showed that they can. Collective over the
@@ -155,6 +188,8 @@ class Stack:
         if not self._is_learning or not (self._direct or self._indirect):
             return
         self._is_learning = False
+        self._indirect |= {each.place for each in self._returned if each.is_used}
+        self._returned.clear()
         both = [one.split and other.split for one, other in zip(self.tokens, self.tokens[1:], strict=False)]
         keeps = [split and n in self._direct and n not in self._indirect for n, split in enumerate(both)]
         breaks = torch.tensor([not keep for keep in keeps], device=self._device).float()

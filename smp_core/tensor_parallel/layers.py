@@ -258,7 +258,7 @@ class SummingForward:
     Attributes:
         tokens: of its block: another part where these are split.
         always: another part in any case, as of features.
-        is_open: a plan says that gradients are added up, and not whether because of tokens or of features.
+        is_open: whether always is an assumption, as of what stands in attention, which a trial of the block settles.
     """
 
     module: nn.Module
