@@ -124,6 +124,8 @@ def parallelize_model(
     saved = save_activations(model, plan, mesh.device) if plan.activations.checkpointed else NO_ACTIVATION_MEMORY_SAVED
     if knobs.compile is not None:
         compile_blocks(model, plan)
+    if tensor is not None:
+        tensor.stand_around_blocks(in_stages=plan.stages is not None)
 
     # Where its parameters live: rank 0's weights for what stays whole; a unit gets them just before it is sharded.
     if plan.gathers or knobs.optimizer_shard == "world":
@@ -213,8 +215,9 @@ def _keep_alike(
     finishing: Callable[[], AbstractContextManager[None]],
     world: Callable[[], WorldSharding | None],
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Keep gradients of parameters that tensor ranks hold whole equal on all of them, where sums travel in codes."""
-    if tensor is None or plan.knobs.compression.reduce_codes is None:
+    """Return what is entered around setting gradients: it keeps those of parameters that tensor ranks hold whole equal
+    on all of them, where sums travel in codes, and has tensor ranks learn between which blocks tokens stay split."""
+    if tensor is None:
         return finishing
     whole = [model.get_parameter(name) for name in tensor.whole]
 
@@ -222,13 +225,17 @@ def _keep_alike(
         masters = world()
         return whole if masters is None else masters.stepped(whole)
 
-    gradients = WholeGradients(tensor.axis, mesh.device, stepped)
+    gradients = None
+    if plan.knobs.compression.reduce_codes is not None:
+        gradients = WholeGradients(tensor.axis, mesh.device, stepped)
 
     @contextlib.contextmanager
     def alike() -> Iterator[None]:
         with finishing():
             yield
-        gradients.take_the_first_ranks()
+        if gradients is not None:
+            gradients.take_the_first_ranks()
+        tensor.learn()
 
     return alike
 

@@ -25,7 +25,6 @@ from smp_core.tensor_parallel.roles import (
     NoPlan,
     Split,
     is_conv1d,
-    looks_at_one_token,
     splits_of,
     transformers_model,
     vocabulary_of,
@@ -121,7 +120,7 @@ def infer_plan(model: nn.Module, degree: int, sequence_parallel: bool, whole: Co
         whole: names of parameters that stay whole.
 
     Raises:
-        ValueError: nothing to run it with, no layer that can be split, blocks that cannot do with a part of the tokens.
+        ValueError: nothing to run it with, no layer that can be split.
     """
     blocks = record(model)
     plan: dict[str, str] = {}
@@ -139,9 +138,7 @@ def infer_plan(model: nn.Module, degree: int, sequence_parallel: bool, whole: Co
             divided += [(name, attribute) for name, attribute in group.divided if (name, attribute) not in divided]
             attention += [group.gathered] if group.gathered else []
         if sequence_parallel and passed:
-            others = dict(_other_modules(block, passed))
-            plan |= others
-            trial.require_part_of_the_tokens(passed, [name for name, role in others.items() if role == "whole"])
+            plan |= dict.fromkeys(_mixing_modules(block, passed), "whole")
     if not plan:
         raise ValueError(
             f"{_REFUSAL}no layer of {type(model).__name__} was found that {degree} ranks can share; write globs over "
@@ -203,10 +200,16 @@ def is_linear(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class _Flow:
-    """The layers of one block, and which feed which."""
+    """The layers of one block, and which feed which.
+
+    Attributes:
+        others: whether a layer also reads something that gradients come to and that is neither the block's stream nor
+            a parameter: a condition, another sequence.
+    """
 
     sources: dict[str, set[str]] = field(default_factory=dict)
     parameters: dict[str, set[nn.Parameter]] = field(default_factory=dict)
+    others: dict[str, bool] = field(default_factory=dict)
 
 
 _STREAM = ""
@@ -219,14 +222,15 @@ def _flow(block: Block) -> tuple[_Flow, set[nn.Parameter], set[str]]:
     flow = _Flow()
     for layer, call in block.of_linears():
         name = block.linears[layer]
-        flow.sources[name], flow.parameters[name] = _reached(call.taken, made, block.entered)
-    sources, parameters = _reached(block.output.grad_fn, made, block.entered)
+        flow.sources[name], flow.parameters[name], flow.others[name] = _reached(call.taken, made, block.entered)
+    sources, parameters, _ = _reached(block.output.grad_fn, made, block.entered)
     return flow, parameters, sources
 
 
-def _reached(start: Any, made: Mapping[Any, str], entered: torch.Tensor) -> tuple[set[str], set[nn.Parameter]]:
-    """Return the layers whose outputs a node of the graph is computed from, and the parameters on the way; None is the
-    block's stream as it came."""
+def _reached(start: Any, made: Mapping[Any, str], entered: torch.Tensor) -> tuple[set[str], set[nn.Parameter], bool]:
+    """Return the layers whose outputs a node of the graph is computed from, the parameters on the way, and whether
+    another leaf is on it; None is the block's stream as it came."""
+    reads_others = False
     found: set[str] = {_STREAM} if start is None else set()
     parameters: set[nn.Parameter] = set()
     left = [] if start is None else [start]
@@ -241,11 +245,13 @@ def _reached(start: Any, made: Mapping[Any, str], entered: torch.Tensor) -> tupl
             found.add(_STREAM)
         elif isinstance(variable, nn.Parameter):
             parameters.add(variable)
+        elif variable is not None:
+            reads_others = True
         for further, _ in node.next_functions:
             if further is not None and further not in seen:
                 seen.add(further)
                 left.append(further)
-    return found, parameters
+    return found, parameters, reads_others
 
 
 def _groups(block: Block) -> Iterator[Group]:
@@ -269,6 +275,7 @@ def _groups(block: Block) -> Iterator[Group]:
         alone = fed <= members and not ends & columns and not between & outside
         # What comes from elsewhere (an encoder's output, a table of positions) would get a part of its gradient.
         of_stream = all(flow.sources[name] and flow.parameters[name] <= owners.keys() for name in columns)
+        of_stream = of_stream and not any(flow.others[name] for name in members)
         if alone and of_stream and len({around(name) for name in columns}) == 1 and between <= owners.keys():
             order = list(block.linears.values())
             of_columns = tuple(name for name in order if name in columns)
@@ -277,22 +284,19 @@ def _groups(block: Block) -> Iterator[Group]:
             yield Group(of_columns, of_rows, tuple(sorted(owners_between)))
 
 
-def _other_modules(block: Block, groups: list[Group]) -> Iterator[tuple[str, str]]:
-    """Yield roles of modules with parameters that see split tokens and are no norms or linear layers: whole if they
-    look at several tokens."""
+def _mixing_modules(block: Block, groups: list[Group]) -> Iterator[str]:
+    """Yield modules with parameters that would see split tokens and look at several."""
     split = {name for group in groups for name in (*group.columns, *group.rows, *group.between)}
     gathered = [group.gathered for group in groups if group.gathered]
 
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
+    def visit(name: str, module: nn.Module) -> Iterator[str]:
         holds_split = any(each == name or each.startswith(f"{name}.") for each in split)
         call = block.call_of(module)
         if name in gathered or name in split or not any(True for _ in module.parameters()):
             return
         if not holds_split and call is not None and mixes_tokens(call.hidden, call.output):
-            yield name, "whole"
+            yield name
             return
-        if not holds_split and any(True for _ in module.parameters(recurse=False)) and not looks_at_one_token(module):
-            yield name, "sum"
         for child, each in module.named_children():
             yield from visit(f"{name}.{child}", each)
 

@@ -7,6 +7,7 @@ arXiv 2205.05198):
 
     function           forward                            backward
     sum_gradient       nothing                            all-reduce
+    gradient_once      nothing                            nothing; zeros on all ranks but the first
     sum_outputs        all-reduce                         nothing
     scatter_tokens     reduce-scatter of tokens           all-gather of tokens
     split_tokens       this rank's tokens                 all-gather of tokens
@@ -120,6 +121,10 @@ class TensorAxis:
         work = self._reduce_scatter(part.view(-1), parts_T.view(-1), self.group, dist.ReduceOp.SUM, async_op=True)
         return _waiting(work, part, parts_T)
 
+    def of_first(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the tensor on the first rank, zeros elsewhere, whatever ``dim`` is."""
+        return tensor if self.rank == 0 else torch.zeros_like(tensor)
+
     def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part along a dimension."""
         return tensor.chunk(self.degree, dim)[self.rank].contiguous()
@@ -162,6 +167,12 @@ def _move(tensor: torch.Tensor, axis: TensorAxis, way: str | None, back: str | N
 def sum_gradient(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Return the tensor; its gradient is added up over the ranks."""
     return _move(tensor, axis, None, "all_reduce")
+
+
+def gradient_once(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Return the tensor; of its gradient, which is equal on all ranks, the first rank goes on with it: where sums over
+    the ranks follow, it counts once."""
+    return _move(tensor, axis, None, "of_first")
 
 
 def sum_outputs(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
