@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from smp_core.pipeline.messages import Messages
 from smp_core.pipeline.randomness import StepSeeds
 from smp_core.pipeline.schedule import run
 from smp_core.pipeline.stage import Stage, StageDone
+from smp_core.pipeline.stand_ins import Played
 from smp_core.pipeline.times import StageTimes
 from smp_core.planning.pipeline_rules import Stages
 from smp_core.planning.schedules import Step, computations, forward_only, with_messages
@@ -52,6 +53,7 @@ class Pipeline:
         model: nn.Module,
         mesh: SmpMesh,
         stages: Stages,
+        played: Mapping[str, Played],
         recipe: Recipe,
         meter: CommMeter,
         dtype: torch.dtype | None,
@@ -69,6 +71,7 @@ class Pipeline:
             model,
             stages,
             mesh.stage,
+            played,
             dtype=dtype,
             outside=self._outside_of_steps,
             entered=lambda: self._seeds.begin_model(*self._place),
