@@ -142,7 +142,7 @@ class _UsedElsewhere(Exception):
 class _Elsewhere(torch.Tensor):
     """Stands for a parameter of another stage: its attributes are known, and no operator may take it."""
 
-    name: str
+    called: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,7 +151,7 @@ class _Elsewhere(torch.Tensor):
         found = [each for each in [*args, *(kwargs or {}).values()] if isinstance(each, _Elsewhere)]
         inside = [each for each in args if isinstance(each, (list, tuple))]
         found += [each for several in inside for each in several if isinstance(each, _Elsewhere)]
-        raise _UsedElsewhere(next((vars(each).get("name", "") for each in found), "a parameter"))
+        raise _UsedElsewhere(next((each.called for each in found), "a parameter"))
 
 
 _LOOKS = {
@@ -173,7 +173,7 @@ def _without_others(model: nn.Module, names: Mapping[nn.Parameter, str], own: fr
         for module, name, parameter in places:
             nothing = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
             absent = nn.Parameter(nothing.as_subclass(_Elsewhere), requires_grad=False)
-            absent.name = names[parameter]  # type: ignore[attr-defined]
+            absent.called = names[parameter]  # type: ignore[attr-defined]
             setattr(module, name, absent)
         yield
     finally:

@@ -73,6 +73,7 @@ def _chain_of(model: nn.Module, root: str, names_of_blocks: list[str], refusal: 
     module = model.get_submodule(root)
     args, kwargs = example_of(model, module, refusal)
     blocks = {model.get_submodule(name): name for name in names_of_blocks}
+    _refuse_layerdrop(model, names_of_blocks, refusal)
     with as_in_training(module):
         # What each block takes and gives.
         first = _Calls(module, blocks)
@@ -111,6 +112,21 @@ def _chain_of(model: nn.Module, root: str, names_of_blocks: list[str], refusal: 
         tuple(places_of_buffers(model, first.early, chain_names)),
         first.kind,
     )
+
+
+def _refuse_layerdrop(model: nn.Module, names_of_blocks: list[str], refusal: str) -> None:
+    """Refuse blocks that a forward leaves out at random, by what Transformers' and fairseq's models call it."""
+    for name, module in model.named_modules():
+        if not names_of_blocks[0].startswith(f"{name}." if name else ""):
+            continue
+        holders = {"": module, "config.": getattr(module, "config", None)}
+        share = {f"{where}layerdrop": getattr(holder, "layerdrop", None) for where, holder in holders.items()}
+        for attribute, value in share.items():
+            if isinstance(value, float) and value > 0:
+                raise ValueError(
+                    f"{refusal}{type(module).__name__}.{attribute}={value} leaves blocks out at random, through which "
+                    f"stages take every batch; write {attribute} = 0.0 before training"
+                )
 
 
 @contextlib.contextmanager
