@@ -54,7 +54,7 @@ def rehearse(model: nn.Module, stages: Stages) -> None:
             different = None if is_played(module) else _first_difference(whole, given)
             if different is not None and _is_the_same(whole, _run(module, example, refusal, seed=1)):
                 raise ValueError(
-                    f"{refusal}what it gives as {different or 'its output'} is another in stages: something behind the "
+                    f"{refusal}its output{f' {different}' if different else ''} is another in stages: something behind the "
                     "blocks, or between two of them, needs more than the one tensor that blocks hand on (an earlier "
                     "activation, what other blocks return beside it); add it to that tensor, or leave it out of what "
                     "the model gives"
@@ -90,7 +90,10 @@ def _in_stages(model: nn.Module, module: nn.Module, stages: Stages, example: Exa
             if isinstance(error, _UsedElsewhere):
                 what = f"{error} works in its forward, and another stage holds it"
             else:
-                what = f"its forward fails without the blocks of other stages: {type(error).__name__}: {error}"
+                what = (
+                    "its forward fails where blocks are on other stages, of which it has the one tensor that they hand "
+                    f"on: {type(error).__name__}: {error}"
+                )
             line = innermost_user_line(traceback.extract_tb(error.__traceback__))
             where = f" ({line})" if line else ""
             raise ValueError(f"{refusal}on stage {number} of {stages.count} {what}{where}; {_INSTEAD}") from error
@@ -142,16 +145,26 @@ class _UsedElsewhere(Exception):
 class _Elsewhere(torch.Tensor):
     """Stands for a parameter of another stage: its attributes are known, and no operator may take it."""
 
-    called: str
+    called = "a parameter"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _LOOKS:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        found = [each for each in [*args, *(kwargs or {}).values()] if isinstance(each, _Elsewhere)]
-        inside = [each for each in args if isinstance(each, (list, tuple))]
-        found += [each for several in inside for each in several if isinstance(each, _Elsewhere)]
-        raise _UsedElsewhere(next((each.called for each in found), "a parameter"))
+        found = [each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, _Elsewhere)]
+        called = next((each.called for each in found), cls.called)
+        if getattr(func, "__name__", "") not in _LOOKS:
+            raise _UsedElsewhere(called)
+        seen = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(seen, _Elsewhere):
+            seen.called = called
+        return seen
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
 
 
 _LOOKS = {

@@ -37,6 +37,7 @@ def _on_meta(module: nn.Module) -> Played:
     @torch.no_grad()
     def played(*args: Any, **kwargs: Any) -> Any:
         positions, keywords = map_tensors([args, kwargs], taken)
-        return copied(*positions, **keywords)
+        with torch.device("meta"):  # what it makes itself
+            return copied(*positions, **keywords)
 
     return played
