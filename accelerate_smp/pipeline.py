@@ -139,7 +139,7 @@ class PipelinedAccelerator(Accelerator):
             results = pipeline.train(
                 calls, lambda result: scaled(part_of_mean(loss_in(result))), weight / divisor, batch, within
             )
-        returned = self.over_shared_sequences(pipeline.share(mean_of(results, name) if results else None))
+        returned = self.over_shared_sequences(pipeline.share_made(lambda: mean_of(results, name)))
         loss = loss_in(returned)
         if adds_up:
             loss *= count

@@ -106,8 +106,7 @@ class PipelinedSteps:
             batch,
             lambda number: self._sequences.during(splits[number]),
         )
-        outcome = mean_of(results, "training_step") if results else None
-        returned, log = self._pipeline.share((outcome, logged.combined() if results else None))
+        returned, log = self._pipeline.share_made(lambda: (mean_of(results, "training_step"), logged.combined()))
         logged.replay(log, self._device)
         for optimizer in optimizers:
             # Of the instance, for one call: the gradients of this step are there.
@@ -130,8 +129,7 @@ class PipelinedSteps:
         call = functools.partial(logged.during, functools.partial(run, *parts, *rest, **kwargs))
         with self._sequences.during(splits[0]):
             result = self._pipeline.evaluate(call, [*args, *kwargs.values()])
-            last = self._pipeline.stages.count - 1 == self._parallel.mesh.stage
-            returned, log = self._pipeline.share((result, logged.combined()) if last else None)
+            returned, log = self._pipeline.share_made(lambda: (result, logged.combined()))
             logged.replay(log, self._device)
             return self._sequences.outputs(returned)
 

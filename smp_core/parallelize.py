@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -49,6 +49,7 @@ from smp_core.layout import Layout
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ModelPart, ParallelModel
 from smp_core.pipeline.stage import leave_out_other_stages
+from smp_core.pipeline.stand_ins import Played, played_of
 from smp_core.pipeline.step import Pipeline
 from smp_core.pipeline.tied import TiedGradients
 from smp_core.planning.decide import Plan
@@ -114,7 +115,9 @@ def parallelize_model(
     traffic = Traffic(mesh, meter, plan)
 
     # What the model computes: layers in FP8, in parts, over shared sequences, losses in chunks, again in backward.
+    played: dict[str, Played] = {}
     if plan.stages is not None:
+        played = played_of(model, plan.stages.chain)
         _leave_out(model, mesh, plan.stages)
     fp8, fp8_region = (None, nullcontext) if knobs.fp8 is None else _to_fp8(model, mesh, knobs.fp8)
     tensor = None if mesh.tensor_degree == 1 else _split_layers(model, traffic, plan, meter)
@@ -144,7 +147,7 @@ def parallelize_model(
     calls = Calls(model, mesh.shard_ranks, units)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
-    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, units, lambda: window)
+    pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, units, played, lambda: window)
     alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
     window = AccumulationWindow(model, units, traffic, plan, calls, None if fp8 is None else fp8.state.nonfinite, alike)
     follow_window(model, window)
@@ -174,6 +177,7 @@ def _join_stages(
     meter: CommMeter,
     tensor: SplitModel | None,
     units: Sequence[ShardedUnit],
+    played: Mapping[str, Played],
     window: Callable[[], AccumulationWindow],
 ) -> tuple[Pipeline | None, Callable[[], AbstractContextManager[None]]]:
     """Make this rank's stage a part of a pipeline; return what adds up gradients of parameters on two stages."""
@@ -182,7 +186,7 @@ def _join_stages(
     # Stages behind the first see no other sequences than the parts that they receive.
     replaced = (lambda _: None) if tensor is None else tensor.axis.begin
     recipe, dtype, passed = plan.knobs.pipeline, plan.dtypes.gathered, functools.partial(passing_by, units)
-    pipeline = Pipeline(model, mesh, plan.stages, recipe, meter, dtype, window, passed, replaced)
+    pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, window, passed, replaced)
     if not plan.stages.tied:
         return pipeline, nullcontext
     ends = mesh.between_stages((0, plan.stages.count - 1))

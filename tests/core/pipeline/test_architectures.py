@@ -14,6 +14,7 @@ from torch import nn
 
 from smp_core.config import SmpConfig
 from smp_core.pipeline.stage import Stage, StageDone
+from smp_core.pipeline.stand_ins import played_of
 from smp_core.planning.chain import Chain
 from smp_core.planning.chain_recording import with_chain
 from smp_core.planning.cluster import Cluster
@@ -108,7 +109,16 @@ class OneAfterTheOther:
         self._stages = stages
         self.models = [copy.deepcopy(model) for _ in range(stages.n_chunks)]
         self._hooks = [
-            Stage(each, stages, stage, dtype=None, outside=_never, entered=lambda: None, replaced=lambda _: None)
+            Stage(
+                each,
+                stages,
+                stage,
+                played_of(each, stages.chain),
+                dtype=None,
+                outside=_never,
+                entered=lambda: None,
+                replaced=lambda _: None,
+            )
             for stage, each in enumerate(self.models)
         ]
 
