@@ -129,7 +129,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         self._figures = JobFigures(
             parallel,
             device=strategy.root_device,
-            world_size=trainer.world_size,
+            world_size=trainer.world_size if parallel is None else parallel.mesh.topology.world_size,
             data_size=_data_size(trainer, parallel),
             over_ranks=functools.partial(_over_ranks, trainer),
             peak_tflops=self.peak_tflops,
