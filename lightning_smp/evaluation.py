@@ -11,8 +11,8 @@ their public attributes.
 
 Private names: a step outside of Lightning's loop has to be what the loop makes of it. ``_on_before_batch_transfer``,
 ``_build_kwargs`` and ``_build_step_args_from_hook_kwargs`` give its arguments, ``call._call_strategy_hook`` the name of
-the hook that logs, ``_logger_connector`` the loader and batch that are logged of; ``_combined_loader`` has the mode in
-which loaders are combined.
+the hook that logs, ``_logger_connector`` the loader and batch that are logged of; ``_store_dataloader_outputs``
+ends what was logged of the loader before. ``_combined_loader`` has the mode in which loaders are combined.
 """
 
 from __future__ import annotations
@@ -171,6 +171,8 @@ class Evaluations:
         batch = module._on_before_batch_transfer(batch, dataloader_idx=place)
         batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=place)
         kwargs = loop._build_kwargs(batch, number, shown)
+        if number == 0 and place > 0 and not trainer.predicting:
+            loop._store_dataloader_outputs()  # of the loader before: the loop sees no batch of this one
         with self._counting_nothing(module):
             if trainer._results is not None:
                 trainer._logger_connector.on_batch_start(batch, shown)

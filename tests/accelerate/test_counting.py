@@ -102,9 +102,13 @@ def tokens_seen(folder: Path, ranks: int, knobs: dict[str, Any] | None = None) -
     """Trainer's own counts, with batches of different numbers of targets."""
     flags = {"include_num_input_tokens_seen": "all", "average_tokens_across_devices": True, "max_steps": 3}
     trainer, recorder = make_trainer(folder, 8, 2, knobs, per_device_train_batch_size=8 // ranks, **flags)
+    rows_of_train, rows_of_test = make_dataset(), make_dataset(21, seed=6)
+    for row in (*rows_of_train, *rows_of_test):
+        row["labels"][0] = -100  # the stock Trainer counts it as a target of GPT-2, which it is not
+    trainer.train_dataset = rows_of_train
     trainer.compute_metrics = lambda prediction: {"rows": len(prediction.predictions)}
     trainer.train()
-    metrics = trainer.evaluate(make_dataset(21, seed=6))
+    metrics = trainer.evaluate(rows_of_test)
     return {
         "tokens": trainer.state.num_input_tokens_seen,
         "losses": recorder.run.losses,

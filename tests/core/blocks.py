@@ -21,14 +21,14 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """[samples, TOKENS, WIDTH] -> the same. The same weights wherever it is made."""
+    """[samples, TOKENS, WIDTH] -> the same, in float64. The same weights wherever it is made."""
 
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng([]):
             torch.manual_seed(0)
-            self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.dummy_inputs = torch.zeros(2, TOKENS, WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(2)).double()
+        self.dummy_inputs = torch.zeros(2, TOKENS, WIDTH, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

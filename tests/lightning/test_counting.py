@@ -21,7 +21,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.core.blocks import PLAN, TOKENS, WIDTH, Blocks, rows
+from tests.core.blocks import PLAN, Blocks, rows
 from tests.lightning.running import Run, assert_same, make_trainer, report, together
 
 
@@ -51,7 +51,7 @@ class Counting(LightningModule):
         super().__init__()
         self.options = options
         self.model = Blocks()
-        self.example_input_array = torch.zeros(2, TOKENS, WIDTH)
+        self.example_input_array = self.model.dummy_inputs
         self.count, self.confusion = torchmetrics.SumMetric(), torchmetrics.ConfusionMatrix("binary")
         self.kept = {"values": torchmetrics.CatMetric()}
         self.outputs: list[torch.Tensor] = []
