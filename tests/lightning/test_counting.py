@@ -7,10 +7,12 @@ that no number of ranks divides; each is compared with one process in float64.
 from __future__ import annotations
 
 import functools
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,10 +21,15 @@ import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.core.blocks import PLAN, Blocks, rows
+from tests.core.pipeline.cases import of_all_stages
+from tests.harness import run_ranks
 from tests.lightning.running import Run, assert_same, make_trainer, report, together
+from tests.lightning.test_joined import Stream
+from tests.rank_pool import RanksFailed
 
 
 class Outside(Callback):
@@ -101,8 +108,6 @@ class Counting(LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        if self.trainer.sanity_checking:
-            self.outputs.clear()
         values = self.kept["values"].compute().flatten().sort().values
         own = torch.cat(self.outputs) if self.outputs else torch.zeros(0, dtype=torch.float64)
         strategy: Any = self.trainer.strategy
@@ -180,6 +185,10 @@ def count(options: dict[str, Any], knobs: dict[str, Any] | None = None) -> Run:
 
     trainer.fit(module, make(4 * options["data_ranks"], 0, 2), make(first, 2, 2))
     run = report(trainer, module)
+    if (knobs or {}).get("pipeline_parallel_degree", 1) > 1:
+        strategy: Any = trainer.strategy
+        run.weights = of_all_stages(strategy.parallel, dict(module.named_parameters()))
+    run.weights.pop("total", None)
     keep("fit")
     keep("validate", trainer.validate(module, [make(second, 3, 1), make(third, 4, 2)], verbose=False))
     keep("test", trainer.test(module, make(third, 5, 2), verbose=False))
@@ -237,3 +246,90 @@ def check(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_every_batch_and_every_sample_counts_once(seed: int) -> None:
     check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5, 205))
+def test_every_batch_and_every_sample_counts_once_in_all_cases(seed: int) -> None:
+    check(seed)
+
+
+class Fetching(Counting):
+    def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        raise AssertionError("it is refused before")
+
+
+def loaders_of_the_users_own() -> tuple[list[Any], list[str]]:
+    """Three batches on the first rank and one on the second: a stream, and a loader with a length."""
+    options = {"loss": "mean", "data_ranks": 2, "metric_in_log": True}
+    own = [rows(2, 10 * dist.get_rank() + number) for number in range(3 - 2 * dist.get_rank())]
+    seen: list[Any] = []
+    for data in (Stream(own), own):
+        loader = DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+        module = Counting(**options)
+        trainer = make_trainer({"shard_degree": 2}, precision="64-true", use_distributed_sampler=False)
+        logged = trainer.validate(module, loader, verbose=False)[0]
+        seen.append((logged["n_log"], logged["n_metric"], logged["n_confusion"], module.found["seen"]))
+        seen.append(sum(map(len, trainer.predict(module, loader) or [])))
+    said = []
+    zipped = CombinedLoader([DataLoader(own, batch_size=None)], "max_size")  # type: ignore[arg-type]
+    for kind, loaders in ((Fetching, DataLoader(Stream(own), batch_size=None)), (Counting, zipped)):
+        trainer = make_trainer({"shard_degree": 2}, precision="64-true", use_distributed_sampler=False)
+        with pytest.raises(ValueError) as caught:
+            trainer.validate(kind(**options), loaders, verbose=False)
+        said.append(str(caught.value))
+    return seen, said
+
+
+def test_loaders_of_the_users_own_may_end_at_different_batches() -> None:
+    for place, (seen, said) in enumerate(run_ranks(loaders_of_the_users_own, 2)):
+        assert seen == [(8, 8, 8, 8), 6 - 4 * place] * 2
+        assert "write validation_step(batch, batch_idx)" in said[0] and "mode='sequential'" in said[1]
+
+
+class Comparing(Counting):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.all_gather(self.model(batch), sync_grads=True).square().mean()
+
+
+def compare_in_stages() -> str:
+    knobs = {"shard_degree": 1, "pipeline_parallel_degree": 2, "pipeline": {"microbatches": 2}}
+    trainer = make_trainer(knobs, precision="64-true", limit_val_batches=0)
+    module = Comparing(loss="mean", data_ranks=1, metric_in_log=False)
+    trainer.fit(module, DataLoader(rows(4, 1), batch_size=4))  # type: ignore[arg-type]
+    return ""
+
+
+def test_a_loss_over_all_samples_is_refused_where_stages_see_micro_batches() -> None:
+    with pytest.raises(RanksFailed, match="sees micro-batches"):
+        run_ranks(compare_in_stages, 2)
+
+
+def count_by_sample() -> tuple[dict[str, float], int]:
+    """What context ranks count is added up; counts of samples go over the data group."""
+    knobs = {"shard_degree": 2, "context_parallel_degree": 2}
+    trainer = make_trainer(knobs, precision="64-true")
+    with patch.object(logging.getLogger("smp"), "warning") as warned:
+        trainer.validate(BySample(), DataLoader(rows(4, 1), batch_size=2), verbose=False)  # type: ignore[arg-type]
+    said = sum("Where samples are counted" in str(call.args[0]) for call in warned.call_args_list)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, said
+
+
+class BySample(Counting):
+    def __init__(self) -> None:
+        super().__init__(loss="mean", data_ranks=1, metric_in_log=False)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        group = self.trainer.strategy.data_group  # type: ignore[attr-defined]
+        self.log("samples", float(len(batch)), reduce_fx="sum", sync_dist=True, sync_dist_group=group)
+        self.log("tokens", float(batch.shape[0] * batch.shape[1]), reduce_fx="sum", sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+def test_context_ranks_add_up_tokens_and_samples_over_the_data_group() -> None:
+    results = run_ranks(count_by_sample, 2)
+    for metrics, _ in results:
+        assert metrics == {"samples": 4.0, "tokens": 16.0}
+    assert [said for _, said in results] == [1, 0], "rank 0 says once that a sum may have been of samples"
