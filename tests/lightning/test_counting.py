@@ -22,9 +22,9 @@ import torchmetrics
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.core.blocks import PLAN, Blocks, rows
+from tests.core.blocks import PLAN, TOKENS, Blocks, rows
 from tests.core.pipeline.cases import of_all_stages
 from tests.harness import run_ranks
 from tests.lightning.running import Run, assert_same, make_trainer, report, together
@@ -310,7 +310,8 @@ def count_by_sample() -> tuple[dict[str, float], int]:
     knobs = {"shard_degree": 2, "context_parallel_degree": 2}
     trainer = make_trainer(knobs, precision="64-true")
     with patch.object(logging.getLogger("smp"), "warning") as warned:
-        trainer.validate(BySample(), DataLoader(rows(4, 1), batch_size=2), verbose=False)  # type: ignore[arg-type]
+        pairs = TensorDataset(rows(4, 1), torch.zeros(4, TOKENS, dtype=torch.long))
+        trainer.validate(BySample(), DataLoader(pairs, batch_size=2), verbose=False)
     said = sum("Where samples are counted" in str(call.args[0]) for call in warned.call_args_list)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, said
 
@@ -319,7 +320,8 @@ class BySample(Counting):
     def __init__(self) -> None:
         super().__init__(loss="mean", data_ranks=1, metric_in_log=False)
 
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+    def validation_step(self, pair: Any, batch_idx: int) -> None:  # type: ignore[override]
+        batch, _ = pair
         group = self.trainer.strategy.data_group  # type: ignore[attr-defined]
         self.log("samples", float(len(batch)), reduce_fx="sum", sync_dist=True, sync_dist_group=group)
         self.log("tokens", float(batch.shape[0] * batch.shape[1]), reduce_fx="sum", sync_dist=True)
