@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
+from lightning_smp.dealt import DealtLoader
 from smp_core.joined import JoinedLoader, join, length_of
 
 _NEUTRAL = {"max": -torch.inf, "min": torch.inf}
@@ -121,7 +122,15 @@ class Evaluations:
             loader = loader.loader
         lengths: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(lengths, length_of(loader))
-        if None in lengths or len(set(lengths)) > 1:
+        is_uneven = None in lengths or len(set(lengths)) > 1 or isinstance(loader, DealtLoader)
+        if is_uneven and self._fetches_itself:
+            if None not in lengths and len(set(lengths)) > 1:
+                raise ValueError(
+                    f"{self._step_name}(dataloader_iter) takes batches by itself, and ranks have different numbers of "
+                    f"them: the others would wait for the ranks that run out; write {self._step_name}(batch, "
+                    "batch_idx), or give all ranks as many batches (drop_last=True)"
+                )
+        elif is_uneven:
             place = len(self._loaders)
             longest = None if None in lengths else max(lengths)
             repeat = functools.partial(self._repeat, place)
@@ -138,19 +147,10 @@ class Evaluations:
         combined = self._loop._combined_loader
         return combined is not None and any(isinstance(loader, UnevenLoader) for loader in combined.flattened)
 
-    def require_batches_as_arguments(self) -> None:
-        """Refuse a step that fetches batches itself where ranks may run out of them.
-
-        Raises:
-            ValueError: the present evaluation has such a step.
-        """
+    @property
+    def _fetches_itself(self) -> bool:
         step = getattr(self._trainer.lightning_module, self._step_name)
-        if self.is_uneven and "dataloader_iter" in inspect.signature(step).parameters:
-            raise ValueError(
-                f"{self._step_name}(dataloader_iter) takes batches by itself, and ranks have different numbers of "
-                f"them: the others would wait for the ranks that run out; write {self._step_name}(batch, batch_idx), "
-                "or give all ranks as many batches (drop_last=True)"
-            )
+        return "dataloader_iter" in inspect.signature(step).parameters
 
     @property
     def _step_name(self) -> str:

@@ -194,29 +194,25 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        seeds_workers = int(os.environ.get("PL_SEED_WORKERS", 0))
-        if seeds_workers and getattr(dataloader, "worker_init_fn", seeds_workers) is None:
+        deals_as, self._deals_as = self._deals_as, None
+        evaluates = self.evaluations is not None and self.evaluations.prepares
+        if self._is_dealt_out(dataloader):
+            read_alike(dataloader)
+            need_alike = self.config.context_parallel_degree == 1  # else the first context peer's batch counts
+            dataloader = DealtLoader(
+                dataloader, *self._reads_as, need_alike, cuts=lambda: self.joined is None, once=evaluates
+            )
+        elif int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", self) is None:
             # Lightning's would be of the process: ranks of one batch would draw different augmentations.
             dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self._reads_as[1])
-        deals_as, self._deals_as = self._deals_as, None
-        if self.evaluations is not None and self.evaluations.prepares:
+        if evaluates:
+            assert self.evaluations is not None
             if deals_as is not None:
                 deal(dataloader, *deals_as)
             return self.evaluations.process(dataloader)
         place_sampler(dataloader)
         if isinstance(dataloader, JoinedLoader):
             dataloader.meet()
-        if self._is_dealt_out(dataloader):
-            read_alike(dataloader)
-            places = self.distributed_sampler_kwargs
-            need_alike = self.config.context_parallel_degree == 1  # else the first context peer's batch counts
-            return DealtLoader(
-                dataloader,
-                places["num_replicas"],
-                places["rank"],
-                need_alike,
-                cuts=lambda: not self._trainer.training or self.joined is None,
-            )
         return dataloader
 
     def _is_dealt_out(self, loader: object) -> TypeGuard[DataLoader[Any]]:
@@ -225,7 +221,7 @@ class SteppingStrategy(ProcessGroupStrategy):
         if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
             return False
         is_asked_for = trainer._accelerator_connector.use_distributed_sampler
-        return is_asked_for and self.world_size > 1 and trainer.state.fn != TrainerFn.PREDICTING
+        return is_asked_for and dist.get_world_size() > 1 and trainer.state.fn != TrainerFn.PREDICTING
 
     @property
     def joined(self) -> JoinedLoader | DealtLoader | None:
@@ -341,8 +337,6 @@ class SteppingStrategy(ProcessGroupStrategy):
     # (averages may have replaced them, also in the middle of a window), and leaves no stale unsharded ones.
 
     def _begin_evaluation(self, limit: str, batches: Any) -> None:
-        if self.evaluations is not None:
-            self.evaluations.require_batches_as_arguments()
         require_equal_evaluation(limit, batches, self.mesh)
         self._before_update()
         self.parallel.reshard()
