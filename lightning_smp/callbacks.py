@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -129,7 +130,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         self._figures = JobFigures(
             parallel,
             device=strategy.root_device,
-            world_size=trainer.world_size,
+            world_size=trainer.world_size if parallel is None else parallel.mesh.topology.world_size,
             data_size=_data_size(trainer, parallel),
             over_ranks=functools.partial(_over_ranks, trainer),
             peak_tflops=self.peak_tflops,
@@ -284,7 +285,8 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
 
 def _over_ranks(trainer: Trainer, values: list[float], operation: str) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-    reduced: list[float] = trainer.strategy.reduce(tensor, reduce_op=operation).tolist()
+    every = dist.group.WORLD if dist.is_initialized() else None
+    reduced: list[float] = trainer.strategy.reduce(tensor, every, reduce_op=operation).tolist()
     return reduced
 
 

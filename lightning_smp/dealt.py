@@ -6,7 +6,7 @@ large. Ranks that share a batch (context, tensor, stages) take the same ones.
 
     batches      0  1  2  3  4  5  6       of 2 data ranks
     rank 0       0     2     4     6       the last group is not full: 6 counts alone in training (weights 2 and 0), and
-    rank 1          1     3     5 (6)      is cut along its samples in evaluation
+    rank 1          1     3     5 (6)      is cut along its samples in evaluation, where ranks may get none of them
 
 A dataset may have dealt itself out by rank. Whether it has is seen, not asked: ranks compare their first batches at
 the beginning of each epoch.
@@ -48,21 +48,28 @@ class DealtLoader:
         index: which of them this one is.
         need_alike: whether ranks of one index have to be given the same batches.
         cuts: returns whether the batches left at the end are cut along their samples.
+        once: they are, and a rank may get none: it ends before the others.
 
     Attributes:
         weight: the factor of the present batch's loss.
     """
 
-    __slots__ = ("_cuts", "_fetched", "_index", "_is_dealt", "_need_alike", "_ranks", "loader", "weight")
+    __slots__ = ("_cuts", "_fetched", "_index", "_is_dealt", "_need_alike", "_once", "_ranks", "loader", "weight")
 
     def __init__(
-        self, loader: DataLoader[Any], ranks: int, index: int, need_alike: bool, cuts: Callable[[], bool]
+        self,
+        loader: DataLoader[Any],
+        ranks: int,
+        index: int,
+        need_alike: bool,
+        cuts: Callable[[], bool],
+        once: bool = False,
     ) -> None:
         self.loader = loader
         self.weight = 1.0
         self._ranks, self._index = ranks, index
         self._need_alike = need_alike
-        self._cuts = cuts
+        self._cuts, self._once = cuts, once
         self._is_dealt: bool | None = None
         self._fetched: deque[float] = deque()
 
@@ -111,7 +118,11 @@ class DealtLoader:
             if len(group) == self._ranks:
                 yield group[self._index], 1.0
                 group.clear()
-        if group and not self.loader.drop_last:
+        if not group or self.loader.drop_last:
+            return
+        if self._once:
+            yield from _own_samples(group, self._ranks, self._index)
+        else:
             yield _cut(group, self._ranks, self._index) if self._cuts() else _whole(group, self._ranks, self._index)
 
     def _first_of(self, batches: Iterator[Any]) -> Any:
@@ -221,13 +232,25 @@ def _whole(group: list[Any], ranks: int, index: int) -> tuple[Any, float]:
     return group[place], sizes[place] * ranks / sum(sizes) if index < len(group) else 0.0
 
 
-def _cut(group: list[Any], ranks: int, index: int) -> tuple[Any, float]:
-    """Return this rank's samples of a group that is not full. Where there are fewer than ranks, some repeat one."""
+def _bounds(group: list[Any], ranks: int, index: int) -> tuple[Any, int, int, int]:
+    """Return the batch of a group that is not full which this rank has samples of, their number, and its own."""
     place, part = index % len(group), index // len(group)
     parts = len(range(place, ranks, len(group)))
     size = _samples(group[place])
-    start, end = size * part // parts, size * (part + 1) // parts
-    return _rows(group[place], size, slice(start, max(end, start + 1))), 1.0
+    return group[place], size, size * part // parts, size * (part + 1) // parts
+
+
+def _own_samples(group: list[Any], ranks: int, index: int) -> Iterator[tuple[Any, float]]:
+    """Yield this rank's samples of a group that is not full, if it has any."""
+    batch, size, start, end = _bounds(group, ranks, index)
+    if start < end:
+        yield _rows(batch, size, slice(start, end)), 1.0
+
+
+def _cut(group: list[Any], ranks: int, index: int) -> tuple[Any, float]:
+    """Return this rank's samples of a group that is not full. Where there are fewer than ranks, some repeat one."""
+    batch, size, start, end = _bounds(group, ranks, index)
+    return _rows(batch, size, slice(start, max(end, start + 1))), 1.0
 
 
 def _samples(batch: Any) -> int:

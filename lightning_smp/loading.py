@@ -179,7 +179,7 @@ class Loading:
 
         # Random states, and the place in the data.
         parts = [part if isinstance(part, dict) else {} for part in self._source.per_rank()]
-        random, rank, world = None, strategy.global_rank, strategy.world_size
+        random, rank, world = None, strategy.global_rank, dist.get_world_size()
         if any("random" in part for part in parts):
             seed, step = int(os.environ.get("PL_GLOBAL_SEED", "0")), int(checkpoint["global_step"])
             saved = [part.get("random") for part in parts]

@@ -133,6 +133,19 @@ class PipelinedSteps:
             logged.replay(log, self._device)
             return self._sequences.outputs(returned)
 
+    def require_whole_batches(self, what: str) -> None:
+        """Refuse what compares the samples of a batch with one another where steps see micro-batches.
+
+        Raises:
+            ValueError: a batch has several.
+        """
+        if self._pipeline.micro_batches > 1:
+            raise ValueError(
+                f"{what} in a step in pipeline stages sees micro-batches: a loss that compares samples with one "
+                f"another would leave out those of the other {self._pipeline.micro_batches - 1}; write "
+                "pipeline={'microbatches': 1}, or pipeline_parallel_degree=1"
+            )
+
     @property
     def _device(self) -> torch.device:
         return self._parallel.mesh.device
@@ -184,11 +197,14 @@ class _Logged:
                 arguments["value"] = value.detach().cpu()
             calls.append(_Call(arguments))
 
+        before = vars(self._module).get("log")
         vars(self._module)["log"] = note
         try:
             result = run()
         finally:
             del vars(self._module)["log"]
+            if before is not None:
+                vars(self._module)["log"] = before
         self._micro_batches.append(calls)
         return result
 
