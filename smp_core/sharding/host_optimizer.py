@@ -212,7 +212,7 @@ class HostOptimizer:
         if not given:
             self._stepper.state.pop(hosted.stepped, None)
             return
-        entry = to_host(given)
+        entry = {key: _in_order_of(hosted.stepped, value) for key, value in to_host(given).items()}
         if MASTER in entry and hosted.low is not None:
             local_of(hosted.stepped).copy_(local_of(entry[MASTER]))
             entry[MASTER] = hosted.stepped.detach()
@@ -223,6 +223,13 @@ class HostOptimizer:
         with self._on(self._in):
             for hosted in chunk:
                 hosted.put_back()
+
+
+def _in_order_of(parameter: torch.Tensor, value: Any) -> Any:
+    """Return a state in the parameter's order in memory, which loaded ones may not have: fused kernels walk both."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
