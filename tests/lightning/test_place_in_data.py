@@ -44,11 +44,11 @@ class Keeping(DataLoader[Any]):
         self.given = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        begin = self.given % len(self)
         for number, batch in enumerate(super().__iter__()):
-            if number >= self.given:
-                self.given += 1
+            if number >= begin:
+                self.given = number + 1
                 yield batch
-        self.given = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"given": self.given}
