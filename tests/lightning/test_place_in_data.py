@@ -44,8 +44,10 @@ class Keeping(DataLoader[Any]):
         self.given = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        begin = self.given % len(self)
-        for number, batch in enumerate(super().__iter__()):
+        return self._later(super().__iter__(), self.given % len(self))
+
+    def _later(self, batches: Iterator[Any], begin: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches):
             if number >= begin:
                 self.given = number + 1
                 yield batch
