@@ -96,7 +96,9 @@ class DealtLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._fetched.clear()
-        batches = iter(self.loader)
+        return self._read(iter(self.loader))  # which draws the seed of its workers now, as it does for Lightning
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
         first = self._first_of(batches)
         if first is _END:
             return

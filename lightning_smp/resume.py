@@ -352,7 +352,7 @@ class Resume:
         iter(fetcher)
         if batches and not by_sampler:
             self._drop(fetcher, loaders, batches, keeping)
-        if others and at_epoch_start and self.random is not None:
+        if at_epoch_start and self.random is not None:
             self._hold_until_fetched(others, samplers)
 
     def _tell_places(self, keeping: list[_KeepsPlace]) -> None:

@@ -25,6 +25,7 @@ from smp_core.module_names import clean_name
 from smp_core.pipeline.states import states_of_all_stages
 from smp_core.pipeline.step import Pipeline
 from smp_core.planning.decide import Plan
+from smp_core.planning.memory import describe_stages
 from smp_core.sharding.divergence import require_same_collectives
 from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
@@ -300,7 +301,7 @@ class ParallelModel:
 
     def describe(self) -> str:
         """Return a few lines for people: the layout, the units, what is replicated."""
-        lines = self.plan.describe()
+        lines = [*self.plan.describe(), *describe_stages(self.plan)]
         if self.tensor is not None:
             lines.append(self.tensor.describe())
         lines += self.activations.describe()

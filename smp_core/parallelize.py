@@ -70,6 +70,7 @@ from smp_core.sharding.scalars import reduce_scalars
 from smp_core.sharding.window import Window
 from smp_core.sharding.zero_grad import drop_with_zero_grad
 from smp_core.tensor_parallel.apply import apply_tensor_parallel
+from smp_core.tensor_parallel.inspection import Inspected, inspect
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.split_model import SplitModel
 from smp_core.tensor_parallel.whole_gradients import WholeGradients
@@ -116,11 +117,12 @@ def parallelize_model(
 
     # What the model computes: layers in FP8, in parts, over shared sequences, losses in chunks, again in backward.
     played: dict[str, Played] = {}
+    inspected = _inspected(model, mesh, whole_plan)
     if plan.stages is not None:
         played = played_of(model, plan.stages.chain)
         _leave_out(model, mesh, plan.stages)
     fp8, fp8_region = (None, nullcontext) if knobs.fp8 is None else _to_fp8(model, mesh, knobs.fp8)
-    tensor = None if mesh.tensor_degree == 1 else _split_layers(model, traffic, plan, meter)
+    tensor = None if mesh.tensor_degree == 1 else _split_layers(model, traffic, plan, meter, inspected)
     context = None if mesh.context_degree == 1 else share_sequences(model, mesh, plan, meter)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
@@ -244,7 +246,17 @@ def _keep_alike(
     return alike
 
 
-def _split_layers(model: nn.Module, traffic: Traffic, plan: Plan, meter: CommMeter) -> SplitModel:
+def _inspected(model: nn.Module, mesh: SmpMesh, plan: Plan) -> Inspected | None:
+    """Return what ``tensor_parallel.plan="infer"`` finds, where the model has to be run before stages cut it."""
+    recipe = plan.knobs.tensor_parallel
+    if plan.stages is None or mesh.tensor_degree == 1 or recipe.plan != "infer":
+        return None
+    return inspect(model, mesh.tensor_degree, recipe.sequence_parallel, plan.replicated)
+
+
+def _split_layers(
+    model: nn.Module, traffic: Traffic, plan: Plan, meter: CommMeter, inspected: Inspected | None
+) -> SplitModel:
     """Split layers over tensor ranks, from rank 0's weights."""
     mesh = traffic.mesh
     broadcast_from_rank_0(model.parameters(), mesh.device, mesh.model_group)
@@ -254,7 +266,7 @@ def _split_layers(model: nn.Module, traffic: Traffic, plan: Plan, meter: CommMet
         model,
         mesh.tensor_mesh,
         axis,
-        plan=recipe.plan,
+        plan=inspected or recipe.plan,
         sequence_parallel=recipe.sequence_parallel,
         whole=plan.replicated,  # by all units that share it
         chunked_loss=plan.knobs.chunked_cross_entropy is not None,

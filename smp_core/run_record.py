@@ -20,7 +20,7 @@ from smp_core.knob_table import DEFAULT, shown
 from smp_core.links import KINDS, Collectives, Links
 from smp_core.parallel_model import ParallelModel
 from smp_core.planning.decide import Plan
-from smp_core.planning.memory import estimate
+from smp_core.planning.memory import describe_stages, estimate
 from smp_core.planning.optimizers import planned_states
 from smp_core.planning.savings import savings
 from smp_core.planning.sent_bytes import sent_bytes
@@ -97,7 +97,7 @@ def _of_plan(plan: Plan, optimizers: Sequence[torch.optim.Optimizer], micro_batc
             rows.append({"knob": knob, "asked": shown(knobs.asked(knob)), "value": value, "why": why})
     fields: dict[str, Any] = {
         "knobs": rows,
-        "plan": plan.describe(),
+        "plan": [*plan.describe(), *describe_stages(plan)],
         "nodes": list(topology.node_names),
         "ranks_per_node": topology.ranks_per_node,
         "layout": dict(vars(layout)),

@@ -195,7 +195,7 @@ def draw(log: Fp8Log, path: Path) -> None:
     """Draw scales and rates over steps, a line per module, as PNG (or in the format of the suffix).
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed (``pip install torch-smp[plot]``).
+        ModuleNotFoundError: matplotlib is not installed (the extra ``plot``).
     """
     import matplotlib
 

@@ -72,7 +72,7 @@ def apply_tensor_parallel(
     mesh: DeviceMesh,
     axis: TensorAxis,
     *,
-    plan: str | Mapping[str, str],
+    plan: str | Mapping[str, str] | Inspected,
     sequence_parallel: bool,
     whole: Container[str] = (),
     chunked_loss: bool = False,
@@ -83,7 +83,7 @@ def apply_tensor_parallel(
         model: with equal values on all ranks of the axis.
         mesh: 1-D, the tensor axis.
         plan: "auto", globs over module names -> roles (:mod:`smp_core.tensor_parallel.roles`), or "infer"
-            (:mod:`smp_core.tensor_parallel.inspection`).
+            (:mod:`smp_core.tensor_parallel.inspection`), or what an inspection found.
         sequence_parallel: hold 1/T of the tokens in blocks.
         whole: names of parameters that "auto" replicates.
         chunked_loss: the loss is left to the code that computes it in chunks, from :attr:`SplitModel.split_vocabulary`.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,15 +63,18 @@ def _glob(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1)
 
 
-def _found_alike(infer: Callable[[], Inspected]) -> Inspected:
-    """Compare what all ranks inferred: it follows from an example, and each rank has its own. Collective.
+def inspect(model: nn.Module, degree: int, sequence_parallel: bool, whole: Container[str] = ()) -> Inspected:
+    """Infer a plan and compare it over all ranks: it follows from an example, and each rank has its own. Collective.
+
+    Args:
+        model: all of it, before pipeline stages leave each other's parts out; and as :func:`infer_plan`.
 
     Raises:
-        ValueError: on all ranks, if two found something else; otherwise what ``infer`` raises.
+        ValueError: on all ranks, if two found something else; otherwise what :func:`infer_plan` raises.
     """
     inspected: Inspected | None = None
     try:
-        inspected = infer()
+        inspected = infer_plan(model, degree, sequence_parallel, whole)
         own = inspected.describe()
     except Exception as error:
         own, failed = f"{type(error).__name__}: {error}", error
@@ -88,24 +91,29 @@ def _found_alike(infer: Callable[[], Inspected]) -> Inspected:
 
 
 def settle_splits(
-    model: nn.Module, plan: str | Mapping[str, str], degree: int, sequence_parallel: bool, whole: Container[str]
+    model: nn.Module,
+    plan: str | Mapping[str, str] | Inspected,
+    degree: int,
+    sequence_parallel: bool,
+    whole: Container[str],
 ) -> tuple[list[Split], Inspected | None]:
-    """Return what happens to which modules, and what was found if the model was inspected.
+    """Return what happens to which modules, and what was found if the model is or was inspected.
 
     Raises:
         ValueError: as :func:`smp_core.tensor_parallel.roles.splits_of`, with what inspection proposes where no plan is
             known; as :func:`infer_plan`.
     """
     if plan == "infer":
-        inspected = _found_alike(lambda: infer_plan(model, degree, sequence_parallel, whole))
-        return splits_of(model, inspected.plan, degree, whole), inspected
+        plan = inspect(model, degree, sequence_parallel, whole)
+    if isinstance(plan, Inspected):
+        return splits_of(model, plan.plan, degree, whole), plan
     try:
         return splits_of(model, plan, degree, whole), None
     except NoPlan as error:
         try:
             proposed = infer_plan(model, degree, sequence_parallel, whole).describe()
         except ValueError:
-            raise error from None
+            raise ValueError(f"{error}; or write tensor_parallel={{'plan': 'infer'}}, which runs it once") from None
         raise ValueError(
             f"{error}; or write tensor_parallel={{'plan': 'infer'}}, which is to split it so: {proposed}"
         ) from None

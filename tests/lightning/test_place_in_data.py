@@ -44,11 +44,13 @@ class Keeping(DataLoader[Any]):
         self.given = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for number, batch in enumerate(super().__iter__()):
-            if number >= self.given:
-                self.given += 1
+        return self._later(super().__iter__(), self.given % len(self))
+
+    def _later(self, batches: Iterator[Any], begin: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            if number >= begin:
+                self.given = number + 1
                 yield batch
-        self.given = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"given": self.given}
