@@ -8,15 +8,16 @@ conversions, but for models that came sharded (:mod:`smp_core.adoption`).
 5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
 6.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
 7.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
-8.  lay_out_contiguously: shards are stretches of a parameter's rows
-9.  broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
-10. shard_units: fully_shard of blocks, then roots, with our communication objects
-11. apply_fsdp_options: how far ahead units are gathered
-12. materialize: what is on the meta device, shard by shard
-13. move_plain_tensors: what FSDP2 does not manage, to the device
-14. register_forward_methods: methods besides forward that gather
-15. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
-16. AccumulationWindow: gradients from here on, with the hop across replicas
+8.  _stand_around_blocks: tokens that tensor ranks share, split and joined outside of what is recomputed
+9.  lay_out_contiguously: shards are stretches of a parameter's rows
+10. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
+11. shard_units: fully_shard of blocks, then roots, with our communication objects
+12. apply_fsdp_options: how far ahead units are gathered
+13. materialize: what is on the meta device, shard by shard
+14. move_plain_tensors: what FSDP2 does not manage, to the device
+15. register_forward_methods: methods besides forward that gather
+16. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
+17. AccumulationWindow: gradients from here on, with the hop across replicas
 """
 
 from __future__ import annotations
@@ -129,8 +130,7 @@ def parallelize_model(
     saved = save_activations(model, plan, mesh.device) if plan.activations.checkpointed else NO_ACTIVATION_MEMORY_SAVED
     if knobs.compile is not None:
         compile_blocks(model, plan)
-    if tensor is not None:
-        tensor.stand_around_blocks(in_stages=plan.stages is not None)
+    _stand_around_blocks(tensor, plan)
 
     # Where its parameters live: rank 0's weights for what stays whole; a unit gets them just before it is sharded.
     if plan.gathers or knobs.optimizer_shard == "world":
@@ -281,6 +281,11 @@ def _split_layers(
     # Equal on tensor ranks, and not so any more if codes were made of them together with weights that differ.
     traffic.gather_exactly(split.whole)
     return split
+
+
+def _stand_around_blocks(tensor: SplitModel | None, plan: Plan) -> None:
+    if tensor is not None:
+        tensor.stand_around_blocks(in_stages=plan.stages is not None)
 
 
 def _to_fp8(

@@ -39,7 +39,7 @@ from smp_core.tensor_parallel.layers import (
     WholeForward,
 )
 from smp_core.tensor_parallel.loss import SplitLogits, split_vocabulary_loss
-from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis
+from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis, let_anomalies_be_found
 from smp_core.tensor_parallel.overlap import ColumnInputs, is_plain_product
 from smp_core.tensor_parallel.randomness import RandomForward, settle_random
 from smp_core.tensor_parallel.refused import (
@@ -96,6 +96,7 @@ def apply_tensor_parallel(
         logger.warning("tensor_parallel.plan='infer': %s", inspected.describe())
     splits = [each for split in found for each in with_adapters(split)]
     refuse_wrapped(model)
+    let_anomalies_be_found()
     refuse_whole_states(model)
     splitting = _Splitting(model, mesh, axis, splits, sequence_parallel, inspected)
     refuse_hooks(model, splitting.blocks)
@@ -136,12 +137,12 @@ class _Splitting:
     ) -> None:
         self.inspected = inspected
         self.model, self.mesh, self.axis, self.splits = model, mesh, axis, splits
-        found = stacks_of(model, splits) if sequence_parallel else []
-        self.stacks = [Stack(names, [Tokens() for _ in names], axis) for names in found]
+        found = stacks_of(model, splits)
+        self.stacks = [Stack(names, [Tokens() for _ in names], axis, sequence_parallel) for names in found]
         self._tokens: dict[str, Tokens] = {}
         for stack in self.stacks:
             self._tokens |= dict(zip(stack.names, stack.tokens, strict=True))
-        self.blocks = list(self._tokens)
+        self.blocks = list(self._tokens) if sequence_parallel else []
         self.whole = [split.name for split in splits if split.role == "whole"]
         self.random: list[str] = []
         self.forwards: list[BlockForward] = []
@@ -383,7 +384,7 @@ class _Splitting:
                 return  # of all heads on every rank
             always = self.inspected is None
         if always or tokens is not WHOLE_TOKENS:
-            is_open = always and tokens is not WHOLE_TOKENS
+            is_open = always and holds(list(self._tokens), name)
             module.forward = summing = SummingForward(module, module.forward, self.axis, tokens, always, is_open)
             yield summing
 

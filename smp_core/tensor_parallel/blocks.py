@@ -45,7 +45,7 @@ from smp_core.tensor_parallel.layers import (
 )
 from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, join_tokens, split_tokens, sum_gradient
 from smp_core.tensor_parallel.randomness import refuse_random
-from smp_core.tensor_parallel.token_trial import Found, TokenTrial
+from smp_core.tensor_parallel.token_trial import Found, TokenTrial, require_equal_parts
 
 logger = logging.getLogger("smp")
 
@@ -105,12 +105,14 @@ class Stack:
     Attributes:
         names, tokens: of its blocks, in order.
         links: for each block but the last, whether tokens stay split between it and the next.
+        may_split: tokens are to be split where that is exact.
         is_known: nothing stands between blocks (pipeline stages see to that themselves).
     """
 
     names: list[str]
     tokens: list[Tokens]
     axis: TensorAxis
+    may_split: bool
     links: list[bool] = field(init=False)
     is_known: bool = False
     _last: _Given | None = None
@@ -126,6 +128,8 @@ class Stack:
 
     def know(self, without_trial: bool) -> None:
         """Let tokens stay split between all blocks; and in them, if they are not to be tried out."""
+        if not self.may_split:
+            return
         self.is_known, self._is_learning = True, False
         self.links = [True] * len(self.links)
         for tokens in self.tokens if without_trial else ():
@@ -255,7 +259,8 @@ class BlockForward:
         return self._split(hidden) if split and not came_split else hidden
 
     def _split(self, hidden: torch.Tensor) -> torch.Tensor:
-        self._require_equal_parts(hidden)
+        if torch.is_grad_enabled():
+            require_equal_parts(hidden.shape[-2], self.stack.axis.degree)
         self.stack.axis.begin(hidden)
         return split_tokens(hidden, self.stack.axis)
 
@@ -281,15 +286,6 @@ class BlockForward:
             stack.leave(self.place, output if isinstance(output, torch.Tensor) else output[0], gives_split)
         return output
 
-    def _require_equal_parts(self, hidden: torch.Tensor) -> None:
-        tokens, degree = hidden.shape[-2], self.stack.axis.degree
-        if torch.is_grad_enabled() and tokens % degree:
-            raise ValueError(
-                f"tensor_parallel: sequences of {tokens} tokens cannot be split over tensor_parallel_degree={degree} "
-                f"ranks; pad batches to a multiple of {degree} (pad_to_multiple_of={degree} of the tokenizer or the "
-                "collator), or write tensor_parallel={'sequence_parallel': false}"
-            )
-
     @torch.compiler.disable
     def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find out whether the block computes the same with a part of its tokens, in its first forward that trains.
@@ -306,11 +302,10 @@ class BlockForward:
         is_even = hidden.ndim > 1 and hidden.shape[-2] % stack.axis.degree == 0
         if not torch.is_grad_enabled() and not (draws and is_even):
             return
-        if hidden.ndim > 1 and not self.shared:
-            self._require_equal_parts(hidden)
+        stay_whole = self.shared if stack.may_split else "sequence_parallel=False"
         trial = TokenTrial(name, self.block, self.own, stack.axis, stack.tokens[self.place], self.summing)
-        self.found = trial.run(args, kwargs, stack.is_own, self.shared, evaluating=bool(self.random))
-        if self.found.why:
+        self.found = trial.run(args, kwargs, stack.is_own, stay_whole, evaluating=bool(self.random))
+        if self.found.why and stack.may_split:
             self._go_on_with_whole_tokens(name, self.found.why)
 
     def _like_whole(self, part: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ numbers of heads a forward reads, is tried out in :mod:`smp_core.tensor_parallel
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Container, Iterator, Mapping
@@ -20,6 +21,7 @@ from torch import nn
 
 from smp_core.agreement import of_all_ranks
 from smp_core.planning.chain_recording import as_in_training, example_of
+from smp_core.planning.saved_buffers import buffers_restored
 from smp_core.tensor_parallel.adapters import around, has_adapters
 from smp_core.tensor_parallel.roles import (
     NoPlan,
@@ -29,6 +31,7 @@ from smp_core.tensor_parallel.roles import (
     transformers_model,
     vocabulary_of,
 )
+from smp_core.tensor_parallel.token_trial import BATCH_NORMS
 from smp_core.tensor_parallel.trial import Block, Group, Trial, mixes_tokens
 
 logger = logging.getLogger("smp")
@@ -130,6 +133,11 @@ def infer_plan(model: nn.Module, degree: int, sequence_parallel: bool, whole: Co
     Raises:
         ValueError: nothing to run it with, no layer that can be split.
     """
+    with _evaluating(model), buffers_restored(model):
+        return _infer(model, degree, sequence_parallel, whole)
+
+
+def _infer(model: nn.Module, degree: int, sequence_parallel: bool, whole: Container[str]) -> Inspected:
     blocks = record(model)
     plan: dict[str, str] = {}
     divided: list[tuple[str, str]] = []
@@ -157,6 +165,19 @@ def infer_plan(model: nn.Module, degree: int, sequence_parallel: bool, whole: Co
     return Inspected(plan, tuple(divided), tuple(attention), tuple(left))
 
 
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Leave dropout out inside; batch norms look at several tokens as in training."""
+    training = [each for each in model.modules() if each.training]
+    for each in training:
+        each.training = isinstance(each, BATCH_NORMS)
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
 def record(model: nn.Module) -> list[Block]:
     """Run the model once; return the blocks of its outermost lists, with the calls of their modules.
 
@@ -172,12 +193,10 @@ def record(model: nn.Module) -> list[Block]:
     names = {module: name for name, module in model.named_modules()}
     blocks = {each: Block(names[each], each, names) for each in _blocks(model)}
     cached = getattr(getattr(known, "config", None), "use_cache", None)
-    training = [each for each in model.modules() if each.training]
     handles = [handle for block in blocks.values() for handle in block.watch()]
     try:
         if cached:
             known.config.use_cache = False  # type: ignore[union-attr]
-        model.eval()  # without dropout
         with as_in_training(module):
             module(*args, **kwargs)
     except Exception as error:
@@ -185,8 +204,6 @@ def record(model: nn.Module) -> list[Block]:
     finally:
         for handle in handles:
             handle.remove()
-        for each in training:
-            each.training = True
         if cached:
             known.config.use_cache = cached  # type: ignore[union-attr]
     return [block for block in blocks.values() if block.calls == 1]

@@ -30,6 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.experimental import register_sharding
 
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.meter import CommMeter
@@ -216,6 +218,15 @@ def without_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     if torch.is_grad_enabled() or tensor.ndim < 3:
         return tensor
     return tensor[..., : axis.length, :].contiguous()
+
+
+def let_anomalies_be_found() -> None:
+    """Let autograd's anomaly mode (``detect_anomaly``) look at gradients of split parameters: DTensor has no rule for
+    the operator that it asks them with, whether any element is nan."""
+
+    @register_sharding(torch.ops.aten._is_any_true.default)
+    def rule(tensor: Any) -> Any:
+        return [([Replicate()], [Replicate()])]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ plan names, convolutions, sums over tokens, positions that the block counts, bat
 forward they stand; and so does whatever gets no or a wrong gradient.
 
 Inputs and weights are drawn at random, alike on all ranks: fresh weights hide what they multiply by zero (gates of
-adaLN, LayerScale, last layers of residual branches). Drawn ones are float32 or float64, so that roundings do not look like
-differences. Blocks with units of FSDP2 inside, or with FP8 layers, which keep amaxes of backward, are compared without
-gradients and with their own weights.
+adaLN, LayerScale, last layers of residual branches). Drawn ones are float32 or float64, so that roundings do not look
+like differences. Blocks with units of FSDP2 inside, or with FP8 layers, which keep amaxes of backward, are compared
+without gradients and with their own weights.
 
 Private names: ``_forward_hooks`` and ``_forward_pre_hooks``, which are hidden during the trial (a trial is no call that
 whoever hooked in wants to see) and which torch shows nowhere else, and ``Module._parameters``
@@ -46,7 +46,7 @@ from smp_core.tensor_parallel.operators import TensorAxis, gradient_once, sum_gr
 # covers what is zero but for roundings.
 _TOLERANCE = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6)}
 _LOW_PRECISION = (3e-2, 3e-2)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class TokenTrial:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         is_own: Callable[[torch.Tensor], bool],
-        shared: str,
+        stay_whole: str,
         evaluating: bool,
     ) -> Found:
         """Try the block out, and leave it with split tokens if they can be. Collective over the axis; everything that a
@@ -127,26 +127,26 @@ class TokenTrial:
         Args:
             args, kwargs: of a call with whole tokens.
             is_own: whether an argument is of this rank's heads.
-            shared: why tokens have to stay whole; "": it is to be found out.
+            stay_whole: why tokens have to; "": it is to be found out.
             evaluating: leave dropout out.
 
         Raises:
-            ValueError: gradients that whole tokens would not make right either.
+            ValueError: gradients that whole tokens would not make right either; tokens that ranks cannot share equally.
         """
         kwargs = {**kwargs, **dict.fromkeys(caches_in(kwargs))}
         is_wide = not any(isinstance(m, FSDPModule) or hasattr(m, SITES) for m in self._inside())
         hidden = hidden_among(args, kwargs)
         self._device = hidden.device
         if not hidden.is_floating_point() or hidden.ndim < 2:
-            return Found("its first tensor is not [..., tokens, features]")
-        length, self.axis.length = self.axis.length, hidden.shape[-2]
-        why = "it cannot be run with numbers drawn at random"
+            stay_whole = stay_whole or "its first tensor is not [..., tokens, features]"
+        length, self.axis.length = self.axis.length, hidden.shape[-2] if hidden.ndim > 1 else 0
+        why = stay_whole or "it cannot be run with numbers drawn at random"
         try:
             with self._undisturbed(hidden.device, is_wide, evaluating):
                 wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
                 for dtype in dict.fromkeys((wide, hidden.dtype)) if is_wide else (None,):
                     with contextlib.suppress(_CannotRun):
-                        why = shared or self._compared(args, kwargs, is_own, dtype)
+                        why = self._compared(args, kwargs, is_own, dtype, stay_whole)
                         break
         finally:
             self.axis.length = length
@@ -157,7 +157,12 @@ class TokenTrial:
         return [module for module in self.block.modules() if module is not self.block]
 
     def _compared(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_own: Callable[[torch.Tensor], bool], dtype: Any
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_own: Callable[[torch.Tensor], bool],
+        dtype: Any,
+        failed: str,
     ) -> str:
         """Return why tokens have to stay whole; "": they can be split.
 
@@ -189,15 +194,13 @@ class TokenTrial:
             )
             apart = self._require_gradients_of_whole_tokens(whole, open_sums, shown)
             # Phase 2: each rank's own tokens.
-            failed, split = "", None
-            try:
-                split = self._played(True, args, kwargs, own)
-            except _CannotRun as error:
-                failed = f"with a part of the tokens it raises {error}"
-            if split is None or not self._is_same(whole, split, apart):
-                failed = failed or "it does not compute the same with a part of the tokens between its layers"
+            if whole.hidden.shape != hidden_among(args, kwargs).shape:
+                failed = failed or "what it returns is not of the shape of what it takes"
             if whole.unknown:
                 failed = failed or "it reads something that is trained and neither its own nor an argument"
+            if not failed:
+                require_equal_parts(whole.hidden.shape[-2], self.axis.degree)
+                failed = self._with_own_tokens(whole, args, kwargs, own)
         differs = self.axis.maximum(torch.tensor(float(bool(failed)), device=self._device))
         if differs and apart - {leaf for each in open_sums for leaf in self._leaves_of(each, shown)}:
             names = ", ".join(sorted(leaf.name for leaf in apart))
@@ -207,6 +210,16 @@ class TokenTrial:
                 "up; leave these layers out of tensor_parallel.plan"
             )
         return failed or ("another rank computes something else with its part of the tokens" if differs else "")
+
+    def _with_own_tokens(self, whole: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]) -> str:
+        """Return what is not the same with a part of the tokens."""
+        try:
+            split = self._played(True, args, kwargs, own)
+        except _CannotRun as error:
+            return f"with a part of the tokens it raises {error}"
+        if not self._is_same(whole, split):
+            return "it does not compute the same with a part of the tokens between its layers"
+        return ""
 
     def _require_gradients_of_whole_tokens(
         self, whole: _Seen, open_sums: list[SummingForward], shown: dict[nn.Module, dict[str, torch.Tensor | None]]
@@ -249,7 +262,7 @@ class TokenTrial:
             found.append(not _is_close(tensor.detach(), mean, largest))
         return (self.axis.maximum(torch.tensor(found, device=self._device).float()) > 0).tolist()
 
-    def _is_same(self, whole: _Seen, split: _Seen, apart: set[_Leaf]) -> bool:
+    def _is_same(self, whole: _Seen, split: _Seen) -> bool:
         """Return whether this rank's part is a part of the whole."""
         values = [(self._own_tokens(whole.hidden), split.hidden), *zip(whole.others, split.others, strict=False)]
         if len(whole.others) != len(split.others) or not all(_is_close(seen, of, by_token=True) for of, seen in values):
@@ -294,10 +307,7 @@ class TokenTrial:
                 args, kwargs, lambda other: other if id(other) in own else sum_gradient(other, axis)
             )
         output = self.forward(*args, **kwargs)
-        first = output[0] if isinstance(output, tuple) and output else output
-        if not isinstance(first, torch.Tensor) or (not split and first.shape != hidden_among(args, kwargs).shape):
-            raise TypeError(f"the block returns {type(first).__name__}, and not a part of what it takes")
-        others = _floating(output[1:]) if isinstance(output, tuple) else []
+        first, *others = _floating(output)
         seen = _Seen(first.detach(), [each.detach() for each in others])
         if not torch.is_grad_enabled() or not first.requires_grad:
             return seen
@@ -306,7 +316,7 @@ class TokenTrial:
             output = with_other_outputs(
                 output, lambda other: other if any(other is each for each in owned) else gradient_once(other, axis)
             )
-            others = _floating(output[1:]) if isinstance(output, tuple) else []
+            first, *others = _floating(output)
         targets = [first, *(each for each in others if each.requires_grad)]
         weights = [self._random(first.shape if not split else self._whole_shape(first), first.dtype, first.device, 1)]
         weights[0] = self._own_tokens(weights[0]) if split else weights[0]
@@ -397,7 +407,7 @@ class TokenTrial:
                     vars(module)["_forward_hooks"] = type(module._forward_hooks)()
                     vars(module)["_forward_pre_hooks"] = type(module._forward_pre_hooks)()
                 for module in attributes if evaluating else ():
-                    module.training = module.training and isinstance(module, _BATCH_NORMS)
+                    module.training = module.training and isinstance(module, BATCH_NORMS)
                 yield
             finally:
                 for module, before in attributes.items():
@@ -406,6 +416,20 @@ class TokenTrial:
                 with torch.no_grad():
                     for buffer, value in buffers:
                         buffer.copy_(value)
+
+
+def require_equal_parts(tokens: int, degree: int) -> None:
+    """Check that ranks can share tokens equally.
+
+    Raises:
+        ValueError: says what to write.
+    """
+    if tokens % degree:
+        raise ValueError(
+            f"tensor_parallel: sequences of {tokens} tokens cannot be split over tensor_parallel_degree={degree} "
+            f"ranks; pad batches to a multiple of {degree} (pad_to_multiple_of={degree} of the tokenizer or the "
+            "collator), or write tensor_parallel={'sequence_parallel': false}"
+        )
 
 
 def _kind_of(device: torch.device) -> str:
