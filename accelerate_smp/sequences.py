@@ -211,8 +211,10 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             entered.append(enabled(present))
             entered[-1].__enter__()
 
-        def leave(*_: Any) -> None:
+        def leave(model: nn.Module, _: Any, output: Any) -> None:
             entered.pop().__exit__(None, None, None)
+            if self._present is not None and self._present.trial is not None:
+                self._present.trial.of_output(model, output, self._present)
 
         model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         model.register_forward_hook(leave, always_call=True)

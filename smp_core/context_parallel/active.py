@@ -41,6 +41,8 @@ class TriesCalls(Protocol):
         part: int = 0,
     ) -> None: ...
 
+    def of_output(self, module: nn.Module, output: Any, split: SplitBatch) -> None: ...
+
 
 @dataclass(eq=False)
 class SplitBatch:

@@ -15,7 +15,8 @@ under fake tensors would have no numbers, and a small one not the model's branch
 inside; buffers, attributes and random states are restored.
 
 Between its calls of modules a step may go wrong too. An argument that is the same on ranks whose tokens differ was
-counted by their length (:meth:`smp_core.context_parallel.trial_sample.Sample.counted_by_length`).
+counted by their length (:meth:`smp_core.context_parallel.trial_sample.Sample.counted_by_length`), and gradients of the
+outputs show what its loss took of them (:mod:`smp_core.context_parallel.trial_loss`).
 
 Shape letters: R ranks, L tokens of a rank, M tokens of each rank in the sample.
 """
@@ -33,6 +34,7 @@ from torch import nn
 
 from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
 from smp_core.context_parallel.key_value_exchange import ContextGroup
+from smp_core.context_parallel.trial_loss import watch_loss
 from smp_core.context_parallel.trial_run import Ran, run, undisturbed
 from smp_core.context_parallel.trial_sample import Call, Sample
 from smp_core.module_names import clean_name, is_compiled
@@ -73,6 +75,7 @@ class Trial:
         self._everyone = everyone
         self._model, self._group, self._coarse, self._in_stages = weakref.ref(model), group, coarse, in_stages
         self._over: set[Any] = set()
+        self._without_loss: set[int] = set()
         self._is_running = False
         self._called: nn.Module | None = None
 
@@ -92,28 +95,24 @@ class Trial:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._called is not None or self._is_running:
                 return
-            # A module of one that was called before is called by a recomputation.
-            if module not in inside:
+            # A module of one that was called before is called by a recomputation; torchmetrics see each token once.
+            if module not in inside and not all(hasattr(module, name) for name in ("update", "compute", "reset")):
                 inside.update(module.modules())
                 self.of_call(module, args, kwargs, split)
             self._called = module
 
-        def leave(module: nn.Module, *_: Any) -> None:
+        def leave(module: nn.Module, _: Any, output: Any) -> None:
             if self._called is module:
                 self._called = None
+                self.of_output(module, output, split)
 
-        handles = []
-        for module in _outside_of_graphs(model):
-            handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
+        with contextlib.ExitStack() as hooks:
+            hooks.callback(setattr, self, "_called", None)
+            for module in _outside_of_graphs(model):
+                _around_calls(module, enter, leave, hooks)
             yield
-        finally:
-            self._called = None
             if inside:
                 self._over.add(kind)
-            for handle in handles:
-                handle.remove()
 
     def of_call(
         self,
@@ -145,8 +144,24 @@ class Trial:
         sample = Sample(split, self._group, args, kwargs)
         found = self._tried(module, forward or module, sample) if sample.has_tokens else None
         # Ranks with other batches may go on to other modules, but each has a first one.
-        told = self._of_all(found, self._everyone if is_first and not self._in_stages else self._group.process_group)
-        for text in filter(None, told):
+        self._refuse(found, self._everyone if is_first and not self._in_stages else self._group.process_group)
+        if torch.is_grad_enabled() and not self._in_stages:
+            self._without_loss.add(id(module))
+
+    def of_output(self, module: nn.Module, output: Any, split: SplitBatch) -> None:
+        """Look at what the loss of the step takes of a tried call's outputs. Collective over the context group in
+        backward.
+
+        Raises:
+            ValueError: in backward, on every rank of the group: a shift or a pooling.
+        """
+        if not self._is_running and id(module) in self._without_loss:
+            self._without_loss.remove(id(module))
+            watch_loss(output, split, lambda found: self._refuse(found, self._group.process_group))
+
+    def _refuse(self, found: str | None, group: dist.ProcessGroup | None) -> None:
+        """Raise on all ranks of a group what any of them found."""
+        for text in filter(None, self._of_all(found, group)):
             raise ValueError(f"context_parallel_degree={self._group.degree}: {text}. {ADVICE}")
 
     def _tried(self, module: nn.Module, forward: Callable[..., Any], sample: Sample) -> str | None:
@@ -185,10 +200,12 @@ class Trial:
         rounding = max(rounding, *returned) if returned else rounding
         if [name for name, _ in part.outputs] != [name for name, _ in whole.outputs]:
             return "it returns other tensors"
+        # Transformers' routers have losses that each rank counts for itself.
+        counts_alone = any(getattr(getattr(each, "config", 0), "output_router_logits", False) for each in names)
         found = None
         for (name, mine), (_, theirs), (_, near) in zip(part.outputs, whole.outputs, off.outputs, strict=True):
             if mine.dim() == 0 and theirs.dim() == 0:
-                text = self._of_numbers(mine, theirs, near, rounding, active)
+                text = None if counts_alone else self._of_numbers(mine, theirs, near, rounding, active)
             else:
                 text = _of_tokens(mine, theirs, near, rounding, sample)
             found = found or (text and f"{name} {text}{_first_seen(part, whole, sample, rounding, names)}")
@@ -205,7 +222,8 @@ class Trial:
         except (torch.OutOfMemoryError, dist.DistError):
             raise
         except Exception as error:
-            if _is_refusal(error):
+            # Words of ours, and of layers that are called past their unit.
+            if _is_refusal(error) or "DTensor" in str(error):
                 raise
             raise ValueError(
                 f"context_parallel_degree={self._group.degree}: {type(module).__name__.removeprefix('FSDP')} does not "
@@ -239,6 +257,34 @@ def _outside_of_graphs(model: nn.Module) -> Iterator[nn.Module]:
     if not is_compiled(model):
         for child in model.children():
             yield from _outside_of_graphs(child)
+
+
+def _around_calls(
+    module: nn.Module, enter: Callable[..., None], leave: Callable[..., None], hooks: contextlib.ExitStack
+) -> None:
+    """Call ``enter(module, args, kwargs)`` and ``leave(module, args, output)`` around calls of a module.
+
+    After ``module.compile()`` hooks are a part of its graph. What it calls then has no public name:
+    ``_compiled_call_impl``.
+    """
+    compiled = vars(module).get("_compiled_call_impl")
+    if compiled is None:
+        before = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        hooks.callback(before.remove)
+        hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        enter(module, args, kwargs)
+        output = None
+        try:
+            output = compiled(*args, **kwargs)
+        finally:
+            leave(module, args, output)
+        return output
+
+    vars(module)["_compiled_call_impl"] = call
+    hooks.callback(vars(module).__setitem__, "_compiled_call_impl", compiled)
 
 
 def _is_refusal(error: Exception) -> bool:

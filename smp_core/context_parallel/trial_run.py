@@ -91,7 +91,7 @@ def run(
     try:
         random.seed(0)
         with torch.random.fork_rng(devices), enabled(active), _WithoutRandomness():
-            ran.outputs = list(_tensors(forward(*args, **kwargs)))
+            ran.outputs = list(tensors_of(forward(*args, **kwargs)))
     finally:
         random.setstate(state)
         for handle in handles:
@@ -147,7 +147,7 @@ class _WithoutRandomness(TorchFunctionMode):
         return result
 
 
-def _tensors(output: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the floating tensors in what a call returned."""
     if isinstance(output, torch.Tensor):
         if output.is_floating_point():
@@ -160,7 +160,7 @@ def _tensors(output: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     else:
         items = enumerate(output) if isinstance(output, (tuple, list)) else ()
     for key, value in items:
-        yield from _tensors(value, f"{name}.{key}" if name else str(key))
+        yield from tensors_of(value, f"{name}.{key}" if name else str(key))
 
 
 def _by_token(tensor: torch.Tensor, tokens: int) -> torch.Tensor | None:

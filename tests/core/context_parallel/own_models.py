@@ -21,6 +21,7 @@ WRONG = (
     *("roll", "difference", "cumulative sum", "flip", "token mixing", "softmax over tokens", "gru", "lstm"),
     *("bag of tokens", "own attention", "fft", "token shift", "sorted", "unfold", "flatten"),
 )
+WRONG_STEPS = ("shifted step", "class step", "last step", "mean step")
 WRONG_ENDS = ("shifted loss", "class head", "last head", "mean head", "rolled targets", "sequence loss")
 FINE = (
     *("mlp", "norm", "glu", "layer scale", "bias by position", "sinusoids by position", "dropout 0", "dropout"),
@@ -32,29 +33,33 @@ ENDS = ("logits", "loss", "weighted loss", "tuple", "mapping", "flat logits")
 
 @dataclass(frozen=True)
 class Case:
-    """A model: features in order, and how it ends. It is right over context ranks if none of them is wrong."""
+    """A model: features in order, how it ends, and what the step makes of its logits."""
 
     features: tuple[str, ...]
     end: str
+    step: str = "cross entropy"
     takes_positions: bool = False
 
     @property
     def is_right(self) -> bool:
-        return not {*self.features, self.end} & {*WRONG, *WRONG_ENDS}
+        return not {*self.features, self.end, self.step} & {*WRONG, *WRONG_ENDS, *WRONG_STEPS}
 
 
 def draw(seed: int) -> Case:
-    """Every second case has one wrong feature; among any 74 there is each of them."""
+    """Every second case has one wrong thing; among any 82 there is each of them."""
     seeded = random.Random(seed)
     features = seeded.sample(FINE, seeded.randint(1, 4))
-    end = seeded.choice(ENDS)
+    end, step = seeded.choice(ENDS), "cross entropy"
     if seed % 2:
-        number = seed // 2 % len((*WRONG, *WRONG_ENDS))
-        if number < len(WRONG):
-            features.insert(seeded.randint(0, len(features)), WRONG[number])
+        everything = (*WRONG, *WRONG_ENDS, *WRONG_STEPS)
+        wrong = everything[seed // 2 % len(everything)]
+        if wrong in WRONG:
+            features.insert(seeded.randint(0, len(features)), wrong)
+        elif wrong in WRONG_ENDS:
+            end = wrong
         else:
-            end = WRONG_ENDS[number - len(WRONG)]
-    return Case(tuple(features), end, seeded.random() < 0.3)
+            end, step = "logits", wrong
+    return Case(tuple(features), end, step, seeded.random() < 0.3)
 
 
 class Feature(nn.Module):
@@ -307,8 +312,13 @@ class OwnModel(nn.Module):
         return weighted_mean(loss) if end == "weighted loss" else ends[end]
 
 
-def loss_of(output: Any, targets: torch.Tensor) -> torch.Tensor:
+def loss_of(output: Any, targets: torch.Tensor, step: str = "cross entropy") -> torch.Tensor:
     """The loss of what a model returned."""
+    if step == "shifted step":
+        return F.cross_entropy(output[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+    if step in WRONG_STEPS:
+        pooled = {"class step": output[:, 0], "last step": output[:, -1], "mean step": output.mean(1)}[step]
+        return pooled.logsumexp(-1).square().mean()
     if isinstance(output, dict):
         return output["loss"]
     if isinstance(output, tuple):

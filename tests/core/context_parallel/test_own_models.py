@@ -34,7 +34,7 @@ def pairs(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 def alone(case: Case, seed: int) -> tuple[float, dict[str, torch.Tensor]]:
     model = OwnModel(case).double()
     tokens, targets = pairs(seed)
-    loss = loss_of(model(tokens, targets), targets)
+    loss = loss_of(model(tokens, targets), targets, case.step)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return loss.item(), gradients
@@ -51,7 +51,7 @@ def together(case: Case, seed: int, knobs: dict[str, Any]) -> str:
         with enabled(split):
             tokens, targets = split.batch
             places = (positions(tokens),) if case.takes_positions else ()
-            loss = part_of_mean(loss_of(parallel.module(tokens, targets, *places), targets))
+            loss = part_of_mean(loss_of(parallel.module(tokens, targets, *places), targets, case.step))
             loss.backward()
     except ValueError as error:
         return str(error)
