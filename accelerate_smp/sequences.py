@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_smp.pipeline import INSIDE_STEP, PipelinedAccelerator
 from accelerate_smp.uneven import joined, require_as_many_batches
-from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
+from smp_core.context_parallel.active import SplitBatch, active_split, enabled, part_of_mean
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.context_parallel.transformers_models import shifts_labels
 from smp_core.layout import DATA, GRADIENTS, Ranks
@@ -203,14 +203,20 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             return
         entered: list[AbstractContextManager[None]] = []
 
-        def enter(*_: Any) -> None:
-            entered.append(enabled(self._present))
+        def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A trial of the model, which enters a batch of its own, calls it too.
+            present = self._present if active_split() is None else None
+            if present is not None and present.trial is not None:
+                present.trial.of_call(model, args, kwargs, present)
+            entered.append(enabled(present))
             entered[-1].__enter__()
 
-        def leave(*_: Any) -> None:
+        def leave(model: nn.Module, _: Any, output: Any) -> None:
             entered.pop().__exit__(None, None, None)
+            if self._present is not None and self._present.trial is not None:
+                self._present.trial.of_output(model, output, self._present)
 
-        model.register_forward_pre_hook(enter, prepend=True)
+        model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         model.register_forward_hook(leave, always_call=True)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:

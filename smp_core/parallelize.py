@@ -40,6 +40,7 @@ from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
 from smp_core.compiled import compile_blocks
 from smp_core.config import SmpConfig
+from smp_core.context_parallel.active import try_call
 from smp_core.context_parallel.build import share_sequences
 from smp_core.context_parallel.chunked_models import chunk_losses
 from smp_core.explanations import explain_uncaught_errors
@@ -188,7 +189,7 @@ def _join_stages(
     # Stages behind the first see no other sequences than the parts that they receive.
     replaced = (lambda _: None) if tensor is None else tensor.axis.begin
     recipe, dtype, passed = plan.knobs.pipeline, plan.dtypes.gathered, functools.partial(passing_by, units)
-    pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, window, passed, replaced)
+    pipeline = Pipeline(model, mesh, plan.stages, played, recipe, meter, dtype, window, passed, replaced, try_call)
     if not plan.stages.tied:
         return pipeline, nullcontext
     ends = mesh.between_stages((0, plan.stages.count - 1))

@@ -31,6 +31,9 @@ from smp_core.planning.pipeline_rules import Stages
 Outside = Callable[[Callable[[], Any], Any], Any]
 """(forward of the root, its arguments) -> what the last stage's gave."""
 
+TriesCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any], int], None]
+"""Takes the root, arguments of its forward with what the chunk receives first, that forward, the chunk's number."""
+
 
 class StageDone(BaseException):
     """Leaves the user's code behind the call of the model, on every stage but the last.
@@ -96,6 +99,7 @@ class Stage:
         outside: Outside,
         entered: Callable[[], None],
         replaced: Callable[[torch.Tensor], None],
+        try_call: TriesCall = lambda *_: None,
     ) -> None:
         """Hook into the model.
 
@@ -105,8 +109,9 @@ class Stage:
             outside: takes a forward of the root outside of a step through all stages.
             entered: called where a step's call of the model begins.
             replaced: called with what ``incoming`` takes the place of: the first block's argument without its values.
+            try_call: called before the root's forward, with what does as much for other arguments.
         """
-        self._outside, self._entered, self._replaced = outside, entered, replaced
+        self._outside, self._entered, self._replaced, self._try_call = outside, entered, replaced, try_call
         self.incoming: torch.Tensor | None = None
         self.is_running = False
         self.calls = 0
@@ -118,7 +123,7 @@ class Stage:
         self._name = type(root).__name__.removeprefix("FSDP")
         self._undo: list[Callable[[], Any]] = []
         begin = root.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-        self._replace_forward(root, self._caught(root.forward))
+        self._replace_forward(root, self._caught(root, root.forward))
         leave = root.register_forward_hook(self._leave)
         self._undo += [begin.remove, leave.remove]
         for stand_in in chain.stand_ins:
@@ -143,7 +148,7 @@ class Stage:
 
     def show(self, chunk: int) -> None:
         """Let calls of the model compute one of this stage's chunks."""
-        self._own, self._is_before_own = self._stages.blocks(chunk), True
+        self._chunk, self._own, self._is_before_own = chunk, self._stages.blocks(chunk), True
         self._is_first, self.is_last = chunk == 0, chunk == self._stages.n_chunks - 1
 
     def _take_over_calls(self, block: nn.Module) -> None:
@@ -203,7 +208,7 @@ class Stage:
                 "counted by those of the first block; write generate(use_cache=False)"
             )
 
-    def _caught(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _caught(self, root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def caught(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -211,9 +216,17 @@ class Stage:
             except _Cut as cut:
                 return cut.given
 
+        def receiving(incoming: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+            received, self.incoming = self.incoming, incoming
+            try:
+                return caught(*args, **kwargs)
+            finally:
+                self.incoming, self._is_before_own = received, True
+
         @functools.wraps(forward)
         def staged(*args: Any, **kwargs: Any) -> Any:
             if self.is_running:
+                self._try_call(root, (self.incoming, *args), kwargs, receiving, self._chunk)
                 return caught(*args, **kwargs)
             return self._outside(functools.partial(caught, *args, **kwargs), [args, kwargs])
 

@@ -21,7 +21,7 @@ from smp_core.pipeline.batches import BatchKind, SameBatches
 from smp_core.pipeline.messages import Messages, in_words
 from smp_core.pipeline.randomness import StepSeeds
 from smp_core.pipeline.schedule import run
-from smp_core.pipeline.stage import Stage, StageDone
+from smp_core.pipeline.stage import Stage, StageDone, TriesCall
 from smp_core.pipeline.stand_ins import Played
 from smp_core.pipeline.times import StageTimes
 from smp_core.planning.pipeline_rules import Stages
@@ -72,6 +72,7 @@ class Pipeline:
         window: Callable[[], HoldsGradients],
         passing_by: Callable[[Container[str]], AbstractContextManager[None]],
         replaced: Callable[[torch.Tensor], None],
+        try_call: TriesCall,
     ) -> None:
         self.stages, self._mesh, self._window, self._passing_by = stages, mesh, window, passing_by
         assert isinstance(recipe.microbatches, int)
@@ -88,6 +89,7 @@ class Pipeline:
             outside=self._outside_of_steps,
             entered=lambda: self._seeds.begin_model(*self._place),
             replaced=replaced,
+            try_call=try_call,
         )
         self._place = (0, 0)  # micro-batch and chunk at present
         self._messages = Messages(mesh, meter)
