@@ -7,8 +7,8 @@ content is needed. All stages send and receive in one order of the whole pipelin
 also where a backend takes messages of a pair one after the other.
 
 In the first call of a kind (training, with tensors of these names), a stage whose forward fails says so in the place of
-a shape; when the first micro-batch has gone through all stages they meet once, and all raise what one of them has. Messages of a step that ended so are never taken for later ones,
-whose tags differ.
+a shape; when the first micro-batch has gone through all stages they meet once, and all raise what one of them has.
+Messages of a step that ended so are never taken for later ones, whose tags differ.
 """
 
 from __future__ import annotations
