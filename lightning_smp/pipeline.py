@@ -203,7 +203,9 @@ class _Logged:
         self._module = module
         self._log = type(module).log
         self._signature = inspect.signature(self._log)
-        self._names = {inner: name for name, inner in module.named_modules() if isinstance(inner, Metric)}
+        # Not by themselves: a metric's hash is of its state.
+        self._metrics = {name: inner for name, inner in module.named_modules() if isinstance(inner, Metric)}
+        self._names = {id(metric): name for name, metric in self._metrics.items()}
         self._micro_batches: list[list[_Call]] = []
 
     def during(self, run: Callable[[], Any]) -> Any:
@@ -215,12 +217,12 @@ class _Logged:
             arguments.pop("self")
             value = arguments["value"]
             if isinstance(value, Metric):
-                if value not in self._names:
+                if id(value) not in self._names:
                     raise ValueError(
                         f"self.log({arguments['name']!r}, ...) was given a {type(value).__name__} that is no attribute "
                         "of the LightningModule; make it one in __init__"
                     )
-                arguments["value"] = _MetricOf(self._names[value])
+                arguments["value"] = _MetricOf(self._names[id(value)])
             elif not is_number(value):
                 raise ValueError(
                     f"self.log({arguments['name']!r}, ...) was given a {type(value).__name__}; with "
@@ -262,20 +264,20 @@ class _Logged:
             return call
         if len(self._micro_batches) > 1:
             raise ValueError(
-                f"self.log({name!r}, ...) was given a {type(self._module.get_submodule(value.name)).__name__} for each "
+                f"self.log({name!r}, ...) was given a {type(self._metrics[value.name]).__name__} for each "
                 f"step, which sees pipeline.microbatches={len(self._micro_batches)} parts of its batch one by one; "
                 "write on_step=False, on_epoch=True, or pipeline={'microbatches': 1}"
             )
-        last = self._module.get_submodule(value.name)._forward_cache
+        last = self._metrics[value.name]._forward_cache
         return _Call({**call.arguments, "value": replace(value, last=last)})
 
     def updates(self) -> dict[str, int]:
         """Return how often each metric of the module was updated."""
-        return {name: metric.update_count for metric, name in self._names.items()}
+        return {name: metric.update_count for name, metric in self._metrics.items()}
 
     def take_updates(self, updates: dict[str, int]) -> None:
         """Count the last stage's updates here, so that a metric is computed again behind them, with its state."""
-        for metric, name in self._names.items():
+        for name, metric in self._metrics.items():
             if metric.update_count != updates[name]:
                 metric._update_count, metric._computed = updates[name], None
 
@@ -287,7 +289,7 @@ class _Logged:
             if isinstance(value, torch.Tensor):
                 arguments["value"] = value.to(device)
             elif isinstance(value, _MetricOf):
-                metric: Any = self._module.get_submodule(value.name)
+                metric: Any = self._metrics[value.name]
                 if value.last is not None:
                     metric._forward_cache = map_tensors(value.last, lambda tensor: tensor.to(device))
                 arguments["value"] = metric

@@ -18,6 +18,7 @@ class Keeping(StagedModule):
 
     def build(self) -> None:
         super().build()
+        self.trained = torchmetrics.SumMetric()
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=VOCABULARY)
         self.scores = torchmetrics.MetricCollection(
             {"seen": torchmetrics.SumMetric(), "worst": torchmetrics.MaxMetric()}
@@ -31,8 +32,8 @@ class Keeping(StagedModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps += 1
         loss = self.loss(batch)
-        self.scores["seen"].update(len(batch))
-        self.log("train_seen", self.scores["seen"], on_step=bool(self.options.get("on_step")), on_epoch=True)
+        self.trained(len(batch))
+        self.log("trained", self.trained, on_step=bool(self.options.get("on_step")), on_epoch=True)
         return loss
 
     def on_validation_epoch_start(self) -> None:
@@ -42,9 +43,10 @@ class Keeping(StagedModule):
         logits = self.model(batch)
         self.accuracy(logits.flatten(0, 1), batch.flatten())
         self.log("accuracy", self.accuracy)
-        self.scores.update(logits.max())
+        self.scores["seen"].update((logits.argmax(-1) == batch).sum())
+        self.scores["worst"].update(logits.max())
         self.log_dict(self.scores)
-        self.spread.update(logits.std())
+        self.spread.update(logits.mean())
         self.outputs.append(logits.mean(-1).detach())
         self.by_kind["mean"].append({"of": batch_idx, "value": logits.mean()})
         self.total += logits.sum()
@@ -70,13 +72,13 @@ def keep(batch_size: int, knobs: dict[str, Any], on_step: bool = False) -> Run:
     trainer = make_trainer(knobs, max_epochs=2, precision="64-true", num_sanity_val_steps=1, log_every_n_steps=1)
     trainer.fit(module)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return Run(metrics=metrics, extra={"outputs": len(module.outputs)})
+    return Run(metrics=metrics, weights={"outputs": torch.tensor(len(module.outputs))})
 
 
 def test_metrics_and_kept_outputs_are_those_of_one_process() -> None:
     """Two micro-batches in a batch and two ranks that read their own; a sum counts each batch once."""
     expected = keep(8, {})
-    names = {"train_seen", "accuracy", "seen", "worst", "kept", "means", "total", "spread"}
+    names = {"trained", "accuracy", "seen", "worst", "kept", "means", "total", "spread"}
     assert names <= expected.metrics.keys()
     assert_same(together(keep, 4, knobs_of(2, shard=2)), expected)
 
