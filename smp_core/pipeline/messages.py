@@ -7,8 +7,8 @@ content is needed. All stages send and receive in one order of the whole pipelin
 also where a backend takes messages of a pair one after the other.
 
 In the first call of a kind (training, with tensors of these names), a stage whose forward fails says so in the place of
-a shape; when the first micro-batch has gone through all stages they meet once, and all raise what one of them has. Messages of a step that ended so are never taken for later ones,
-whose tags differ.
+a shape; when the first micro-batch has gone through all stages they meet once, and all raise what one of them has.
+Messages of a step that ended so are never taken for later ones, whose tags differ.
 """
 
 from __future__ import annotations
@@ -97,6 +97,9 @@ class Messages:
         self._key: Hashable = None
         self._call: Hashable = None
         self._agreed: set[tuple[Hashable, int]] = set()
+        self._is_first_call = True
+        self._posted: list[Any] = []
+        self._left_behind: list[Any] = []
         self._tag = 0
 
     def begin(self, key: Hashable, call: Hashable) -> None:
@@ -107,6 +110,8 @@ class Messages:
             call: what is called, with what; whatever its shapes are.
         """
         self._key, self._call = key, call
+        self._posted.clear()
+        self._is_first_call = not any(each == call for each, _ in self._agreed)
 
     def is_new(self, chunk: int) -> bool:
         """Return whether no such call has gone through all chunks of a round yet; the same on all stages."""
@@ -126,6 +131,7 @@ class Messages:
             self._agreed.add((self._call, chunk // len(self._column)))
             return
         self._tag += 1
+        self._left_behind += [*self._sent, *self._posted]  # gloo wants them alive until their peers take them
         self._sent.clear()
         self._agreed = {each for each in self._agreed if each[0] != self._call}
         for formats in (self._incoming, self._outgoing):
@@ -214,7 +220,10 @@ class Messages:
         def waiting() -> AbstractContextManager[None]:
             return self._meter.point_to_point("pipeline", [], self._link, new_call=False)
 
-        return Pending(tensor, [dist.irecv(tensor, self._column[stage], self._group, self._tag)], waiting)
+        pending = Pending(tensor, [dist.irecv(tensor, self._column[stage], self._group, self._tag)], waiting)
+        if self._is_first_call:
+            self._posted.append(pending)
+        return pending
 
 
 def in_words(problem: Exception) -> str:

@@ -53,9 +53,10 @@ def rehearse(model: nn.Module, stages: Stages) -> None:
             given = _in_stages(model, module, stages, example, refusal)
             different = None if is_played(module) else _first_difference(whole, given)
             if different is not None and _is_the_same(whole, _run(module, example, refusal, seed=1)):
+                which = f" {different}" if different else ""
                 raise ValueError(
-                    f"{refusal}its output{f' {different}' if different else ''} is another in stages: something behind the "
-                    "blocks, or between two of them, needs more than the one tensor that blocks hand on (an earlier "
+                    f"{refusal}its output{which} is another in stages: something behind the blocks, or between "
+                    "two of them, needs more than the one tensor that blocks hand on (an earlier "
                     "activation, what other blocks return beside it); add it to that tensor, or leave it out of what "
                     "the model gives"
                 )

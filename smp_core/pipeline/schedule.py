@@ -38,10 +38,13 @@ def run(
     gradients: dict[tuple[int, int], torch.Tensor | None] = {}
     sending = {step.chunk for step in steps if step.act == "send" and step.is_forward}
     problem: Exception | None = None
+    has_failed = False
     for step in steps:
         place = (step.chunk, step.micro_batch)
         is_first = step.micro_batch == 0 and step.is_forward and step.act != "receive" and messages.is_new(step.chunk)
         if step.act == "receive":
+            if step.is_forward and has_failed:
+                continue  # nothing else will come
             if step.is_forward:
                 arriving[(True, *place)] = messages.receive_activation(step.chunk, step.peer)
             else:
@@ -58,7 +61,7 @@ def run(
                 messages.send_gradient(gradients.pop(place), step.peer)
         elif step.is_forward:
             source = (True, step.chunk - 1, step.micro_batch)
-            has_failed = source in arriving and arriving[source] is None
+            has_failed = source in arriving and arriving[source] is None  # on another stage
             arrived = arriving.pop(source, None)
             taken[place] = None if arrived is None else arrived.wait()
             try:
@@ -70,7 +73,7 @@ def run(
             except Exception as error:
                 if not is_first:
                     raise
-                problem = error
+                problem, has_failed = error, True
                 given.pop(place, None)
         else:
             arrived = arriving.pop((False, step.chunk + 1, step.micro_batch), None)

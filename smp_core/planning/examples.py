@@ -157,7 +157,6 @@ def _spectra(module: Any) -> Iterator[torch.Tensor]:
             yield _wave(module, _SAMPLES, 4 * _LENGTH, width)
 
 
-
 def _boxes(module: Any) -> Iterator[torch.Tensor]:
     yield torch.zeros(_SAMPLES, _LENGTH, 4, dtype=torch.long)
 

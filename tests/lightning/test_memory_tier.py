@@ -135,7 +135,10 @@ UNEVEN = {"shard_degree": 1, "pipeline_parallel_degree": 2, "pipeline": {"split"
 STAGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**UNEVEN, "tensor_parallel_degree": 2}, {"kind": "gpt2_deep"}),
     ({**UNEVEN, "shard_degree": 2, "optimizer_shard": "world"}, {"kind": "gpt2_deep", "frozen": ["transformer.h.3"]}),
-    ({"shard_degree": 1, "pipeline_parallel_degree": 4, "pipeline": {"microbatches": 1}}, {"kind": "gpt2_deep", "frozen": ["transformer.h.2"]}),
+    (
+        {"shard_degree": 1, "pipeline_parallel_degree": 4, "pipeline": {"microbatches": 1}},
+        {"kind": "gpt2_deep", "frozen": ["transformer.h.2"]},
+    ),
 ]
 
 

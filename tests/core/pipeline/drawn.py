@@ -150,7 +150,9 @@ class Drawn:
     def __str__(self) -> str:
         plain = Drawn()
         told = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ", ".join(f"{name}={value!r}" for name, value in told.items() if value != getattr(plain, name)) or "plain"
+        return (
+            ", ".join(f"{name}={value!r}" for name, value in told.items() if value != getattr(plain, name)) or "plain"
+        )
 
 
 def draw(seed: int, ranks: int) -> Drawn:
@@ -255,7 +257,9 @@ class Model(nn.Module):
                 if drawn.gives == "bias":
                     bias = extra
                 elif drawn.reads == "adds" and not isinstance(extra, str):
-                    total = total + (0 if drawn.gives == "none" or drawn.gives == "list" else torch.as_tensor(extra).mean())
+                    total = total + (
+                        0 if drawn.gives == "none" or drawn.gives == "list" else torch.as_tensor(extra).mean()
+                    )
                 elif extra is not None and not isinstance(extra, str):
                     total = total + torch.as_tensor(extra).mean()
             hidden.append(x)
@@ -351,8 +355,14 @@ def outcome(drawn: Drawn) -> str:
     if drawn.noise == "dropout":
         return "exact"  # it ran; dropout draws other numbers
     expected, whole = alone(drawn)
-    wrong = [f"loss {ours} instead of {theirs}" for ours, theirs in zip(losses, expected, strict=True) if abs(ours - theirs) > 1e-12]
-    wrong += [name for name, value in whole.items() if name in weights and not torch.allclose(weights[name], value, 0, 1e-11)]
+    wrong = [
+        f"loss {ours} instead of {theirs}"
+        for ours, theirs in zip(losses, expected, strict=True)
+        if abs(ours - theirs) > 1e-12
+    ]
+    wrong += [
+        name for name, value in whole.items() if name in weights and not torch.allclose(weights[name], value, 0, 1e-11)
+    ]
     wrong += sorted(whole.keys() - weights.keys())
     return f"wrong: {', '.join(wrong[:4])}" if wrong else "exact"
 
