@@ -136,7 +136,7 @@ class TokenTrial:
         kwargs = {**kwargs, **dict.fromkeys(caches_in(kwargs))}
         is_wide = not any(isinstance(m, FSDPModule) or hasattr(m, SITES) for m in self._inside())
         hidden = hidden_among(args, kwargs)
-        self._device = hidden.device
+        self._device, self._is_trained = hidden.device, hidden.requires_grad
         if not hidden.is_floating_point() or hidden.ndim < 2:
             stay_whole = stay_whole or "its first tensor is not [..., tokens, features]"
         length, self.axis.length = self.axis.length, hidden.shape[-2] if hidden.ndim > 1 else 0
@@ -234,7 +234,7 @@ class TokenTrial:
         differing = iter(self._differing(shared, gradients))
         apart = set()
         for n, leaf in enumerate(self._leaves):
-            if n not in own and next(differing):
+            if n not in own and next(differing) and (leaf.kind != "hidden" or self._is_trained):
                 whole.gradients[n] = self.axis.all_reduce(gradients[n])
                 apart.add(leaf)
         for each in open_sums:
