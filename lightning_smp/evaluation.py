@@ -37,8 +37,9 @@ from smp_core.joined import JoinedLoader, join, length_of
 
 _NEUTRAL = {"max": -torch.inf, "min": torch.inf}
 _CONTAINERS = (list, dict, set, collections.deque)
-# What every module has; buffers may be counters.
-_OF_MODULES = vars(nn.Module()).keys() - {"_buffers", "training"}
+# What every module has; buffers may be counters. What a metric has computed is out of date: others have updated theirs,
+# and compute it again together (torchmetrics' name, which has no public one).
+_LEFT_ALONE = vars(nn.Module()).keys() - {"_buffers", "training"} | {"_computed"}
 
 
 class UnevenLoader:
@@ -250,14 +251,14 @@ def _restorers_of_attributes(holder: nn.Module, seen: set[int]) -> Iterator[Call
     if id(holder) in seen:
         return
     seen.add(id(holder))
-    kept = {name: value for name, value in vars(holder).items() if name not in _OF_MODULES}
+    kept = {name: value for name, value in vars(holder).items() if name not in _LEFT_ALONE}
     for value in kept.values():
         yield from _restorers_of_value(value, seen)
     yield functools.partial(_set_attributes, vars(holder), kept)
 
 
 def _set_attributes(attributes: dict[str, Any], kept: dict[str, Any]) -> None:
-    for name in [name for name in attributes if name not in kept and name not in _OF_MODULES]:
+    for name in [name for name in attributes if name not in kept and name not in _LEFT_ALONE]:
         del attributes[name]
     attributes.update(kept)
 

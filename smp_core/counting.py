@@ -7,7 +7,7 @@ the two a number is, nobody can see, so equal numbers of context ranks are repor
 
 torchmetrics synchronise over the whole world unless they are given a group. Their public ``Metric.sync`` is replaced,
 because metrics may live anywhere (in lists, callbacks and wrappers of other metrics), and because a metric that holds a
-group could no longer be copied.
+group could no longer be copied. Which of their states are concatenated says ``_reductions`` alone, a private name.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def report_equal_parts(parts: Sequence[torch.Tensor], mesh: SmpMesh, what: str, 
 def synchronize_metrics(mesh: SmpMesh) -> None:
     """Let torchmetrics count over the ranks of ``mesh``, until another run begins or its process groups are gone.
 
-    Of pipeline stages the last one's metrics count, which see what the model returned.
+    Of pipeline stages the last one's metrics count, which see what the model returned. Ranks without a batch take part.
 
     Nothing happens before torchmetrics is imported.
     """
@@ -128,12 +128,13 @@ def synchronize_metrics(mesh: SmpMesh) -> None:
         if given is None and should_sync and dist.is_initialized() and dist.group.WORLD is world:
             process_group = mesh.gradient_group
             _take_last_stages_state(metric, mesh)
+            _match_states(metric, mesh)
             if dist_sync_fn is None and mesh.context_degree > 1:
                 dist_sync_fn = functools.partial(_gather_state, mesh=mesh, what=type(metric).__name__)
         original(metric, dist_sync_fn, process_group, should_sync, distributed_available)
 
     sync.of_torchmetrics = original  # type: ignore[attr-defined]
-    kind.sync = original if mesh.gradient_degree == mesh.layout.world_size == mesh.data_size else sync
+    kind.sync = sync
 
 
 def _take_last_stages_state(metric: Any, mesh: SmpMesh) -> None:
@@ -143,6 +144,32 @@ def _take_last_stages_state(metric: Any, mesh: SmpMesh) -> None:
     dist.broadcast_object_list(carried, group=mesh.group("pipeline"), group_src=mesh.pipeline_degree - 1)
     for name, value in map_tensors(carried[0], lambda tensor: tensor.to(metric.device)).items():
         setattr(metric, name, value)
+
+
+def _match_states(metric: Any, mesh: SmpMesh) -> None:
+    """Give a metric's states the dtypes, and empty ones the shapes, that they have on ranks that counted something.
+
+    A rank without a batch has states as they begin, and collectives of other sizes than the others'.
+    """
+    own = {name: _kind_of(value) for name, value in metric.metric_state.items()}
+    told: list[Any] = [None] * mesh.gradient_degree
+    dist.all_gather_object(told, own, group=mesh.gradient_group)
+    for name, value in metric.metric_state.items():
+        kinds = [kinds[name] for kinds in told if kinds[name] is not None]
+        if not kinds:
+            continue
+        dtype = functools.reduce(torch.promote_types, [kind[0] for kind in kinds])
+        if isinstance(value, torch.Tensor):
+            setattr(metric, name, value.to(dtype))
+        elif value:
+            setattr(metric, name, [each.to(dtype) for each in value])
+        elif getattr(metric._reductions[name], "__name__", "") == "dim_zero_cat":
+            setattr(metric, name, [torch.empty(0, *kinds[0][1], dtype=dtype, device=metric.device)])
+
+
+def _kind_of(state: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    first = state[0] if isinstance(state, list) and state else state
+    return (first.dtype, tuple(first.shape[1:])) if isinstance(first, torch.Tensor) else None
 
 
 def _gather_state(tensor: torch.Tensor, group: Any, *, mesh: SmpMesh, what: str) -> list[torch.Tensor]:
