@@ -35,6 +35,7 @@ from smp_core.sharding.fsdp.generation import group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.sharding.fsdp.passes import backward_pass
 from smp_core.sharding.fsdp.units import ShardedUnit
+from smp_core.sharding.parameter_hooks import hooks_of
 
 POST_ACCUMULATE = (
     "%s has a hook of register_post_accumulate_grad_hook, which would see this rank's part of a gradient: sums over "
@@ -373,7 +374,7 @@ class _ShownParameter:
                 "write into it instead: with torch.no_grad(): parameter.copy_(value)"
             )
         self._data = data
-        if shard._post_accumulate_grad_hooks:
+        if shard._post_accumulate_grad_hooks and hooks_of(shard) is None:
             raise ValueError(POST_ACCUMULATE % self._name)
 
     def note_part(self) -> None:
@@ -400,7 +401,10 @@ class _ShownParameter:
         elif shard.requires_grad != copy.requires_grad:
             copy.requires_grad_(shard.requires_grad)
         self._required_grad = shard.requires_grad
-        if shard._backward_hooks is not None:
+        hooks = hooks_of(shard)
+        if hooks is not None:
+            hooks.show_on(copy)
+        elif shard._backward_hooks is not None:
             copy._backward_hooks = shard._backward_hooks
 
     @staticmethod
