@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,6 +54,7 @@ class UnitWindow:
         unit: whose gradients these are.
         route: their way from this rank's sum to ``.grad``.
         mesh: the ranks over which gradients are complete, for hooks of parameters.
+        on_backward: called by each backward pass that leaves gradients of shards themselves.
 
     Attributes:
         received: the parameters that received a gradient in this window, on this rank, by index.
@@ -61,7 +63,7 @@ class UnitWindow:
         masters: of this rank's part, where optimizer states are sharded over the world.
     """
 
-    def __init__(self, unit: ShardedUnit, route: Route, mesh: SmpMesh) -> None:
+    def __init__(self, unit: ShardedUnit, route: Route, mesh: SmpMesh, on_backward: Callable[[], None]) -> None:
         self.unit, self.route = unit, route
         self.phase = Phase.IDLE
         self.slots: list[Slot] = []
@@ -76,15 +78,17 @@ class UnitWindow:
         self._on_hold: Callable[[], None] | None = None
         self._over_world = False
         self._pending: Pending | None = None
-        self._closed: dict[int, torch.Tensor | None] = {}  # .grad of earlier closed passes, of parameters with hooks
-        self._own: dict[int, torch.Tensor] = {}  # of those, what terms of the loss have that are made of shards
+        self._own: dict[int, torch.Tensor] = {}  # gradients of terms of the loss that are made of shards
+        self._before: dict[int, torch.Tensor | None] = {}  # .grad of before the pass that leaves such gradients there
+        self._on_backward = on_backward
         unit.listener = self
         for index, parameter in enumerate(unit.parameters()):
             ParameterHooks(parameter, mesh, before=self._set_aside(index))
 
     def held(self) -> list[torch.Tensor]:
-        """List the sum and the unsharded gradients that wait for their reduction."""
-        return [*([] if self.flat is None else [self.flat]), *self.unit.held()]
+        """List the sum, the gradients of terms that are made of shards, and the unsharded gradients that wait for their
+        reduction."""
+        return [*([] if self.flat is None else [self.flat]), *self._own.values(), *self.unit.held()]
 
     @property
     def is_complete(self) -> bool:
@@ -129,6 +133,14 @@ class UnitWindow:
         return self._uses_left == 0 and self._trainable_in_pass <= self._received_in_pass
 
     def end_of_pass(self) -> None:
+        parameters = self.unit.parameters()
+        for index in list(self._before):
+            parameter = parameters[index]
+            own, parameter.grad = parameter.grad, self._before.pop(index)
+            if isinstance(own, DTensor) and isinstance(parameter, DTensor):
+                own = own.redistribute(placements=parameter.placements)  # torch may leave it replicated
+            if own is not None:
+                self._own[index] = self._own[index] + own if index in self._own else own
         self._received_in_pass.clear()
         self._was_trainable |= self.unit.trainable()
 
@@ -174,7 +186,6 @@ class UnitWindow:
         leave it at zero."""
         self.unit.drop_held(indices, set_to_none)
         for index in indices:
-            self._closed.pop(index, None)
             self._own.pop(index, None)
         if set_to_none:
             self.received -= indices
@@ -249,7 +260,7 @@ class UnitWindow:
             if seen is None or seen[slot.index]:
                 self._add_gradient(slot.index, self.unit.local_gradient(slot, mean))
 
-    def _add_gradient(self, index: int, gradient: DTensor) -> None:
+    def _add_gradient(self, index: int, gradient: Any) -> None:
         parameter = self.unit.parameters()[index]
         if index in self._own:
             gradient = gradient + self._own.pop(index)
@@ -257,15 +268,11 @@ class UnitWindow:
         _accumulate(parameter, hooks.change(gradient) if hooks else gradient)
 
     def take_own_gradients(self) -> None:
-        """Settle gradients that autograd left in ``.grad`` itself, of terms of the loss that are made of shards: they
-        become sharded like their parameters (torch may leave them replicated), or their masters' gradients."""
-        for index, parameter in enumerate(self.unit.parameters()):
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-                if gradient.placements != parameter.placements:
-                    parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
-            if index in self._closed and gradient is not None:
-                self._own[index], parameter.grad = gradient, self._closed.pop(index)
+        """Let gradients of terms of the loss that are made of shards be those of their parameters, or of their masters;
+        of parameters with hooks, together with the others."""
+        parameters = self.unit.parameters()
+        for index in [index for index in self._own if not hooks_of(parameters[index])]:
+            self._add_gradient(index, self._own.pop(index))
         if self.masters is not None:
             self.masters.take_gradients()
 
@@ -277,21 +284,21 @@ class UnitWindow:
             self.masters.take_gradients()
 
     def _set_aside(self, index: int) -> Callable[[torch.Tensor], None]:
-        """Return what sets the ``.grad`` of earlier passes aside, when a term of the loss that is made of shards has a
-        gradient of a parameter with hooks: they are to see the gradient of one pass."""
+        """Return what sets ``.grad`` aside, when a term of the loss that is made of shards has a gradient of the
+        parameter: autograd would add one that is replicated to one that is not, which torch refuses."""
         owner = weakref.ref(self)  # as autograd holds it
 
         def set_aside(_: torch.Tensor) -> None:
-            if (this := owner()) is not None:
+            if (this := owner()) is not None and index not in this._before:
+                this._on_backward()
                 parameter = this.unit.parameters()[index]
-                if hooks_of(parameter) and index not in this._closed:
-                    this._closed[index], parameter.grad = parameter.grad, None
+                this._before[index], parameter.grad = parameter.grad, None
 
         return set_aside
 
     def forget(self) -> None:
         """Become idle: nothing of this window is left."""
-        self._closed.clear()
+        self._before.clear()
         self._own.clear()
         self.slots, self.flat, self._pending, self.phase = [], None, None, Phase.IDLE
         for noted in (self.received, self._received_in_pass, self._was_trainable):

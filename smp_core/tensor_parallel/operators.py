@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.meter import CommMeter
@@ -152,6 +153,7 @@ class _Move(torch.autograd.Function):
         return tensor.view_as(tensor) if way is None else getattr(axis, way)(tensor, dim)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (grad,) = grads
         moved = grad if ctx.back is None else getattr(ctx.axis, ctx.back)(grad, ctx.dim)
@@ -270,6 +272,7 @@ class _ExchangeRows(torch.autograd.Function):
         return used
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad,) = grads
         axis, rows = ctx.axis, ctx.rows
