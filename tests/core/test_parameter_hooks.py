@@ -232,3 +232,59 @@ def test_normed_and_parametrized_weights_and_modules_hooks_are_as_in_one_process
             assert first == model.first
             for name, weight in expected.items():
                 assert torch.allclose(weights[name], weight, rtol=0, atol=1e-12), name
+
+
+# Averages, as a list of tensors beside the model
+
+
+class Average:
+    """The arithmetic of diffusers' EMAModel, with its copies of what `parameters` were when it was made."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.kept = [parameter.clone().detach() for parameter in parameters]
+
+    @torch.no_grad()
+    def step(self, parameters: Any) -> None:
+        for kept, parameter in zip(self.kept, parameters, strict=True):
+            kept.sub_(0.1 * (kept - parameter))
+
+    def copy_to(self, parameters: Any) -> None:
+        for kept, parameter in zip(self.kept, parameters, strict=True):
+            parameter.data.copy_(kept.to(parameter.device).data)
+
+
+def _averaged(model: nn.Module, teacher: nn.Module, ranks: Sequence[int]) -> dict[str, torch.Tensor]:
+    average, optimizer = Average(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        x = torch.cat([_samples(number, rank) for rank in ranks])
+        with torch.no_grad():
+            target = teacher(x)
+        (model(x) - target).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.step(model.parameters())
+        for kept, parameter in zip(teacher.parameters(), model.parameters(), strict=True):
+            kept.data.mul_(0.9).add_(parameter.detach(), alpha=0.1)
+    average.copy_to(model.parameters())
+    teacher.load_state_dict(model.state_dict())
+    return {name: whole(p) for each in (model, teacher) for name, p in each.named_parameters(prefix=str(id(each) == id(teacher)))}
+
+
+def averaged() -> list[dict[str, torch.Tensor]]:
+    found = []
+    for degree in (1, 2):
+        model = _net()
+        teacher = copy.deepcopy(model)  # before sharding; both are sharded then
+        for each in (model, teacher):
+            _sharded(each, shard_degree=degree)
+        found.append(_averaged(model, teacher, [dist.get_rank()]))
+    return found
+
+
+def test_averages_made_after_sharding_and_sharded_teachers_are_one_processs() -> None:
+    model = _net()
+    expected = _averaged(model, copy.deepcopy(model), range(2))
+    for by_degree in run_ranks(averaged, 2, ranks_per_node=2):
+        for weights in by_degree:
+            for name, weight in expected.items():
+                assert torch.allclose(weights[name], weight, rtol=0, atol=1e-12), name
