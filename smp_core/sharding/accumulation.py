@@ -260,7 +260,7 @@ class AccumulationWindow:
         # Phase 4: gradients, unless a rank wants none.
         self._gave_up |= self._veto is not None and told.vetoed()
         if self._gave_up:
-            self._replicated.finish(None)  # what is in flight arrives first
+            self._replicated.wait()
             self._drop_gradients()
             return
         seen = None if received_all(self._units, self._replicated) else told.received()

@@ -100,6 +100,13 @@ def refusals() -> dict[str, str]:
         register(model)
         found[register.__name__] = _words(lambda model=model: _sharded(model, shard_degree=2))
 
+    # Registered later on one rank: known when the window closes, on all ranks.
+    model = _net()
+    _sharded(model, shard_degree=1)
+    if dist.get_rank() == 1:
+        model.leave.weight.register_hook(lambda gradient: None)
+    found["later on one rank"] = _words(lambda: model(_samples(0, 0)).sum().backward())
+
     # With masters there is no .grad to look at.
     model = _net()
     model.enter.bias.register_post_accumulate_grad_hook(lambda p: None)
@@ -124,6 +131,7 @@ def test_hooks_and_lists_that_could_do_nothing_are_refused_on_all_ranks() -> Non
             assert "refers to parameters that Net had before it was sharded" in found[name], name
             assert "on_fit_start" in found[name]
         assert "leave.weight has a hook" in found["on_one_rank"]
+        assert "only on rank 1 'leave.weight' has a hook" in found["later on one rank"]
         assert "optimizer_shard='shard'" in found["masters"]
         assert "make the list anew from model.parameters()" in found["kept"]
 

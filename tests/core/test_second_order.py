@@ -96,7 +96,7 @@ KNOBS: list[dict[str, Any]] = [
     {"shard_degree": 2, "activations": "full"},
 ]
 ALL = [(name, place) for name in LOSSES for place in range(len(KNOBS))]
-NORMAL = [("gradient_penalty", 1), ("r1", 3), ("curvature", 2), ("adversarial", 1), ("gradient_penalty", 6)]
+NORMAL = [("gradient_penalty", 1), ("r1", 3), ("curvature", 6), ("adversarial", 1)]
 
 
 def _critic() -> nn.Module:
