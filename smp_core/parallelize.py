@@ -176,9 +176,8 @@ def _require_same_hooks(replaced: ReplacedParameters, plan: Plan) -> bool:
         differing = sorted(set(names).symmetric_difference(by_rank[0]))
         if differing:
             raise ValueError(
-                f"{differing[0]} has a hook (register_hook, register_post_accumulate_grad_hook) on rank 0 or rank {rank} "
-                "and not on the other; hooks see gradients of all ranks: register it on all of them, and let it write "
-                "on rank 0 only"
+                f"{differing[0]} has a hook (register_hook, register_post_accumulate_grad_hook) on one of the ranks 0 "
+                f"and {rank} only; all ranks take part in what it sees: register it on all, and let it write on rank 0"
             )
     tied = [] if plan.stages is None else [name for name in hooked if name in plan.stages.tied]
     if tied:

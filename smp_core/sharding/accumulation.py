@@ -222,8 +222,9 @@ class AccumulationWindow:
         followed = [name for name, (_, hooks) in self._hooked().items() if hooks.follow_accumulation]
         if followed:
             raise ValueError(
-                f"optimizer_shard='world': gradients belong to masters, and a hook of register_post_accumulate_grad_hook "
-                f"({', '.join(followed[:3])}) would find no .grad; write optimizer_shard='shard'"
+                "optimizer_shard='world': gradients belong to masters, and a hook of "
+                f"register_post_accumulate_grad_hook ({', '.join(followed[:3])}) would find no .grad; write "
+                "optimizer_shard='shard'"
             )
 
     def _close(self) -> None:

@@ -120,7 +120,8 @@ class ParameterHooks:
             whole = whole.full_tensor()
         if whole.shape != gradient.shape:
             raise ValueError(
-                f"a hook of a parameter returned a gradient of shape {tuple(whole.shape)} for one of {tuple(gradient.shape)}"
+                f"a hook of a parameter returned a gradient of shape {tuple(whole.shape)}; allowed: "
+                f"{tuple(gradient.shape)}"
             )
         if mesh.model_degree > 1 and not torch.equal(drawn, _random_states(whole.device)):
             whole = whole.contiguous()
@@ -201,7 +202,6 @@ def _random_states(device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device).cpu())
     return torch.cat(states)
-
 
 
 def _referred_to(value: Any) -> list[Any]:

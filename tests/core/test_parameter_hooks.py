@@ -224,7 +224,11 @@ def _normed() -> nn.Module:
 
 def normed() -> list[tuple[dict[str, torch.Tensor], list[str]]]:
     found = []
-    for knobs in ({"shard_degree": 1}, {"shard_degree": 2}, {"shard_degree": 2, "units": ("Linear", "ParametrizedLinear")}):
+    for knobs in (
+        {"shard_degree": 1},
+        {"shard_degree": 2},
+        {"shard_degree": 2, "units": ("Linear", "ParametrizedLinear")},
+    ):
         model = _normed()
         parallel_model(model, **knobs)
         weights = _trained(model, [dist.get_rank()])
@@ -275,7 +279,11 @@ def _averaged(model: nn.Module, teacher: nn.Module, ranks: Sequence[int]) -> dic
             kept.data.mul_(0.9).add_(parameter.detach(), alpha=0.1)
     average.copy_to(model.parameters())
     teacher.load_state_dict(model.state_dict())
-    return {name: whole(p) for each in (model, teacher) for name, p in each.named_parameters(prefix=str(id(each) == id(teacher)))}
+    return {
+        name: whole(p)
+        for each in (model, teacher)
+        for name, p in each.named_parameters(prefix=str(id(each) == id(teacher)))
+    }
 
 
 def averaged() -> list[dict[str, torch.Tensor]]:

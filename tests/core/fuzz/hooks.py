@@ -21,7 +21,15 @@ from smp_core.parallel_model import ParallelModel
 from tests.core.scenarios import parallel_model
 
 STEPS = 3
-NAMES = ("enter.weight", "enter.bias", "cells.0.layer.weight", "cells.1.layer.bias", "gain", "tied.weight", "leave.bias")
+NAMES = (
+    "enter.weight",
+    "enter.bias",
+    "cells.0.layer.weight",
+    "cells.1.layer.bias",
+    "gain",
+    "tied.weight",
+    "leave.bias",
+)
 GRADIENT_HOOKS = ("scale", "mask", "zero rows", "clamp", "add", "normalize", "record")
 LATE_HOOKS = ("look", "clip", "mask late", "step")
 
@@ -89,7 +97,7 @@ def draw(seed: int) -> Hooks:
         knobs["reshard_after_forward"] = False
     if rng.random() < 0.4:
         knobs["keep_between_micro_batches"] = rng.choice(("parameters", "gradients"))
-        knobs["reshard_after_forward"] = True if knobs["keep_between_micro_batches"] == "gradients" else False
+        knobs["reshard_after_forward"] = knobs["keep_between_micro_batches"] == "gradients"
     over_world = rng.random() < 0.3
     if over_world:
         knobs["optimizer_shard"] = "world"
