@@ -27,8 +27,8 @@ _OF_BEFORE = (
     "a target network), meets a parameter, which is a shard now. Make the copy after prepare, of "
     "[p.detach().clone() for p in model.parameters()], as EMAModel(model.parameters()) does: shards of one layout are "
     "added, mixed and copied like whole tensors. Or prepare the copy with the model: model, teacher = "
-    "accelerator.prepare(model, teacher). In Lightning use EMAWeightAveraging, or keep it in the LightningModule, which "
-    "shards both. A whole tensor of a parameter: parameter.full_tensor(), on all ranks."
+    "accelerator.prepare(model, teacher). In Lightning use EMAWeightAveraging, or keep it in the LightningModule, "
+    "which shards both. A whole tensor of a parameter: parameter.full_tensor(), on all ranks."
 )
 _NOT_IN_GRAPH = (
     "parameters of a sharded model are shards outside of its forward, and a graph holds what was gathered for it. For "
