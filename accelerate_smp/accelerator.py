@@ -316,7 +316,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
                 self.memory.before_update()
             on_nonfinite = handle.config.on_nonfinite_grad_norm
             if on_nonfinite != "ignore":
-                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                parameters = handle.stepped(p for group in optimizer.param_groups for p in group["params"])
                 settle_nonfinite(parameters, handle.grad_norm(parameters=parameters), on_nonfinite)
 
         return before_step

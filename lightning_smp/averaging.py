@@ -61,6 +61,12 @@ def make_averages(trainer: Trainer, parallel: ParallelModel, loading: Loading | 
             _load_average(callback, loading)
 
 
+def averaging_keys(trainer: Trainer) -> list[str]:
+    """Return the keys in checkpoints of the callbacks whose averages are loaded here."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback.state_key for callback in callbacks if isinstance(callback, (_Weight, _Stochastic))]
+
+
 def _load_average(callback: _Weight | _Stochastic, loading: Loading) -> None:
     average: Any = callback._average_model
     weights = average.weights()

@@ -319,7 +319,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             self.window.close()
             on_nonfinite = self.config.on_nonfinite_grad_norm
             if on_nonfinite != "ignore":
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                parameters = self.parallel.stepped(p for group in optimizer.param_groups for p in group["params"])
                 settle_nonfinite(parameters, self.parallel.grad_norm(parameters=parameters), on_nonfinite)
             self._before_update()
             return result

@@ -31,9 +31,10 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_smp import checkpoints
-from lightning_smp.averaging import make_averages, take_over_callbacks
+from lightning_smp.averaging import averaging_keys, make_averages, take_over_callbacks
 from lightning_smp.background import BackgroundSaves
 from lightning_smp.batches import require_equal_training, require_joined_alone
+from lightning_smp.callback_states import give_shards, let_wait, note_shards
 from lightning_smp.due_validation import begin_with_it, is_lacking
 from lightning_smp.evaluation import Evaluations
 from lightning_smp.exception_saves import take_over_exception_saves
@@ -213,6 +214,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self.resume = None
         if self.loading is not None:
             self.loading.load_weights(self._parallel)
+            give_shards(trainer, self.loading.content, self._parallel.module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             make_averages(trainer, self.parallel, self.loading)
@@ -310,6 +312,7 @@ class SmpShardedStrategy(SteppingStrategy):
         place = describe_place(trainer, checkpoint, self.mesh.data_size)
         if place is not None:
             checkpoint["smp_data"] = place
+        note_shards(checkpoint)
         if self.parallel.fp8 is not None:
             checkpoint[FP8_STATE] = self.parallel.fp8.state_dict()
         if filepath is IN_MEMORY:
@@ -342,6 +345,7 @@ class SmpShardedStrategy(SteppingStrategy):
         if nothing_saved(self, path) and (self.memory is None or self.memory.tier.find() is None):
             return NothingSaved()
         self.loading = Loading(self, path, weights_only, self.memory)
+        let_wait(self.loading.content, averaging_keys(self._trainer))
         return self.loading.content
 
     @override
@@ -350,6 +354,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self.loading.take_model_state(checkpoint["state_dict"], strict)
         if self._is_set_up:  # in the middle of a run: the learning rate finder restores the state from before its trial
             self.loading.load_weights(self.parallel)
+            give_shards(self._trainer, self.loading.content, self.parallel.module)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

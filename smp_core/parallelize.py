@@ -112,6 +112,7 @@ def parallelize_model(
     knobs = plan.knobs
     change_this_process()
     replaced = ReplacedParameters(model)
+    hooked = _require_same_hooks(replaced, plan)
     _require_methods(model, plan)
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
     whole_plan, plan = plan, plan.of_stage(mesh.stage)
@@ -152,7 +153,8 @@ def parallelize_model(
         register_forward_methods(model, units, calls, knobs.forward_methods)
     pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, units, played, lambda: window)
     alike = _keep_alike(model, mesh, plan, tensor, finishing, lambda: window.world)
-    window = AccumulationWindow(model, units, traffic, plan, calls, None if fp8 is None else fp8.state.nonfinite, alike)
+    veto = None if fp8 is None else fp8.state.nonfinite
+    window = AccumulationWindow(model, units, traffic, plan, calls, veto, alike, hooked and mesh.pipeline_degree > 1)
     follow_window(model, window)
     _start_scales(fp8, mesh, meter)
     parts = (ModelPart(model, tuple(units), window, calls, replaced),)
@@ -163,6 +165,31 @@ def _require_methods(model: nn.Module, plan: Plan) -> None:
     """Refuse methods that there are not, also where nothing is gathered and none has to be registered."""
     for method in plan.knobs.forward_methods:
         units_with(model, plan.units, method)
+
+
+def _require_same_hooks(replaced: ReplacedParameters, plan: Plan) -> bool:
+    """Return whether any parameter has hooks, on all ranks alike. Collective over the world.
+
+    Raises:
+        ValueError: on some ranks only, or of a parameter of which two pipeline stages have a part of the gradient each.
+    """
+    hooked = sorted(replaced.hooked)
+    by_rank = of_all_ranks(hooked)
+    for rank, names in enumerate(by_rank):
+        differing = sorted(set(names).symmetric_difference(by_rank[0]))
+        if differing:
+            raise ValueError(
+                f"{differing[0]} has a hook (register_hook, register_post_accumulate_grad_hook) on one of the ranks 0 "
+                f"and {rank} only; all ranks take part in what it sees: register it on all, and let it write on rank 0"
+            )
+    tied = [] if plan.stages is None else [name for name in hooked if name in plan.stages.tied]
+    if tied:
+        raise ValueError(
+            f"pipeline_parallel_degree={plan.knobs.pipeline_parallel_degree}: {tied[0]} is tied between the first and "
+            "the last stage, and a hook would see one stage's part of its gradient; untie the weights, leave out the "
+            "hook, or write pipeline_parallel_degree=1"
+        )
+    return bool(hooked)
 
 
 def _leave_out(model: nn.Module, mesh: SmpMesh, stages: Stages) -> None:

@@ -40,9 +40,13 @@ _OTHER_WINDOWS = (
 
 
 _OTHER_PARAMETERS = (
-    "ranks train different parameters: only on {} {!r} has requires_grad=True. Gradients of the window are dropped, "
+    "ranks train different parameters: only on {} {!r} has {}. Gradients of the window are dropped, "
     "weights and optimizer states are as before it. Call requires_grad_() on all ranks alike"
 )
+
+
+HOOK = " (hook)"
+"""Behind the name of a trained parameter: its hooks, in which all ranks take part."""
 
 
 class RanksDiverged(RuntimeError):
@@ -132,7 +136,8 @@ def _first_other_parameter(mesh: SmpMesh, trained: Sequence[str]) -> str:
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     name = next(name for name in names if not all(name in theirs for theirs in everyone))
     ranks = [rank for rank, theirs in by_rank.items() if name in theirs]
-    return _OTHER_PARAMETERS.format(ranks_in_words(ranks), name)
+    bare = name.removesuffix(HOOK)
+    return _OTHER_PARAMETERS.format(ranks_in_words(ranks), bare, "requires_grad=True" if bare == name else "a hook")
 
 
 def _first_difference(issued: IssuedCollectives, mesh: SmpMesh, differs: Sequence[bool]) -> str:

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
 from smp_core.comm.background import Pending
 from smp_core.comm.replica_hop import ReplicaHop
+from smp_core.sharding.parameter_hooks import hooks_of
 from smp_core.stepped import model_parameter, stands_for
 
 MASTER = "smp_master"
@@ -136,18 +137,39 @@ class FlatShard:
             self._pending.wait()
             self._pending = None
 
-    def set_gradients(self, divisor: int, seen: Sequence[bool] | None) -> None:
+    def set_gradients(
+        self, divisor: int, seen: Sequence[bool] | None, own: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
         """Set the masters' ``.grad`` from the sums, divided, of parameters that received a gradient on some rank (None:
-        all); it is added to what an earlier window of the same step left there."""
+        all); it is added to what an earlier window of the same step left there.
+
+        Args:
+            own: what parameters with hooks have a gradient of besides, by place.
+        """
         self.wait()
         if self._sum is None:
             return
         mean = self._sum / divisor
+        changed = self._change_by_hooks(mean, seen, own or {})
         for i, master in enumerate(self.masters):
             if seen is None or seen[i]:
-                gradient = mean[self._own(i)[1]].to(master_dtype(self.parameters[i]))
+                gradient = changed.get(i, mean[self._own(i)[1]]).to(master_dtype(self.parameters[i]))
                 master.grad = gradient if master.grad is None else master.grad + gradient
         self._sum = None
+
+    def _change_by_hooks(
+        self, mean: torch.Tensor, seen: Sequence[bool] | None, own: Mapping[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Return this rank's parts of gradients that hooks of parameters have seen, by place. Collective."""
+        hooks = {i: hooks_of(parameter) for i, parameter in enumerate(self.parameters) if seen is None or seen[i]}
+        parts = {i: mean[self._own(i)[1]] for i, of_parameter in hooks.items() if of_parameter or i in own}
+        changed = {}
+        for i, gradient in self.put_together(parts).items():
+            gradient, of_parameter = gradient + own[i] if i in own else gradient, hooks[i]
+            if of_parameter is not None:
+                gradient = of_parameter.change(gradient)
+            changed[i] = self.own_of(i, gradient).to(mean.device)
+        return changed
 
     def take_gradients(self) -> None:
         """Move gradients that autograd left in the parameters' own ``.grad``, equal on all replicas, to the masters."""

@@ -8,7 +8,7 @@ gradient, and drop it together. Its parts, in order, int32:
     one                                   whether a rank vetoes the window
     of each replica, two                  what its ranks issued (smp_core/sharding/divergence.py)
     two                                   which window it is
-    two                                   which parameters are trained
+    two                                   which parameters are trained, and have hooks
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from smp_core import streams
 from smp_core.comm.issued import IssuedCollectives
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.divergence import (
+    HOOK,
     any_differs,
     difference_in_words,
     differing,
@@ -29,6 +30,7 @@ from smp_core.sharding.divergence import (
     stop_device_where_differing,
     told_by,
 )
+from smp_core.sharding.parameter_hooks import hooks_of
 from smp_core.sharding.replicated import ReplicatedGradients
 from smp_core.sharding.unit_window import UnitWindow
 
@@ -64,6 +66,9 @@ class Told:
         flags += [int(each.flat is not None) for each in units]
         self._trained = [each.unit.names[slot.index] for each in units for slot in each.window_slots()]
         self._trained += replicated.taking_part()
+        named = [pair for each in units for pair in zip(each.unit.names, each.unit.parameters(), strict=True)]
+        hooked = [name for name, parameter in [*named, *replicated.parameters.items()] if hooks_of(parameter)]
+        self._trained += [name + HOOK for name in hooked]
         alone = mesh.model_degree == 1
         device = torch.device("cpu") if alone else mesh.device
         self._told = streams.on_device([*flags, 0, *told_by(issued, mesh, self._trained)], torch.int32, device)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
@@ -154,6 +155,7 @@ class _Move(torch.autograd.Function):
         return tensor.view_as(tensor) if way is None else getattr(axis, way)(tensor, dim)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (grad,) = grads
         moved = grad if ctx.back is None else getattr(ctx.axis, ctx.back)(grad, ctx.dim)
@@ -281,6 +283,7 @@ class _ExchangeRows(torch.autograd.Function):
         return used
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad,) = grads
         axis, rows = ctx.axis, ctx.rows

@@ -119,7 +119,7 @@ def half_precision_slices() -> dict[str, Any]:
         with report.step():
             train(parallel, optimizer, range(2, 3))
         found[str(offload)] = (weights_of(parallel), report.steps[0])
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stepped = parallel.stepped()
     shards = {each.to_local().untyped_storage().data_ptr() for each in parallel.module.parameters()}
     found["share memory with parameters"] = all(each.untyped_storage().data_ptr() in shards for each in stepped)
     found["elements"] = sum(each.numel() for each in stepped)

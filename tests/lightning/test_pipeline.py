@@ -76,6 +76,16 @@ class StagedModule(LanguageModule):
         return DataLoader(data, batch_size=self.options["batch_size"], sampler=sampler)
 
 
+class HookedModule(StagedModule):
+    """Hooks of one parameter in each of two blocks, which no rank of two stages holds together."""
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        matrices = [name for name, p in self.model.named_parameters() if p.ndim > 1 and ".h." in name]
+        for name in (matrices[0], matrices[-1]):
+            self.model.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
 def train(
     kind: str,
     batch_size: int,
@@ -86,6 +96,7 @@ def train(
     pairs: bool = False,
     scale: float = 0.0,
     averaged: bool = False,
+    hooked: bool = False,
     **flags: Any,
 ) -> Run:
     """``watched``: the best model by the validation loss is kept there, and the run ends when it does not fall;
@@ -107,7 +118,8 @@ def train(
         flags = {"enable_checkpointing": True, "callbacks": callbacks, **flags}
     with nullcontext() if scale else Wide():  # a scaler casts its own numbers
         late = bool(knobs.get("delayed_init"))
-        module = StagedModule(kind=kind, batch_size=batch_size, pairs=pairs, late=late)
+        staged = HookedModule if hooked else StagedModule
+        module = staged(kind=kind, batch_size=batch_size, pairs=pairs, late=late)
         flags = {"gradient_clip_val": 0.5, "max_epochs": 2, "accumulate_grad_batches": 2, **flags}
         trainer = make_trainer(knobs, **flags)
         trainer.fit(module, ckpt_path=ckpt_path)
@@ -154,6 +166,11 @@ def test_a_fit_equals_one_process(tmp_path: Path) -> None:
     assert [run.extra.pop("calls") for run in runs] == [2 * 8] * 4, "training_step runs once for each micro-batch"
     expected.extra.pop("calls")
     assert all(run.extra == expected.extra for run in runs), "callbacks agree everywhere"
+
+
+def test_hooks_of_parameters_see_gradients_of_whole_batches() -> None:
+    expected = named_once(train("gpt2", 8, {}, hooked=True))
+    assert_same(together(train, "gpt2", 4, knobs_of(2, shard=2), hooked=True), expected)
 
 
 def test_micro_batches_are_split_over_ranks_that_share_sequences_and_their_losses_scaled() -> None:

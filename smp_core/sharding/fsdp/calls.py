@@ -19,6 +19,7 @@ that only some of them make (`if rank == 0: model(batch)`) would wait for the ot
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,10 +34,13 @@ from smp_core.module_names import clean_name
 from smp_core.rank_watch import meet_between_runs
 from smp_core.sharding.fsdp.generation import group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
-from smp_core.sharding.fsdp.passes import backward_pass
+from smp_core.sharding.fsdp.passes import backward_pass, reshard
 from smp_core.sharding.fsdp.units import ShardedUnit
+from smp_core.sharding.parameter_hooks import hooks_of
 
-POST_ACCUMULATE = (
+logger = logging.getLogger("smp")
+
+_POST_ACCUMULATE = (
     "%s has a hook of register_post_accumulate_grad_hook, which would see this rank's part of a gradient: sums over "
     "ranks are complete when the accumulation window closes; do its work after backward, or in on_before_optimizer_step"
 )
@@ -62,8 +66,11 @@ class Calls:
         self._units = tuple(units)
         self._roots = dict(_roots(model))
         self.unsharded = False
+        self._keeps_behind_forward = False
         self._shown: dict[int, _ShownUnit] = {}
         self._of_module: dict[int, _ShownUnit] = {}
+        for unit in self._units[:1]:  # they share one
+            unit.passes.keep_unsharded, unit.passes.show_shards = self._keep_unsharded, self.show_shards
         hearing = {unit.group.key: unit for unit in self._units if unit.group is not None}
         parameter_names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
         for module in model.modules():
@@ -133,6 +140,23 @@ class Calls:
         finally:
             for unit in self._units:
                 unit.run_ahead(False)
+
+    def _keep_unsharded(self, kept: bool) -> None:
+        """Let units stay unsharded behind each backward, and from the first time on behind each forward: a pass whose
+        gradients are differentiated again may be followed by other forwards before that is done."""
+        if not self._keeps_behind_forward:
+            self._keeps_behind_forward = True
+            logger.info(
+                "%s: gradients are differentiated again (create_graph=True): parameters stay gathered from forward to "
+                "backward from here on, as with reshard_after_forward=False",
+                self._name,
+            )
+            for unit in self._units:
+                unit.module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+        for unit in self._units:
+            unit.module.set_reshard_after_backward(not kept, recurse=False)  # type: ignore[operator]
+        if not kept:
+            reshard(unit.module for unit in self._units)
 
     def _is_outermost(self, module: nn.Module | None = None) -> bool:
         """Return whether a call that begins is within no other (one of the same module was aborted), nor within a
@@ -222,7 +246,7 @@ class _ShownUnit:
 
     def __init__(self, group: ParamGroup, names: Mapping[int, str], unit: ShardedUnit | None) -> None:
         self._group, self._unit = group, unit
-        self._left_by_a_call = False
+        self._left_by_a_call = self._begins_forward = False
         self._kept_versions: list[int] | None = None
         self._hidden = contextlib.ExitStack()
         self._parameters = [
@@ -237,6 +261,7 @@ class _ShownUnit:
 
     def begin(self, inputs: Any) -> None:
         """Take note of a forward, before FSDP2 gathers for it."""
+        self._begins_forward = True
         if self._unit is not None:
             self._unit.note_use(inputs)
         if self._left_by_a_call and backward_pass() == -1:
@@ -253,6 +278,7 @@ class _ShownUnit:
 
     def gathered(self) -> None:
         """Take note that FSDP2 has gathered, and shows copies."""
+        self._begins_forward = False
         for parameter, _, copy in self._all():
             if copy is not None:
                 parameter.note_copy(copy)
@@ -274,6 +300,7 @@ class _ShownUnit:
 
     def resharded(self) -> None:
         """Take note of the end of a forward, also of one that failed."""
+        self._begins_forward = False
         self.show_to_modes()
         if not self._group.is_sharded and not self._group.is_unsharded:
             for parameter in self._parameters:
@@ -320,7 +347,7 @@ class _ShownUnit:
                 elif copy is not None:
                     parameter.settle(shard, copy)
             if self._unit is not None:
-                self._unit.begin_gather(in_backward)
+                self._unit.begin_gather(in_backward, self._begins_forward)
             if not torch.is_inference_mode_enabled():
                 gather(async_op)
                 return
@@ -373,8 +400,8 @@ class _ShownParameter:
                 "write into it instead: with torch.no_grad(): parameter.copy_(value)"
             )
         self._data = data
-        if shard._post_accumulate_grad_hooks:
-            raise ValueError(POST_ACCUMULATE % self._name)
+        if shard._post_accumulate_grad_hooks and hooks_of(shard) is None:
+            raise ValueError(_POST_ACCUMULATE % self._name)
 
     def note_part(self) -> None:
         """Take note that FSDP2 shows a part that it keeps between forward and backward."""
@@ -400,7 +427,10 @@ class _ShownParameter:
         elif shard.requires_grad != copy.requires_grad:
             copy.requires_grad_(shard.requires_grad)
         self._required_grad = shard.requires_grad
-        if shard._backward_hooks is not None:
+        hooks = hooks_of(shard)
+        if hooks is not None:
+            hooks.show_on(copy)
+        elif shard._backward_hooks is not None:
             copy._backward_hooks = shard._backward_hooks
 
     @staticmethod

@@ -271,13 +271,13 @@ class ShardedUnit:
         earlier ones left: weights may be others since."""
         self.runs_ahead, self._left_parts = enabled, False
 
-    def begin_gather(self, in_backward: bool) -> None:
-        """Take note of a gather, of a forward or a backward pass, that begins."""
+    def begin_gather(self, in_backward: bool, in_forward: bool = False) -> None:
+        """Take note of a gather, of a forward or a backward pass, or of both where it is recomputed, that begins."""
         self.leaves_parts = torch.is_grad_enabled() and not in_backward
         self.reads_parts = in_backward or (self.runs_ahead and self._left_parts)
         self._left_parts = self.leaves_parts
         if in_backward:
-            self.passes.comes_through()
+            self.passes.comes_through(recomputes=in_forward)
             if self.holds_gradients and self.group is not None:
                 self.group.take_gradients_as_they_come()
 
@@ -289,6 +289,9 @@ class ShardedUnit:
         def noted(*args: Any) -> None:
             if self.is_passed_by:
                 return  # FSDP2 asks all units at the end of a pass; what is gathered stays for the unit's own
+            if self.passes.is_differentiated:
+                self._refuse_gradients()
+                return
             if self._reductions.reduce_left(self):
                 return
             copies = [copy for copy in self._copies() if copy is not None]  # all of them, or none
@@ -311,6 +314,14 @@ class ShardedUnit:
                 self.group.let_go_of_sum()
 
         return noted
+
+    def _refuse_gradients(self) -> None:
+        if self.unsharded_gradients():
+            raise ValueError(
+                "backward(create_graph=True) leaves gradients of parameters that are differentiated again, which "
+                "parameters in shards cannot have; write torch.autograd.grad(output.sum(), inputs, create_graph=True) "
+                "for gradients of inputs"
+            )
 
     @contextlib.contextmanager
     def _without_visible_gradients(self) -> Iterator[None]:
