@@ -39,7 +39,7 @@ from smp_core.tensor_parallel.split_model import SplitModel
 
 logger = logging.getLogger("smp")
 
-_REPORT_LINES = 15
+REPORT_LINES = 15
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,7 +314,7 @@ class ParallelModel:
         for. All knobs, with reasons, go to the logger "smp" at DEBUG."""
         lines = self.describe().splitlines()
         asked = lines_about_asked(self.config, SmpConfig())
-        room = _REPORT_LINES - len(lines) - 1
+        room = max(REPORT_LINES - len(lines) - 1, 1)
         if len(asked) > room:
             asked = [*asked[: room - 1], f"and {len(asked) - room + 1} more knobs"]
         if logger.isEnabledFor(logging.DEBUG):

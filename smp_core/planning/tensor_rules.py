@@ -30,8 +30,8 @@ def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
     stages = knobs.pipeline_parallel_degree
     of_stage = f" that a pipeline stage has (pipeline_parallel_degree={stages})" if stages > 1 else ""
     message = (
-        f"tensor_parallel_degree={degree} does not divide the {k} rank{'s' * (k > 1)} of a node{of_stage}, inside of which the parts "
-        f"of a layer belong; allowed: {allowed}"
+        f"tensor_parallel_degree={degree} does not divide the {k} rank{'s' * (k > 1)} of a node{of_stage}, inside of "
+        f"which the parts of a layer belong; allowed: {allowed}"
     )
     if degree % k == 0 and world % degree == 0:
         message += (
