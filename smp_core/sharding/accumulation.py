@@ -95,7 +95,7 @@ class AccumulationWindow:
         self._keep_gathered = plan.keeps_parameters
         self._hold_gradients = plan.keeps_gradients
         self._first_window = True
-        self._stored_in = plan.dtypes.stored
+        self._stored_as_gathered = plan.dtypes.stored_as_gathered
         self._over_world = knobs.optimizer_shard == "world"
         self._veto, self._finishing = veto, finishing
         self._mesh = mesh
@@ -120,7 +120,7 @@ class AccumulationWindow:
         """Scatter sums over replicas from now on, into gradients of masters (:mod:`smp_core.sharding.optimizer`;
         ``on_host``: see there). What is trainable now can be trained."""
         if self.world is None:
-            made = [each.make_masters(on_host, self._stored_in) for each in self._units]
+            made = [each.make_masters(on_host, self._stored_as_gathered) for each in self._units]
             plain = self._replicated.shard_over_world(on_host) if self._mesh.shard_degree == 1 else []
             self.world = WorldSharding([*(shard for shard in made if shard is not None), *plain])
         return self.world

@@ -193,6 +193,12 @@ class ShardedUnit:
         self._held.clear()
         self.awaits_reduction = False
 
+    def store_masters(self) -> None:
+        """Store trainable half precision parameters in float32 from now on."""
+        half = [i for i in sorted(self.trainable()) if self.parameters()[i].dtype in (torch.float16, torch.bfloat16)]
+        if half:
+            self.store_in(torch.float32, half)
+
     @torch.no_grad()
     def store_in(self, dtype: torch.dtype, indices: Iterable[int]) -> None:
         """Store these parameters' shards in ``dtype`` from now on; they stay the same objects.
@@ -216,6 +222,11 @@ class ShardedUnit:
                     "first, or write optimizer_shard='shard'"
                 ) from error
         self.group.shards_changed(indices)
+
+    @property
+    def computes_in(self) -> torch.dtype | None:
+        """What its parameters are cast to when they are gathered; None: each stays in its own dtype."""
+        return None if self.group is None else self.group.policy().param_dtype
 
     def local_gradient(self, slot: Slot, flat: torch.Tensor) -> DTensor:
         """Return the parameter's gradient as a DTensor like the parameter, viewed from ``flat`` (cast if dtypes
