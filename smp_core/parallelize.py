@@ -67,6 +67,7 @@ from smp_core.sharding.fsdp_options import apply_fsdp_options
 from smp_core.sharding.load_state_dict import load_own_parts
 from smp_core.sharding.optimizer import WorldSharding
 from smp_core.sharding.pickling import refuse_to_pickle_shards
+from smp_core.sharding.random_values import draw_whole_tensors
 from smp_core.sharding.rank_0 import broadcast_from_rank_0, send_to_stages
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.scalars import reduce_scalars
@@ -110,7 +111,7 @@ def parallelize_model(
         ValueError: a method of ``forward_methods`` that there is not, and what conversions refuse.
     """
     knobs = plan.knobs
-    change_this_process()
+    change_this_process(mesh)
     replaced = ReplacedParameters(model)
     _require_methods(model, plan)
     meter = CommMeter(mesh.topology, mesh.rank, mesh.device.type, enabled=knobs.collectives.meter)
@@ -199,11 +200,12 @@ def _join_stages(
     return pipeline, TiedGradients(tied, ends, mesh.group("replicate"), lambda: window().world).added_up
 
 
-def change_this_process() -> None:
+def change_this_process(mesh: SmpMesh) -> None:
     """Switch on what holds for all sharded models of a process: parts are not pickled in silence, numbers of theirs are
-    those of unsharded tensors, and errors that others raise about them are explained."""
+    those of unsharded tensors, random ones included, and errors that others raise about them are explained."""
     refuse_to_pickle_shards()
     reduce_scalars()
+    draw_whole_tensors(mesh)
     explain_uncaught_errors()
 
 

@@ -127,8 +127,8 @@ def without_masters(dtype: torch.dtype) -> str:
     """Return what it costs that weights in half precision have no masters."""
     steps = round(2 / torch.finfo(dtype).eps)
     return (
-        f"weights are {name_of(dtype)} and have no float32 masters: an optimizer step that changes a weight by less than "
-        f"1/{steps} of it is rounded away, which at learning rates like 1e-5 are most; write master_dtype='float32' "
+        f"weights are {name_of(dtype)} and have no float32 masters: an optimizer step that changes a weight by less "
+        f"than 1/{steps} of it is rounded away, at learning rates like 1e-5 most steps; write master_dtype='float32' "
         "(weights, gradients and optimizer states are stored in float32), or train float32 weights in mixed precision "
         "(Lightning: precision='bf16-mixed'); master_dtype=None says that this is meant"
     )
@@ -143,11 +143,10 @@ def settle_stored_dtype(draft: Draft, shapes: Shapes, gathers: bool, masters: bo
     if knobs.optimizer_shard != "world" or native_fp8 or knobs.state_offload == "optimizer" or not gathers:
         return False
     of_units = [shapes.of_name(name) for unit in shapes.units.units for name in unit.parameters]
-    trained = {parameter.dtype for parameter in of_units if parameter.trainable}
-    stored = dtype or next((each for each in HALF if masters and each in trained), None)
-    if stored not in HALF or not (torch.float32 in trained or (masters and trained.intersection(HALF))):
+    stepped = (torch.float32, *HALF) if masters else (torch.float32,)
+    if dtype not in HALF or not any(p.dtype in stepped and p.trainable for p in of_units):
         return False
-    why = f"float32 weights are masters over all ranks; parameters are stored in {name_of(stored)}, as they compute"
+    why = f"float32 weights are masters over all ranks; parameters are stored in {knobs.param_dtype}, as they compute"
     draft.settle("optimizer_shard", "world", why)
     return True
 

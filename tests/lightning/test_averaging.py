@@ -101,7 +101,13 @@ def fit_averaging(
         ("ema", "world"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("mean", "kept"), ("ema", "node"), ("multi", "replicas"), ("own", "world-host"), ("own", "host"))
+            for case in (
+                ("mean", "kept"),
+                ("ema", "node"),
+                ("multi", "replicas"),
+                ("own", "world-host"),
+                ("own", "host"),
+            )
         ),
     ],
 )

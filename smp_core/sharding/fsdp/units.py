@@ -211,6 +211,7 @@ class ShardedUnit:
         indices = list(indices)
         for index in indices:
             kept = self.parameters()[index]
+            gradient, kept.grad = kept.grad, None
             stored = nn.Parameter(kept.detach().to(dtype), requires_grad=kept.requires_grad)
             stored.__dict__.update(kept.__dict__)  # what others have noted on it
             try:
@@ -218,9 +219,10 @@ class ShardedUnit:
             except RuntimeError as error:
                 raise ValueError(
                     f"{self.names[index]} cannot be stored in {dtype} any more ({error}): something refers to it, for "
-                    "example code that was compiled by a forward before the optimizer was made; make the optimizer "
-                    "first, or write optimizer_shard='shard'"
+                    "example code that was compiled by a forward before; make the optimizer, and trainable what it is "
+                    "to train, before the first forward, or write optimizer_shard='shard' and master_dtype=None"
                 ) from error
+            kept.grad = None if gradient is None else gradient.to(dtype)
         self.group.shards_changed(indices)
 
     @property

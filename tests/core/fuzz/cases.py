@@ -79,6 +79,7 @@ NOT_DRAWN: dict[str, str] = {
     "pipeline.schedule": _STAGES,
     "pipeline.split": _STAGES,
     "compression.reduce": _INEXACT,
+    "master_dtype": "is about half precision models: tests/core/test_shared_parameters.py draws it",
     "fp8": _INEXACT,
     "compile": "takes minutes: tests/accelerate/test_compiled.py",
     "units.optional": "needs a model with branches that ranks leave out: tests/core/test_optional_units.py",
