@@ -7,18 +7,18 @@ conversions, but for models that came sharded (:mod:`smp_core.adoption`).
 4.  share_sequences: attention over the ranks that share sequences
 5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
 6.  CastParameters: replicated parameters in what the others are gathered in, also where their use is computed again
-    save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
-7.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
-8.  lay_out_contiguously: shards are stretches of a parameter's rows
-9.  broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
-10. shard_units: fully_shard of blocks, then roots, with our communication objects
-11. apply_fsdp_options: how far ahead units are gathered
-12. materialize: what is on the meta device, shard by shard
-13. store_masters: trainable half precision parameters in float32, where `master_dtype` says so
-    move_plain_tensors: what FSDP2 does not manage, to the device
-14. register_forward_methods: methods besides forward that gather
-15. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
-16. AccumulationWindow: gradients from here on, with the hop across replicas
+7.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
+8.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
+9.  lay_out_contiguously: shards are stretches of a parameter's rows
+10. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
+11. shard_units: fully_shard of blocks, then roots, with our communication objects
+12. apply_fsdp_options: how far ahead units are gathered
+13. materialize: what is on the meta device, shard by shard
+14. store_masters: trainable half precision parameters in float32, where `master_dtype` says so
+15. move_plain_tensors: what FSDP2 does not manage, to the device
+16. register_forward_methods: methods besides forward that gather
+17. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
+18. AccumulationWindow: gradients from here on, with the hop across replicas
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class Plan:
 
     @property
     def replicated_casts(self) -> dict[str, torch.dtype]:
-        """What replicated parameters are cast to where they are used, by name. Under autocast layers cast their own,
-        so that only one that others of the same layer are gathered beside has to be of their dtype."""
+        """The dtypes that replicated parameters are cast to where they are used, by name. Under autocast layers cast
+        their own, so that only one that others of the same layer are gathered beside has to be of their dtype."""
         beside = {name.rpartition(".")[0] for unit in self.units for name in unit.parameters}
         found = {}
         for parameter in map(self.shapes.of_name, self.replicated):

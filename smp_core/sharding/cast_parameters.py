@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_core.absent import is_absent
+
 
 class CastParameters:
     """The casts of a model's replicated parameters.
@@ -32,14 +34,15 @@ class CastParameters:
         self._outermost: object = None  # the module, or the call of a method, that shows casts
         self._shown: list[tuple[nn.Module, str, nn.Parameter, torch.Tensor]] = []
         named = dict(model.named_parameters(remove_duplicate=False))
-        ids = {id(named[name]): dtype for name, dtype in dtypes.items()}
+        ids = {id(named[name]): dtype for name, dtype in dtypes.items() if not is_absent(named[name])}
         self._places = [
             (module, name, ids[id(parameter)])
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False)
             if id(parameter) in ids
         ]
-        around = [module for module in model.modules() if any(id(each) in ids for each in module.parameters())]
+        holding = {module for module, _, _ in self._places}
+        around = [module for module in model.modules() if ids and not holding.isdisjoint(module.modules())]
         for module in around:
             module.register_forward_pre_hook(self._begin)
             module.register_forward_hook(self._end, always_call=True)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from smp_core.absent import ABSENT, is_absent
 from smp_core.checkpoint.optimizers import own_part
@@ -28,15 +27,14 @@ from smp_core.mesh import SmpMesh
 from smp_core.sharding.optimizer import local_of
 
 _aten = torch.ops.aten
-# What these draw depends on the shape alone; whatever else draws reads the values of its arguments.
-_BY_SHAPE = (
+_IN_PLACE = (
     *(_aten.normal_.default, _aten.uniform_.default, _aten.log_normal_.default, _aten.cauchy_.default),
-    *(_aten.exponential_.default, _aten.geometric_.default, _aten.bernoulli_.float),
+    *(_aten.exponential_.default, _aten.geometric_.default, _aten.bernoulli_.float, _aten.bernoulli_.Tensor),
     *(_aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from")),
-    *(_aten.rand_like.default, _aten.randn_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype),
 )
-_BY_VALUE = (
-    *(_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor, _aten.poisson.default),
+_LIKE = (_aten.rand_like.default, _aten.randn_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype)
+_OF_VALUES = (
+    *(_aten.bernoulli.default, _aten.bernoulli.p, _aten.poisson.default),
     *(_aten.normal.Tensor_float, _aten.normal.Tensor_Tensor),
 )
 _meshes: list[weakref.ref[SmpMesh]] = []
@@ -51,7 +49,7 @@ def draw_whole_tensors(mesh: SmpMesh) -> None:
 
 @functools.cache
 def _register() -> None:
-    for function in (*_BY_SHAPE, *_BY_VALUE):
+    for function in (*_IN_PLACE, *_LIKE, *_OF_VALUES):
         torch.library.register_torch_dispatch(function, DTensor, _draw)
 
 
@@ -59,18 +57,22 @@ def _draw(kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: 
     target: DTensor = args[0]
     if is_absent(target):
         raise RuntimeError(ABSENT % list(target.shape))
-    by_shape = function in _BY_SHAPE
-    given = (_like_whole(target), *args[1:]) if by_shape else args
-    given, named = tree_map_only(DTensor, DTensor.full_tensor, (given, kwargs or {}))
+    # What is drawn in the place of values, or like them, needs their shape alone.
+    first = _whole(target) if function in _OF_VALUES else _like_whole(target)
+    others, named = map(_whole, args[1:]), {name: _whole(value) for name, value in (kwargs or {}).items()}
     with _state_of_rank_0(target, named.get("generator")):
-        drawn = function(*given, **named)
+        drawn = function(first, *others, **named)
     own = own_part(drawn, target)
-    if function._schema.is_mutable:
+    if function in _IN_PLACE:
         local_of(target).copy_(own)
         return target
     made = torch.empty_like(target, dtype=drawn.dtype)
     local_of(made).copy_(own)
     return made
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _like_whole(target: DTensor) -> torch.Tensor:

@@ -17,16 +17,17 @@ from smp_core.planning.cluster import Cluster
 from smp_core.planning.decide import Plan, decide
 from smp_core.planning.shapes import Shapes
 from smp_core.topology import Topology
-from tests.core.optimizer_shard_runs import bf16_model, momentum
-from tests.core.scenarios import parallel_model
-from tests.core.test_half_precision_masters import (
+from tests.core.optimizer_shard_runs import (
     BF16_STEPS,
     HalfPrecisionRun,
     assert_near,
+    bf16_model,
     bf16_tokens,
     half_precision_run,
+    momentum,
     one_process_with_masters,
 )
+from tests.core.scenarios import parallel_model
 from tests.harness import run_ranks
 from tests.lightning.running import whole
 

@@ -227,7 +227,7 @@ class ShardedUnit:
 
     @property
     def computes_in(self) -> torch.dtype | None:
-        """What its parameters are cast to when they are gathered; None: each stays in its own dtype."""
+        """The dtype that its parameters are cast to when they are gathered; None: each stays in its own dtype."""
         return None if self.group is None else self.group.policy().param_dtype
 
     def local_gradient(self, slot: Slot, flat: torch.Tensor) -> DTensor:
