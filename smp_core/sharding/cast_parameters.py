@@ -63,6 +63,8 @@ class CastParameters:
 
         @functools.wraps(forward)
         def showing(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():  # nothing is computed again
+                return forward(*args, **kwargs)
             outermost, around = self._outermost, self._shown
             self._put_back()
             self._outermost = showing

@@ -28,7 +28,7 @@ from smp_core.mesh import SmpMesh
 from smp_core.planning.decide import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.host_optimizer import OnHost, derive, host_kernels, step_on_host
-from smp_core.sharding.optimizer import MASTER, WorldSharding, local_of
+from smp_core.sharding.optimizer import MASTER, WorldSharding, local_of, master_dtype
 from smp_core.sharding.optimizer_trial import (
     held,
     refuse_unsaveable,
@@ -211,6 +211,12 @@ class Homes:
                 for unit in model.units:
                     unit.store_masters()
 
+    def keep_gradients_fine(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let half precision parameters have float32 gradients, which masters on the host are stepped with."""
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is None and master_dtype(parameter) != parameter.dtype:
+                parameter.grad_dtype = master_dtype(parameter)
+
     def choose_kernels(self, optimizer: torch.optim.Optimizer, stepped_there: bool) -> None:
         """Choose kernels that take what is in each group (``stepped_there``: an :class:`OnHost` does that itself), and
         in all of them for ``zero_grad``, which goes by the defaults."""
@@ -273,6 +279,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     if not homes.worlds:
         require_steps_shards(optimizer)
     if host:
+        homes.keep_gradients_fine(optimizer)
         step_on_host(optimizer, models[0].mesh.device)
     optimizer._smp_homes = homes  # type: ignore[attr-defined]
     # A class, not attributes of the instance: Lightning derives its own wrapper's class from it. One for all optimizers
@@ -304,6 +311,8 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
     homes.take_in(optimizer)
     homes.store_masters()
     homes.give_masters(optimizer)
+    if isinstance(optimizer, OnHost):
+        homes.keep_gradients_fine(optimizer)
     homes.choose_kernels(optimizer, stepped_there=isinstance(optimizer, OnHost))
 
 

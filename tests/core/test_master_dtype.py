@@ -27,9 +27,9 @@ from tests.core.optimizer_shard_runs import (
     momentum,
     one_process_with_masters,
 )
+from tests.core.prepared_runs import whole
 from tests.core.scenarios import parallel_model
 from tests.harness import run_ranks
-from tests.lightning.running import whole
 
 MASTERS: list[dict[str, Any]] = [
     {"shard_degree": 4, "master_dtype": "float32"},

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.core.prepared_runs import whole
 from tests.core.scenarios import parallel_model
 from tests.harness import run_ranks
-from tests.lightning.running import whole
 
 INITIALISERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "normal": lambda p: nn.init.normal_(p, 0.1, 2.0),

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.core.optimizer_shard_runs import momentum
+from tests.core.prepared_runs import whole
 from tests.core.scenarios import parallel_model
 from tests.harness import run_ranks
-from tests.lightning.running import whole
 
 WIDTH, STEPS, MICRO = 8, 3, 2
 TIES = ("weight", "bias", "norm", "module", "block", "root", "root with bias", "scale")
