@@ -212,10 +212,11 @@ class Homes:
                     unit.store_masters()
 
     def keep_gradients_fine(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let half precision parameters have float32 gradients, which masters on the host are stepped with."""
+        """Let half precision parameters have gradients of any dtype: masters on the host are stepped with the sums as
+        they are."""
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if parameter.grad is None and master_dtype(parameter) != parameter.dtype:
-                parameter.grad_dtype = master_dtype(parameter)
+            if master_dtype(parameter) != parameter.dtype and model_parameter(parameter) is parameter:
+                parameter.grad_dtype = None
 
     def choose_kernels(self, optimizer: torch.optim.Optimizer, stepped_there: bool) -> None:
         """Choose kernels that take what is in each group (``stepped_there``: an :class:`OnHost` does that itself), and

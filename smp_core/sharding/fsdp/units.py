@@ -236,7 +236,8 @@ class ShardedUnit:
         assert self.group is not None
         parameter = cast(DTensor, self.parameters()[slot.index])
         shard = parameter.to_local()
-        own = flat[slot.offset : slot.offset + shard.numel()].to(parameter.grad_dtype or shard.dtype)
+        dtype = parameter.grad_dtype or torch.promote_types(shard.dtype, flat.dtype)
+        own = flat[slot.offset : slot.offset + shard.numel()].to(dtype)
         return self.group.sharded_gradient(slot.index, own.view(shard.shape))
 
     def is_gathered(self) -> bool:
