@@ -205,7 +205,7 @@ class ParallelModel:
             **self.over_stages(),
         )
 
-    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
+    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None) -> torch.Tensor:
         """Return the gradients' norm over all ranks: a plain 0-d tensor, equal everywhere."""
         return grad_norm(
             self.stepped(parameters),

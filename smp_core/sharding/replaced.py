@@ -121,7 +121,7 @@ class _Replaced(nn.Parameter):
         )
 
     @grad.setter
-    def grad(self, gradient: None) -> None:
+    def grad(self, gradient: torch.Tensor | None) -> None:
         pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

@@ -265,7 +265,8 @@ class UnitWindow:
         if index in self._own:
             gradient = gradient + self._own.pop(index)
         hooks = hooks_of(parameter)
-        _accumulate(parameter, hooks.change(gradient) if hooks else gradient)
+        changed: Any = hooks.change(gradient) if hooks else gradient
+        _accumulate(parameter, changed)
 
     def take_own_gradients(self) -> None:
         """Let gradients of terms of the loss that are made of shards be those of their parameters, or of their masters;
