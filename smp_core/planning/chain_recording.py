@@ -31,6 +31,7 @@ from smp_core.planning.shapes import Shapes
 from smp_core.planning.stand_ins import Early, find_stand_ins
 from smp_core.planning.units import WrapPlan
 
+
 def with_chain(shapes: Shapes, model: nn.Module) -> Shapes:
     """Return the shapes of a model with its chain.
 
