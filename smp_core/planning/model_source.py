@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from smp_core.floors import how_to_install
-from smp_core.planning.chain_recording import example_of
+from smp_core.planning.examples import example_of
 from smp_core.planning.known_models import KNOWN_MODELS
 from smp_core.planning.trace_meter import flat
 from smp_core.planning.units import Entry

@@ -91,11 +91,21 @@ class _Watched(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             made = func(*args, **(kwargs or {}))
-        if not isinstance(made, _SAYS_NOTHING):
+        if func is torch.Tensor.view_as and isinstance(args[0], _Watched):  # torch.autograd.Function's, FSDP2's units
+            made.__class__, made.given = cls, args[0].given
+        elif not isinstance(made, _SAYS_NOTHING):
             for _, tensor in iterate_tensors([args, kwargs or {}]):
                 if isinstance(tensor, _Watched):
                     tensor.given.is_used = True
         return made
+
+
+def _plain(hidden: torch.Tensor) -> torch.Tensor:
+    """Return what a block takes such that its uses are not noted."""
+    if not isinstance(hidden, _Watched):
+        return hidden
+    with torch._C.DisableTorchFunctionSubclass():
+        return hidden.view_as(hidden)
 
 
 @dataclass(eq=False)
@@ -216,7 +226,8 @@ class Stack:
 
 @dataclass(eq=False)
 class BlockForward:
-    """The forward of a block of a stack, around all else that was put around it.
+    """The forward of a block of a stack, around all else that was put around it. Gradients of what is returned
+    alongside the tokens count once, but for what is of this rank's heads.
 
     Attributes:
         original: recomputes, where that was asked for.
@@ -238,6 +249,7 @@ class BlockForward:
     @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         axis, tokens, stack = self.stack.axis, self.stack.tokens[self.place], self.stack
+        args, kwargs = with_hidden(args, kwargs, _plain)
         if self.found is None and not tokens.split:
             self._try_out(args, kwargs)
         split = tokens.split
@@ -247,8 +259,13 @@ class BlockForward:
                 args, kwargs, lambda other: other if stack.is_own(other) else sum_gradient(other, axis)
             )
         output = self.original(*args, **kwargs)
+        others = [tensor for _, tensor in iterate_tensors(output[1:])] if isinstance(output, tuple) else []
+        own = [tensor for n, tensor in enumerate(others) if self.found is not None and n in self.found.own_outputs]
+        stack.add_own(own)
         if split:
-            output = self._once(output)
+            output = with_other_outputs(
+                output, lambda other: other if any(other is each for each in own) else gradient_once(other, axis)
+            )
         return self._leave(output, split)
 
     def _enter(self, hidden: torch.Tensor, split: bool) -> torch.Tensor:
@@ -263,17 +280,6 @@ class BlockForward:
             require_equal_parts(hidden.shape[-2], self.stack.axis.degree)
         self.stack.axis.begin(hidden)
         return split_tokens(hidden, self.stack.axis)
-
-    def _once(self, output: Any) -> Any:
-        """Let gradients of what is returned alongside the tokens count once, but for what belongs to this rank's
-        heads."""
-        others = [tensor for _, tensor in iterate_tensors(output[1:])] if isinstance(output, tuple) else []
-        own = [tensor for n, tensor in enumerate(others) if self.found is not None and n in self.found.own_outputs]
-        self.stack.add_own(own)
-        axis = self.stack.axis
-        return with_other_outputs(
-            output, lambda other: other if any(other is each for each in own) else gradient_once(other, axis)
-        )
 
     def _leave(self, output: Any, split: bool) -> Any:
         stack, axis = self.stack, self.stack.axis

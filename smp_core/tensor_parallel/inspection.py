@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from smp_core.agreement import of_all_ranks
-from smp_core.planning.chain_recording import as_in_training, example_of
+from smp_core.planning.chain_recording import as_in_training
+from smp_core.planning.examples import example_of
 from smp_core.planning.saved_buffers import buffers_restored
 from smp_core.tensor_parallel.adapters import around, has_adapters
 from smp_core.tensor_parallel.roles import (

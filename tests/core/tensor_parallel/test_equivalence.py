@@ -151,7 +151,7 @@ def mutated(case: Case) -> tuple[Training, list[str]]:
     if case.mutation == "norms":
         apply._Splitting._summing = lambda *_: iter(())  # type: ignore[method-assign,assignment,return-value]
     elif case.mutation == "bias":
-        layers.RowForward.__call__ = _row_with_every_bias  # type: ignore[method-assign]
+        layers.RowForward.__call__ = functools.partialmethod(_row_with_every_bias, kept[1])  # type: ignore
     else:
         changed.exchange_rows = functools.partial(_rows_of_own_gradients, kept[2])
     try:
@@ -162,7 +162,9 @@ def mutated(case: Case) -> tuple[Training, list[str]]:
         apply._Splitting._summing, layers.RowForward.__call__, changed.exchange_rows = kept  # type: ignore[method-assign]
 
 
-def _row_with_every_bias(self: Any, hidden: Any) -> Any:
+def _row_with_every_bias(self: Any, call: Any, hidden: Any) -> Any:
+    if not self.tokens.split:
+        return call(self, hidden)
     with layers.showing(self.module, {"weight": layers.local(self.module.weight)}):
         return layers.scatter_tokens(self.original(hidden), self.axis)
 

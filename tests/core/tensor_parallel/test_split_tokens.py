@@ -119,7 +119,7 @@ def after_a_step(name: str) -> tuple[list[bool], list[list[bool]], list[str]]:
 
 
 def several_after_a_step() -> dict[str, Any]:
-    return {name: after_a_step(name) for name in ("plain", "placed", "jumping", "llama", "gpt2", "experts", "t5")}
+    return {name: after_a_step(name) for name in ("plain", "placed", "jumping", "llama", "gpt2", "experts")}
 
 
 def test_tokens_are_split_in_and_between_blocks_that_can_do_with_a_part() -> None:
