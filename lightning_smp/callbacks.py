@@ -122,6 +122,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         self._memory_log, self._run_log = memory_log, run_log
         self._record: RunRecord | None = None
         self._logged: dict[str, Any] = {}
+        self._of_evaluation: set[str] = set()
 
     # The batches
 
@@ -222,11 +223,13 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _between_training_steps(trainer) and self._figures is not None:
             self._figures.pause()
+            self._logged = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _between_training_steps(trainer) and self._figures is not None:
             self._figures.resume()
-            self._write_logged(trainer)
+            self._of_evaluation |= trainer.callback_metrics.keys() - self._logged.keys()
+            self._write_logged(trainer, of_evaluation=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write_logged(trainer)  # of the epoch before, whose means are known when its hooks have run
@@ -235,16 +238,17 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         self._write_logged(trainer)
         self._end_record()
 
-    def _write_logged(self, trainer: Trainer) -> None:
-        """Write what ``self.log`` has given since the last time into the run's log. Collective: Lightning reduces where
-        it is asked."""
+    def _write_logged(self, trainer: Trainer, of_evaluation: bool = False) -> None:
+        """Write what ``self.log`` has given in training, or in an evaluation, into the run's log. Collective: Lightning
+        reduces where it is asked."""
         logged = dict(trainer.callback_metrics)
-        # Lightning makes a new tensor for each value that is new.
-        fresh = {name: value for name, value in logged.items() if value is not self._logged.get(name)}
+        # Lightning makes a new tensor for each value that is new, and others of evaluations when these are over.
+        fresh = {name for name, value in logged.items() if value is not self._logged.get(name)}
+        fresh -= {*_SHORT.values()}
+        names = fresh & self._of_evaluation if of_evaluation else fresh - self._of_evaluation
         self._logged = logged
         if self._record is not None:
-            ours = {*_SHORT.values()}
-            values = {name: float(value) for name, value in fresh.items() if name not in ours and value.numel() == 1}
+            values = {name: float(logged[name]) for name in sorted(names) if logged[name].numel() == 1}
             self._record.write_metrics(self._booked_step, values)
 
     # Reports

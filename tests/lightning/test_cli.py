@@ -87,7 +87,7 @@ def test_variables_set_what_no_argument_does(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setenv("SMP_ACTIVATIONS", '{"checkpoint": "full", "offload": true}')
     both = SmpConfig.from_dict({"shard_degree": 2, "activations": {"checkpoint": "full", "offload": True}})
     assert StrategyRegistry.get("smp_sharded").config == both
-    assert SmpShardedStrategy().config == both and config_of(SAID, NAME) == both
+    assert SmpShardedStrategy().config == both and config_of(SAID, NAME, f"{SAID}.optimizer_shard", "shard") == both
     assert SmpShardedStrategy().config.why("shard_degree") == "SMP_SHARD_DEGREE"
     assert not caplog.records
     written = (

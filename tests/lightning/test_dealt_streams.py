@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.core.pipeline.cases import of_all_stages
+from tests.harness import run_ranks
 from tests.lightning.running import Run, assert_same, make_trainer, report, together, worst
 
 LENGTH, VOCABULARY = 8, 29
@@ -201,7 +203,55 @@ def assert_like_one_process(cases: list[Case]) -> None:
 def test_a_stream_is_dealt_out_as_one_process_reads_it() -> None:
     # A batch left over for two of four ranks; then at random.
     left_over = Case("shards", "plain", 38, 36, 4, False, 0, 1)
-    assert_like_one_process([left_over, *map(draw, range(9))])
+    assert_like_one_process([left_over, *map(draw, range(7))])
+
+
+class OwnStreams(Streaming):
+    """Each rank shuffles for itself."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.seen = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen += len(batch["input_ids"])
+
+    def train_dataloader(self) -> Any:
+        return loader_of(self.case, self.case.rows, seed=dist.get_rank())
+
+
+def own_streams() -> tuple[str, int, list[str]]:
+    """What is said to tensor ranks; the samples that a data rank sees, and what is said to these."""
+    case, flags = Case("shards", "plain", 12, 12, 2, False, 0, 1), {"limit_val_batches": 0}
+    tensor = {"shard_degree": 1, "tensor_parallel_degree": 2, "tensor_parallel": "auto"}
+    with pytest.raises(ValueError) as refused:
+        make_trainer(tensor, **flags).fit(OwnStreams(case))
+    module, said = OwnStreams(case), Said()
+    logging.getLogger("smp").addHandler(said)
+    try:
+        make_trainer({"shard_degree": 2}, **flags).fit(module)
+    finally:
+        logging.getLogger("smp").removeHandler(said)
+    return str(refused.value), module.seen, said.lines
+
+
+class Said(logging.Handler):
+    """The warnings of torch-smp."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_streams_that_differ_are_refused_to_tensor_ranks_and_named_to_data_ranks() -> None:
+    for rank, (refused, seen, said) in enumerate(run_ranks(own_streams, 2)):
+        assert "ranks 0 and 1 compute the same samples" in refused and "distributed_sampler_kwargs" in refused
+        assert seen == 12, "all of its own stream"
+        about = [line for line in said if "use_distributed_sampler=False" in line and "seed_everything" in line]
+        assert len(about) == (1 if rank == 0 else 0)
 
 
 @pytest.mark.slow
