@@ -11,8 +11,9 @@ their public attributes.
 
 Private names: a step outside of Lightning's loop has to be what the loop makes of it. ``_on_before_batch_transfer``,
 ``_build_kwargs`` and ``_build_step_args_from_hook_kwargs`` give its arguments, ``call._call_strategy_hook`` the name of
-the hook that logs, ``_logger_connector`` the loader and batch that are logged of; ``_store_dataloader_outputs``
-ends what was logged of the loader before. ``_combined_loader`` has the mode in which loaders are combined (``_mode``), ``_evaluation_loop`` the one that runs and ``_results`` what it has logged.
+the hook that logs, ``_logger_connector`` the loader and batch that are logged of; ``_store_dataloader_outputs`` ends
+what was logged of the loader before. ``_combined_loader`` has the mode in which loaders are combined (``_mode``),
+``_evaluation_loop`` is the one that runs, and ``_results`` what it has logged.
 """
 
 from __future__ import annotations
