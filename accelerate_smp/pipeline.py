@@ -76,7 +76,7 @@ class PipelinedAccelerator(Accelerator):
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last of all processes."""
+        """The flag of the last of all processes."""
         last: bool = self.state.is_last_process
         return last
 

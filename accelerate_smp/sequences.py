@@ -280,7 +280,7 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those that read different samples."""
+        """The place of this rank among those that read different samples."""
         return 0 if self.layout is None else self.layout.coordinate(self.state.process_index, *DATA)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

@@ -11,8 +11,9 @@ their public attributes.
 
 Private names: a step outside of Lightning's loop has to be what the loop makes of it. ``_on_before_batch_transfer``,
 ``_build_kwargs`` and ``_build_step_args_from_hook_kwargs`` give its arguments, ``call._call_strategy_hook`` the name of
-the hook that logs, ``_logger_connector`` the loader and batch that are logged of; ``_store_dataloader_outputs``
-ends what was logged of the loader before. ``_combined_loader`` has the mode in which loaders are combined.
+the hook that logs, ``_logger_connector`` the loader and batch that are logged of; ``_store_dataloader_outputs`` ends
+what was logged of the loader before. ``_combined_loader`` has the mode in which loaders are combined (``_mode``),
+``_evaluation_loop`` is the one that runs, and ``_results`` what it has logged.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Evaluations:
 
     def __init__(self, trainer: Trainer, after_repeated: Callable[[], None]) -> None:
         self._trainer, self._after_repeated = trainer, after_repeated
-        self.prepares = False
+        self.prepares = self._sets_up = False
         self.weight = 1.0
         self._loaders: list[Any] = []
         for loop in (
@@ -104,11 +105,11 @@ class Evaluations:
             loop.setup_data = functools.partial(self._set_up, loop)  # type: ignore[method-assign]
 
     def _set_up(self, loop: Any) -> None:
-        self.prepares, self._loaders = True, []
+        self._sets_up, self._loaders = True, []
         try:
             type(loop).setup_data(loop)
         finally:
-            self.prepares = False
+            self._sets_up = self.prepares = False
         uneven = any(isinstance(loader, UnevenLoader) for loader in self._loaders)
         if uneven and loop._combined_loader._mode != "sequential":
             raise ValueError(
@@ -116,6 +117,10 @@ class Evaluations:
                 "numbers of batches: the others would wait for the ranks that run out. Give all ranks as many batches "
                 "(drop_last=True), or combine them with mode='sequential'"
             )
+
+    def loaders_are_made(self) -> None:
+        """Note that the user's hooks have made the loaders of the loop that is being set up."""
+        self.prepares = self._sets_up
 
     def process(self, loader: Any) -> Any:
         """Return a loader of an evaluation as Lightning's loop iterates it. Collective over the world."""
@@ -141,7 +146,7 @@ class Evaluations:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks may run out of batches in the present evaluation."""
+        """The flag of an evaluation in which ranks may run out of batches."""
         trainer = self._trainer
         if not (trainer.evaluating or trainer.sanity_checking or trainer.predicting):
             return False

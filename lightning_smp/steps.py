@@ -85,7 +85,7 @@ class SteppingStrategy(ProcessGroupStrategy):
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those that read different samples."""
+        """The place of this rank among those that read different samples."""
         return self.mesh.data_rank
 
     @property
@@ -183,6 +183,12 @@ class SteppingStrategy(ProcessGroupStrategy):
             self._deals_as = (size, rank)
             size, rank = 1, 0  # see lightning_smp/evaluation.py
         return {"num_replicas": size, "rank": rank}
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier(name)
+        if self.evaluations is not None and name is not None and name.endswith("_dataloader()"):
+            self.evaluations.loaders_are_made()
 
     @property
     def _reads_as(self) -> tuple[int, int]:

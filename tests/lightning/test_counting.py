@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -22,13 +22,12 @@ import torchmetrics
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from tests.core.blocks import PLAN, TOKENS, Blocks, rows
 from tests.core.pipeline.cases import of_all_stages
 from tests.harness import run_ranks
 from tests.lightning.running import Run, assert_same, make_trainer, report, together
-from tests.lightning.test_joined import Stream
 from tests.rank_pool import RanksFailed
 
 
@@ -254,6 +253,16 @@ def test_every_batch_and_every_sample_counts_once_in_all_cases(seed: int) -> Non
     check(seed)
 
 
+class Stream(IterableDataset):
+    """Without a length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
 class Fetching(Counting):
     def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
         raise AssertionError("it is refused before")
@@ -273,7 +282,7 @@ def loaders_of_the_users_own() -> tuple[list[Any], list[str]]:
         seen.append(sum(map(len, trainer.predict(module, loader) or [])))
     said = []
     zipped = CombinedLoader([DataLoader(own, batch_size=None)], "max_size")  # type: ignore[arg-type]
-    for kind, loaders in ((Fetching, DataLoader(Stream(own), batch_size=None)), (Counting, zipped)):
+    for kind, loaders in ((Fetching, DataLoader(own, batch_size=None)), (Counting, zipped)):  # type: ignore[arg-type]
         trainer = make_trainer({"shard_degree": 2}, precision="64-true", use_distributed_sampler=False)
         with pytest.raises(ValueError) as caught:
             trainer.validate(kind(**options), loaders, verbose=False)
