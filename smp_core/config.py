@@ -116,6 +116,10 @@ class SmpConfig:
         reduce_dtype: Dtype in which gradients are reduced. "float32", "bfloat16", None (the gradients' own dtype) or
             "auto" (default; float32 for half precision parameters, otherwise their own). "float16" is refused when
             training starts: gradients are added up before they are divided and would overflow.
+        master_dtype: Dtype in which the optimizer steps weights of a half precision model (bf16-true, or loaded in
+            bfloat16), which compute in their own: they are stored in it, with their gradients and optimizer states.
+            "float32", None (their own dtype: most small updates are rounded away) or "auto" (default; float32 where
+            optimizer_shard or state_offload make masters, otherwise None, with a warning).
         on_nonfinite_grad_norm: What a gradient norm that is inf or nan does. "ignore" (default; the step is taken, as
             plain torch does), "skip" (the gradients are dropped, so that the optimizer step changes nothing) or
             "raise".
@@ -168,6 +172,7 @@ class SmpConfig:
     delayed_init: Knob[DelayedInit | None, bool | str | Fields] = _default(None)
     param_dtype: DtypeName | None = "auto"
     reduce_dtype: DtypeName | None = "auto"
+    master_dtype: Literal["auto", "float32"] | None = "auto"
     on_nonfinite_grad_norm: Literal["ignore", "skip", "raise"] = "ignore"
     optimizer_shard: Literal["shard", "world"] = "shard"
     state_offload: Literal["optimizer", "all"] | None = None

@@ -6,18 +6,20 @@ conversions, but for models that came sharded (:mod:`smp_core.adoption`).
 3.  _split_layers: layers over tensor ranks, whose parameters are DTensors before FSDP2 sees them
 4.  share_sequences: attention over the ranks that share sequences
 5.  chunk_losses: losses in chunks of tokens, for which FSDP2's hooks see one forward of the head
-6.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
-7.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
-8.  _stand_around_blocks: tokens that tensor ranks share, split and joined outside of what is recomputed
-9.  lay_out_contiguously: shards are stretches of a parameter's rows
-10. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
-11. shard_units: fully_shard of blocks, then roots, with our communication objects
-12. apply_fsdp_options: how far ahead units are gathered
-13. materialize: what is on the meta device, shard by shard
-14. move_plain_tensors: what FSDP2 does not manage, to the device
-15. register_forward_methods: methods besides forward that gather
-16. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
-17. AccumulationWindow: gradients from here on, with the hop across replicas
+6.  CastParameters: replicated parameters in what the others are gathered in, also where their use is computed again
+7.  save_activations: checkpointing, a property of a module's forward, so inside FSDP2's hooks
+8.  compile_blocks: what a block computes by now, so that gathers stay outside of its graph
+9.  _stand_around_blocks: tokens that tensor ranks share, split and joined outside of what is recomputed
+10. lay_out_contiguously: shards are stretches of a parameter's rows
+11. broadcast_from_rank_0: rank 0's weights for what stays whole; a unit gets them just before it is sharded
+12. shard_units: fully_shard of blocks, then roots, with our communication objects
+13. apply_fsdp_options: how far ahead units are gathered
+14. materialize: what is on the meta device, shard by shard
+15. store_masters: trainable half precision parameters in float32, where `master_dtype` says so
+16. move_plain_tensors: what FSDP2 does not manage, to the device
+17. register_forward_methods: methods besides forward that gather
+18. _join_stages: forwards that begin and end at the stage's ends, outside of FSDP2's hooks
+19. AccumulationWindow: gradients from here on, with the hop across replicas
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp_core.absent import is_absent
 from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, save_activations
 from smp_core.agreement import of_all_ranks
 from smp_core.comm.flat import FlatMaxReduce
@@ -59,6 +62,7 @@ from smp_core.planning.pipeline_rules import Stages
 from smp_core.planning.units import units_with
 from smp_core.recipes import DelayedInit
 from smp_core.sharding.accumulation import AccumulationWindow
+from smp_core.sharding.cast_parameters import CastParameters
 from smp_core.sharding.delayed_init import materialize
 from smp_core.sharding.forward_methods import register_forward_methods
 from smp_core.sharding.fsdp import Calls, ShardedUnit, explain_uncalled, passing_by, shard_units
@@ -66,6 +70,7 @@ from smp_core.sharding.fsdp_options import apply_fsdp_options
 from smp_core.sharding.load_state_dict import load_own_parts
 from smp_core.sharding.optimizer import WorldSharding
 from smp_core.sharding.pickling import refuse_to_pickle_shards
+from smp_core.sharding.random_values import draw_whole_tensors
 from smp_core.sharding.rank_0 import broadcast_from_rank_0, send_to_stages
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.scalars import reduce_scalars
@@ -110,7 +115,7 @@ def parallelize_model(
         ValueError: a method of ``forward_methods`` that there is not, and what conversions refuse.
     """
     knobs = plan.knobs
-    change_this_process()
+    change_this_process(mesh)
     replaced = ReplacedParameters(model)
     hooked = _require_same_hooks(replaced, plan)
     _require_methods(model, plan)
@@ -129,6 +134,8 @@ def parallelize_model(
     context = None if mesh.context_degree == 1 else share_sequences(model, mesh, plan, meter)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy, None if tensor is None else tensor.split_vocabulary)
+    recomputed = [model.get_submodule(each.name) for each in plan.activations.checkpointed]
+    casts = CastParameters(model, plan.replicated_casts, recomputed)
     saved = save_activations(model, plan, mesh.device) if plan.activations.checkpointed else NO_ACTIVATION_MEMORY_SAVED
     if knobs.compile is not None:
         compile_blocks(model, plan)
@@ -144,11 +151,13 @@ def parallelize_model(
     if plan.shapes.on_meta:
         states_on = torch.device("cpu") if knobs.state_offload == "all" else mesh.device
         materialize(model, states_on, seed=(knobs.delayed_init or DelayedInit()).seed, init_fn=init_fn)
+    if plan.dtypes.masters:
+        store_masters(model, plan, units)
     move_plain_tensors(model, mesh.device)
     replaced.settle(model)
 
     # Calls into it, and its gradients from here on.
-    calls = Calls(model, mesh.shard_ranks, units)
+    calls = Calls(model, mesh.shard_ranks, units, casts.shown)
     if units:
         register_forward_methods(model, units, calls, knobs.forward_methods)
     pipeline, finishing = _join_stages(model, mesh, plan, meter, tensor, units, played, lambda: window)
@@ -227,11 +236,12 @@ def _join_stages(
     return pipeline, TiedGradients(tied, ends, mesh.group("replicate"), lambda: window().world).added_up
 
 
-def change_this_process() -> None:
+def change_this_process(mesh: SmpMesh) -> None:
     """Switch on what holds for all sharded models of a process: parts are not pickled in silence, numbers of theirs are
-    those of unsharded tensors, and errors that others raise about them are explained."""
+    those of unsharded tensors, random ones included, and errors that others raise about them are explained."""
     refuse_to_pickle_shards()
     reduce_scalars()
+    draw_whole_tensors(mesh)
     explain_uncaught_errors()
 
 
@@ -382,6 +392,18 @@ def lay_out_contiguously(model: nn.Module) -> None:
         parameter.data = parameter.data.contiguous()
     if others:
         logger.info("made contiguous, as shards are: %s", ", ".join(others))
+
+
+@torch.no_grad()
+def store_masters(model: nn.Module, plan: Plan, units: Sequence[ShardedUnit]) -> None:
+    """Store trainable half precision parameters in float32: the weights that the optimizer steps. They are computed
+    with in their own dtype (:meth:`Plan.computed_in`, :attr:`Plan.replicated_casts`)."""
+    for unit in units:
+        unit.store_masters()
+    for name in plan.replicated:
+        parameter = model.get_parameter(name)
+        if not is_absent(parameter) and plan.dtypes.of_stepped(plan.shapes.of_name(name)) != parameter.dtype:
+            parameter.data = parameter.data.float()
 
 
 @torch.no_grad()

@@ -143,14 +143,16 @@ def _only(allowed: Any, reader: read.Reader, why: str, instead: str) -> Handler:
 def _half_precision(dtype: str) -> Handler:
     short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
     trainer = {
-        "bf16": 'Trainer(precision="bf16-true"), or "bf16-mixed" for float32 weights',
+        "bf16": 'Trainer(precision="bf16-mixed")',
         "fp16": 'Trainer(precision="16-mixed"), which scales the loss',
     }[short]
     flag = f"set the trainer's precision to match: Lightning {trainer}; HF TrainingArguments({short}=True)"
 
     def handle(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
         if _boolean(option, value):
-            to.set(option, value, "param_dtype", dtype, flag)
+            masters = "master_dtype='float32', as SMP steps a float32 copy of the weights"
+            to.set(option, value, "param_dtype", dtype, f"{masters}; {flag}")
+            to.settings["master_dtype"], to.origins["master_dtype"] = "float32", f"SMP {option}={value!r}"
         else:
             to.without_effect(option, value, "param_dtype follows the trainer's precision")
 

@@ -81,7 +81,8 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
     for parameter, of_unit, count in plan.split_shapes.alike:
         is_sharded = of_unit and plan.gathers
         elements = count * (_shard_elements(parameter, plan) if is_sharded else parameter.elements)
-        stored = dtypes.of_stored(parameter) if is_sharded else parameter.dtype
+        stepped = dtypes.of_stepped(parameter)
+        stored = dtypes.of_stored(parameter) if is_sharded else stepped
         reduced = dtypes.of_reduced(parameter)
         # state_offload="all" leaves what FSDP2 shards on the host; sums of gradients are on the device all the same.
         offloaded = knobs.state_offload == "all" and is_sharded
@@ -99,7 +100,7 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
             continue
         gradients += 0 if offloaded else elements * stored.itemsize
         if knobs.state_offload is None:
-            states += optimizer.tensors * elements * parameter.dtype.itemsize
+            states += optimizer.tensors * elements * stepped.itemsize
         if unsharded:
             partial_sums += unsharded * reduced.itemsize
         elif offloaded or reduced != stored:

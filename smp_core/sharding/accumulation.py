@@ -101,7 +101,7 @@ class AccumulationWindow:
         self._keep_gathered = plan.keeps_parameters
         self._hold_gradients = plan.keeps_gradients
         self._first_window = True
-        self._stored_in = plan.dtypes.stored
+        self._stored_as_gathered = plan.dtypes.stored_as_gathered
         self._over_world = knobs.optimizer_shard == "world"
         self._veto, self._finishing, self._hooks_on_any_stage = veto, finishing, hooks_on_any_stage
         self._mesh = mesh
@@ -131,7 +131,7 @@ class AccumulationWindow:
         ``on_host``: see there). What is trainable now can be trained."""
         if self.world is None:
             self._refuse_hooks_that_follow()
-            made = [each.make_masters(on_host, self._stored_in) for each in self._units]
+            made = [each.make_masters(on_host, self._stored_as_gathered) for each in self._units]
             plain = self._replicated.shard_over_world(on_host) if self._mesh.shard_degree == 1 else []
             self.world = WorldSharding([*(shard for shard in made if shard is not None), *plain])
         return self.world

@@ -33,7 +33,7 @@ from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
 from smp_core.comm.background import Pending
 from smp_core.comm.replica_hop import ReplicaHop
 from smp_core.sharding.parameter_hooks import hooks_of
-from smp_core.stepped import model_parameter, stands_for
+from smp_core.stepped import load_host_master, model_parameter, stands_for, with_host_master
 
 MASTER = "smp_master"
 """Entry of an optimizer state: the float32 values of a half precision parameter, so that checkpoints have them."""
@@ -309,28 +309,27 @@ class WorldSharding:
 
     @torch.no_grad()
     def own_state(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
-        """Do the reverse of :meth:`full_state`; masters take up what the state has of them."""
+        """Do the reverse of :meth:`full_state`, but for masters."""
         places, state = self._numbers(optimizer), {}
         for number, entry in numbered["state"].items():
             if number not in places:
                 state[number] = entry
                 continue
             shard, i = places[number]
-            own = dict(self.part_of_state(shard.parameters[i], entry))
-            master = None if shard.on_host else own.pop(MASTER, None)
-            if master is not None:
-                shard.masters[i].copy_(master)
-            state[number] = own
+            state[number] = dict(self.part_of_state(shard.parameters[i], entry))
         return {**numbered, "state": state}
 
     def weights(self) -> dict[int, torch.Tensor]:
-        """Return masters that are the weights, put together like their parameters, by the parameter's id.
-        Collective."""
+        """Return masters that are the weights, also those on the host, put together like their parameters, by the
+        parameter's id. Collective."""
         found = {}
         for shard in self.shards:
+            parts: dict[int, torch.Tensor] = {}
             if shard.holds_weights:
-                whole = shard.put_together({i: master.detach() for i, master in enumerate(shard.masters)})
-                found.update({id(shard.parameters[i]): value for i, value in whole.items()})
+                parts = {i: master.detach() for i, master in enumerate(shard.masters)}
+            elif shard.on_host and shard.parameters[0].dtype != master_dtype(shard.parameters[0]):
+                parts = {i: with_host_master(master) for i, master in enumerate(shard.masters)}
+            found.update({id(shard.parameters[i]): value for i, value in shard.put_together(parts).items()})
         return found
 
     @torch.no_grad()
@@ -340,7 +339,11 @@ class WorldSharding:
             for i, parameter in enumerate(shard.parameters):
                 if id(parameter) in weights:
                     local_of(parameter).copy_(local_of(weights[id(parameter)]))
-                    shard.masters[i].copy_(shard.own_of(i, weights[id(parameter)]))
+                    own = shard.own_of(i, weights[id(parameter)])
+                    if not shard.on_host:
+                        shard.masters[i].copy_(own)
+                    elif own.dtype != parameter.dtype:
+                        load_host_master(shard.masters[i], own)
 
     def _numbers(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[FlatShard, int]]:
         """Return torch's number of a parameter -> its place."""

@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor
 from smp_core.config import SmpConfig
 from smp_core.mesh import SmpMesh
 from smp_core.planning.decide import Plan
+from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.host_optimizer import OnHost, derive, host_kernels, step_on_host
-from smp_core.sharding.optimizer import MASTER, WorldSharding
+from smp_core.sharding.optimizer import MASTER, WorldSharding, local_of, master_dtype
 from smp_core.sharding.optimizer_trial import (
     held,
     refuse_unsaveable,
@@ -60,6 +61,8 @@ class SteppedModel(Protocol):
     def window(self) -> Window: ...
     @property
     def plan(self) -> Plan: ...
+    @property
+    def units(self) -> tuple[ShardedUnit, ...]: ...
     @property
     def replaced(self) -> ReplacedParameters: ...
     def reshard(self) -> None: ...
@@ -104,14 +107,13 @@ class Prepared:
         if len(groups) == len(self.param_groups):
             own = ({flag: group[flag] for flag in _KERNELS if flag in group} for group in self.param_groups)
             state_dict = {**state_dict, "param_groups": [{**g, **flags} for g, flags in zip(groups, own, strict=True)]}
+        if not isinstance(self, OnHost):
+            # Masters that were saved beside half precision weights are the weights here.
+            state_dict = {**state_dict, "state": self._smp_homes.take_masters(self, state_dict)}
         with _masters_in_groups(self):
             for world in self._smp_homes.worlds:
                 state_dict = world.own_state(self, state_dict)
             self._smp_unprepared.load_state_dict(self, state_dict)
-        if not self._smp_homes.worlds and not isinstance(self, OnHost):
-            # A checkpoint of an optimizer with float32 masters has them in its states; here parameters are stepped.
-            for entry in self.state.values():
-                entry.pop(MASTER, None)
 
 
 class Homes:
@@ -208,6 +210,36 @@ class Homes:
             found = world.stepped(found)
         return found
 
+    @torch.no_grad()
+    def take_masters(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[Any, Any]:
+        """Copy the masters that a state dict has into float32 weights; return its states without them."""
+        stepped = [model_parameter(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        state = {number: dict(entry) for number, entry in numbered["state"].items()}
+        saved = [number for group in numbered["param_groups"] for number in group["params"]]
+        for number, parameter in zip(saved, stepped, strict=False):
+            master = state.get(number, {}).pop(MASTER, None)
+            if master is None:
+                continue
+            if parameter.dtype == torch.float32:
+                local_of(parameter).copy_(local_of(master))
+            for world in self.worlds:
+                world.take_weights({id(parameter): master})
+        return state
+
+    def store_masters(self) -> None:
+        """Store half precision weights in float32 that were made trainable since the model was sharded."""
+        for model in self._models:
+            if model.plan.dtypes.masters and not model.plan.dtypes.stored_as_gathered:
+                for unit in model.units:
+                    unit.store_masters()
+
+    def keep_gradients_fine(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let half precision parameters have gradients of any dtype: masters on the host are stepped with the sums as
+        they are."""
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if master_dtype(parameter) != parameter.dtype and model_parameter(parameter) is parameter:
+                parameter.grad_dtype = None
+
     def choose_kernels(self, optimizer: torch.optim.Optimizer, stepped_there: bool) -> None:
         """Choose kernels that take what is in each group (``stepped_there``: an :class:`OnHost` does that itself), and
         in all of them for ``zero_grad``, which goes by the defaults."""
@@ -286,6 +318,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
     if not homes.worlds:
         require_steps_shards(optimizer)
     if host:
+        homes.keep_gradients_fine(optimizer)
         step_on_host(optimizer, models[0].mesh.device)
     optimizer._smp_homes = homes  # type: ignore[attr-defined]
     # A class, not attributes of the instance: Lightning derives its own wrapper's class from it. One for all optimizers
@@ -322,7 +355,10 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
     """
     homes: Homes = optimizer._smp_homes  # type: ignore[attr-defined]
     homes.take_in(optimizer)
+    homes.store_masters()
     homes.give_masters(optimizer)
+    if isinstance(optimizer, OnHost):
+        homes.keep_gradients_fine(optimizer)
     homes.choose_kernels(optimizer, stepped_there=isinstance(optimizer, OnHost))
     homes.show_parameters(optimizer)
 

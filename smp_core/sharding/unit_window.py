@@ -308,13 +308,12 @@ class UnitWindow:
 
     # Layout of the sum
 
-    def make_masters(self, on_host: bool, stored_in: torch.dtype | None) -> FlatShard | None:
+    def make_masters(self, on_host: bool, stored_as_gathered: bool) -> FlatShard | None:
         """Scatter the sum over replicas from now on, into gradients of masters.
 
         Args:
             on_host: masters live in host memory.
-            stored_in: what float32 parameters are stored in from now on (what they are computed with); None: as they
-                are.
+            stored_as_gathered: float32 parameters are stored in what they are computed with from now on.
 
         Returns:
             the masters; None: nothing of the unit is trainable.
@@ -328,8 +327,9 @@ class UnitWindow:
         trainable = [parameters[index] for index in members]
         sizes = [slot.padded for slot in slots]
         self.masters = FlatShard(names, trainable, sizes, self.route.hop, on_host)
-        if stored_in is not None and parameters[members[0]].dtype == torch.float32:
-            self.unit.store_in(stored_in, members)
+        computes_in = self.unit.computes_in
+        if stored_as_gathered and computes_in is not None and parameters[members[0]].dtype == torch.float32:
+            self.unit.store_in(computes_in, members)
             self.masters.holds_weights = True
         return self.masters
 

@@ -151,8 +151,8 @@ def test_no_option_takes_any_value_whatever(option: str) -> None:
             {"hybrid_shard_degree": 8, "context_parallel_degree": 8},
             {"shard_degree": 8, "context_parallel_degree": 8},
         ),
-        ({"bf16": True, "fp16": False}, {"param_dtype": "bfloat16"}),
-        ({"fp16": True}, {"param_dtype": "float16"}),
+        ({"bf16": True, "fp16": False}, {"param_dtype": "bfloat16", "master_dtype": "float32"}),
+        ({"fp16": True}, {"param_dtype": "float16", "master_dtype": "float32"}),
         ({"sdp_hierarchical_allgather": False}, {"collectives": {"hierarchical": False}}),
         ({"delayed_parameter_initialization": True}, {"delayed_init": True}),
         (
@@ -253,7 +253,7 @@ def test_one_line_of_the_log_for_each_option(caplog: pytest.LogCaptureFixture) -
         config = SmpConfig.from_smp_parameters(block)
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert [line.partition("=")[0] for line in lines] == list(block)
-    assert 'Trainer(precision="bf16-true")' in caplog.text
+    assert 'Trainer(precision="bf16-mixed")' in caplog.text and "bf16-true" not in caplog.text
     assert config.why("shard_degree") == "SMP sharded_data_parallel_degree=4"
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,12 +54,20 @@ class Calls:
         model: with all its units sharded by ``fully_shard``.
         ranks: the partition group, which makes calls together.
         units: those that hear of their uses.
+        shown: makes the context of a method's call in which modules show what is not gathered as it computes.
 
     Attributes:
         unsharded: the model is a plain one for a while (:mod:`smp_core.sharding.unsharded`).
     """
 
-    def __init__(self, model: nn.Module, ranks: Sequence[int], units: Iterable[ShardedUnit] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Sequence[int],
+        units: Iterable[ShardedUnit] = (),
+        shown: Callable[[object], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._shown_in_call = shown
         self._name = type(model).__name__.removeprefix("FSDP")
         self._names = {id(module): clean_name(name) for name, module in model.named_modules()}
         self._ranks = ranks
@@ -109,7 +118,8 @@ class Calls:
             self._begin_with_root(module)
             if shown is not None:
                 shown.begin((args, kwargs))
-            return _as_forward(module, gathered)(*args, **kwargs)
+            with self._shown_in_call(this_call):
+                return _as_forward(module, gathered)(*args, **kwargs)
         finally:
             if is_outermost:
                 self._end()

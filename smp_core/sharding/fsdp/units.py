@@ -198,6 +198,12 @@ class ShardedUnit:
         self._held.clear()
         self.awaits_reduction = False
 
+    def store_masters(self) -> None:
+        """Store trainable half precision parameters in float32 from now on."""
+        half = [i for i in sorted(self.trainable()) if self.parameters()[i].dtype in (torch.float16, torch.bfloat16)]
+        if half:
+            self.store_in(torch.float32, half)
+
     @torch.no_grad()
     def store_in(self, dtype: torch.dtype, indices: Iterable[int]) -> None:
         """Store these parameters' shards in ``dtype`` from now on; they stay the same objects.
@@ -210,6 +216,7 @@ class ShardedUnit:
         indices = list(indices)
         for index in indices:
             kept = self.parameters()[index]
+            gradient, kept.grad = kept.grad, None
             stored = nn.Parameter(kept.detach().to(dtype), requires_grad=kept.requires_grad)
             stored.__dict__.update(kept.__dict__)  # what others have noted on it
             try:
@@ -217,10 +224,16 @@ class ShardedUnit:
             except RuntimeError as error:
                 raise ValueError(
                     f"{self.names[index]} cannot be stored in {dtype} any more ({error}): something refers to it, for "
-                    "example code that was compiled by a forward before the optimizer was made; make the optimizer "
-                    "first, or write optimizer_shard='shard'"
+                    "example code that was compiled by a forward before; make the optimizer, and trainable what it is "
+                    "to train, before the first forward, or write optimizer_shard='shard' and master_dtype=None"
                 ) from error
+            kept.grad = None if gradient is None else gradient.to(dtype)
         self.group.shards_changed(indices)
+
+    @property
+    def computes_in(self) -> torch.dtype | None:
+        """The dtype that its parameters are cast to when they are gathered; None: each stays in its own dtype."""
+        return None if self.group is None else self.group.policy().param_dtype
 
     def local_gradient(self, slot: Slot, flat: torch.Tensor) -> DTensor:
         """Return the parameter's gradient as a DTensor like the parameter, viewed from ``flat`` (cast if dtypes
@@ -228,7 +241,8 @@ class ShardedUnit:
         assert self.group is not None
         parameter = cast(DTensor, self.parameters()[slot.index])
         shard = parameter.to_local()
-        own = flat[slot.offset : slot.offset + shard.numel()].to(parameter.grad_dtype or shard.dtype)
+        dtype = parameter.grad_dtype or torch.promote_types(shard.dtype, flat.dtype)
+        own = flat[slot.offset : slot.offset + shard.numel()].to(dtype)
         return self.group.sharded_gradient(slot.index, own.view(shard.shape))
 
     def is_gathered(self) -> bool:

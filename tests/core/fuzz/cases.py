@@ -81,6 +81,7 @@ NOT_DRAWN: dict[str, str] = {
     "pipeline.schedule": _STAGES,
     "pipeline.split": _STAGES,
     "compression.reduce": _INEXACT,
+    "master_dtype": "is about half precision models: tests/core/test_shared_parameters.py draws it",
     "fp8": _INEXACT,
     "compile": "takes minutes: tests/accelerate/test_compiled.py",
     "chunked_cross_entropy": "needs a Transformers model: tests/core/context_parallel",
