@@ -107,6 +107,9 @@ class Prepared:
         if len(groups) == len(self.param_groups):
             own = ({flag: group[flag] for flag in _KERNELS if flag in group} for group in self.param_groups)
             state_dict = {**state_dict, "param_groups": [{**g, **flags} for g, flags in zip(groups, own, strict=True)]}
+        if not isinstance(self, OnHost):
+            # Masters that were saved beside half precision weights are the weights here.
+            state_dict = {**state_dict, "state": self._smp_homes.take_masters(self, state_dict)}
         with _masters_in_groups(self):
             if not isinstance(self, OnHost):
                 # Masters that were saved beside half precision weights are the weights here.

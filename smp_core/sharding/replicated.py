@@ -223,7 +223,7 @@ class ReplicatedGradients:
 
 
 def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient in the dtype that the parameter wants, and in its strides: fused optimizers walk both in the
+    """Return the gradient in the dtype that the parameter wants and in its strides: fused optimizers walk both in the
     order of memory."""
     dtype = parameter.grad_dtype or torch.promote_types(parameter.dtype, gradient.dtype)
     if gradient.stride() == parameter.stride():

@@ -65,7 +65,7 @@ class Calls:
         model: nn.Module,
         ranks: Sequence[int],
         units: Iterable[ShardedUnit] = (),
-        shown: Callable[[object], AbstractContextManager[None]] = contextlib.nullcontext,
+        shown: Callable[[object], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._shown_in_call = shown
         self._name = type(model).__name__.removeprefix("FSDP")
