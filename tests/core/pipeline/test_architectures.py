@@ -256,7 +256,7 @@ def in_stages(kind: str) -> str:
 
 
 def test_models_of_other_inputs_and_encoder_decoders_are_cut_without_an_example() -> None:
-    """What the rehearsal compares is what the whole model gives. T5's first encoder block makes the positions of all."""
+    """The rehearsal compares with what the whole model gives. T5's first encoder block makes the positions of all."""
     found = {kind: in_stages(kind) for kind in OTHERS}
     refused = found.pop("T5ForConditionalGeneration")
     assert found == dict.fromkeys(found, "exact")
