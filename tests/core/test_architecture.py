@@ -366,6 +366,7 @@ NO_CONVERSIONS = {
         "tuple",
     ),
     *("_keep_alike", "_veto_of", "_start_scales"),  # around the window
+    "played_of",  # copies of what stages leave out, before they do
 }
 
 
