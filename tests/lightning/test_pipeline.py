@@ -169,7 +169,7 @@ class Batches(Callback):
         self.seen: list[list[Computation]] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.world_size > 1:
+        if dist.is_initialized():
             self.seen.append(trainer.strategy.parallel.pipeline.times.last)
 
 
