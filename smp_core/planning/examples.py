@@ -133,7 +133,7 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _sound(module: Any) -> Iterator[torch.Tensor]:
-    """Waves [samples, length] or spectra [samples, frames, bins]."""
+    """Yield waves [samples, length] or spectra [samples, frames, bins]."""
     config = module.config
     frames, bins = _value(config, "max_length"), _value(config, "num_mel_bins")
     if frames is not None and bins is not None:
@@ -146,7 +146,7 @@ def _sound(module: Any) -> Iterator[torch.Tensor]:
 
 
 def _spectra(module: Any) -> Iterator[torch.Tensor]:
-    """[samples, bins, frames] of as many frames as there are places, or [samples, frames, bins]."""
+    """Yield spectra [samples, bins, frames] of as many frames as there are places, or [samples, frames, bins]."""
     config = module.config
     places, mels = _value(config, "max_source_positions"), _value(config, "num_mel_bins")
     if places is not None and mels is not None:

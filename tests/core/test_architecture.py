@@ -367,6 +367,7 @@ NO_CONVERSIONS = {
     ),
     *("_keep_alike", "_veto_of", "_start_scales"),  # around the window
     "_inspected",  # looks at the model
+    "played_of",  # copies of what stages leave out, before they do
 }
 
 

@@ -10,7 +10,7 @@ import torchmetrics
 from tests.core.tensor_parallel.models import TOKENS, VOCABULARY
 from tests.harness import run_ranks
 from tests.lightning.running import Run, assert_same, make_trainer, together
-from tests.lightning.test_pipeline import StagedModule, knobs_of
+from tests.lightning.staged import StagedModule, knobs_of
 
 
 class Keeping(StagedModule):
