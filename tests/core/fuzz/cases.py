@@ -268,6 +268,8 @@ def _limits_of_paths(case: Case, family: Family, degree: int, units: set[str]) -
                 yield "a method that forward_methods does not name"
         for first in range(0, case.data_ranks, degree):
             members = {paths[rank % len(paths)] for rank in range(first, first + degree)} if paths else set()
+            if len(members) > 1 and op["do"] == "fail":
+                yield "a pass fails on all ranks of a partition group: the others wait for those where it does"
             if len(members) <= 1 or are_optional:
                 continue
             used = {tuple(step[0] for step in path.split()) for path in members}
