@@ -342,7 +342,11 @@ def outcome(drawn: Drawn) -> str:
     kinds = {type(module).__name__ for module in model.modules()}
     units = [name for name in names if name in kinds] or units_of(drawn)
     pipeline = {"microbatches": 2, "schedule": drawn.schedule}
-    knobs = {"shard_degree": drawn.shard, "pipeline_parallel_degree": drawn.stages, "pipeline": pipeline}
+    knobs: dict[str, Any] = {
+        "shard_degree": drawn.shard,
+        "pipeline_parallel_degree": drawn.stages,
+        "pipeline": pipeline,
+    }
     try:
         parallel = parallelize(model, SmpConfig(**knobs, units=units))
     except ValueError as error:
