@@ -248,20 +248,26 @@ class BlockForward:
 
     @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._taken(args, kwargs)
+        return self._returned(self.original(*args, **kwargs))
+
+    @torch.compiler.disable
+    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         axis, tokens, stack = self.stack.axis, self.stack.tokens[self.place], self.stack
         args, kwargs = with_hidden(args, kwargs, _plain)
         if self.found is None and not tokens.split:
             self._try_out(args, kwargs)
-        split = tokens.split
-        args, kwargs = with_hidden(args, kwargs, lambda hidden: self._enter(hidden, split))
-        if split:
-            args, kwargs = with_others(
-                args, kwargs, lambda other: other if stack.is_own(other) else sum_gradient(other, axis)
-            )
-        output = self.original(*args, **kwargs)
+        args, kwargs = with_hidden(args, kwargs, lambda hidden: self._enter(hidden, tokens.split))
+        if not tokens.split:
+            return args, kwargs
+        return with_others(args, kwargs, lambda other: other if stack.is_own(other) else sum_gradient(other, axis))
+
+    @torch.compiler.disable
+    def _returned(self, output: Any) -> Any:
+        axis, split = self.stack.axis, self.stack.tokens[self.place].split
         others = [tensor for _, tensor in iterate_tensors(output[1:])] if isinstance(output, tuple) else []
         own = [tensor for n, tensor in enumerate(others) if self.found is not None and n in self.found.own_outputs]
-        stack.add_own(own)
+        self.stack.add_own(own)
         if split:
             output = with_other_outputs(
                 output, lambda other: other if any(other is each for each in own) else gradient_once(other, axis)
@@ -292,7 +298,6 @@ class BlockForward:
             stack.leave(self.place, output if isinstance(output, torch.Tensor) else output[0], gives_split)
         return output
 
-    @torch.compiler.disable
     def _try_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find out whether the block computes the same with a part of its tokens, in its first forward that trains.
         Collective over the axis.
@@ -320,6 +325,12 @@ class BlockForward:
     def _go_on_with_whole_tokens(self, name: str, why: str) -> None:
         if self.random:
             refuse_random(self.random, f"{name} keeps whole tokens ({why}), and ")
+        axis = self.stack.axis
+        if axis.overlap != "sums":
+            raise ValueError(
+                f"tensor_parallel.overlap={axis.overlap!r}: {name} keeps whole tokens: {why}; "
+                "write tensor_parallel={'overlap': 'sums'}"
+            )
         is_first_found = not any(tokens.why for tokens in self.stack.tokens)
         self.stack.tokens[self.place].why = why
         if is_first_found and dist.get_rank() == 0:

@@ -295,7 +295,7 @@ class TokenTrial:
             raise
         except Exception as error:  # whatever a forward says to sizes that it does not expect
             said = str(error).splitlines() or [""]
-            raise _CannotRun(f"{type(error).__name__}: {said[0][:200]}") from error
+            raise _CannotRun(f"{type(error).__name__}: {said[0][:300]}") from error
         finally:
             self.tokens.split = False
 
