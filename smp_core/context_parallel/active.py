@@ -27,7 +27,7 @@ from smp_core.context_parallel.sequence_plan import SequencePlan
 
 
 class TriesCalls(Protocol):
-    """What tries the first calls of a model (:mod:`smp_core.context_parallel.trial`)."""
+    """The trial of the first calls of a model (:mod:`smp_core.context_parallel.trial`)."""
 
     def watching(self, split: SplitBatch) -> contextlib.AbstractContextManager[None]: ...
 

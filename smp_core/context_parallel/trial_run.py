@@ -42,9 +42,9 @@ _GENERATORS = (
 _PLAIN = (type(None), bool, int, float, str, torch.Tensor)
 
 
-@dataclass
+@dataclass(eq=False)
 class Ran:
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
         outputs: tensors of what the call returned, by their names.

@@ -100,7 +100,7 @@ class ParameterHooks:
 
     @property
     def follow_accumulation(self) -> bool:
-        """Whether there are hooks of ``register_post_accumulate_grad_hook``."""
+        """Return whether there are hooks of ``register_post_accumulate_grad_hook``."""
         return any(self._accumulated)
 
     def change(self, gradient: torch.Tensor) -> torch.Tensor:

@@ -55,14 +55,15 @@ def _in_backward() -> bool:
 
 
 def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors show the same numbers, unchanged: FSDP2 hands on an alias."""
+    """Return whether two tensors show the same numbers, unchanged (``_version``, the count of in-place changes, which
+    nothing public tells): FSDP2 hands on an alias."""
     same_memory = one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
     return same_memory and one.dtype == other.dtype and one._version == other._version
 
 
 @dataclass(eq=False)
 class _Given:
-    """What a block returned last.
+    """The last output of a block.
 
     Attributes:
         place: of the block in its stack.
@@ -83,7 +84,7 @@ _SAYS_NOTHING = (bool, torch.dtype, torch.device, torch.layout, torch.utils.hook
 
 
 class _Watched(torch.Tensor):
-    """What a block returned, in the first step."""
+    """The output of a block in the first step."""
 
     given: _Given
 
