@@ -17,7 +17,8 @@ gradient that comes from it.
 
 Splitting and joining stands outside of what is recomputed, so that it may change between forward and backward. A
 checkpoint around the whole block, as of Transformers, runs it again in backward: ``torch._C._current_graph_task_id``,
-torch's own way to know, tells; there is no public one.
+torch's own way to know, tells; there is no public one, nor one to see that a tensor was changed in place
+(``_version``).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass(eq=False)
 class _Given:
-    """What a block returned last.
+    """The output of the block that was called last.
 
     Attributes:
         place: of the block in its stack.
@@ -83,7 +84,7 @@ _SAYS_NOTHING = (bool, torch.dtype, torch.device, torch.layout, torch.utils.hook
 
 
 class _Watched(torch.Tensor):
-    """What a block returned, in the first step."""
+    """The output of a block in the first step, which notes its uses."""
 
     given: _Given
 

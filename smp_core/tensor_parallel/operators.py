@@ -224,7 +224,7 @@ def without_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
 
 def let_anomalies_be_found() -> None:
     """Let autograd's anomaly mode (``detect_anomaly``) look at gradients of split parameters: DTensor has no rule for
-    the operator that it asks them with, whether any element is nan."""
+    the operator that it asks them with, whether any element is nan (``aten._is_any_true``; torch calls it itself)."""
 
     @register_sharding(torch.ops.aten._is_any_true.default)
     def rule(tensor: Any) -> Any:

@@ -51,7 +51,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 @dataclass(frozen=True)
 class Found:
-    """What a trial showed.
+    """The result of a trial.
 
     Attributes:
         why: tokens stay whole; "": they are split.
