@@ -208,11 +208,12 @@ def unknown_knob(name: str, *, arguments: Iterable[str] = ()) -> ValueError:
     Args:
         arguments: what else could have been meant where the name was written: the other arguments of a class.
     """
-    if name in SMP_OPTIONS:
+    other = argument_of_another(name)
+    if other is None and name in SMP_OPTIONS:
         return ValueError(
             f"{name!r} is an option of SageMaker SMP, not a knob; build the configuration with "
             f"SmpConfig.from_smp_parameters({{{name!r}: ...}}), or see docs/migrating-from-smp.md for the knob"
         )
     what = "argument" if arguments else "knob"
     nearest = read.unknown_name(what, name, (*READERS, *arguments), listed_in="docs/configuration.md")
-    return argument_of_another(name) or nearest
+    return other or nearest

@@ -107,4 +107,12 @@ def _state_of_rank_0(target: DTensor, generator: torch.Generator | None) -> Iter
 def _mesh_of(target: DTensor) -> SmpMesh | None:
     ranks = set(target.device_mesh.mesh.flatten().tolist())
     meshes = [mesh for each in _meshes if (mesh := each()) is not None]
-    return next((each for each in meshes if ranks <= set(dist.get_process_group_ranks(each.model_group))), None)
+    return next((each for each in meshes if ranks <= _ranks_of(each)), None)
+
+
+def _ranks_of(mesh: SmpMesh) -> set[int]:
+    """Return the ranks that hold parts of the mesh's models; none once its groups were destroyed."""
+    try:
+        return set(dist.get_process_group_ranks(mesh.model_group))
+    except KeyError:
+        return set()
