@@ -384,7 +384,6 @@ class _ShownParameter:
     def __init__(self, name: str, shard: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
         self._name, self.places = name, places
         self._required_grad = shard.requires_grad
-        self._version = 0  # of the copy
         self._part: object = None  # of a secondary shard of FSDP2's own making, where a pre-sharded model has them
         self._data = self._data_of(shard)
 
@@ -419,11 +418,11 @@ class _ShownParameter:
 
     def note_copy(self, copy: nn.Parameter) -> None:
         """Take note of a copy that was just gathered."""
-        self._version = _version(copy)
+        setattr(copy, _NOTED, _version(copy))
 
     def check_copy(self, copy: nn.Parameter) -> None:
         """Refuse a copy that was changed since it was gathered."""
-        if _version(copy) != self._version:
+        if _version(copy) != getattr(copy, _NOTED, 0):
             raise ValueError(
                 f"{self._name} was changed in place inside a forward or training_step, where it is a gathered copy "
                 "that is thrown away (an embedding with max_norm does that too); change it between calls, for example "
@@ -450,19 +449,19 @@ class _ShownParameter:
         return id(shard._local_tensor), shard.untyped_storage()
 
 
-# On a tensor: how often a parametrization was registered for it, which sets the tensor to itself.
-_SET_TO_ITSELF = "smp_set_to_itself"
+# On a copy: its version when it was gathered, or when a parametrization was registered, which sets it to itself.
+_NOTED = "smp_noted_version"
 
 
 def _version(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place."""
-    return 0 if tensor.is_inference() else tensor._version - getattr(tensor, _SET_TO_ITSELF, 0)
+    return 0 if tensor.is_inference() else tensor._version
 
 
-def _count_parametrizations(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Count where PEFT's adapters of fused experts (``target_parameters``) parametrize a copy in each forward."""
-    if isinstance(module, ParametrizationList) and name not in module._parameters:
-        setattr(parameter, _SET_TO_ITSELF, getattr(parameter, _SET_TO_ITSELF, 0) + 1)
+def _note_parametrization(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Note where PEFT's adapters of fused experts (``target_parameters``) parametrize a copy in each forward."""
+    if isinstance(module, ParametrizationList) and name not in module._parameters and hasattr(parameter, _NOTED):
+        setattr(parameter, _NOTED, _version(parameter))
 
 
-register_module_parameter_registration_hook(_count_parametrizations)
+register_module_parameter_registration_hook(_note_parametrization)
