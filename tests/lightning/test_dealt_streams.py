@@ -203,7 +203,7 @@ def assert_like_one_process(cases: list[Case]) -> None:
 def test_a_stream_is_dealt_out_as_one_process_reads_it() -> None:
     # A batch left over for two of four ranks; then at random.
     left_over = Case("shards", "plain", 38, 36, 4, False, 0, 1)
-    assert_like_one_process([left_over, *map(draw, range(7))])
+    assert_like_one_process([left_over, *map(draw, range(5))])
 
 
 class OwnStreams(Streaming):
