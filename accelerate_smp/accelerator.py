@@ -65,6 +65,7 @@ from accelerate_smp.unprepared import is_prepared, watch_for_unprepared
 from smp_core.command_line import console
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
+from smp_core.counting import synchronize_metrics
 from smp_core.engine import build_mesh
 from smp_core.layout import DATA
 from smp_core.liveness import RankWatch
@@ -197,6 +198,8 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare as Accelerate does, models first, so that optimizers may stand before them."""
+        if self.smp_mesh is not None:
+            synchronize_metrics(self.smp_mesh)  # torchmetrics may have been imported since
         if self.sharding:
             self._prepared_together = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
             try:
@@ -255,6 +258,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
 
     def _adopt_mesh(self, mesh: SmpMesh) -> None:
         self.smp_mesh, self.layout, self._parallelism = mesh, mesh.layout, SmpParallelism.of(mesh)
+        synchronize_metrics(mesh)
 
     @property
     def mesh(self) -> SmpMesh:
@@ -277,7 +281,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         """
         if not self.sharding:
             return super().torch_device_mesh
-        return None if self._parallelism is None or self._reads_as is not None else self._parallelism.device_mesh
+        return None if self._parallelism is None or self._counted == DATA else self._parallelism.device_mesh
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Give an optimizer made from the unsharded parameters the sharded ones, in the same groups."""
@@ -312,7 +316,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
                 self.memory.before_update()
             on_nonfinite = handle.config.on_nonfinite_grad_norm
             if on_nonfinite != "ignore":
-                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                parameters = handle.stepped(p for group in optimizer.param_groups for p in group["params"])
                 settle_nonfinite(parameters, handle.grad_norm(parameters=parameters), on_nonfinite)
 
         return before_step
@@ -331,7 +335,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
         """Prepare a schedule that ends where it ends on one process (:mod:`accelerate_smp.schedules`)."""
         known = len(self._schedulers)
         prepared = super().prepare_scheduler(scheduler)
-        batches = self.num_processes // self.batch_degree
+        batches = self.num_processes if self.layout is None else self.data_size
         if not self.sharding or self.split_batches or len(self._schedulers) == known or batches == 1:
             return prepared
         if self.schedule_in_optimizer_steps:

@@ -110,8 +110,12 @@ class SmpMonitorCallback(WatchesMemory, DrawsTimeline, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
         numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
-        if self._record is not None and "loss" in numbers and self._figures is not None:
+        if self._record is None or self._figures is None:
+            return
+        if "loss" in numbers:
             self._record.write_step(state.global_step, {**numbers, **self.latest}, self._figures.details)
+        else:  # of an evaluation, or of Trainer.log in the user's code
+            self._record.write_metrics(state.global_step, numbers)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._record is not None:

@@ -201,7 +201,7 @@ def restore_random(accelerator: BackgroundSavingAccelerator, path: str | os.Path
     """Give each rank its random states; on another number of ranks, new ones from (seed, step, rank)."""
     path = open_checkpoint(path)
     if any(isinstance(part, dict) and "random" in part for part in read_per_rank(path)):
-        restore_random_state(path, accelerator.process_index, accelerator.num_processes, seed)
+        restore_random_state(path, accelerator.state.process_index, accelerator.state.num_processes, seed)
 
 
 def load_weights(

@@ -20,7 +20,6 @@ from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from smp_core.config import SmpConfig
-from smp_core.config_sources import knobs_in_environment
 from smp_core.knob_recipe import nested
 from smp_core.knob_rules import require_known, settings_of
 
@@ -55,11 +54,11 @@ def resolve_config(
                 "keywords only"
             )
         base = _as_config(config)
+        base.name_unused_variables()
         asked = _asked(base)
     else:
-        written = {**knobs_in_environment(os.environ)[0], **knobs}
-        base = SmpConfig.from_env() if not knobs else SmpConfig.from_dict(written)
-        asked = _asked(base, written)
+        base = SmpConfig.from_code(knobs)
+        asked = _asked(base, base.given)
 
     # Accelerate's own settings, as knobs.
     if parallelism is None and _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):

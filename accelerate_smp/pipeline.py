@@ -4,6 +4,7 @@ A function under ``@accelerator.pipeline_step`` runs once for each micro-batch o
 at the call of the model on all but the last. Backward passes are over when it returns; ``accelerator.backward(loss)``
 closes the window then, and refuses a loss that was changed in between. Without stages the function is called as it is.
 
+    num_processes         ranks that hold different tokens, and not those of one batch that hold copies
     prepare_data_loader   ranks that share a batch read the same samples
     pipeline_step         forward and backward of a batch, in micro-batches
     backward, gather      what is refused around and inside of such a step
@@ -14,13 +15,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import PartialState
 
 from smp_core.context_parallel.active import part_of_mean
-from smp_core.layout import DATA, Layout
+from smp_core.layout import DATA, GRADIENTS, Layout
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
 from smp_core.pipeline.results import loss_of, mean_of
@@ -28,6 +31,10 @@ from smp_core.pipeline.step import Within
 from smp_core.sharding.grad_scaler import scale_in_stages
 
 _NAME = "a function under @accelerator.pipeline_step"
+INSIDE_STEP = (
+    "ranks cannot gather inside a step in pipeline stages: the others wait for this rank's part of it, or have left "
+    "it; return numbers from the step and gather them behind it"
+)
 
 
 class PipelinedAccelerator(Accelerator):
@@ -39,7 +46,7 @@ class PipelinedAccelerator(Accelerator):
     """
 
     layout: Layout | None = None
-    _reads_as: tuple[int, int] | None = None
+    _counted: tuple[str, ...] | None = GRADIENTS
     _stepped: ParallelModel | None = None
     _is_inside_step = False
 
@@ -48,26 +55,60 @@ class PipelinedAccelerator(Accelerator):
         """The pipeline stages of this run."""
         return 1 if self.layout is None else self.layout.pipeline
 
-    # Accelerate's loaders deal samples out to `num_processes`, by `process_index`.
+    # What Accelerate calls processes are ranks that hold something of their own; those of one batch hold copies.
 
     @property
     def num_processes(self) -> int:
-        """The ranks of the run; inside ``prepare_data_loader`` those that read different samples."""
-        return super().num_processes if self._reads_as is None else self._reads_as[0]
+        """The ranks that hold different tokens, which ``gather`` and ``reduce`` go over and gradients are divided by;
+        inside ``prepare_data_loader`` those that read different samples. ``dist.get_world_size()`` counts processes.
+        """
+        if self.layout is None or self._counted is None:
+            return super().num_processes
+        return self.layout.size(*self._counted)
 
     @property
     def process_index(self) -> int:
-        """The place of this rank in the run; inside ``prepare_data_loader`` among those that read different samples."""
-        return super().process_index if self._reads_as is None else self._reads_as[1]
+        """The place of this rank among :attr:`num_processes`. ``dist.get_rank()`` tells processes apart."""
+        rank: int = super().process_index
+        if self.layout is None or self._counted is None:
+            return rank
+        return self.layout.coordinate(rank, *self._counted)
+
+    @property
+    def is_last_process(self) -> bool:
+        """The flag of the last of all processes."""
+        last: bool = self.state.is_last_process
+        return last
+
+    @contextlib.contextmanager
+    def _counting(self, axes: tuple[str, ...] | None) -> Iterator[None]:
+        before, self._counted = self._counted, axes
+        try:
+            yield
+        finally:
+            self._counted = before
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader as Accelerate does; ranks that share a batch read the same samples."""
-        if self.layout is not None:
-            self._reads_as = (self.layout.size(*DATA), self.layout.coordinate(self.process_index, *DATA))
-        try:
+        with self._counting(DATA):
             return super().prepare_data_loader(*args, **kwargs)
-        finally:
-            self._reads_as = None
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Split inputs as Accelerate does, between ranks that read different samples."""
+        with self._counting(DATA):
+            reader: Any = SimpleNamespace(
+                num_processes=self.num_processes, process_index=self.process_index, device=self.device
+            )
+        with PartialState.split_between_processes(reader, inputs, apply_padding) as part:
+            yield part
+
+    @contextlib.contextmanager
+    def profile(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Profile as Accelerate does; each process writes a file."""
+        with contextlib.ExitStack() as files, super().profile(*args, **kwargs) as profiler:
+            yield profiler
+            files.enter_context(self._counting(None))
 
     def pipeline_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let a function take its batch through the pipeline stages, forward and backward.
@@ -139,7 +180,7 @@ class PipelinedAccelerator(Accelerator):
             results = pipeline.train(
                 calls, lambda result: scaled(part_of_mean(loss_in(result))), weight / divisor, batch, within
             )
-        returned = self.over_shared_sequences(pipeline.share(mean_of(results, name) if results else None))
+        returned = self.over_shared_sequences(pipeline.share_made(lambda: mean_of(results, name)))
         loss = loss_in(returned)
         if adds_up:
             loss *= count
@@ -205,10 +246,7 @@ class PipelinedAccelerator(Accelerator):
             ValueError: inside a step in pipeline stages, which come to it one after the other.
         """
         if self._is_inside_step:
-            raise ValueError(
-                "ranks cannot gather inside a step in pipeline stages: the others wait for this rank's part of it, or "
-                "have left it; return numbers from the step and gather them behind it"
-            )
+            raise ValueError(INSIDE_STEP)
         return super().gather(tensor)
 
 

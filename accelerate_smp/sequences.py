@@ -4,6 +4,7 @@ prepare_data_loader    context peers read the same samples, and a loader yields 
                        batch
 prepared models        run with that batch active
 backward               likewise, from this rank's part of the mean over all ranks' targets, or samples
+gather, reduce         one copy of what ranks of one batch hold
 gather_for_metrics     unsplit sequences, each sample once
 """
 
@@ -20,12 +21,13 @@ from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate_smp.pipeline import PipelinedAccelerator
+from accelerate_smp.pipeline import INSIDE_STEP, PipelinedAccelerator
 from accelerate_smp.uneven import joined, require_as_many_batches
-from smp_core.context_parallel.active import SplitBatch, enabled, part_of_mean
+from smp_core.context_parallel.active import SplitBatch, active_split, enabled, part_of_mean
 from smp_core.context_parallel.batch import BatchLayout
 from smp_core.context_parallel.transformers_models import shifts_labels
-from smp_core.layout import DATA, Ranks
+from smp_core.layout import DATA, GRADIENTS, Ranks
+from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.step import Within
 from smp_core.whereabouts import here
@@ -54,6 +56,9 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
 
         @property
         def parallel(self) -> ParallelModel: ...
+
+        @property
+        def mesh(self) -> SmpMesh: ...
 
     @property
     def context_degree(self) -> int:
@@ -198,14 +203,20 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
             return
         entered: list[AbstractContextManager[None]] = []
 
-        def enter(*_: Any) -> None:
-            entered.append(enabled(self._present))
+        def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A trial of the model, which enters a batch of its own, calls it too.
+            present = self._present if active_split() is None else None
+            if present is not None and present.trial is not None:
+                present.trial.of_call(model, args, kwargs, present)
+            entered.append(enabled(present))
             entered[-1].__enter__()
 
-        def leave(*_: Any) -> None:
+        def leave(model: nn.Module, _: Any, output: Any) -> None:
             entered.pop().__exit__(None, None, None)
+            if self._present is not None and self._present.trial is not None:
+                self._present.trial.of_output(model, output, self._present)
 
-        model.register_forward_pre_hook(enter, prepend=True)
+        model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         model.register_forward_hook(leave, always_call=True)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -224,13 +235,31 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         return self.parallel.context.gather(tensor, self._present, dim)
 
     def gather(self, tensor: Any) -> Any:
-        """Gather as Accelerate does; inside :meth:`gather_for_metrics` each shared sample once."""
+        """Gather as Accelerate does, of each batch one copy; inside :meth:`gather_for_metrics` each sample once."""
         with here.waiting("accelerator.gather"):
             gathered = super().gather(tensor)
-        if not self._each_sample_once:
+        if self.layout is None:
             return gathered
-        readers = list(self._readers)
-        return recursively_apply(lambda t: t.unflatten(0, (self.num_processes, -1))[readers].flatten(0, 1), gathered)
+        world = self.layout.world_size
+        holders = list(self._readers if self._each_sample_once else self.layout.ranks(0, *GRADIENTS))
+        if len(holders) == world:
+            return gathered
+        return recursively_apply(lambda t: t.unflatten(0, (world, -1))[holders].flatten(0, 1), gathered)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce as Accelerate does, of each batch one copy."""
+        if self.layout is None or self.layout.size(*GRADIENTS) == self.layout.world_size:
+            return super().reduce(tensor, reduction, scale)
+        if self._is_inside_step:
+            raise ValueError(INSIDE_STEP)
+        return recursively_apply(self._reduced, tensor, reduction=reduction, error_on_other_type=True)
+
+    def _reduced(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        total = tensor.clone()
+        op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+        with here.waiting("accelerator.reduce"):
+            dist.all_reduce(total, op, group=self.mesh.gradient_group)
+        return total / self.num_processes if reduction == "mean" else total
 
     @property
     def _readers(self) -> Ranks:
@@ -238,11 +267,27 @@ class SharedSequencesAccelerator(PipelinedAccelerator):
         assert self.layout is not None
         return self.layout.ranks(0, *DATA)
 
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that read different samples: for collectives of your own, and counts of samples."""
+        group: dist.ProcessGroup = self.mesh.data_group
+        return group
+
+    @property
+    def data_size(self) -> int:
+        """The number of ranks that read different samples."""
+        return 1 if self.layout is None else self.layout.size(*DATA)
+
+    @property
+    def data_rank(self) -> int:
+        """The place of this rank among those that read different samples."""
+        return 0 if self.layout is None else self.layout.coordinate(self.state.process_index, *DATA)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather unsplit sequences, each sample once; a number becomes the mean over the ranks that share it."""
         if self.batch_degree == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
-        first = self.process_index in self._readers
+        first = self.state.process_index in self._readers
         try:
             input_data = recursively_apply(self._over_context, input_data, error_on_other_type=True)
         except TypeError:

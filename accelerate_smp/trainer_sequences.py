@@ -106,6 +106,13 @@ class SharedSequencesTrainerMixin(_Base):
         dist.broadcast(number, src=context.group.ranks[0], group=context.group.process_group)
         return number / context.degree
 
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Count tokens as Trainer does, which adds up the unsplit batches of all ranks that share them."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        counted = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + counted // self.accelerator.context_degree
+
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as Trainer does; a model whose loss is chunked smooths labels itself, because smoothing
         needs logits.

@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from corpus import Corpus, TextData
 from lightning.pytorch.callbacks import TQDMProgressBar
@@ -116,9 +117,9 @@ class Curves(L.Callback):
         own = [float(sum(self._parts)), sent["inter_bytes"], sent["intra_bytes"]]
         self._parts.clear()
         tensor = torch.tensor(own, dtype=torch.float64, device=trainer.strategy.root_device)
-        loss, between, inside = trainer.strategy.reduce(tensor, reduce_op="sum").tolist()
+        loss, between, inside = trainer.strategy.reduce(tensor, dist.group.WORLD, "sum").tolist()
         nodes = parallel.mesh.topology.num_nodes
-        self.loss.append(loss / trainer.world_size)
+        self.loss.append(loss / dist.get_world_size())
         self.between_nodes.append(between / nodes)
         self.inside_nodes.append(inside / nodes)
 

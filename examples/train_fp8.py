@@ -30,6 +30,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
+from smp_core.floors import how_to_install, is_there
 from smp_core.fp8 import Fp8Recipe
 from smp_core.planning.dtype_rules import Precision
 
@@ -109,7 +110,10 @@ def read_flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=512)
     parser.add_argument("--lr", type=float, default=2e-3)
     add_memory_flags(parser)
-    return parser.parse_args(arguments)
+    flags = parser.parse_args(arguments)
+    if not is_there("matplotlib"):
+        parser.error(f"matplotlib draws the plot and is not installed; {how_to_install('matplotlib')}")
+    return flags
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -50,6 +50,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_smp import SmpMonitor, SmpShardedStrategy
 from smp_core.config import SmpConfig
+from smp_core.floors import how_to_install, is_there
 from smp_core.launch import launch_environment
 from smp_core.planning.auto_degree import plans_of_all_degrees
 from smp_core.planning.cluster import GIB, Cluster
@@ -296,6 +297,8 @@ def read_flags(arguments: list[str] | None) -> argparse.Namespace:
     flags = parser.parse_args(arguments)
     if flags.plan is None:
         flags.plan = flags.model_config == "gpt2-30b"
+    if not flags.plan and not is_there("matplotlib"):
+        parser.error(f"matplotlib draws the plot and is not installed; {how_to_install('matplotlib')}")
     if flags.demo:
         flags.ranks, flags.nodes, flags.accelerator = 4, 2, "cpu"
         flags.out = flags.out or Path("runs/demo")

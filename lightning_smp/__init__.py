@@ -13,6 +13,8 @@ Importing registers the strategy's names, and lets ``load_from_checkpoint`` read
 
 from __future__ import annotations
 
+from typing import Any
+
 from smp_core.floors import require
 
 require("lightning", "lightning_smp")
@@ -29,24 +31,17 @@ from lightning_smp.strategy import SmpShardedStrategy
 from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.joined import JoinedLoader
 
-for _name, _degree in (("smp_sharded", "auto"), ("smp_sharded_node", "node"), ("smp_sharded_world", "world")):
+# "smp_sharded" sets nothing, so that SMP_SHARD_DEGREE counts.
+_STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "smp_sharded": ("MiCS sharding on FSDP2", {}),
+    "smp_sharded_node": ("smp_sharded, one node is one partition group", {"shard_degree": "node"}),
+    "smp_sharded_world": ("smp_sharded, all ranks are one partition group", {"shard_degree": "world"}),
+    "smp_sharded_auto": ("smp_sharded with all knobs planned", {"plan": "auto"}),
+    "smp_sharded_fp8": ("smp_sharded with FP8 linear layers", {"fp8": True}),
+}
+for _name, (_description, _knobs) in _STRATEGIES.items():
     if _name not in StrategyRegistry:
-        StrategyRegistry.register(
-            _name,
-            SmpShardedStrategy,
-            description=f"MiCS sharding on FSDP2, shard_degree={_degree!r}",
-            shard_degree=_degree,
-        )
-
-if "smp_sharded_auto" not in StrategyRegistry:
-    StrategyRegistry.register(
-        "smp_sharded_auto", SmpShardedStrategy, description="smp_sharded with all knobs planned", plan="auto"
-    )
-
-if "smp_sharded_fp8" not in StrategyRegistry:
-    StrategyRegistry.register(
-        "smp_sharded_fp8", SmpShardedStrategy, description="smp_sharded with FP8 linear layers", fp8=True
-    )
+        StrategyRegistry.register(_name, SmpShardedStrategy, description=_description, **_knobs)
 
 for _kind in (LightningModule, LightningDataModule):
     read_folders(_kind)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lightning_smp.checkpoint_sources import CURRENT_MODEL, FINER_AVERAGE
 from lightning_smp.loading import Loading
 from lightning_smp.steps import SteppingStrategy
 from smp_core.averaging import RankWeights, ShardedAverage, take_written
+from smp_core.module_names import clean_name
 from smp_core.parallel_model import ParallelModel
 
 
@@ -61,6 +63,12 @@ def make_averages(trainer: Trainer, parallel: ParallelModel, loading: Loading | 
             _load_average(callback, loading)
 
 
+def averaging_keys(trainer: Trainer) -> list[str]:
+    """Return the keys in checkpoints of the callbacks whose averages are loaded here."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback.state_key for callback in callbacks if isinstance(callback, (_Weight, _Stochastic))]
+
+
 def _load_average(callback: _Weight | _Stochastic, loading: Loading) -> None:
     average: Any = callback._average_model
     weights = average.weights()
@@ -75,6 +83,13 @@ def _derived(kind: Any, sharded: Any) -> Any:
     # The user's class first, so that its overrides count. The name is part of the key of the callback's state.
     bases = (sharded,) if issubclass(sharded, kind) else (kind, sharded)
     return type(kind.__name__, bases, {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "stock": kind})
+
+
+def _dtypes(module: LightningModule) -> dict[str, torch.dtype]:
+    """Return the dtypes that a module is built in, by name: those of the copy that Lightning would take of it in
+    ``setup``, before it is converted to the Trainer's precision."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {clean_name(name): tensor.dtype for name, tensor in named}
 
 
 def _back_to_stock(callback: Any, trainer: Trainer) -> bool:
@@ -103,6 +118,7 @@ class _Weight(WeightAveraging):
     saved: Mapping[str, Any] | None = None
     """A checkpoint's average that is to be loaded."""
     _saved_count = 0
+    _built_in: Mapping[str, torch.dtype] = MappingProxyType({})
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -110,10 +126,11 @@ class _Weight(WeightAveraging):
             self.setup(trainer, pl_module, stage)
         else:
             self._average_model = None  # of an earlier fit
+            self._built_in = _dtypes(pl_module)
 
     def make_average(self, parallel: ParallelModel) -> None:
         device = None if self._device is None else torch.device(self._device)
-        average = ShardedAverage(parallel, device, use_buffers=self._use_buffers, **self._kwargs)
+        average = ShardedAverage(parallel, device, self._built_in, use_buffers=self._use_buffers, **self._kwargs)
         average.n_averaged.fill_(int(self._saved_count))
         self._average_model, self._saved_count = average, 0
 
@@ -168,6 +185,7 @@ class _Stochastic(StochasticWeightAveraging):
 
     saved: Mapping[str, Any] | None = None
     """A checkpoint's average that is to be loaded."""
+    _built_in: Mapping[str, torch.dtype] = MappingProxyType({})
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -175,6 +193,7 @@ class _Stochastic(StochasticWeightAveraging):
             self.setup(trainer, pl_module, stage)
         else:
             self._average_model = None
+            self._built_in = _dtypes(pl_module)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -184,7 +203,7 @@ class _Stochastic(StochasticWeightAveraging):
         strategy.steps_have_backward = trainer.current_epoch != self.swa_end + 1
 
     def make_average(self, parallel: ParallelModel) -> None:
-        self._average_model = _WholeModel(parallel, avg_fn=self._avg_fn)  # type: ignore[assignment]
+        self._average_model = _WholeModel(parallel, None, self._built_in, avg_fn=self._avg_fn)  # type: ignore[assignment]
 
     @staticmethod
     @override

@@ -23,7 +23,7 @@ def require_equal_training(trainer: Trainer) -> None:
     Raises:
         ValueError: an epoch has more batches on one rank than on another, and more than one of them are trained on.
     """
-    counts: list[Any] = [None] * trainer.world_size
+    counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, trainer.num_training_batches)
     windows = min(counts) // (trainer.accumulate_grad_batches or 1)
     if len(set(counts)) > 1 and not 0 <= trainer.max_steps <= windows:
@@ -53,20 +53,6 @@ def require_joined_alone(trainer: Trainer, mesh: SmpMesh) -> None:
         raise ValueError(
             "JoinedLoader: training_step(dataloader_iter) takes batches by itself, so that which one is the present "
             "one is not known; write training_step(batch, batch_idx)"
-        )
-
-
-def refuse_joined_evaluation(loaders: Any) -> None:
-    """Refuse a :class:`~smp_core.joined.JoinedLoader` for an evaluation, whose results would count repeated batches.
-
-    Raises:
-        ValueError: there is one among the loaders.
-    """
-    each = [] if loaders is None else CombinedLoader(loaders).flattened  # a loader's truth would ask for its length
-    if any(isinstance(loader, JoinedLoader) for loader in each):
-        raise ValueError(
-            "JoinedLoader repeats batches, which an evaluation would count again; it is for training. Give all ranks "
-            "as many batches (drop_last=True)"
         )
 
 

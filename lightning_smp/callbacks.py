@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_smp.dealt import DealtLoader
 from smp_core.job_figures import BYTES, DrawsTimeline, JobFigures, check_peak
 from smp_core.joined import JoinedLoader
 from smp_core.memory_log import KINDS
@@ -119,6 +121,8 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         self._tokens_of = tokens or count_tokens
         self._memory_log, self._run_log = memory_log, run_log
         self._record: RunRecord | None = None
+        self._logged: dict[str, Any] = {}
+        self._of_evaluation: set[str] = set()
 
     # The batches
 
@@ -127,7 +131,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         self._figures = JobFigures(
             parallel,
             device=strategy.root_device,
-            world_size=trainer.world_size,
+            world_size=trainer.world_size if parallel is None else parallel.mesh.topology.world_size,
             data_size=_data_size(trainer, parallel),
             over_ranks=functools.partial(_over_ranks, trainer),
             peak_tflops=self.peak_tflops,
@@ -183,7 +187,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
     ) -> None:
         assert self._figures is not None
         loader = trainer.train_dataloader
-        if isinstance(loader, JoinedLoader) and loader.weight == 0:
+        if isinstance(loader, (JoinedLoader, DealtLoader)) and loader.weight == 0:
             self._figures.count(0, 0)  # it is repeated
         else:
             tokens = self._tokens_of_this_rank(trainer, batch)
@@ -208,7 +212,6 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
             self._report(trainer, ended=True)
         if self._figures is not None:
             self._figures.end()
-        self._end_record()
 
     def _end_record(self, error: BaseException | None = None) -> None:
         if self._record is not None:
@@ -220,10 +223,33 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _between_training_steps(trainer) and self._figures is not None:
             self._figures.pause()
+            self._logged = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if _between_training_steps(trainer) and self._figures is not None:
             self._figures.resume()
+            self._of_evaluation |= trainer.callback_metrics.keys() - self._logged.keys()
+            self._write_logged(trainer, of_evaluation=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write_logged(trainer)  # of the epoch before, whose means are known when its hooks have run
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write_logged(trainer)
+        self._end_record()
+
+    def _write_logged(self, trainer: Trainer, of_evaluation: bool = False) -> None:
+        """Write what ``self.log`` has given in training, or in an evaluation, into the run's log. Collective: Lightning
+        reduces where it is asked."""
+        logged = dict(trainer.callback_metrics)
+        # Lightning makes a new tensor for each value that is new, and others of evaluations when these are over.
+        fresh = {name for name, value in logged.items() if value is not self._logged.get(name)}
+        fresh -= {*_SHORT.values()}
+        names = fresh & self._of_evaluation if of_evaluation else fresh - self._of_evaluation
+        self._logged = logged
+        if self._record is not None:
+            values = {name: float(logged[name]) for name in sorted(names) if logged[name].numel() == 1}
+            self._record.write_metrics(self._booked_step, values)
 
     # Reports
 
@@ -253,6 +279,7 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
         if self._record is not None:
             loss = {} if self._figures.loss is None else {"loss": self._figures.loss}
             self._record.write_step(self._booked_step, {**loss, **self.latest}, self._figures.details)
+        self._write_logged(trainer)
         # The step that LightningModule.log uses for this batch, so that both stand in one row of a CSV file.
         # Lightning's own monitors take it from the same place, `_batches_that_stepped`; there is no public one.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped - int(ended)
@@ -262,7 +289,8 @@ class SmpMonitor(WatchesMemory, DrawsTimeline, Callback):
 
 def _over_ranks(trainer: Trainer, values: list[float], operation: str) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-    reduced: list[float] = trainer.strategy.reduce(tensor, reduce_op=operation).tolist()
+    every = dist.group.WORLD if dist.is_initialized() else None
+    reduced: list[float] = trainer.strategy.reduce(tensor, every, reduce_op=operation).tolist()
     return reduced
 
 

@@ -15,7 +15,7 @@ _DEFAULTS = SmpConfig()
 def read_config(
     config: SmpConfig | Mapping[str, Any] | None, knobs: dict[str, Any], arguments: Iterable[str]
 ) -> SmpConfig:
-    """Read the strategy's arguments into a configuration.
+    """Read the strategy's arguments into a configuration; knobs that are not among them come from the environment.
 
     Args:
         arguments: names of its other arguments, which a misspelt knob may stand for.
@@ -27,20 +27,21 @@ def read_config(
     require_known({**given, **knobs}, arguments=list(arguments))
     if isinstance(config, Mapping):
         config = SmpConfig.from_dict(config)
+    # LightningCLI gives every argument, most of them at their defaults.
+    changed = {knob: value for knob, value in knobs.items() if value != getattr(_DEFAULTS, knob)}
     if config is None:
-        return SmpConfig.from_dict(knobs)
+        return SmpConfig.from_code(changed if len(knobs) == len(SmpConfig.knobs()) else knobs)
     if not isinstance(config, SmpConfig):
         raise ValueError(
             f"SmpShardedStrategy(config={config!r}): allowed: an SmpConfig or a mapping from knobs to values; write "
             "config=SmpConfig.from_yaml(path) for a file"
         )
-    # LightningCLI gives every argument, most of them at their defaults.
-    written = {knob: value for knob, value in knobs.items() if value != getattr(_DEFAULTS, knob)}
-    if written:
+    if changed:
         raise ValueError(
-            f"SmpShardedStrategy got config= and also {', '.join(written)}; write dataclasses.replace(config, "
-            f"{', '.join(f'{k}={v!r}' for k, v in written.items())}) or give keywords only"
+            f"SmpShardedStrategy got config= and also {', '.join(changed)}; write dataclasses.replace(config, "
+            f"{', '.join(f'{k}={v!r}' for k, v in changed.items())}) or give keywords only"
         )
+    config.name_unused_variables()
     return config
 
 

@@ -179,7 +179,7 @@ class Loading:
 
         # Random states, and the place in the data.
         parts = [part if isinstance(part, dict) else {} for part in self._source.per_rank()]
-        random, rank, world = None, strategy.global_rank, strategy.world_size
+        random, rank, world = None, strategy.global_rank, dist.get_world_size()
         if any("random" in part for part in parts):
             seed, step = int(os.environ.get("PL_GLOBAL_SEED", "0")), int(checkpoint["global_step"])
             saved = [part.get("random") for part in parts]
@@ -187,7 +187,8 @@ class Loading:
         epoch_random = parts[rank].get("epoch_random") if len(parts) == world else None
         allow, data_size = strategy.config.checkpoint.allow_batch_change, strategy.mesh.data_size
         in_window = "smp_window" in checkpoint
-        return Resume(checkpoint.get("smp_data"), random, epoch_random, data_size, allow, in_window)
+        loaders = checkpoint["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader", [])
+        return Resume(checkpoint.get("smp_data"), random, epoch_random, data_size, allow, in_window, loaders)
 
 
 def _agreed(given: dict[str, Any], unread: Callable[[Place], Unread], device: torch.device) -> dict[str, Any]:

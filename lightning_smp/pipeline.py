@@ -4,6 +4,9 @@
 last. What the last stage returned and logged is then what all ranks return and log: the mean over micro-batches, as of
 one batch. Lightning calls training_step, zero_grad and backward in this order, and backward passes are over when the
 first of them returns: so gradients are zeroed before, and the later zero_grad is passed over.
+
+Private names of torchmetrics: ``_forward_cache``, what a metric gave for the present batch, which Lightning reads;
+``_update_count`` and ``_computed``, by which a metric knows whether there is something to compute.
 """
 
 from __future__ import annotations
@@ -11,13 +14,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torchmetrics import Metric
 
+from lightning_smp.kept import Kept
 from lightning_smp.sequences import SharedSequences
+from smp_core.checkpoint.tree import map_tensors
 from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.batches import split_batch
 from smp_core.pipeline.results import is_number, loss_of, mean_of
@@ -67,7 +73,12 @@ class PipelinedSteps:
         self._zero_grads: list[torch.optim.Optimizer] = []
 
     def train(
-        self, run: Callable[..., Any], optimizers: Sequence[torch.optim.Optimizer], windows: int, args: tuple[Any, ...]
+        self,
+        run: Callable[..., Any],
+        optimizers: Sequence[torch.optim.Optimizer],
+        windows: int,
+        args: tuple[Any, ...],
+        weight: float = 1.0,
     ) -> Any:
         """Take a batch through all stages, forward and backward.
 
@@ -76,6 +87,7 @@ class PipelinedSteps:
             optimizers: zeroed before the first batch of a window.
             windows: batches of an optimizer step.
             args: of training_step; the batch first.
+            weight: of the batch's loss.
 
         Returns:
             what training_step returns of an unsplit batch: the loss, wanting a gradient that nothing comes of, or the
@@ -91,17 +103,19 @@ class PipelinedSteps:
         if not self._parallel.window.is_open:
             for optimizer in optimizers:
                 optimizer.zero_grad()
-        logged = _Logged(self._module)
+        logged, kept = _Logged(self._module), Kept(self._module)
         calls = [functools.partial(logged.during, functools.partial(run, part, *rest)) for part in parts]
         results = self._pipeline.train(
             calls,
-            lambda result: self._scaled(self._sequences.weighted(_loss_of(result))),
+            lambda result: self._scaled(self._sequences.weighted(_loss_of(result)) * weight),
             1.0 / (count * windows),
             batch,
             lambda number: self._sequences.during(splits[number]),
         )
-        outcome = mean_of(results, "training_step") if results else None
-        returned, log = self._pipeline.share((outcome, logged.combined() if results else None))
+        returned, log, changes = self._pipeline.share_made(
+            lambda: (mean_of(results, "training_step"), logged.combined(), (kept.changes(), logged.updates()))
+        )
+        self._take(kept, logged, *changes)
         logged.replay(log, self._device)
         for optimizer in optimizers:
             # Of the instance, for one call: the gradients of this step are there.
@@ -118,16 +132,36 @@ class PipelinedSteps:
 
     def evaluate(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take a batch forward through all stages; return what the last one's step returned, on all ranks."""
-        logged = _Logged(self._module)
+        logged, kept = _Logged(self._module), Kept(self._module)
         batch, *rest = args
         parts, splits = self._sequences.split_each([batch])
         call = functools.partial(logged.during, functools.partial(run, *parts, *rest, **kwargs))
         with self._sequences.during(splits[0]):
             result = self._pipeline.evaluate(call, [*args, *kwargs.values()])
-            last = self._pipeline.stages.count - 1 == self._parallel.mesh.stage
-            returned, log = self._pipeline.share((result, logged.combined()) if last else None)
+            returned, log, changes = self._pipeline.share_made(
+                lambda: (result, logged.combined(), (kept.changes(), logged.updates()))
+            )
+            self._take(kept, logged, *changes)
             logged.replay(log, self._device)
             return self._sequences.outputs(returned)
+
+    def require_whole_batches(self, what: str) -> None:
+        """Refuse what compares the samples of a batch with one another where steps see micro-batches.
+
+        Raises:
+            ValueError: a batch has several.
+        """
+        if self._pipeline.micro_batches > 1:
+            raise ValueError(
+                f"{what} in a step in pipeline stages sees micro-batches: a loss that compares samples with one "
+                f"another would leave out those of the other {self._pipeline.micro_batches - 1}; write "
+                "pipeline={'microbatches': 1}, or pipeline_parallel_degree=1"
+            )
+
+    def _take(self, kept: Kept, logged: _Logged, changes: dict[str, Any], updates: dict[str, int]) -> None:
+        if self._parallel.mesh.stage < self._pipeline.stages.count - 1:
+            kept.take(changes)
+            logged.take_updates(updates)
 
     @property
     def _device(self) -> torch.device:
@@ -148,6 +182,14 @@ def _passed_over(*_: Any, **__: Any) -> None:
 
 
 @dataclass(frozen=True)
+class _MetricOf:
+    """Stands for a metric of the module: its name, and what its last call gave."""
+
+    name: str
+    last: Any = None
+
+
+@dataclass(frozen=True)
 class _Call:
     """A call of ``self.log``: its arguments by name, ``value`` among them."""
 
@@ -161,6 +203,9 @@ class _Logged:
         self._module = module
         self._log = type(module).log
         self._signature = inspect.signature(self._log)
+        # Not by themselves: a metric's hash is of its state.
+        self._metrics = {name: inner for name, inner in module.named_modules() if isinstance(inner, Metric)}
+        self._names = {id(metric): name for name, metric in self._metrics.items()}
         self._micro_batches: list[list[_Call]] = []
 
     def during(self, run: Callable[[], Any]) -> Any:
@@ -171,20 +216,31 @@ class _Logged:
             arguments = dict(self._signature.bind(self._module, *args, **kwargs).arguments)
             arguments.pop("self")
             value = arguments["value"]
-            if not is_number(value):
+            if isinstance(value, Metric):
+                if id(value) not in self._names:
+                    raise ValueError(
+                        f"self.log({arguments['name']!r}, ...) was given a {type(value).__name__} that is no attribute "
+                        "of the LightningModule; make it one in __init__"
+                    )
+                arguments["value"] = _MetricOf(self._names[id(value)])
+            elif not is_number(value):
                 raise ValueError(
                     f"self.log({arguments['name']!r}, ...) was given a {type(value).__name__}; with "
-                    "pipeline_parallel_degree numbers can be logged, which the last stage sends to the others"
+                    "pipeline_parallel_degree numbers and torchmetrics can be logged, which the last stage sends to "
+                    "the others"
                 )
             if isinstance(value, torch.Tensor):
                 arguments["value"] = value.detach().cpu()
             calls.append(_Call(arguments))
 
+        before = vars(self._module).get("log")
         vars(self._module)["log"] = note
         try:
             result = run()
         finally:
             del vars(self._module)["log"]
+            if before is not None:
+                vars(self._module)["log"] = before
         self._micro_batches.append(calls)
         return result
 
@@ -196,19 +252,54 @@ class _Logged:
                 f"self.log was called for {names[0]} in one micro-batch of a batch and for "
                 f"{next(each for each in names if each != names[0])} in another; log the same in each"
             )
-        return [_combine([calls[place] for calls in self._micro_batches]) for place in range(len(names[0]))]
+        combined = [_combine([calls[place] for calls in self._micro_batches]) for place in range(len(names[0]))]
+        return [self._with_last(call) for call in combined]
+
+    def _with_last(self, call: _Call) -> _Call:
+        """Return a call with what a metric gave last, which Lightning logs for a step."""
+        value, name = call.arguments["value"], call.arguments["name"]
+        on_step = call.arguments.get("on_step")
+        in_training = self._module.trainer.training
+        if not isinstance(value, _MetricOf) or not (in_training if on_step is None else on_step):
+            return call
+        if len(self._micro_batches) > 1:
+            raise ValueError(
+                f"self.log({name!r}, ...) was given a {type(self._metrics[value.name]).__name__} for each "
+                f"step, which sees pipeline.microbatches={len(self._micro_batches)} parts of its batch one by one; "
+                "write on_step=False, on_epoch=True, or pipeline={'microbatches': 1}"
+            )
+        last = self._metrics[value.name]._forward_cache
+        return _Call({**call.arguments, "value": replace(value, last=last)})
+
+    def updates(self) -> dict[str, int]:
+        """Return how often each metric of the module was updated."""
+        return {name: metric.update_count for name, metric in self._metrics.items()}
+
+    def take_updates(self, updates: dict[str, int]) -> None:
+        """Count the last stage's updates here, so that a metric is computed again behind them, with its state."""
+        for name, metric in self._metrics.items():
+            if metric.update_count != updates[name]:
+                metric._update_count, metric._computed = updates[name], None
 
     def replay(self, calls: list[_Call], device: torch.device) -> None:
         """Log on this rank what the last stage logged."""
         for call in calls:
             arguments = dict(call.arguments)
-            if isinstance(arguments["value"], torch.Tensor):
-                arguments["value"] = arguments["value"].to(device)
+            value = arguments["value"]
+            if isinstance(value, torch.Tensor):
+                arguments["value"] = value.to(device)
+            elif isinstance(value, _MetricOf):
+                metric: Any = self._metrics[value.name]
+                if value.last is not None:
+                    metric._forward_cache = map_tensors(value.last, lambda tensor: tensor.to(device))
+                arguments["value"] = metric
             self._module.log(**arguments)
 
 
 def _combine(calls: list[_Call]) -> _Call:
     first = calls[0].arguments
+    if isinstance(first["value"], _MetricOf):
+        return calls[0]
     reduction = first.get("reduce_fx", "mean")
     name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "")
     if len(calls) > 1 and name not in _REDUCTIONS:

@@ -90,7 +90,7 @@ def adapt_precision(plugin: Precision, parallel: Callable[[], ParallelModel]) ->
 
     def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
         parallel().window.close()
-        clip_grad_value_(plugin.main_params(optimizer), clip_val)
+        clip_grad_value_(parallel().stepped(plugin.main_params(optimizer)), clip_val)
 
     if isinstance(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
         plugin.scaler.__class__ = ShardedGradScaler  # the same state; a scaler of the user's own class is left alone

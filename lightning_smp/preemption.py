@@ -13,7 +13,6 @@ import signal
 import time
 from typing import Any, cast
 
-import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
@@ -63,9 +62,8 @@ class LeavesWhenTold(Callback):
         averages = any(isinstance(each, WeightAveraging) for each in trainer.callbacks)  # type: ignore[attr-defined]
         self._in_validation = in_fit and not averages  # with one, the module has the average's weights meanwhile
         if self._in_validation:
-            counts: list[Any] = [None] * trainer.world_size
-            dist.all_gather_object(counts, trainer.num_val_batches)
-            self._in_validation = all(count == counts[0] for count in counts) and math.inf not in counts[0]
+            # Ranks take as many steps, repeated ones included, where that number is known.
+            self._in_validation = math.inf not in trainer.num_val_batches
             self.preemption.begin_phase()
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:

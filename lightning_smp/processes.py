@@ -152,14 +152,19 @@ class ProcessGroupStrategy(ParallelStrategy):
         dist.broadcast_object_list(carried, src)
         return carried[0]
 
+    @property
+    def counting_group(self) -> Any:
+        """The ranks over which numbers are added up where no group is given; a subclass leaves copies out."""
+        return dist.group.WORLD
+
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks or ``group``: ``"mean"``, ``"sum"``, ... or a ``ReduceOp``; other objects
-        stay.
+        """Reduce a tensor over :attr:`counting_group` or ``group``: ``"mean"``, ``"sum"``, ... or a ``ReduceOp``; other
+        objects stay.
         """
         if not isinstance(tensor, torch.Tensor) or not dist.is_initialized():
             return tensor
-        group = dist.group.WORLD if group is None else group
+        group = self.counting_group if group is None else group
         mean = reduce_op is None or (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"))
         mean = mean or reduce_op == dist.ReduceOp.AVG
         if mean:
@@ -171,6 +176,15 @@ class ProcessGroupStrategy(ParallelStrategy):
             tensor = tensor.float()
         dist.all_reduce(tensor, op=op, group=group)
         return tensor / dist.get_world_size(group) if mean else tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all processes decided so, or with ``all=False`` any."""
+        if not dist.is_initialized():
+            return decision
+        number = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(number, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(number)
 
     # The end
 

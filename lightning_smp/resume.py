@@ -18,15 +18,16 @@ import copy
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from lightning_smp.dealt import DealtLoader
 from lightning_smp.due_validation import begins_with_it
 from smp_core.checkpoint.random_state import random_state, set_random_state
 from smp_core.joined import JoinedLoader
@@ -34,6 +35,15 @@ from smp_core.joined import JoinedLoader
 logger = logging.getLogger("smp")
 
 _COUNTERS = ("ready", "started", "processed", "completed")
+
+
+@runtime_checkable
+class _KeepsPlace(Protocol):
+    """A data loader whose state is its place, as Lightning finds it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -209,6 +219,7 @@ class Resume:
         data_size: ranks of this run that read different samples.
         allow_batch_change: ``checkpoint.allow_batch_change``.
         in_window: the states to restore are those after the first batch of an open window had been fetched.
+        loader_states: of the training loaders that keep their own place, in their order.
     """
 
     def __init__(
@@ -219,6 +230,7 @@ class Resume:
         data_size: int,
         allow_batch_change: bool,
         in_window: bool = False,
+        loader_states: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.place = place
         self.random = random
@@ -226,6 +238,7 @@ class Resume:
         self.data_size = data_size
         self.allow_batch_change = allow_batch_change
         self.in_window = in_window
+        self.loader_states = loader_states
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Keep or change the global batch, and move the data to their place.
@@ -327,23 +340,51 @@ class Resume:
         elif batches:
             warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
         fetcher = trainer.fit_loop._data_fetcher
-        if fetcher is None or any(hasattr(loader, "load_state_dict") for loader in loaders):
-            return  # they know their place, and Lightning has told them
-        samplers = [sampler for loader in loaders if (sampler := sampler_of(loader)) is not None]
-        by_sampler = len(samplers) == len(loaders)
-        if by_sampler and not at_epoch_start:
-            self._skip(loaders, samplers, batches, validates_first)
+        if fetcher is None:
+            return
+        keeping = [loader for loader in loaders if isinstance(loader, _KeepsPlace)]
+        self._tell_places(keeping)
+        others = [loader for loader in loaders if loader not in keeping]
+        samplers = [sampler for loader in others if (sampler := sampler_of(loader)) is not None]
+        by_sampler = len(samplers) == len(others)
+        if others and by_sampler and not at_epoch_start:
+            self._skip(others, samplers, batches, validates_first)
         iter(fetcher)
         if batches and not by_sampler:
-            logger.warning("%d batches are read and dropped: the data loader has no sampler to begin later", batches)
-            for _ in range(batches):
-                next(fetcher)
-                for loader in loaders:
-                    if isinstance(loader, JoinedLoader):
-                        loader.begin_batch()
-            fetcher.fetched -= batches  # Lightning adds them
+            self._drop(fetcher, loaders, batches, keeping)
         if at_epoch_start and self.random is not None:
-            self._hold_until_fetched(loaders, samplers)
+            self._hold_until_fetched(others, samplers)
+
+    def _tell_places(self, keeping: list[_KeepsPlace]) -> None:
+        """Tell loaders the places that they keep. Lightning does where it sets up data, which may have been before the
+        checkpoint was loaded: for ``configure_optimizers``, where that reads ``trainer.estimated_stepping_batches``.
+
+        Raises:
+            ValueError: the checkpoint has places of other loaders.
+        """
+        if self.loader_states and len(self.loader_states) != len(keeping):
+            raise ValueError(
+                f"the checkpoint has the places of {len(self.loader_states)} training data loaders with a state_dict, "
+                f"here are {len(keeping)}; give the same ones, or load the weights alone"
+            )
+        for loader, state in zip(keeping, self.loader_states, strict=False):
+            loader.load_state_dict(copy.deepcopy(state))
+
+    def _drop(self, fetcher: Any, loaders: list[Any], batches: int, keeping: list[_KeepsPlace]) -> None:
+        """Read up to the place."""
+        if keeping:
+            logger.warning(
+                "a data loader without sampler, beside one that keeps its place, begins its epoch again: what is read "
+                "up to the place would be read of both; zip the two to one loader with a state_dict"
+            )
+            return
+        logger.warning("%d batches are read and dropped: the data loader has no sampler to begin later", batches)
+        for _ in range(batches):
+            next(fetcher)
+            for loader in loaders:
+                if isinstance(loader, (JoinedLoader, DealtLoader)):
+                    loader.begin_batch()
+        fetcher.fetched -= batches  # Lightning adds them
 
     def _hold_until_fetched(self, loaders: list[Any], samplers: list[PlacedSampler]) -> None:
         """Go on with the present random states when the first batch is read: Lightning may draw until then, for the

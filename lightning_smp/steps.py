@@ -1,28 +1,39 @@
 """The steps of a sharded LightningModule: forward, backward, the accumulation window, the optimizer step,
 evaluation.
+
+Private names: ``Trainer._accelerator_connector``, because ``use_distributed_sampler`` is not public.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import os
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_smp.batches import refuse_joined_evaluation, require_equal_evaluation
+from lightning_smp.batches import require_equal_evaluation
+from lightning_smp.dealt import DealtLoader, read_alike
 from lightning_smp.due_validation import BeforeValidation
+from lightning_smp.evaluation import Evaluations, deal
 from lightning_smp.pipeline import PipelinedSteps
 from lightning_smp.precision import adapt_precision
 from lightning_smp.processes import ProcessGroupStrategy
 from lightning_smp.resume import WindowStart, place_sampler
 from lightning_smp.sequences import SharedSequences
 from smp_core.config import SmpConfig
+from smp_core.counting import gather_parts, gather_with_gradient, report_equal_parts
 from smp_core.joined import JoinedLoader
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
@@ -38,6 +49,8 @@ class SteppingStrategy(ProcessGroupStrategy):
     _window_start: WindowStart | None = None
     _pipelined: PipelinedSteps | None = None
     _in_window = False
+    evaluations: Evaluations | None = None
+    _deals_as: tuple[int, int] | None = None
     steps_have_backward = True
     """False: what ``training_step`` returns is not taken backward."""
 
@@ -57,6 +70,72 @@ class SteppingStrategy(ProcessGroupStrategy):
     @property
     def mesh(self) -> SmpMesh:
         return self.parallel.mesh
+
+    # Who counts what (smp_core/counting.py)
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that read different samples: for collectives of your own, and counts of samples."""
+        return self.mesh.data_group
+
+    @property
+    def data_size(self) -> int:
+        """The number of ranks that read different samples."""
+        return self.mesh.data_size
+
+    @property
+    def data_rank(self) -> int:
+        """The place of this rank among those that read different samples."""
+        return self.mesh.data_rank
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """The number of ranks that hold different tokens: what numbers are added up over, and the divisor of gradients.
+        ``dist.get_world_size()`` counts processes.
+        """
+        of_one_batch = self.config.tensor_parallel_degree * self.config.pipeline_parallel_degree
+        return super().world_size // of_one_batch
+
+    @property
+    @override
+    def counting_group(self) -> Any:
+        return dist.group.WORLD if self._parallel is None else self.mesh.gradient_group
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks that hold different tokens, or ``group``: ``"mean"``, ``"sum"``, ... or a
+        ``ReduceOp``; other objects stay.
+        """
+        if group is not None or self._parallel is None or not torch.is_tensor(tensor):
+            return super().reduce(tensor, group, reduce_op)
+        is_sum = reduce_op == dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
+        is_mean = reduce_op in (None, dist.ReduceOp.AVG) or str(reduce_op).lower() in ("mean", "avg")
+        if is_sum and self.mesh.context_degree > 1 and tensor.is_floating_point():
+            instead = "self.log(..., sync_dist_group=self.trainer.strategy.data_group)"
+            report_equal_parts(gather_parts(tensor, self.mesh), self.mesh, "a sum that is logged", instead)
+        if (is_sum or is_mean) and self.evaluations is not None and self.evaluations.is_uneven:
+            # Ranks without a batch take part, and count nothing.
+            weight = torch.tensor(self.evaluations.weight, device=tensor.device)
+            total = super().reduce(tensor * weight, reduce_op="sum")
+            return total if is_sum else total / super().reduce(weight, reduce_op="sum")
+        return super().reduce(tensor, reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Stack a tensor of the ranks that hold different tokens, or of ``group``. Collective over them.
+
+        ``LightningModule.all_gather`` gives the world where it was given no group, and so means them too.
+
+        Raises:
+            ValueError: a loss over samples of all ranks, of which pipeline stages compute micro-batches.
+        """
+        if self._pipelined is not None and sync_grads and torch.is_grad_enabled():
+            self._pipelined.require_whole_batches("self.all_gather(..., sync_grads=True)")
+        if group is None or group is dist.group.WORLD:
+            group = self.counting_group
+        with contextlib.nullcontext() if sync_grads else torch.no_grad():
+            return gather_with_gradient(tensor, group)
 
     @property
     def window(self) -> Any:
@@ -96,18 +175,71 @@ class SteppingStrategy(ProcessGroupStrategy):
                     return self._pipelined.evaluate(run, args, kwargs)
             return self._sequences.outputs(self._run_step(method, context, *args, **kwargs))
 
+    @property
     @override
-    def process_dataloader(self, dataloader: object) -> object:
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        size, rank = self._reads_as
+        if self.evaluations is not None and self.evaluations.prepares:
+            self._deals_as = (size, rank)
+            size, rank = 1, 0  # see lightning_smp/evaluation.py
+        return {"num_replicas": size, "rank": rank}
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier(name)
+        if self.evaluations is not None and name is not None and name.endswith("_dataloader()"):
+            self.evaluations.loaders_are_made()
+
+    @property
+    def _reads_as(self) -> tuple[int, int]:
+        """The number of ranks that read different samples, and this one's place; before there is a mesh, too."""
+        # Context and tensor ranks read the same batch, and are neighbours; so do stages, which are far apart.
+        tensor, context = self.config.tensor_parallel_degree, self.config.context_parallel_degree
+        of_stage = self.world_size * tensor
+        return self.world_size // context, self.global_rank % of_stage // (context * tensor)
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        deals_as, self._deals_as = self._deals_as, None
+        evaluates = self.evaluations is not None and self.evaluations.prepares
+        if self._is_dealt_out(dataloader):
+            read_alike(dataloader)
+            need_alike = self.config.context_parallel_degree == 1  # else the first context peer's batch counts
+            dataloader = DealtLoader(
+                dataloader, *self._reads_as, need_alike, cuts=lambda: self.joined is None, once=evaluates
+            )
+        elif int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(dataloader, "worker_init_fn", self) is None:
+            # Lightning's would be of the process: ranks of one batch would draw different augmentations.
+            dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self._reads_as[1])
+        if evaluates:
+            assert self.evaluations is not None
+            if deals_as is not None:
+                deal(dataloader, *deals_as)
+            return self.evaluations.process(dataloader)
         place_sampler(dataloader)
         if isinstance(dataloader, JoinedLoader):
             dataloader.meet()
         return dataloader
 
+    def _is_dealt_out(self, loader: object) -> TypeGuard[DataLoader[Any]]:
+        # A prediction gives every rank all results; one that is written by a callback is the user's to deal out.
+        trainer = self._trainer
+        if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+            return False
+        is_asked_for = trainer._accelerator_connector.use_distributed_sampler
+        return is_asked_for and dist.get_world_size() > 1 and trainer.state.fn != TrainerFn.PREDICTING
+
     @property
-    def joined(self) -> JoinedLoader | None:
-        """The training loader, where ranks may run out of batches before others."""
+    def joined(self) -> JoinedLoader | DealtLoader | None:
+        """The training loader, where its batches have weights: ranks may run out of them before others."""
         loader = self._trainer.train_dataloader
-        return loader if isinstance(loader, JoinedLoader) else None
+        if isinstance(loader, JoinedLoader):
+            return loader
+        if not isinstance(loader, DealtLoader) or self.config.context_parallel_degree > 1:
+            return None  # where sequences are shared, targets are counted
+        assert self.lightning_module is not None
+        fetches_itself = "dataloader_iter" in inspect.signature(self.lightning_module.training_step).parameters
+        return None if fetches_itself else loader
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -140,7 +272,9 @@ class SteppingStrategy(ProcessGroupStrategy):
                 return self._pipelined.evaluate(self._micro_batch, args, kwargs)
         if self._pipelined is not None:
             windows = self._trainer.accumulate_grad_batches
-            return self._pipelined.train(self._micro_batch, self.optimizers, windows, (*args, *kwargs.values()))
+            weight = 1.0 if self.joined is None else self.joined.weight
+            batch = (*args, *kwargs.values())
+            return self._pipelined.train(self._micro_batch, self.optimizers, windows, batch, weight)
         context = self.precision_plugin.train_step_context()
         return self._run_step(self.lightning_module.training_step, context, *args, **kwargs)
 
@@ -191,7 +325,7 @@ class SteppingStrategy(ProcessGroupStrategy):
             self.window.close()
             on_nonfinite = self.config.on_nonfinite_grad_norm
             if on_nonfinite != "ignore":
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                parameters = self.parallel.stepped(p for group in optimizer.param_groups for p in group["params"])
                 settle_nonfinite(parameters, self.parallel.grad_norm(parameters=parameters), on_nonfinite)
             self._before_update()
             return result
@@ -208,8 +342,7 @@ class SteppingStrategy(ProcessGroupStrategy):
     # An evaluation computes with rank 0's BatchNorm statistics on every rank, and with the weights at its beginning
     # (averages may have replaced them, also in the middle of a window), and leaves no stale unsharded ones.
 
-    def _begin_evaluation(self, limit: str, batches: Any, loaders: Any) -> None:
-        refuse_joined_evaluation(loaders)
+    def _begin_evaluation(self, limit: str, batches: Any) -> None:
         require_equal_evaluation(limit, batches, self.mesh)
         self._before_update()
         self.parallel.reshard()
@@ -219,16 +352,15 @@ class SteppingStrategy(ProcessGroupStrategy):
     def on_validation_start(self) -> None:
         trainer = self._trainer
         batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self._begin_evaluation("limit_val_batches", batches, trainer.val_dataloaders)
+        self._begin_evaluation("limit_val_batches", batches)
 
     @override
     def on_test_start(self) -> None:
-        self._begin_evaluation("limit_test_batches", self._trainer.num_test_batches, self._trainer.test_dataloaders)
+        self._begin_evaluation("limit_test_batches", self._trainer.num_test_batches)
 
     @override
     def on_predict_start(self) -> None:
-        trainer = self._trainer
-        self._begin_evaluation("limit_predict_batches", trainer.num_predict_batches, trainer.predict_dataloaders)
+        self._begin_evaluation("limit_predict_batches", self._trainer.num_predict_batches)
 
     def _end_evaluation(self) -> None:
         self.parallel.require_same_collectives()

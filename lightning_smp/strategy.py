@@ -31,10 +31,12 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_smp import checkpoints
-from lightning_smp.averaging import make_averages, take_over_callbacks
+from lightning_smp.averaging import averaging_keys, make_averages, take_over_callbacks
 from lightning_smp.background import BackgroundSaves
 from lightning_smp.batches import require_equal_training, require_joined_alone
+from lightning_smp.callback_states import give_shards, let_wait, note_shards
 from lightning_smp.due_validation import begin_with_it, is_lacking
+from lightning_smp.evaluation import Evaluations
 from lightning_smp.exception_saves import take_over_exception_saves
 from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading, NothingSaved, nothing_saved
@@ -48,6 +50,7 @@ from lightning_smp.steps import SteppingStrategy
 from smp_core.checkpoint import CheckpointError
 from smp_core.config import SmpConfig
 from smp_core.context_parallel.batch import BatchLayout
+from smp_core.counting import synchronize_metrics
 from smp_core.planning.auto_degree import missed
 from smp_core.preemption import Preemption
 from smp_core.rank_watch import meet_between_runs
@@ -119,14 +122,6 @@ class SmpShardedStrategy(SteppingStrategy):
         self._leaves: LeavesWhenTold | None = None
         self._memory: KeepsInMemory | None = None
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Context and tensor ranks read the same batch, and are neighbours; so do stages, which are far apart.
-        of_stage = self.world_size // self.config.pipeline_parallel_degree
-        sharing = self.config.context_parallel_degree * self.config.tensor_parallel_degree
-        return {"num_replicas": of_stage // sharing, "rank": self.global_rank % of_stage // sharing}
-
     # Model and optimizers
 
     @override
@@ -168,6 +163,7 @@ class SmpShardedStrategy(SteppingStrategy):
         for evaluation in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
             evaluation.inference_mode = False
         trainer.predict_loop.inference_mode = False
+        self.evaluations = Evaluations(trainer, self._leave_if_told)
 
         # The sharded module.
         module = self.lightning_module
@@ -193,6 +189,8 @@ class SmpShardedStrategy(SteppingStrategy):
                 check_layer_sync(module, self._layer_sync)
             self._parallel, self.config = reattach(module, self.config, precision)
 
+        synchronize_metrics(self.mesh)
+
         # Its collaborators: checkpoints, the watch, shared sequences, saves in the background.
         checkpoints.check_plugin(self.checkpoint_io, self.config)
         if self._watch is not None:
@@ -216,6 +214,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self.resume = None
         if self.loading is not None:
             self.loading.load_weights(self._parallel)
+            give_shards(trainer, self.loading.content, self._parallel.module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             make_averages(trainer, self.parallel, self.loading)
@@ -313,6 +312,7 @@ class SmpShardedStrategy(SteppingStrategy):
         place = describe_place(trainer, checkpoint, self.mesh.data_size)
         if place is not None:
             checkpoint["smp_data"] = place
+        note_shards(checkpoint)
         if self.parallel.fp8 is not None:
             checkpoint[FP8_STATE] = self.parallel.fp8.state_dict()
         if filepath is IN_MEMORY:
@@ -345,6 +345,7 @@ class SmpShardedStrategy(SteppingStrategy):
         if nothing_saved(self, path) and (self.memory is None or self.memory.tier.find() is None):
             return NothingSaved()
         self.loading = Loading(self, path, weights_only, self.memory)
+        let_wait(self.loading.content, averaging_keys(self._trainer))
         return self.loading.content
 
     @override
@@ -353,6 +354,7 @@ class SmpShardedStrategy(SteppingStrategy):
         self.loading.take_model_state(checkpoint["state_dict"], strict)
         if self._is_set_up:  # in the middle of a run: the learning rate finder restores the state from before its trial
             self.loading.load_weights(self.parallel)
+            give_shards(self._trainer, self.loading.content, self.parallel.module)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -370,6 +372,11 @@ class SmpShardedStrategy(SteppingStrategy):
     def preemption(self) -> Preemption | None:
         """The notices to all ranks that the job is about to be ended; None outside of fit, and with no grace."""
         return None if self._leaves is None else self._leaves.preemption
+
+    def _leave_if_told(self) -> None:
+        """Agree with ranks that are behind a batch of a validation, where this one has none."""
+        if self._leaves is not None:
+            self._leaves.on_validation_batch_end(self._trainer, self._trainer.lightning_module)
 
     @override
     def teardown(self) -> None:

@@ -43,7 +43,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: Give
             f"shard_degree={given.degree} with consecutive ranks, or 'auto'"
         )
     knobs = plan.knobs
-    change_this_process()
+    change_this_process(mesh)
     replaced = ReplacedParameters(model)
     if knobs.chunked_cross_entropy is not None:
         chunk_losses(model, knobs.chunked_cross_entropy)

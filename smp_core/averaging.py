@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from smp_core.checkpoint.optimizers import copy_into
 from smp_core.module_names import clean_name
 from smp_core.parallel_model import ParallelModel
-from smp_core.sharding.optimizer import FlatShard, WorldSharding, like, local_of
+from smp_core.sharding.optimizer import FlatShard, WorldSharding, like, local_of, master_dtype
 
 
 class RankWeights(nn.Module):
@@ -53,8 +53,15 @@ class RankWeights(nn.Module):
         Half precision loses the small changes of an average.
         """
         for part in self.parts:
-            if part.dtype in (torch.float16, torch.bfloat16):
-                part.data = part.data.float()
+            part.data = part.data.to(master_dtype(part))
+        return self
+
+    def in_dtypes(self, parallel: ParallelModel, dtypes: Mapping[str, torch.dtype]) -> RankWeights:
+        """Replace parts and buffers by copies in the dtypes that their names have in ``dtypes``, in place."""
+        for (name, _), part in zip(parallel.module.named_parameters(), self.parts, strict=True):
+            part.data = part.data.to(dtypes.get(clean_name(name), part.dtype))
+        for number, (name, buffer) in enumerate(parallel.module.named_buffers()):
+            self.register_buffer(str(number), buffer.to(dtypes.get(clean_name(name), buffer.dtype)))
         return self
 
 
@@ -75,7 +82,9 @@ class ShardedAverage(AveragedModel):
 
     Args:
         parallel: the sharded module's handle, its optimizers prepared.
-        device: the device of the average; default: that of the weights. Half precision weights have a float32 average.
+        device: the device of the average; default: that of the weights.
+        dtypes: name in the module -> dtype of the average, where the function that takes it can mix dtypes; default:
+            that of the weights. In the place of half precision it is float32.
         options: of ``AveragedModel``: ``avg_fn``, ``multi_avg_fn``, ``use_buffers``.
 
     Attributes:
@@ -85,11 +94,22 @@ class ShardedAverage(AveragedModel):
         ValueError: an averaging function that looks across a tensor.
     """
 
-    def __init__(self, parallel: ParallelModel, device: torch.device | int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        device: torch.device | int | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        **options: Any,
+    ) -> None:
         for name in ("avg_fn", "multi_avg_fn"):
             if options.get(name) is not None:
                 _require_elementwise(name, options[name])
-        super().__init__(RankWeights(parallel).finer(), device, **options)
+        on_cpu = torch.device(parallel.mesh.device if device is None else device).type == "cpu"
+        has_function = options.get("avg_fn") is not None or on_cpu
+        # torch's kernels for many tensors, its default elsewhere than on CPU, take one dtype: that of the weights.
+        self._in_one_dtype = options.get("multi_avg_fn") is not None or not has_function
+        made = {} if self._in_one_dtype else dtypes or {}
+        super().__init__(RankWeights(parallel).in_dtypes(parallel, made).finer(), device, **options)
         self.parallel = parallel
 
     def update_parameters(self, model: nn.Module | None = None) -> None:
@@ -98,7 +118,8 @@ class ShardedAverage(AveragedModel):
         Args:
             model: the argument that callers of ``AveragedModel`` give; taken to be the sharded module.
         """
-        super().update_parameters(RankWeights(self.parallel).finer())
+        weights = RankWeights(self.parallel)
+        super().update_parameters(weights.finer() if self._in_one_dtype else weights)
 
     def _parts(self) -> list[torch.Tensor]:
         return list(cast(RankWeights, self.module).parts)
@@ -118,8 +139,10 @@ class ShardedAverage(AveragedModel):
         world = _world_of(parallel)
         for shard in () if world is None else world.shards:
             numbers = [number_of[id(parameter)] for parameter in shard.parameters]
-            together = shard.put_together({i: averages[number] for i, number in enumerate(numbers)})
-            made.update({numbers[i]: value for i, value in together.items()})
+            parts = {i: averages[number] for i, number in enumerate(numbers)}
+            for dtype in dict.fromkeys(part.dtype for part in parts.values()):
+                together = shard.put_together({i: part for i, part in parts.items() if part.dtype == dtype})
+                made.update({numbers[i]: value for i, value in together.items()})
         for parameter, number in zip(parallel.module.parameters(), number_of.values(), strict=True):
             if number not in made:
                 average = averages[number]

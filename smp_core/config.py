@@ -116,6 +116,10 @@ class SmpConfig:
         reduce_dtype: Dtype in which gradients are reduced. "float32", "bfloat16", None (the gradients' own dtype) or
             "auto" (default; float32 for half precision parameters, otherwise their own). "float16" is refused when
             training starts: gradients are added up before they are divided and would overflow.
+        master_dtype: Dtype in which the optimizer steps weights of a half precision model (bf16-true, or loaded in
+            bfloat16), which compute in their own: they are stored in it, with their gradients and optimizer states.
+            "float32", None (their own dtype: most small updates are rounded away) or "auto" (default; float32 where
+            optimizer_shard or state_offload make masters, otherwise None, with a warning).
         on_nonfinite_grad_norm: What a gradient norm that is inf or nan does. "ignore" (default; the step is taken, as
             plain torch does), "skip" (the gradients are dropped, so that the optimizer step changes nothing) or
             "raise".
@@ -168,6 +172,7 @@ class SmpConfig:
     delayed_init: Knob[DelayedInit | None, bool | str | Fields] = _default(None)
     param_dtype: DtypeName | None = "auto"
     reduce_dtype: DtypeName | None = "auto"
+    master_dtype: Literal["auto", "float32"] | None = "auto"
     on_nonfinite_grad_norm: Literal["ignore", "skip", "raise"] = "ignore"
     optimizer_shard: Literal["shard", "world"] = "shard"
     state_offload: Literal["optimizer", "all"] | None = None
@@ -246,6 +251,34 @@ class SmpConfig:
         """
         values, origins = knobs_in_environment(os.environ if environ is None else environ)
         return cls.from_dict(values)._with_origins(origins)
+
+    @classmethod
+    def from_code(cls, written: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> SmpConfig:
+        """Return the configuration with the knobs that are written in code, over those in environment variables.
+
+        Args:
+            environ: as of `from_env`.
+
+        Raises:
+            ValueError: as of `from_dict` and `from_env`.
+        """
+        values, origins = knobs_in_environment(os.environ if environ is None else environ)
+        require_known(written)
+        config = cls.from_dict({**values, **written})
+        config._name_unused(values, origins)
+        return config._with_origins({knob: origin for knob, origin in origins.items() if knob not in written})
+
+    def name_unused_variables(self, environ: Mapping[str, str] | None = None) -> None:
+        """Warn of environment variables that ask for something else than this configuration, which was made in code."""
+        try:
+            self._name_unused(*knobs_in_environment(os.environ if environ is None else environ))
+        except ValueError as error:
+            logger.warning("%s. The environment has no effect: all knobs are settled in code", error)
+
+    def _name_unused(self, values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+        for knob, value in values.items():
+            if value != self.asked(knob):
+                logger.warning("%s has no effect: %s is settled in code", origins[knob], knob)
 
     @classmethod
     def from_smp_parameters(cls, parameters: Mapping[str, Any], *, sharding_strategy: str | None = None) -> SmpConfig:

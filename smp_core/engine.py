@@ -26,6 +26,7 @@ from smp_core.layout import Layout
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
 from smp_core.parallelize import mesh_of, parallelize_model
+from smp_core.pipeline.rehearsal import rehearse
 from smp_core.planning.auto_degree import decide_with_smallest_degree
 from smp_core.planning.auto_plan import RunningStep, plan_run
 from smp_core.planning.chain_recording import with_chain
@@ -95,8 +96,12 @@ def parallelize(
             return decide(shapes, asked, observe(), given=given, precision=precision)
         shapes = _shapes_of(model, asked, entry)
         if asked.shard_degree == "auto":
-            return decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
-        return decide(shapes, asked, observe(), precision=precision)
+            plan = decide_with_smallest_degree(shapes, asked, observe(), precision=precision, optimizers=optimizers)
+        else:
+            plan = decide(shapes, asked, observe(), precision=precision)
+        if plan.stages is not None:
+            rehearse(model, plan.stages)
+        return plan
 
     plan = agreed(asked, settle, lambda plan: plan.word, lambda plan: plan.parameters_in_words)
     if mesh is None:

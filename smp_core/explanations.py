@@ -6,6 +6,7 @@ before. A note is printed with the traceback wherever the error is printed.
 
 from __future__ import annotations
 
+import re
 import sys
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,27 @@ _SUBMODULE = (
     "forward_methods=['sample']; or, in Lightning, write trainer.strategy.parallel.call(submodule, x). All ranks have "
     "to make the call. To compute with a weight itself: parameter.full_tensor() on all ranks; in a term of the loss, "
     "term.full_tensor(), as in loss + 0.1 * sum(p.square().sum().full_tensor() for p in model.parameters())."
+)
+_PENALTY = (
+    "in a term of the loss that is made of parameters, which are shards, make each part whole: loss + 0.1 * "
+    "sum(p.square().sum().full_tensor() for p in model.parameters())."
+)
+_OF_BEFORE = (
+    "a plain tensor, perhaps of a copy that was made before the model was prepared (an average of weights, a teacher, "
+    "a target network), meets a parameter, which is a shard now. Make the copy after prepare, of "
+    "[p.detach().clone() for p in model.parameters()], as EMAModel(model.parameters()) does: shards of one layout are "
+    "added, mixed and copied like whole tensors. Or prepare the copy with the model: model, teacher = "
+    "accelerator.prepare(model, teacher). In Lightning use EMAWeightAveraging, or keep it in the LightningModule, "
+    "which shards both. A whole tensor of a parameter: parameter.full_tensor(), on all ranks."
+)
+_NOT_IN_GRAPH = (
+    "parameters of a sharded model are shards outside of its forward, and a graph holds what was gathered for it. For "
+    "gradients of parameters call loss.backward() and read parameter.grad when the window is closed; "
+    "torch.autograd.grad works for inputs and activations, also with create_graph=True."
+)
+_TWICE = (
+    "gradients of gradients go through layers of plain torch only, not through layers split over tensor ranks, FP8 "
+    "layers or SyncBatchNorm on CPU: write tensor_parallel_degree=1, fp8=None, or leave those layers out."
 )
 _COPY = (
     "a sharded model cannot be copied. Copy it before it is prepared (in Lightning: in __init__ or configure_model), "
@@ -33,8 +55,13 @@ _NOT_TOGETHER = (
     "model, equally often: take it out of `if rank == 0:`, give all ranks as many batches. Where a rank failed, its "
     "own error or a line of torch-smp names it."
 )
+# The first that is found in an error's text.
 _NOTES = {
+    r"aten\.(_foreach_)?(add|sub|rsub|mul|div|lerp|copy|addcmul|mse_loss|dist)_?\.\S+ got mixed": _OF_BEFORE,
     "got mixed torch.Tensor and DTensor": _SUBMODULE,
+    "Sharding propagation failed for aten.add_|in-place operations that require placement changes": _PENALTY,
+    "appears to not have been used in the graph": _NOT_IN_GRAPH,
+    "trying to differentiate twice": _TWICE,
     "FSDP does not support deepcopy": _COPY,
     "object has no attribute 'no_sync'": _NO_SYNC,
     "Connection closed by peer": _NOT_TOGETHER,
@@ -45,12 +72,11 @@ _NOTES = {
 def explain(error: BaseException) -> None:
     """Add the note that belongs to an error, if there is one and it has not got it."""
     text = str(error)
-    for sign, note in _NOTES.items():
-        said = f"torch-smp: {note}"
-        if sign in text and said not in getattr(error, "__notes__", []):
-            add_note = getattr(error, "add_note", None)  # Python >= 3.11
-            if add_note is not None:
-                add_note(said)
+    note = next((note for sign, note in _NOTES.items() if re.search(sign, text)), None)
+    said = f"torch-smp: {note}"
+    add_note = getattr(error, "add_note", None)  # Python >= 3.11
+    if note is not None and add_note is not None and said not in getattr(error, "__notes__", []):
+        add_note(said)
 
 
 def explain_uncaught_errors() -> None:

@@ -137,7 +137,7 @@ class JoinedLoader:
     def meet(self) -> None:
         """Learn the other ranks' lengths. Collective; before anybody asks for this one's."""
         self._has_met = True
-        lengths: list[Any] = [_length_of(self.loader)]
+        lengths: list[Any] = [length_of(self.loader)]
         if dist.is_initialized():
             lengths *= dist.get_world_size()
             dist.all_gather_object(lengths, lengths[0])
@@ -164,7 +164,7 @@ class JoinedLoader:
         self.weight = self._fetched.popleft()
 
 
-def _length_of(loader: Any) -> int | None:
+def length_of(loader: Any) -> int | None:
     """Return the number of batches; None where the loader does not tell."""
     try:
         return len(loader)

@@ -62,6 +62,7 @@ READERS: dict[str, read.Reader] = {
     "delayed_init": _of(DelayedInit),
     "param_dtype": _DTYPE,
     "reduce_dtype": _DTYPE,
+    "master_dtype": read.either(read.nothing(), read.word("auto", "float32"), allowed="'auto', 'float32', none"),
     "on_nonfinite_grad_norm": read.word("ignore", "skip", "raise"),
     "optimizer_shard": read.word("shard", "world"),
     "state_offload": read.either(read.nothing(), read.word("optimizer", "all"), allowed="none, 'optimizer', 'all'"),
@@ -134,6 +135,12 @@ def _of_memory(asked: Any) -> Iterator[str]:
             "optimizer_shard='world' steps parts of parameters that are on the device, and state_offload='all' keeps "
             "them in host memory; write state_offload='optimizer', or optimizer_shard='shard'"
         )
+    needs = {"optimizer_shard": "world", "state_offload": "optimizer"}
+    for knob in [knob for knob, value in needs.items() if getattr(asked, knob) == value and not asked.master_dtype]:
+        yield (
+            f"master_dtype=None: {knob}={needs[knob]!r} steps float32 masters of half precision parameters; leave "
+            f"master_dtype out, or leave {knob} out"
+        )
     if asked.checkpoint.async_save and asked.checkpoint.full_state_dict:
         yield (
             "checkpoint.async_save=True has no effect with checkpoint.full_state_dict=True: whole tensors are gathered "
@@ -201,11 +208,12 @@ def unknown_knob(name: str, *, arguments: Iterable[str] = ()) -> ValueError:
     Args:
         arguments: what else could have been meant where the name was written: the other arguments of a class.
     """
-    if name in SMP_OPTIONS:
+    other = argument_of_another(name)
+    if other is None and name in SMP_OPTIONS:
         return ValueError(
             f"{name!r} is an option of SageMaker SMP, not a knob; build the configuration with "
             f"SmpConfig.from_smp_parameters({{{name!r}: ...}}), or see docs/migrating-from-smp.md for the knob"
         )
     what = "argument" if arguments else "knob"
     nearest = read.unknown_name(what, name, (*READERS, *arguments), listed_in="docs/configuration.md")
-    return argument_of_another(name) or nearest
+    return other or nearest

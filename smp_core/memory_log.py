@@ -14,6 +14,7 @@ from rich.table import Table
 
 from smp_core import run_log
 from smp_core.command_line import console
+from smp_core.floors import how_to_install
 from smp_core.foreign_files import lines_of_log, number, numbers, write_new
 
 MIB = 2**20
@@ -78,7 +79,7 @@ def draw(steps: Mapping[int, StepMemory], path: str | os.PathLike[str]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("matplotlib draws the picture: pip install 'torch-smp[plot]'") from None
+        raise ValueError(f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}") from None
     steps = _highest(steps)
     figure = Figure(figsize=(min(max(4.0, 0.5 * len(steps) + 3), 24.0), 4.0), layout="constrained")
     axes = figure.add_subplot()

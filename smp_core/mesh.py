@@ -27,7 +27,7 @@ Stages = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
 
 # The groups that are made: of which axes collectives run.
-_AXES = (PARTITION, ("replicate",), GRADIENTS, ("context",), ("tensor",), SAME_MODEL, ("pipeline",))
+_AXES = (PARTITION, ("replicate",), GRADIENTS, DATA, ("context",), ("tensor",), SAME_MODEL, ("pipeline",))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class SmpMesh:
             # A communicator of its own: replicas send a unit's sum before or after what all ranks send in one order.
             alone = axes == ("replicate",) and layout.size(*GRADIENTS) == layout.replicate > 1
             by_axes[axes] = groups.make(members) if alone else groups.own(members)
-            in_two[axes] = groups.own_stages(members, topology) if in_stages else None
+            in_two[axes] = groups.own_stages(members, topology) if in_stages and axes != DATA else None
         mesh = cls(topology, layout, rank, device, device_mesh, groups, by_axes, in_two)
         groups.connect()
         if secondary is not None:
@@ -187,8 +187,14 @@ class SmpMesh:
 
     @property
     def gradient_group(self) -> dist.ProcessGroup:
-        """Ranks whose gradients are added up."""
+        """Ranks whose gradients are added up: they hold different tokens. Counts of tokens are added up over them."""
         return self.group(*GRADIENTS)
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Ranks that read different samples, in the order of :attr:`data_rank`. Counts of samples are added up over
+        them."""
+        return self.group(*DATA)
 
     @property
     def shard_ranks(self) -> Ranks:

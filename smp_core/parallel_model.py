@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from smp_core.absent import is_absent
 from smp_core.activations.activation_memory import NO_ACTIVATION_MEMORY_SAVED, ActivationMemory
 from smp_core.checkpoint.optimizers import named_optimizer_state
 from smp_core.comm.meter import CommMeter
@@ -25,20 +26,22 @@ from smp_core.module_names import clean_name
 from smp_core.pipeline.states import states_of_all_stages
 from smp_core.pipeline.step import Pipeline
 from smp_core.planning.decide import Plan
+from smp_core.planning.memory import describe_stages
 from smp_core.sharding.divergence import require_same_collectives
 from smp_core.sharding.fsdp import Calls, ShardedUnit, name_uncalled, reshard
 from smp_core.sharding.grad_norm import clip_grad_norm_, grad_norm
+from smp_core.sharding.optimizer import like, local_of, master_dtype
 from smp_core.sharding.prepared_optimizer import prepare_optimizer
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.unsharded import unsharded
 from smp_core.sharding.window import Window
-from smp_core.stepped import model_parameter
+from smp_core.stepped import load_host_master, model_parameter, with_host_master
 from smp_core.tensor_parallel.split_model import SplitModel
 
 logger = logging.getLogger("smp")
 
-_REPORT_LINES = 15
+REPORT_LINES = 15
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +125,7 @@ class ParallelModel:
         with self.fp8_region():
             try:
                 for unit in self.units:
-                    if unit.module is self.module:
+                    if unit.module is self.module and unit.parameter_names:
                         return self._only_part.calls.run_as_forward(unit, method, *args, **kwargs)
                 return method(*args, **kwargs)
             except RuntimeError as error:
@@ -202,7 +205,7 @@ class ParallelModel:
             **self.over_stages(),
         )
 
-    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
+    def grad_norm(self, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None) -> torch.Tensor:
         """Return the gradients' norm over all ranks: a plain 0-d tensor, equal everywhere."""
         return grad_norm(
             self.stepped(parameters),
@@ -243,7 +246,8 @@ class ParallelModel:
     @torch.no_grad()
     def model_state(self) -> dict[str, Any]:
         """Return the module's state dict: sharded parameters as DTensors, the live ones; only where
-        ``optimizer_shard="world"`` keeps finer weights than parameters, copies of those. Collective then."""
+        ``optimizer_shard="world"`` or the host keep finer weights than parameters, copies of those. Collective with
+        the first."""
         # As DCP's function for it, which walks through the model once for each name.
         state: dict[str, Any] = self.module.state_dict()
         for name in list(state):
@@ -255,22 +259,34 @@ class ParallelModel:
                 state[name] = weight
         return state
 
+    @torch.no_grad()
     def take_model_state(self, state: Mapping[str, Any]) -> None:
         """Take up what was loaded into the tensors of :meth:`model_state`."""
-        world = self.window.world
-        if world is None:
-            return
-        parameters = self._parameters_by_name()
-        world.take_weights({id(p): state[name] for name, p in parameters.items() if name in state})
+        loaded = {p: state[name] for name, p in self._parameters_by_name().items() if name in state}
+        if self.window.world is not None:
+            self.window.world.take_weights({id(parameter): value for parameter, value in loaded.items()})
+        elif self._masters_on_host:
+            for parameter, value in loaded.items():
+                if value.dtype != parameter.dtype:
+                    local_of(parameter).copy_(local_of(value))
+                    load_host_master(parameter, local_of(value))
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
         return {clean_name(name): p for name, p in self.module.named_parameters(remove_duplicate=False)}
 
     def _finer_weights(self) -> dict[str, torch.Tensor]:
-        if self.window.world is None:
-            return {}
-        finer = self.window.world.weights()
-        return {name: finer[id(p)] for name, p in self._parameters_by_name().items() if id(p) in finer}
+        parameters = self._parameters_by_name()
+        if self.window.world is not None:
+            finer = self.window.world.weights()
+            return {name: finer[id(p)] for name, p in parameters.items() if id(p) in finer}
+        half = {p for p in parameters.values() if self._masters_on_host and p.requires_grad and not is_absent(p)}
+        half -= {p for p in half if p.dtype == master_dtype(p)}
+        made = {p: like(p, with_host_master(p), on_host=True) for p in half}
+        return {name: made[p] for name, p in parameters.items() if p in made}
+
+    @property
+    def _masters_on_host(self) -> bool:
+        return self.config.master_dtype == "float32" and self.config.state_offload == "optimizer"
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *others: ParallelModel) -> bool:
         """Make an optimizer over this model's parameters right for them
@@ -300,7 +316,7 @@ class ParallelModel:
 
     def describe(self) -> str:
         """Return a few lines for people: the layout, the units, what is replicated."""
-        lines = self.plan.describe()
+        lines = [*self.plan.describe(), *describe_stages(self.plan)]
         if self.tensor is not None:
             lines.append(self.tensor.describe())
         lines += self.activations.describe()
@@ -313,7 +329,7 @@ class ParallelModel:
         for. All knobs, with reasons, go to the logger "smp" at DEBUG."""
         lines = self.describe().splitlines()
         asked = lines_about_asked(self.config, SmpConfig())
-        room = _REPORT_LINES - len(lines) - 1
+        room = max(REPORT_LINES - len(lines) - 1, 1)
         if len(asked) > room:
             asked = [*asked[: room - 1], f"and {len(asked) - room + 1} more knobs"]
         if logger.isEnabledFor(logging.DEBUG):

@@ -20,7 +20,7 @@ from smp_core.knob_table import DEFAULT, shown
 from smp_core.links import KINDS, Collectives, Links
 from smp_core.parallel_model import ParallelModel
 from smp_core.planning.decide import Plan
-from smp_core.planning.memory import estimate
+from smp_core.planning.memory import describe_stages, estimate
 from smp_core.planning.optimizers import planned_states
 from smp_core.planning.savings import savings
 from smp_core.planning.sent_bytes import sent_bytes
@@ -66,6 +66,11 @@ class RunRecord:
         self._log.append("step", **dict(figures), **more, step=step)
         self._log.step = step
 
+    def write_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Append what the user's code has logged: numbers by name; nothing where there are none."""
+        if values:
+            self._log.append("metrics", step=step, values=dict(values))
+
     def end(self, step: int, error: BaseException | None = None) -> None:
         """Append the end of the run, once, and close the log."""
         how = "completed" if error is None else f"{type(error).__name__}: {error}"[:2000]
@@ -92,7 +97,7 @@ def _of_plan(plan: Plan, optimizers: Sequence[torch.optim.Optimizer], micro_batc
             rows.append({"knob": knob, "asked": shown(knobs.asked(knob)), "value": value, "why": why})
     fields: dict[str, Any] = {
         "knobs": rows,
-        "plan": plan.describe(),
+        "plan": [*plan.describe(), *describe_stages(plan)],
         "nodes": list(topology.node_names),
         "ranks_per_node": topology.ranks_per_node,
         "layout": dict(vars(layout)),

@@ -66,6 +66,11 @@ class Translation:
 Handler = Callable[[str, Any, Mapping[str, Any], Translation], None]
 
 
+def _boolean(option: str, value: Any) -> bool:
+    """Return True or False; in the JSON and the scripts of SMP also 1 or 0."""
+    return bool(read.boolean()(option, bool(value) if value in (0, 1) else value))
+
+
 def translate_smp_parameters(parameters: Mapping[str, Any], *, sharding_strategy: str | None = None) -> Translation:
     """Translate a `parameters` block.
 
@@ -138,14 +143,16 @@ def _only(allowed: Any, reader: read.Reader, why: str, instead: str) -> Handler:
 def _half_precision(dtype: str) -> Handler:
     short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
     trainer = {
-        "bf16": 'Trainer(precision="bf16-true"), or "bf16-mixed" for float32 weights',
+        "bf16": 'Trainer(precision="bf16-mixed")',
         "fp16": 'Trainer(precision="16-mixed"), which scales the loss',
     }[short]
     flag = f"set the trainer's precision to match: Lightning {trainer}; HF TrainingArguments({short}=True)"
 
     def handle(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
-        if read.boolean()(option, value):
-            to.set(option, value, "param_dtype", dtype, flag)
+        if _boolean(option, value):
+            masters = "master_dtype='float32', as SMP steps a float32 copy of the weights"
+            to.set(option, value, "param_dtype", dtype, f"{masters}; {flag}")
+            to.settings["master_dtype"], to.origins["master_dtype"] = "float32", f"SMP {option}={value!r}"
         else:
             to.without_effect(option, value, "param_dtype follows the trainer's precision")
 
@@ -168,7 +175,7 @@ def _hybrid_shard_degree(option: str, value: Any, options: Mapping[str, Any], to
 
 
 def _offload_activations(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
-    offload = read.boolean()(option, value)
+    offload = _boolean(option, value)
     if offload:
         note = "SMP offloads what the script checkpoints; here that is every wrapped block"
         if option == "offload_activations" and "activation_loading_horizon" not in options:
@@ -180,14 +187,14 @@ def _offload_activations(option: str, value: Any, options: Mapping[str, Any], to
 def _horizon(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
     blocks = read.integer(1)(option, value)
     asked = [name for name in ("offload_activations", "sm_activation_offloading") if name in options]
-    if any(read.boolean()(name, options[name]) for name in asked):
+    if any(_boolean(name, options[name]) for name in asked):
         to.set(option, value, "activations.loading_horizon", blocks)
     else:
         to.without_effect(option, value, "nothing is offloaded unless offload_activations or sm_activation_offloading")
 
 
 def _shard_optimizer_state(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
-    if not read.boolean()(option, value):
+    if not _boolean(option, value):
         to.without_effect(option, value, "optimizer states are sharded exactly like their parameters (shard_degree)")
         return
     if "sharded_data_parallel_degree" not in options and "hybrid_shard_degree" not in options:
@@ -249,6 +256,80 @@ def _placement(knob: str, value: Any) -> str:
     return text
 
 
+def _fp8(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    note = "FP8 products in the linear layers, as Transformer Engine's fp8_autocast"
+    if not _boolean(option, value):
+        to.without_effect(option, value, "products are in FP8 only with the knob `fp8`")
+    elif any(name in options for name in _FP8_FIELDS):
+        to.set(option, value, "fp8.scaling", "delayed", note)
+    else:
+        to.set(option, value, "fp8", True, note)
+
+
+def _fp8_field(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    field_of_recipe, reader = _FP8_FIELDS[option]
+    read_value = reader(option, value)
+    if "fp8" in options and _boolean("fp8", options["fp8"]):
+        to.set(option, value, f"fp8.{field_of_recipe}", read_value)
+    else:
+        to.without_effect(option, value, "it is a field of the FP8 recipe, which `fp8` switches on")
+
+
+def _loss_scale(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    if value is None or (option == "dynamic_loss_scale" and _boolean(option, value)):
+        to.without_effect(option, value, 'the trainer scales losses by itself: Trainer(precision="16-mixed")')
+        return
+    scaler = {
+        "static_loss_scale": f"init_scale={value}, growth_interval=2**31 - 1",
+        "dynamic_loss_scale": "enabled=False",
+        "dynamic_loss_args": "init_scale=..., growth_interval=...",
+    }[option]
+    raise ValueError(
+        f"{option}={value!r} is an argument of SMP's DistributedOptimizer; remove it and write "
+        f'plugins=[MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler({scaler}))] for Lightning\'s Trainer, or '
+        "kwargs_handlers=[GradScalerKwargs(...)] for SmpAccelerator; bf16 needs no scaling"
+    )
+
+
+def _passes(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    count = read.integer(1)(option, value)
+    if count > 1:
+        raise ValueError(
+            f"{option}={count} is an argument of SMP's DistributedModel; remove it and write "
+            f"Trainer(accumulate_grad_batches={count}) (HF: gradient_accumulation_steps={count})"
+        )
+    to.without_effect(option, value, "each backward pass ends a window unless accumulate_grad_batches says otherwise")
+
+
+def _sharding_strategy(option: str, value: Any, options: Mapping[str, Any], to: Translation) -> None:
+    """Refuse what is an argument of the translation, beside the block."""
+    raise ValueError(
+        f"{option}={value!r} is FSDP's and not part of this block; remove it and write "
+        f"SmpConfig.from_smp_parameters(..., sharding_strategy={value!r})"
+    )
+
+
+def _trace_device(option: str, value: Any) -> str | None:
+    return None if value is None else read.word("gpu", "cpu")(option, value)
+
+
+def _list_of_text(option: str, value: Any) -> Any:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+        raise read.refusal(option, value, "a list of text")
+    return value
+
+
+def _words_of(what: str) -> read.Reader:
+    """Return a reader of options that only have to be text, which belongs to something that is not there."""
+
+    def words(option: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise read.refusal(option, value, what)
+        return value
+
+    return words
+
+
 def _warn_of_silent_clipping(parameters: Mapping[str, Any], to: Translation) -> None:
     degree = to.settings.get("shard_degree")
     if "sharded_data_parallel_degree" not in parameters or "sdp_gradient_clipping" in parameters or degree == 1:
@@ -260,11 +341,19 @@ def _warn_of_silent_clipping(parameters: Mapping[str, Any], to: Translation) -> 
 
 
 _DEGREE = read.integer(1)
-_BOOLEAN = read.boolean()
+_FP8_FIELDS: dict[str, tuple[str, read.Reader]] = {
+    "fp8_amax_history_len": ("amax_history_len", _DEGREE),
+    "fp8_amax_compute_algo": ("amax_compute_algo", read.word("max", "most_recent")),
+}
+_PROCESSES = "the launcher starts processes: Trainer(devices=...), or torchrun --nproc-per-node"
+_MPI = "an option of mpirun, which need not start the processes: torchrun does as well"
+_UNTRACED = "the model is not traced"
+_NO_DDP = "no DistributedDataParallel is made: units, not buckets, are reduced"
 _STAGES = "pipeline stages are arranged by the knob `pipeline`"
 _UNIT = "parameters are gathered and gradients reduced unit by unit; the knob `units` sizes them"
 
-# Option of SMP -> what becomes of it. v1 first, then v2; options that both have stand once.
+# Option of SMP -> what becomes of it. v1 first, then v2; options that both have stand once. Beside those of the block,
+# what people write into it: arguments of SMP's calls, of its example scripts and of the estimator's `mpi` dict.
 SMP_OPTIONS: dict[str, Handler] = {
     "partitions": _knob("pipeline_parallel_degree", _DEGREE),
     "pipeline_parallel_degree": _knob("pipeline_parallel_degree", _DEGREE),
@@ -272,17 +361,17 @@ SMP_OPTIONS: dict[str, Handler] = {
     "pipeline": _schedule,
     "optimize": _no_effect(read.word("memory", "speed"), _STAGES),
     "placement_strategy": _no_effect(_placement, "a partition group is always consecutive ranks, node by node"),
-    "auto_partition": _no_effect(_BOOLEAN, _STAGES),
+    "auto_partition": _no_effect(_boolean, _STAGES),
     "default_partition": _no_effect(read.integer(0), _STAGES),
     "ddp": _only(
         True,
-        _BOOLEAN,
+        _boolean,
         "all ranks always train data-parallel",
         "ranks always train data-parallel: remove it or write True",
     ),
     "memory_weight": _no_effect(read.number(0.0, 1.0 + 1e-9, include_lowest=True), _STAGES),
     "active_microbatches": _no_effect(_DEGREE, _STAGES),
-    "deterministic_server": _no_effect(_BOOLEAN, _STAGES),
+    "deterministic_server": _no_effect(_boolean, _STAGES),
     "offload_activations": _offload_activations,
     "activation_loading_horizon": _horizon,
     "tensor_parallel_degree": _knob("tensor_parallel_degree", _DEGREE),
@@ -290,16 +379,16 @@ SMP_OPTIONS: dict[str, Handler] = {
     "fp16_params": _half_precision("float16"),
     "bf16": _half_precision("bfloat16"),
     "shard_optimizer_state": _shard_optimizer_state,
-    "prescaled_batch": _no_effect(_BOOLEAN, "tensor ranks always read the same batch"),
-    "skip_tracing": _no_effect(_BOOLEAN, "the model is not traced"),
-    "delayed_parameter_initialization": _knob("delayed_init", _BOOLEAN),
+    "prescaled_batch": _no_effect(_boolean, "tensor ranks always read the same batch"),
+    "skip_tracing": _no_effect(_boolean, "the model is not traced"),
+    "delayed_parameter_initialization": _knob("delayed_init", _boolean),
     "sharded_data_parallel_degree": _knob("shard_degree", _DEGREE),
     "sdp_reduce_bucket_size": _no_effect(_DEGREE, _UNIT),
     "sdp_param_persistence_threshold": _no_effect(
         read.integer(0), "every parameter is sharded, except 0-d ones; small ones travel with their unit"
     ),
     "sdp_max_live_parameters": _no_effect(_DEGREE, _UNIT),
-    "sdp_hierarchical_allgather": _knob("collectives.hierarchical", _BOOLEAN),
+    "sdp_hierarchical_allgather": _knob("collectives.hierarchical", _boolean),
     "sdp_gradient_clipping": _gradient_clipping,
     "ddp_dist_backend": _no_effect(
         read.word("auto", "nccl", "smddp"),
@@ -308,12 +397,42 @@ SMP_OPTIONS: dict[str, Handler] = {
     "SMDDP_AG_SCRATCH_BUFFER_SIZE_BYTES": _no_effect(read.integer(0), "SMDDP's collectives are not used"),
     "SMDDP_AG_SORT_BUFFER_SIZE_BYTES": _no_effect(read.integer(0), "SMDDP's collectives are not used"),
     "_sharded_data_parallelism_config": _deepspeed_json,
+    "_fp32_grad_accumulation": _no_effect(
+        _boolean, "gradients of half precision are added up in float32 unless the knob reduce_dtype says otherwise"
+    ),
+    "horovod": _only(
+        False, _boolean, "ranks always train data-parallel, without Horovod", "Horovod is not used: remove it"
+    ),
+    "contiguous": _no_effect(_boolean, _STAGES),
+    "ddp_port": _no_effect(_DEGREE, "the launcher picks the port: MASTER_PORT"),
+    "load_partition": _no_effect(_boolean, _STAGES),
+    "partition_file": _no_effect(_words_of("a path"), _STAGES),
+    "processes_per_host": _no_effect(_DEGREE, _PROCESSES),
+    "custom_mpi_options": _no_effect(_words_of("text"), _MPI),
+    "trace_device": _no_effect(_trace_device, _UNTRACED),
+    "trace_execution_times": _no_effect(_boolean, _UNTRACED),
+    "trace_memory_usage": _no_effect(_boolean, _UNTRACED),
+    "overlapping_allreduce": _no_effect(_boolean, "gradients are always reduced while backward goes on"),
+    "backward_passes_per_step": _passes,
+    "average_grads_across_microbatches": _only(
+        True,
+        _boolean,
+        "a step's gradient is the mean over its micro-batches",
+        "a step's gradient is the mean over its micro-batches: remove it and multiply the loss by their number",
+    ),
+    "bucket_cap_mb": _no_effect(read.number(0.0), _NO_DDP),
+    "find_unused_parameters": _no_effect(_boolean, "parameters without a gradient need no flag"),
+    "broadcast_buffers": _no_effect(_boolean, "evaluation and checkpoints take rank 0's buffers"),
+    "gradient_as_bucket_view": _no_effect(_boolean, _NO_DDP),
+    "static_loss_scale": _loss_scale,
+    "dynamic_loss_scale": _loss_scale,
+    "dynamic_loss_args": _loss_scale,
     "hybrid_shard_degree": _hybrid_shard_degree,
     "sm_activation_offloading": _offload_activations,
     "fsdp_cache_flush_warnings": _no_effect(
-        _BOOLEAN, "torch.cuda.memory_stats()['num_alloc_retries'] counts the allocator's flushes"
+        _boolean, "torch.cuda.memory_stats()['num_alloc_retries'] counts the allocator's flushes"
     ),
-    "allow_empty_shards": _no_effect(_BOOLEAN, "a tensor with fewer rows than ranks is always accepted"),
+    "allow_empty_shards": _no_effect(_boolean, "a tensor with fewer rows than ranks is always accepted"),
     "context_parallel_degree": _knob("context_parallel_degree", _DEGREE),
     "expert_parallel_degree": _only(
         1,
@@ -323,7 +442,22 @@ SMP_OPTIONS: dict[str, Handler] = {
         "other layer",
     ),
     "random_seed": _no_effect(
-        read.integer(0),
-        "it seeds tensor and expert parallel ranks, which this version lacks; call seed_everything(seed)",
+        read.integer(0), "tensor ranks draw as one process does, from the script's seed; call seed_everything(seed)"
     ),
+    "process_count_per_node": _no_effect(_DEGREE, _PROCESSES),
+    "mpi_additional_options": _no_effect(_list_of_text, _MPI),
+    "fp8": _fp8,
+    "fp8_amax_history_len": _fp8_field,
+    "fp8_amax_compute_algo": _fp8_field,
+    "sharding_strategy": _sharding_strategy,
+    "cp_comm_type": _no_effect(
+        read.word("p2p", "all_gather"), "keys and values of a sequence are always gathered, with the same results"
+    ),
+    "moe": _only(
+        False,
+        _boolean,
+        "experts are sharded like every other layer",
+        "no layer is exchanged for one of SMP's: remove it; models with experts train as they are",
+    ),
+    "delayed_param": _knob("delayed_init", _boolean),
 }

@@ -94,7 +94,8 @@ def _over(model: nn.Module, degree: int) -> Iterator[dict[str, int]]:
         mesh = init_device_mesh("cpu", (degree,))
     try:
         axis = TensorAxis(mesh.get_group(), CommMeter(Topology.uniform(degree, degree), 0, enabled=False))
-        apply_tensor_parallel(model, mesh, axis, plan="auto", sequence_parallel=True)
+        split = apply_tensor_parallel(model, mesh, axis, plan="auto", sequence_parallel=True)
+        split.stand_around_blocks(without_values=True)
         yield {name: dim for name, p in model.named_parameters() if (dim := _split_dim(p)) is not None}
     finally:
         dist.destroy_process_group()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -16,6 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 _AROUND_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 
 _model_parameters = WeakIdKeyDictionary()  # master -> the parameter whose part it is
+_host_masters = WeakIdKeyDictionary()  # what an optimizer steps -> its float32 master on the host
+_loaded_masters = WeakIdKeyDictionary()  # the same -> values that were loaded for it, of this rank's part
 
 
 def stands_for(master: torch.Tensor, parameter: torch.Tensor) -> None:
@@ -27,6 +30,35 @@ def model_parameter(stepped: torch.Tensor) -> torch.Tensor:
     """Return the model's parameter that a master stands for; any other tensor is itself."""
     found: torch.Tensor = _model_parameters.get(stepped, stepped)
     return found
+
+
+def note_host_master(stepped: torch.Tensor, master: torch.Tensor) -> None:
+    """Note the float32 master in host memory of a half precision tensor that an optimizer steps."""
+    _host_masters[stepped] = master
+
+
+def load_host_master(stepped: torch.Tensor, value: torch.Tensor) -> None:
+    """Keep a value that was loaded in float32 for the master, which takes it up at the next step."""
+    _loaded_masters[stepped] = value.to("cpu", torch.float32, copy=True)
+
+
+def take_loaded(stepped: torch.Tensor) -> torch.Tensor | None:
+    """Return the value of :func:`load_host_master`, once."""
+    found: torch.Tensor | None = _loaded_masters.pop(stepped, None)
+    return found
+
+
+def with_host_master(stepped: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's local values in float32 in host memory: its master's, where that is what was rounded."""
+    own = _local(stepped).to("cpu")
+    master = _loaded_masters.get(stepped, _host_masters.get(stepped))
+    if master is None:
+        return own.float()
+    return torch.where(_local(master).to(own.dtype) == own, _local(master), own.float())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class StepsOnHost:

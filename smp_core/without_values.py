@@ -27,6 +27,7 @@ from smp_core.pipeline.randomness import StepSeeds
 from smp_core.sharding.received_gradients import Told
 from smp_core.tensor_parallel import randomness
 from smp_core.tensor_parallel.operators import TensorAxis
+from smp_core.tensor_parallel.split_model import SplitModel
 
 LATEST = -1
 """Stands for the storage that is being allocated; no storage's address."""
@@ -35,13 +36,20 @@ LATEST = -1
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
     """Let tensor ranks be told to hold the same, which is a question of values, and to draw the same random numbers:
-    without values it makes no difference."""
+    without values it makes no difference. Blocks are taken to compute the same with a part of their tokens."""
     holds_alike, own_random = TensorAxis.holds_alike, randomness.own_random
+    stand_around_blocks = SplitModel.stand_around_blocks
+
+    def untried(self: SplitModel, in_stages: bool = False, without_values: bool = False) -> None:
+        stand_around_blocks(self, in_stages, without_values=True)
+
+    SplitModel.stand_around_blocks = untried  # type: ignore[method-assign]
     TensorAxis.holds_alike = lambda *_: True  # type: ignore[method-assign]
     randomness.own_random = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,return-value]
     try:
         yield
     finally:
+        SplitModel.stand_around_blocks = stand_around_blocks  # type: ignore[method-assign]
         TensorAxis.holds_alike = holds_alike  # type: ignore[method-assign]
         randomness.own_random = own_random
 
@@ -124,7 +132,7 @@ def told_by_stages(formats: list[Format]) -> Iterator[None]:
         formats.append(self)
         return encoded(self, device)
 
-    SameBatches.begin = lambda *_: ("a batch", 0)  # type: ignore[method-assign]
+    SameBatches.begin = lambda *_: ("a batch", 0)  # type: ignore[method-assign,assignment]
     StepSeeds.draw = lambda _: 0  # type: ignore[method-assign,assignment,misc]
     Format.encoded = noting  # type: ignore[method-assign]
     Format.decoded = staticmethod(lambda _: formats[0])  # type: ignore[method-assign,assignment]

@@ -16,6 +16,7 @@ from smp_core.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from smp_core.checkpoint.root import find_checkpoints, join, read_latest
 from smp_core.checkpoint.untrusted import only_checkpoint_errors
 from smp_core.checkpoint.verify import verify_checkpoint
+from smp_core.floors import how_to_install
 
 _LARGEST = 20
 _WRITER = re.compile(r"tensors-(\d{5,9})-of-")
@@ -132,7 +133,9 @@ def plot_bytes(path: str | os.PathLike[str], out: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise CheckpointError("--plot needs matplotlib: pip install 'torch-smp[plot]'") from None
+        raise CheckpointError(
+            f"--plot needs matplotlib, which is not installed; {how_to_install('matplotlib')}"
+        ) from None
     written = {
         int(match[1]): record.bytes
         for name, record in opened.manifest.files.items()

@@ -190,7 +190,9 @@ class SharedSlots(HostBuffers):
         tensors = {}
         base = self.slot.memory.data_ptr()
         for name, tensor in staged.tensors.items():
-            assert isinstance(tensor, StagedTensor) and tensor.items
+            assert isinstance(tensor, StagedTensor)
+            if not tensor.items:
+                continue  # of another pipeline stage, whose ranks name it
             chunks = []
             for item in tensor.items:
                 host = tensor.slices[item.index.offset]

@@ -12,16 +12,36 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from smp_core.context_parallel.attention import attention
+from smp_core.context_parallel.documents import Key
 from smp_core.context_parallel.key_value_exchange import ContextGroup
 from smp_core.context_parallel.sequence_plan import SequencePlan
+
+
+class TriesCalls(Protocol):
+    """The trial of the first calls of a model (:mod:`smp_core.context_parallel.trial`)."""
+
+    def watching(self, split: SplitBatch) -> contextlib.AbstractContextManager[None]: ...
+
+    def of_call(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        split: SplitBatch,
+        forward: Callable[..., Any] | None = None,
+        part: int = 0,
+    ) -> None: ...
+
+    def of_output(self, module: nn.Module, output: Any, split: SplitBatch) -> None: ...
 
 
 @dataclass(eq=False)
@@ -46,6 +66,8 @@ class SplitBatch:
         last_position: 0-d tensor, the largest position in the whole sequences; None: ``length - 1``.
         first_positions: the positions at which documents begin, for :meth:`SequencePlan.in_chunks`.
         group: the context group. A plan has its number alone, and the group is registered only while it is referenced.
+        dims: key (or place) in ``batch`` -> dim that is the sequence.
+        trial: tries the model's first calls under a batch.
     """
 
     batch: Any
@@ -63,6 +85,8 @@ class SplitBatch:
     last_position: torch.Tensor | None = None
     first_positions: tuple[tuple[int, ...], ...] = ()
     group: ContextGroup | None = None
+    dims: Mapping[Key, int] = field(default_factory=dict)
+    trial: TriesCalls | None = None
     _chunked: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,10 +125,27 @@ def enabled(split: SplitBatch | None) -> Iterator[None]:
         return
     before, _STATE.split = _STATE.split, split
     try:
-        with _torchs_attention_replaced() if before is None else contextlib.nullcontext():
+        with contextlib.ExitStack() as around:
+            if before is None:
+                around.enter_context(_torchs_attention_replaced())
+                if split.trial is not None:
+                    around.enter_context(split.trial.watching(split))
             yield
     finally:
         _STATE.split = before
+
+
+def try_call(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    forward: Callable[..., Any] | None = None,
+    part: int = 0,
+) -> None:
+    """Try a call under the active batch, as :meth:`smp_core.context_parallel.trial.Trial.of_call` says."""
+    split = _STATE.split
+    if split is not None and split.trial is not None:
+        split.trial.of_call(module, args, kwargs, split, forward, part)
 
 
 def positions(tokens: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from smp_core.context_parallel.documents import (
 )
 from smp_core.context_parallel.key_value_exchange import ContextGroup
 from smp_core.context_parallel.sequence_plan import Order, SequencePlan, document_starts, padded_length
+from smp_core.context_parallel.trial import Trial
 
 # Keys that collators add for kernels that pack documents; position_ids tell the same.
 _PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -72,10 +73,13 @@ class ContextParallel:
         group: the context group, from :func:`smp_core.context_parallel.key_value_exchange.register_group`.
         everyone: the group over which targets are counted: all ranks that train on one global batch. None: the context
             group.
+        trial: tries the model's first calls under a split batch; None: nothing is tried.
     """
 
-    def __init__(self, group: ContextGroup, everyone: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(
+        self, group: ContextGroup, everyone: dist.ProcessGroup | None = None, trial: Trial | None = None
+    ) -> None:
+        self.group, self.trial = group, trial
         self._everyone = group.process_group if everyone is None else everyone
 
     @property
@@ -111,6 +115,7 @@ class ContextParallel:
             )
         if split.shift_labels is not None and count:
             self._count_targets(split)
+        split.trial = self.trial
         return split
 
     def gather(self, tensor: torch.Tensor, split: SplitBatch, dim: int = 1) -> torch.Tensor:
@@ -201,7 +206,7 @@ class ContextParallel:
             local.pop(key, None)
 
         # Positions and targets that the model cannot find in its part.
-        split = SplitBatch(local, plan, length, self.group.rank, group=self.group)
+        split = SplitBatch(local, plan, length, self.group.rank, group=self.group, dims=dims)
         split.position_ids = own.take_positions(position_ids)
         split.last_position = position_ids.max()
         if sequences.get("position_ids") is not None and sequences.get("attention_mask") is None:
@@ -249,7 +254,7 @@ class ContextParallel:
 
         is_named = hasattr(batch, "_fields")
         made = type(batch)(*local) if is_named else type(batch)(local)  # type: ignore[call-arg]
-        split = SplitBatch(made, plan, length, self.group.rank, group=self.group)
+        split = SplitBatch(made, plan, length, self.group.rank, group=self.group, dims=dims)
         split.shift_labels = split_target
         return split
 

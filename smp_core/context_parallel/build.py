@@ -8,6 +8,7 @@ from smp_core.comm.meter import CommMeter
 from smp_core.context_parallel.batch import ContextParallel
 from smp_core.context_parallel.key_value_exchange import register_group
 from smp_core.context_parallel.transformers_models import adapt_transformers_models
+from smp_core.context_parallel.trial import Trial
 from smp_core.mesh import SmpMesh
 from smp_core.planning.decide import Plan
 
@@ -24,4 +25,6 @@ def share_sequences(model: nn.Module, mesh: SmpMesh, plan: Plan, meter: CommMete
     adapt_transformers_models(model)
     head_groups = int(plan.knobs.collectives.context_head_groups)
     group = register_group(mesh.group("context"), head_groups=head_groups, meter=meter)
-    return ContextParallel(group, mesh.world_group)
+    coarse = plan.knobs.fp8 is not None or plan.knobs.compression.gather is not None
+    trial = Trial(model, group, mesh.world_group, coarse=coarse, in_stages=plan.stages is not None)
+    return ContextParallel(group, mesh.world_group, trial)

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from smp_core.command_line import console
+from smp_core.floors import how_to_install
 from smp_core.fp8.monitoring import Fp8Log, draw
 
 
@@ -30,5 +31,5 @@ def fp8_report(
     try:
         draw(found, picture)
     except ModuleNotFoundError:
-        raise ValueError("matplotlib draws the picture: pip install 'torch-smp[plot]'") from None
+        raise ValueError(f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}") from None
     console().print(f"{picture}", soft_wrap=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from smp_core.compat import depends_on
 from smp_core.fp8.casting import Quantized, quantize, transposed
@@ -77,6 +78,7 @@ class _Fp8Linear(torch.autograd.Function):
         return y_RN
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g_RN: torch.Tensor) -> Any:  # type: ignore[override]
         kept_x, inverse_x, weight, inverse_w = ctx.saved_tensors
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
@@ -175,6 +177,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         return depends_on(y_RN, x_RK, weight_ENK)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, g_RN: torch.Tensor) -> Any:  # type: ignore[override]
         x8_RK, inverse_x, weight, inverse_w = ctx.saved_tensors
         x_dtype, w_dtype = ctx.dtypes

@@ -205,7 +205,7 @@ def draw(log: Fp8Log, path: Path) -> None:
     Where there are more modules than lines can be told apart, those that saturate or flush most.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: matplotlib is not installed (the extra ``plot``).
     """
     from matplotlib.figure import Figure
 

@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from smp_core.checkpoint.tree import iterate_tensors, map_tensors
+from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
 from smp_core.compat import all_gather_single
 from smp_core.mesh import SmpMesh
 from smp_core.whereabouts import here, innermost_user_line
+
+BatchKind = tuple[tuple[Path, tuple[int, ...], str], ...]
+"""The path, shape and dtype of each tensor of a batch."""
 
 _split_maps = functools.partial(map_tensors, mapping=MutableMapping)
 
@@ -70,7 +73,7 @@ class SameBatches:
         self._ranks = mesh.layout.ranks(mesh.rank, "pipeline")
         self._known: set[Hashable] = set()
 
-    def begin(self, call: str, batch: Any, number: int = 0) -> tuple[Hashable, int]:
+    def begin(self, call: str, batch: Any, number: int = 0) -> tuple[BatchKind, int]:
         """Meet the other stages where a batch begins. Collective over them.
 
         Args:

@@ -5,10 +5,15 @@ each stage sends the next one shape and dtype of its activation ahead. So nothin
 to find them out, and batches of another shape need no preparation. Sends are not waited for, receives when their
 content is needed. All stages send and receive in one order of the whole pipeline, so that nobody waits in a circle,
 also where a backend takes messages of a pair one after the other.
+
+In the first call of a kind (training, with tensors of these names), a stage whose forward fails says so in the place of
+a shape; when the first micro-batch has gone through all stages they meet once, and all raise what one of them has.
+Messages of a step that ended so are never taken for later ones, whose tags differ.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,8 +25,9 @@ import torch.distributed as dist
 
 from smp_core.comm.meter import CommMeter
 from smp_core.mesh import SmpMesh
-from smp_core.whereabouts import here
+from smp_core.whereabouts import here, innermost_user_line
 
+_FAILED = -1  # in the place of the number of dims
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 _MOST_DIMS = 8
 
@@ -49,8 +55,11 @@ class Format:
         return torch.tensor(numbers, device=device)
 
     @classmethod
-    def decoded(cls, tensor: torch.Tensor) -> Format:
+    def decoded(cls, tensor: torch.Tensor) -> Format | None:
+        """Return the format; None: there is no activation."""
         dims, dtype, requires_grad, *shape = tensor.tolist()
+        if dims == _FAILED:
+            return None
         return cls(tuple(shape[:dims]), _DTYPES[dtype], bool(requires_grad))
 
 
@@ -82,14 +91,70 @@ class Messages:
         self._group, self._device, self._meter = mesh.group("pipeline"), mesh.device, meter
         self._column = mesh.layout.ranks(mesh.rank, "pipeline")
         self._link: Any = "inter" if mesh.topology.spans_nodes(self._column) else "intra"
-        self._incoming: dict[Hashable, Format] = {}
-        self._outgoing: dict[Hashable, Format] = {}
+        self._incoming: dict[tuple[Hashable, int], Format] = {}
+        self._outgoing: dict[tuple[Hashable, int], Format] = {}
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._key: Hashable = None
+        self._call: Hashable = None
+        self._agreed: set[tuple[Hashable, int]] = set()
+        self._is_first_call = True
+        self._posted: list[Any] = []
+        self._left_behind: list[Any] = []
+        self._tag = 0
 
-    def begin(self, key: Hashable) -> None:
-        """Begin a step whose micro-batches are all of one kind: equal keys mean equal activations."""
-        self._key = key
+    def begin(self, key: Hashable, call: Hashable) -> None:
+        """Begin a step whose micro-batches are all of one kind.
+
+        Args:
+            key: equal keys mean equal activations.
+            call: what is called, with what; whatever its shapes are.
+        """
+        self._key, self._call = key, call
+        self._posted.clear()
+        self._is_first_call = not any(each == call for each, _ in self._agreed)
+
+    def is_new(self, chunk: int) -> bool:
+        """Return whether no such call has gone through all chunks of a round yet; the same on all stages."""
+        return (self._call, chunk // len(self._column)) not in self._agreed
+
+    def agree(self, chunk: int, problem: Exception | None) -> None:
+        """Meet the other stages behind the first forwards of a round of chunks. Collective over them.
+
+        Raises:
+            Exception: what this stage's raised, or a ValueError or RuntimeError with what another one's raised.
+        """
+        told: list[tuple[bool, str] | None] = [None] * len(self._column)
+        own = None if problem is None else (isinstance(problem, ValueError), in_words(problem))
+        with here.waiting("the first forward of all pipeline stages"):
+            dist.all_gather_object(told, own, group=self._group)
+        if not any(told):
+            self._agreed.add((self._call, chunk // len(self._column)))
+            return
+        self._tag += 1
+        self._left_behind += [*self._sent, *self._posted]  # gloo wants them alive until their peers take them
+        self._sent.clear()
+        self._agreed = {each for each in self._agreed if each[0] != self._call}
+        for formats in (self._incoming, self._outgoing):
+            for each in [each for each in formats if each[0] == self._key]:
+                del formats[each]
+        if problem is not None:
+            raise problem
+        number, (is_refusal, text) = next((place, each) for place, each in enumerate(told) if each is not None)
+        raise (ValueError if is_refusal else RuntimeError)(f"pipeline stage {number}: {text}")
+
+    def require_format(self, activation: torch.Tensor) -> None:
+        """Refuse an activation that cannot be sent.
+
+        Raises:
+            ValueError: its dtype or its number of dims.
+        """
+        Format.of(activation).encoded(self._device)
+
+    def send_failure(self, stage: int) -> None:
+        """Say that there will be no activation of this kind."""
+        header = torch.zeros(3 + _MOST_DIMS, dtype=torch.int64, device=self._device)
+        header[0] = _FAILED
+        self._send(header, stage)
 
     def send_activation(self, chunk: int, activation: torch.Tensor, stage: int) -> None:
         """Send what a chunk gave; the first of its kind after its format.
@@ -108,12 +173,15 @@ class Messages:
             )
         self._send(activation.detach().contiguous(), stage)
 
-    def receive_activation(self, chunk: int, stage: int) -> Pending:
-        """Await what a chunk of another stage gave."""
+    def receive_activation(self, chunk: int, stage: int) -> Pending | None:
+        """Await what a chunk of another stage gave; None: its forward has failed."""
         if (self._key, chunk) not in self._incoming:
             header = torch.zeros(3 + _MOST_DIMS, dtype=torch.int64, device=self._device)
             self._receive(header, stage).wait()
-            self._incoming[self._key, chunk] = Format.decoded(header)
+            format_ = Format.decoded(header)
+            if format_ is None:
+                return None
+            self._incoming[self._key, chunk] = format_
         expected = self._incoming[self._key, chunk]
         arriving = torch.empty(expected.shape, dtype=expected.dtype, device=self._device)
         pending = self._receive(arriving, stage)
@@ -142,7 +210,7 @@ class Messages:
             self._wait_for_oldest()
         told = [(self._column[stage], tensor.numel() * tensor.element_size())]
         with self._meter.point_to_point("pipeline", told, self._link):
-            self._sent.append((dist.isend(tensor, self._column[stage], self._group), tensor))
+            self._sent.append((dist.isend(tensor, self._column[stage], self._group, self._tag), tensor))
 
     def _wait_for_oldest(self) -> None:
         with here.waiting("another pipeline stage to take a message"):
@@ -152,4 +220,14 @@ class Messages:
         def waiting() -> AbstractContextManager[None]:
             return self._meter.point_to_point("pipeline", [], self._link, new_call=False)
 
-        return Pending(tensor, [dist.irecv(tensor, self._column[stage], self._group)], waiting)
+        pending = Pending(tensor, [dist.irecv(tensor, self._column[stage], self._group, self._tag)], waiting)
+        if self._is_first_call:
+            self._posted.append(pending)
+        return pending
+
+
+def in_words(problem: Exception) -> str:
+    """Return what failed, and the line of the user's code."""
+    line = innermost_user_line(traceback.extract_tb(problem.__traceback__))
+    text = str(problem) if isinstance(problem, ValueError) else f"{type(problem).__name__}: {problem}"
+    return f"{text} ({line})" if line else text

@@ -28,14 +28,23 @@ def run(
         forward: of one chunk and micro-batch.
         times: told of every computation.
         around: entered around every computation.
+
+    Raises:
+        Exception: what ``forward`` raised; in the first forward of a new kind on all stages.
     """
-    arriving: dict[tuple[bool, int, int], Pending] = {}  # by what gave it
+    arriving: dict[tuple[bool, int, int], Pending | None] = {}  # by what gave it
     taken: dict[tuple[int, int], torch.Tensor | None] = {}
     given: dict[tuple[int, int], torch.Tensor] = {}
     gradients: dict[tuple[int, int], torch.Tensor | None] = {}
+    sending = {step.chunk for step in steps if step.act == "send" and step.is_forward}
+    problem: Exception | None = None
+    has_failed = False
     for step in steps:
         place = (step.chunk, step.micro_batch)
+        is_first = step.micro_batch == 0 and step.is_forward and step.act != "receive" and messages.is_new(step.chunk)
         if step.act == "receive":
+            if step.is_forward and has_failed:
+                continue  # nothing else will come
             if step.is_forward:
                 arriving[(True, *place)] = messages.receive_activation(step.chunk, step.peer)
             else:
@@ -44,20 +53,35 @@ def run(
                     given[step.chunk - 1, step.micro_batch], step.peer
                 )
         elif step.act == "send":
-            if step.is_forward:
+            if step.is_forward and place not in given:
+                messages.send_failure(step.peer)
+            elif step.is_forward:
                 messages.send_activation(step.chunk, given[place], step.peer)
             else:
                 messages.send_gradient(gradients.pop(place), step.peer)
         elif step.is_forward:
-            arrived = arriving.pop((True, step.chunk - 1, step.micro_batch), None)
+            source = (True, step.chunk - 1, step.micro_batch)
+            has_failed = source in arriving and arriving[source] is None  # on another stage
+            arrived = arriving.pop(source, None)
             taken[place] = None if arrived is None else arrived.wait()
-            with times.computing("forward", *place), around(step):
-                given[place] = forward(step.chunk, step.micro_batch, taken[place])
+            try:
+                if not has_failed:
+                    with times.computing("forward", *place), around(step):
+                        given[place] = forward(step.chunk, step.micro_batch, taken[place])
+                    if is_first and step.chunk in sending:
+                        messages.require_format(given[place])
+            except Exception as error:
+                if not is_first:
+                    raise
+                problem, has_failed = error, True
+                given.pop(place, None)
         else:
             arrived = arriving.pop((False, step.chunk + 1, step.micro_batch), None)
             gradient = None if arrived is None else arrived.wait()
             with times.computing("backward", *place), around(step):
                 gradients[place] = backward(taken.pop(place), given.pop(place), gradient)
+        if is_first and (step.act == "send" or step.chunk not in sending):
+            messages.agree(step.chunk, problem)
     messages.finish()
 
 
@@ -73,7 +97,7 @@ def backward(taken: torch.Tensor | None, given: torch.Tensor, gradient: torch.Te
         the gradient of ``taken``; None if none is wanted.
     """
     if not given.requires_grad:
-        return None
+        return None if taken is None or not taken.requires_grad else torch.zeros_like(taken)
     torch.autograd.backward(given, gradient)
     if taken is None or not taken.requires_grad:
         return None

@@ -12,9 +12,8 @@ root. Both are no ``Exception``, so that nothing in between catches them.
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,11 +24,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors
 from smp_core.compat import caches_in
 from smp_core.mesh import SmpMesh
-from smp_core.planning.chain import StandIn, argument, given_by, with_argument
+from smp_core.pipeline.stand_ins import Played
+from smp_core.planning.chain import StandIn, argument, given_by, of_kind, with_argument
 from smp_core.planning.pipeline_rules import Stages
 
 Outside = Callable[[Callable[[], Any], Any], Any]
 """(forward of the root, its arguments) -> what the last stage's gave."""
+
+TriesCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Any], int], None]
+"""Takes the root, arguments of its forward with what the chunk receives first, that forward, the chunk's number."""
 
 
 class StageDone(BaseException):
@@ -90,21 +93,25 @@ class Stage:
         model: nn.Module,
         stages: Stages,
         stage: int,
+        played: Mapping[str, Played],
         *,
         dtype: torch.dtype | None,
         outside: Outside,
         entered: Callable[[], None],
         replaced: Callable[[torch.Tensor], None],
+        try_call: TriesCall = lambda *_: None,
     ) -> None:
         """Hook into the model.
 
         Args:
+            played: of :func:`smp_core.pipeline.stand_ins.played_of`.
             dtype: what activations are computed in; None: the parameters' own.
             outside: takes a forward of the root outside of a step through all stages.
             entered: called where a step's call of the model begins.
             replaced: called with what ``incoming`` takes the place of: the first block's argument without its values.
+            try_call: called before the root's forward, with what does as much for other arguments.
         """
-        self._outside, self._entered, self._replaced = outside, entered, replaced
+        self._outside, self._entered, self._replaced, self._try_call = outside, entered, replaced, try_call
         self.incoming: torch.Tensor | None = None
         self.is_running = False
         self.calls = 0
@@ -114,20 +121,34 @@ class Stage:
         self.show(stage)
         root = model.get_submodule(chain.module)
         self._name = type(root).__name__.removeprefix("FSDP")
-        root.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-        root.forward = self._caught(root.forward)
-        root.register_forward_hook(self._leave)
+        self._undo: list[Callable[[], Any]] = []
+        begin = root.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        self._replace_forward(root, self._caught(root, root.forward))
+        leave = root.register_forward_hook(self._leave)
+        self._undo += [begin.remove, leave.remove]
         for stand_in in chain.stand_ins:
             module = model.get_submodule(stand_in.name)
-            module.forward = self._standing_in(stand_in, module, is_held=stage == 0)
+            forward = self._standing_in(stand_in, module, played.get(stand_in.name), is_held=stage == 0)
+            self._replace_forward(module, forward)
         self._numbers = {model.get_submodule(name): number for number, name in enumerate(chain.blocks)}
         self._kinds: dict[type[nn.Module], Any] = {}
         for block in self._numbers:
             self._take_over_calls(block)
 
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        own = vars(module)
+        before = own.get("forward")
+        module.forward = forward  # type: ignore[method-assign]
+        self._undo.append(lambda: own.pop("forward") if before is None else own.update(forward=before))
+
     def show(self, chunk: int) -> None:
         """Let calls of the model compute one of this stage's chunks."""
-        self._own, self._is_before_own = self._stages.blocks(chunk), True
+        self._chunk, self._own, self._is_before_own = chunk, self._stages.blocks(chunk), True
         self._is_first, self.is_last = chunk == 0, chunk == self._stages.n_chunks - 1
 
     def _take_over_calls(self, block: nn.Module) -> None:
@@ -142,6 +163,7 @@ class Stage:
             # One class for all blocks of a kind, which the compiler tells apart by their classes.
             self._kinds[kind] = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
         block.__class__ = self._kinds[kind]
+        self._undo.append(lambda: setattr(block, "__class__", kind))
 
     def _call(
         self, block: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -186,7 +208,7 @@ class Stage:
                 "counted by those of the first block; write generate(use_cache=False)"
             )
 
-    def _caught(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _caught(self, root: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def caught(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -194,32 +216,44 @@ class Stage:
             except _Cut as cut:
                 return cut.given
 
+        def receiving(incoming: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+            received, self.incoming = self.incoming, incoming
+            try:
+                return caught(*args, **kwargs)
+            finally:
+                self.incoming, self._is_before_own = received, True
+
         @functools.wraps(forward)
         def staged(*args: Any, **kwargs: Any) -> Any:
             if self.is_running:
+                self._try_call(root, (self.incoming, *args), kwargs, receiving, self._chunk)
                 return caught(*args, **kwargs)
             return self._outside(functools.partial(caught, *args, **kwargs), [args, kwargs])
 
         return staged
 
-    def _standing_in(self, stand_in: StandIn, module: nn.Module, is_held: bool) -> Callable[..., Any]:
+    def _standing_in(
+        self, stand_in: StandIn, module: nn.Module, played: Played | None, is_held: bool
+    ) -> Callable[..., Any]:
         forward, weight = module.forward, next(module.parameters())
-        shape_of = _on_meta(module) if stand_in.played else None
+
+        def zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+            return torch.zeros((), dtype=dtype or self._dtype or weight.dtype, device=device).expand(shape)
 
         @functools.wraps(forward)
         def standing_in(*args: Any, **kwargs: Any) -> Any:
             if not self._is_before_own or (is_held and self._is_first):  # it may work behind the blocks too
                 return forward(*args, **kwargs)
-            if shape_of is not None:
-                return torch.zeros((), dtype=self._dtype or weight.dtype, device=_device_of(args, kwargs)).expand(
-                    shape_of(*args, **kwargs)
+            taken = next((tensor for _, tensor in iterate_tensors([args, kwargs])), weight)
+            if played is not None:
+                given = played(*args, **kwargs)
+                return map_tensors(
+                    given, lambda t: zeros(t.shape, taken.device, None if t.is_floating_point() else t.dtype)
                 )
-            taken = next(value for value in [*args, *kwargs.values()] if isinstance(value, torch.Tensor))
             if stand_in.features is None:
                 return taken
             shape = taken.shape[:-1] if stand_in.rows else taken.shape
-            zero = torch.zeros((), dtype=self._dtype or weight.dtype, device=taken.device)
-            return zero.expand(*shape, stand_in.features)
+            return zeros((*shape, stand_in.features), taken.device)
 
         return standing_in
 
@@ -227,30 +261,8 @@ class Stage:
         gives, taken = self._chain.gives, argument(args, kwargs, self._chain.takes)
         if gives is None:
             return taken
-        return tuple(taken if number == gives[0] else None for number in range(gives[1]))
+        return of_kind(self._chain.kind, tuple(taken if number == gives[0] else None for number in range(gives[1])))
 
     def _leave(self, root: nn.Module, _: Any, output: torch.Tensor) -> None:
         if self.is_running and not self.is_last:
             raise StageDone(output)
-
-
-def _on_meta(module: nn.Module) -> Callable[..., torch.Size]:
-    """Return what tells the shape that a module gives, without its values."""
-    tensors = [*module.parameters(), *module.buffers()]
-    on_meta = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors}
-    parameters = {id(tensor) for tensor in module.parameters()}
-    memo = {key: nn.Parameter(made, False) if key in parameters else made for key, made in on_meta.items()}
-    played = copy.deepcopy(module, memo)
-
-    @torch.no_grad()
-    def shape_of(*args: Any, **kwargs: Any) -> torch.Size:
-        taken = map_tensors([args, kwargs], lambda tensor: tensor.to("meta"))
-        given: torch.Tensor = played(*taken[0], **taken[1])
-        return given.shape
-
-    return shape_of
-
-
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    found: torch.Tensor = next(tensor for _, tensor in iterate_tensors([args, kwargs]))
-    return found.device

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,12 @@ from smp_core.checkpoint.tree import map_tensors
 from smp_core.comm.meter import CommMeter
 from smp_core.compat import caches_in
 from smp_core.mesh import SmpMesh
-from smp_core.pipeline.batches import SameBatches
-from smp_core.pipeline.messages import Messages
+from smp_core.pipeline.batches import BatchKind, SameBatches
+from smp_core.pipeline.messages import Messages, in_words
 from smp_core.pipeline.randomness import StepSeeds
 from smp_core.pipeline.schedule import run
-from smp_core.pipeline.stage import Stage, StageDone
+from smp_core.pipeline.stage import Stage, StageDone, TriesCall
+from smp_core.pipeline.stand_ins import Played
 from smp_core.pipeline.times import StageTimes
 from smp_core.planning.pipeline_rules import Stages
 from smp_core.planning.schedules import Step, computations, forward_only, with_messages
@@ -38,6 +40,17 @@ class HoldsGradients(Protocol):
     def batch_in_stages(self) -> AbstractContextManager[None]: ...
 
 
+@dataclass(frozen=True)
+class _Failed:
+    """Stands for what the last stage would have shared."""
+
+    is_refusal: bool
+    text: str
+
+    def fail(self, stage: int) -> NoReturn:
+        raise (ValueError if self.is_refusal else RuntimeError)(f"pipeline stage {stage}: {self.text}")
+
+
 class Pipeline:
     """The pipeline that this rank has one stage of.
 
@@ -52,12 +65,14 @@ class Pipeline:
         model: nn.Module,
         mesh: SmpMesh,
         stages: Stages,
+        played: Mapping[str, Played],
         recipe: Recipe,
         meter: CommMeter,
         dtype: torch.dtype | None,
         window: Callable[[], HoldsGradients],
         passing_by: Callable[[Container[str]], AbstractContextManager[None]],
         replaced: Callable[[torch.Tensor], None],
+        try_call: TriesCall,
     ) -> None:
         self.stages, self._mesh, self._window, self._passing_by = stages, mesh, window, passing_by
         assert isinstance(recipe.microbatches, int)
@@ -69,10 +84,12 @@ class Pipeline:
             model,
             stages,
             mesh.stage,
+            played,
             dtype=dtype,
             outside=self._outside_of_steps,
             entered=lambda: self._seeds.begin_model(*self._place),
             replaced=replaced,
+            try_call=try_call,
         )
         self._place = (0, 0)  # micro-batch and chunk at present
         self._messages = Messages(mesh, meter)
@@ -118,6 +135,11 @@ class Pipeline:
             given = self._call(calls[number], chunk, number, taken, results)
             if given is None:
                 given = loss_of(results[-1]) * scale
+                if taken is not None and taken.requires_grad and not given.requires_grad:
+                    raise ValueError(
+                        "no gradient comes from the loss to what the model gives: compute it with gradients, and from "
+                        "outputs that are not detached"
+                    )
                 # What is returned keeps no graph beyond its backward pass.
                 results[-1] = map_tensors(results[-1], torch.Tensor.detach)
             return given
@@ -131,7 +153,7 @@ class Pipeline:
                 with self._passing_by(self._used_elsewhere[step.chunk]):
                     yield
 
-        self._messages.begin((True, key))
+        self._messages.begin((True, key), ("training", _without_shapes(key)))
         with self._window().batch_in_stages(), self._seeds.during_step(seed), self.times.batch():
             run(self._training, forward, self._messages, self.times, around)
         return results
@@ -152,7 +174,7 @@ class Pipeline:
             given = self._call(call, chunk, number, taken, results)
             return torch.empty(0) if given is None else given
 
-        self._messages.begin((torch.is_grad_enabled(), "evaluation", key))
+        self._messages.begin((torch.is_grad_enabled(), "evaluation", key), ("evaluation", _without_shapes(key)))
         with self._seeds.during_step(seed):
             run(self._evaluation, forward, self._messages, self.times)
         return results[0] if results else None
@@ -184,16 +206,43 @@ class Pipeline:
             results.append(given)
             return torch.empty(0)
 
-        self._messages.begin(("outside of steps", key))
+        self._messages.begin(("outside of steps", key), ("outside of steps", _without_shapes(key)))
         run(self._evaluation, given_by_chunk, self._messages, self.times)
         return self.share(results[0] if results else None)
 
     def share(self, value: Any) -> Any:
         """Return the last stage's value on all stages, its tensors detached and on this rank's device. Collective over
         them."""
-        carried = [map_tensors(value, lambda tensor: tensor.detach().cpu())]
-        with here.waiting("what the last pipeline stage returned"):
-            dist.broadcast_object_list(carried, group=self.group, group_src=self.stages.count - 1)
+        return self.share_made(lambda: value)
+
+    def share_made(self, make: Callable[[], Any]) -> Any:
+        """Return on all stages what ``make`` gives on the last one, as :meth:`share` does. Collective over them.
+
+        Raises:
+            Exception: what ``make`` raised; on other stages a ValueError or RuntimeError of its text.
+        """
+        carried: list[Any] = [None]
+        problem: Exception | None = None
+
+        def send() -> None:
+            with here.waiting("what the last pipeline stage returned"):
+                dist.broadcast_object_list(carried, group=self.group, group_src=self.stages.count - 1)
+
+        if self._mesh.stage < self.stages.count - 1:
+            send()
+        else:
+            try:
+                carried[0] = map_tensors(make(), lambda tensor: tensor.detach().cpu())
+                send()  # it pickles before anything is sent
+            except (dist.DistBackendError, dist.DistNetworkError):
+                raise
+            except Exception as error:
+                problem, carried[0] = error, _Failed(isinstance(error, ValueError), in_words(error))
+                send()
+        if problem is not None:
+            raise problem
+        if isinstance(carried[0], _Failed):
+            carried[0].fail(self.stages.count - 1)
         return map_tensors(carried[0], lambda tensor: tensor.to(self._mesh.device))
 
     def counts(self, parameter: torch.Tensor) -> bool:
@@ -222,3 +271,7 @@ class Pipeline:
             )
         results.append(result)
         return None
+
+
+def _without_shapes(kind: BatchKind) -> Hashable:
+    return tuple((path, dtype) for path, _, dtype in kind)

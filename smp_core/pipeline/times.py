@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from smp_core.floors import how_to_install
+
 Direction = Literal["forward", "backward"]
 
 
@@ -110,7 +112,7 @@ def draw_timeline(stages: Sequence[Sequence[Computation]], path: str | Path) -> 
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ValueError("matplotlib draws the picture: pip install 'torch-smp[plot]'") from None
+        raise ValueError(f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}") from None
     chunks = 1 + max(each.chunk for stage in stages for each in stage)
     figure = Figure(figsize=(12, 0.8 + 0.6 * len(stages)), layout="constrained")
     axes = figure.subplots()

@@ -20,7 +20,7 @@ class StandIn:
         features: of the zeros that it gives for each of its input's elements ("embedding") or rows ("linear"); None: it
             gives its input as it is.
         rows: whether the input's last dim is replaced.
-        played: it gives zeros of the shape that its forward gives on the meta device, whatever it takes.
+        played: it gives zeros of the shapes that its forward gives on the meta device, whatever it takes.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Chain:
         blocks: their names, in the order they run in.
         takes: where a block takes the tensor that goes through all of them.
         gives: its place in what a block gives, and how many things that gives; None: it gives nothing else.
+        kind: what a block gives several things in.
         before, of_blocks, after: names of the parameters that work before, in and behind the blocks.
         stand_ins: modules with parameters that are called before the first block.
         buffers: that are saved with the model: each one's name and the number of the block that it is in; -1: of a
@@ -53,6 +54,7 @@ class Chain:
     after: tuple[str, ...]
     stand_ins: tuple[StandIn, ...]
     buffers: tuple[tuple[str, int | None], ...] = ()
+    kind: type = tuple
 
     def of_more(self, within: str, count: int) -> Chain:
         """Return the chain of a model with ``count`` blocks that are all like the first of these.
@@ -123,4 +125,9 @@ def with_output(output: Any, gives: tuple[int, int] | None, value: torch.Tensor)
     """Return what a block gave with another tensor for the chain's."""
     if gives is None:
         return value
-    return type(output)((*output[: gives[0]], value, *output[gives[0] + 1 :]))
+    return of_kind(type(output), (*output[: gives[0]], value, *output[gives[0] + 1 :]))
+
+
+def of_kind(kind: type, values: tuple[Any, ...]) -> Any:
+    """Make a tuple, a named one, or a list of values."""
+    return kind(*values) if hasattr(kind, "_fields") else kind(values)

@@ -3,14 +3,16 @@ once on a few tokens, so that nothing has to be known of its names.
 
 Two forwards. The first records what each block takes and gives: a chain is one where every block takes, in one place,
 the very tensor that the block before it gave. The second cuts the graph of autograd at each of these tensors; what can
-still be reached behind a block's output are the parameters that work in this block and nowhere else. A later stage that
-needs anything else of an earlier one shows like this, also where no module is called.
+still be reached behind a block's output are the parameters that work in this block and nowhere else, and what no
+gradient comes to is where operators take it. A later stage that needs anything else of an earlier one shows like this,
+also where no module is called. What is still not seen shows when the stages are rehearsed
+(:mod:`smp_core.pipeline.rehearsal`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,16 +24,12 @@ from smp_core.checkpoint.tree import iterate_tensors
 from smp_core.module_names import is_compiled
 from smp_core.planning.chain import Chain, Place, given_by, with_argument, with_output
 from smp_core.planning.checkpointed import checkpoints_itself
-from smp_core.planning.played import with_fake_values
+from smp_core.planning.examples import HOW, example_of
+from smp_core.planning.played import is_played, with_fake_values
 from smp_core.planning.saved_buffers import buffers_restored, places_of_buffers
 from smp_core.planning.shapes import Shapes
 from smp_core.planning.stand_ins import Early, find_stand_ins
 from smp_core.planning.units import WrapPlan
-
-_EXAMPLE = (
-    "set example_input_array on the LightningModule, or dummy_inputs on the model, to what its forward takes: a "
-    "tensor, a tuple or a mapping"
-)
 
 
 def with_chain(shapes: Shapes, model: nn.Module) -> Shapes:
@@ -54,25 +52,38 @@ def record_chain(model: nn.Module, units: WrapPlan) -> Chain:
         ValueError: nothing to call it with, blocks that are no chain (says where it breaks), parameters that several
             blocks share, something before the blocks that cannot be left out on other stages.
     """
-    refusal = f"pipeline_parallel_degree: {type(model).__name__} cannot be cut into stages: "
-    names_of_blocks = _alike(model, units)
-    root = _root(model, units, names_of_blocks, refusal)
+    refusal = refusal_of(model)
     _refuse_kinds(model, refusal)
-    with with_fake_values(model, refusal), buffers_restored(model):
-        return _chain_of(model, root, names_of_blocks, refusal)
+    problems: list[ValueError] = []
+    for names_of_blocks in _alike(model, units):
+        try:
+            root = _root(model, units, names_of_blocks, refusal)
+            with with_fake_values(model, refusal), buffers_restored(model):
+                return _chain_of(model, root, names_of_blocks, refusal)
+        except ValueError as problem:
+            problems.append(problem)
+    raise problems[0]
+
+
+def refusal_of(model: nn.Module) -> str:
+    """Return how errors begin about a model that cannot be cut."""
+    return f"pipeline_parallel_degree: {type(model).__name__} cannot be cut into stages: "
 
 
 def _chain_of(model: nn.Module, root: str, names_of_blocks: list[str], refusal: str) -> Chain:
     module = model.get_submodule(root)
     args, kwargs = example_of(model, module, refusal)
     blocks = {model.get_submodule(name): name for name in names_of_blocks}
+    _refuse_layerdrop(model, names_of_blocks, refusal)
     with as_in_training(module):
+        # What each block takes and gives.
         first = _Calls(module, blocks)
-        with first.recorded():
+        with first.recorded(), running_the_example(module, refusal):
             module(*args, **kwargs)
         link = _link(first, refusal)
+        # Which parameters work where.
         cuts = _Cuts(first, *link)
-        with cuts.made(), _Noting(cuts):
+        with cuts.made(), running_the_example(module, refusal), _Noting(cuts):
             outputs = module(*args, **kwargs)
         segments = cuts.segments(outputs)
         if cuts.early & cuts.visited:
@@ -100,14 +111,51 @@ def _chain_of(model: nn.Module, root: str, names_of_blocks: list[str], refusal: 
         tuple(after),
         tuple(stand_ins),
         tuple(places_of_buffers(model, first.early, chain_names)),
+        first.kind,
     )
 
 
-def _alike(model: nn.Module, units: WrapPlan) -> list[str]:
-    """Return the blocks of the kind that there are most of: a Transformers model names its embeddings next to them."""
+def _refuse_layerdrop(model: nn.Module, names_of_blocks: list[str], refusal: str) -> None:
+    """Refuse blocks that a forward leaves out at random, by what Transformers' and fairseq's models call it."""
+    for name, module in model.named_modules():
+        if not names_of_blocks[0].startswith(f"{name}." if name else ""):
+            continue
+        holders = {"": module, "config.": getattr(module, "config", None)}
+        share = {f"{where}layerdrop": getattr(holder, "layerdrop", None) for where, holder in holders.items()}
+        for attribute, value in share.items():
+            if isinstance(value, float) and value > 0:
+                raise ValueError(
+                    f"{refusal}{type(module).__name__}.{attribute}={value} leaves blocks out at random, through which "
+                    f"stages take every batch; write {attribute} = 0.0 before training"
+                )
+
+
+@contextlib.contextmanager
+def running_the_example(module: nn.Module, refusal: str) -> Iterator[None]:
+    """Refuse a model whose forward fails inside; of one that is played, :func:`with_fake_values` says why."""
+    try:
+        yield
+    except Exception as error:
+        if is_played(module):
+            raise
+        raise ValueError(f"{refusal}its example cannot be run: {type(error).__name__}: {error}; {HOW}") from error
+
+
+def _alike(model: nn.Module, units: WrapPlan) -> list[list[str]]:
+    """Return the blocks of one kind that may be a chain: first those of the kind that there are most of (a Transformers
+    model names its embeddings next to them), then the other kinds', then those that lie in one list (an encoder's,
+    where a decoder's are of the same kind)."""
     kinds = {name: type(model.get_submodule(name)) for name in units.blocks}
-    most = max(kinds.values(), key=list(kinds.values()).count, default=None)
-    return [name for name, kind in kinds.items() if kind is most]
+    of_kinds = [[name for name in kinds if kinds[name] is kind] for kind in dict.fromkeys(kinds.values())]
+    in_lists: list[list[str]] = []
+    for names in of_kinds:
+        lists: dict[str, list[str]] = {}
+        for name in names:
+            lists.setdefault(name.rpartition(".")[0], []).append(name)
+        in_lists += lists.values() if len(lists) > 1 else ()
+    found = [*sorted(of_kinds, key=len, reverse=True), *sorted(in_lists, key=len, reverse=True)]
+    several = [names for names in found if len(names) > 1]
+    return several or [found[0] if found else []]
 
 
 def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) -> str:
@@ -146,31 +194,6 @@ def _refuse_kinds(model: nn.Module, refusal: str) -> None:
         )
 
 
-def example_of(model: nn.Module, module: nn.Module, refusal: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments for one call of ``module``: ``example_input_array`` of the model, or ``dummy_inputs`` of either.
-
-    Raises:
-        ValueError: there are none; begins with ``refusal``.
-    """
-    example = getattr(model, "example_input_array", None)
-    if example is None:
-        example = getattr(module, "dummy_inputs", None)
-    if example is None:
-        raise ValueError(f"{refusal}it is run once to see what its blocks do; {_EXAMPLE}")
-    device = next(module.parameters()).device
-    if isinstance(example, Mapping):
-        return (), {key: _on(value, device) for key, value in example.items()}
-    several = example if isinstance(example, (tuple, list)) else (example,)
-    return tuple(_on(value, device) for value in several), {}
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    # One that was made together with a model on the meta device.
-    return torch.zeros_like(value, device=device) if value.is_meta else value.to(device)
-
-
 @contextlib.contextmanager
 def as_in_training(module: nn.Module) -> Iterator[None]:
     """Require a gradient of every parameter inside, so that backward can reach all of them; restore random states
@@ -196,6 +219,7 @@ class _Calls:
         order: the blocks as they were called.
         takes, gives: of each block, tensors by their place.
         sizes: how many things each block gave; 0: one tensor.
+        kind: what the last block gave several things in.
         early: modules that were called and had returned before the first block.
     """
 
@@ -205,6 +229,7 @@ class _Calls:
     takes: list[dict[Place, torch.Tensor]] = field(default_factory=list)
     gives: list[dict[int, torch.Tensor]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    kind: type = tuple
     early: list[Early] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -227,6 +252,7 @@ class _Calls:
     def _leave(self, block: nn.Module, _: Any, output: Any) -> None:
         several = isinstance(output, (tuple, list))
         self.sizes.append(len(output) if several else 0)
+        self.kind = type(output) if several else tuple
         given = enumerate(output if several else [output])
         self.gives.append({place: value for place, value in given if isinstance(value, torch.Tensor)})
 
@@ -247,7 +273,7 @@ def _link(calls: _Calls, refusal: str) -> tuple[Place, tuple[int, int] | None]:
     if twice or len(named) < len(calls.blocks):
         never = sorted(set(calls.blocks.values()) - set(named))
         what = f"{twice[0]} is called several times" if twice else f"{', '.join(never[:3])} is not called"
-        raise ValueError(f"{refusal}{what} in one forward; {_EXAMPLE}")
+        raise ValueError(f"{refusal}{what} in one forward; {HOW}")
     links: set[tuple[Place, int]] | None = None
     for number in range(1, len(named)):
         here = {
@@ -279,6 +305,7 @@ class _Cuts:
     Attributes:
         early: nodes of the graph that were made before the first block.
         visited: nodes that can be reached behind the last one.
+        taken: the parameters that operators took before, in each of and behind the blocks.
     """
 
     def __init__(self, calls: _Calls, takes: Place, gives: tuple[int, int] | None) -> None:
@@ -287,9 +314,12 @@ class _Cuts:
         self._given: list[torch.Tensor] = []
         self.early: set[Any] = set()
         self.visited: set[Any] = set()
+        self.taken: list[set[nn.Parameter]] = [set() for _ in range(len(self._blocks) + 2)]
+        self._place = 0
 
-    def note(self, made: Any) -> None:
-        """Note what was computed, until the first block is entered."""
+    def note(self, taken: Any, made: Any) -> None:
+        """Note what an operator took, and until the first block is entered what it gave."""
+        self.taken[self._place] |= {tensor for _, tensor in iterate_tensors(taken) if isinstance(tensor, nn.Parameter)}
         if self._entering is None:
             self.early |= {tensor.grad_fn for _, tensor in iterate_tensors(made) if tensor.grad_fn is not None}
 
@@ -307,26 +337,30 @@ class _Cuts:
         """Return the parameters before, in each of and behind the blocks."""
         assert self._entering is not None
         behind = [tensor for _, tensor in iterate_tensors(outputs)]
-        return [
+        reached = [
             _reached([self._entering]),
             *(_reached([given]) for given in self._given),
             _reached(behind, self.visited),
         ]
+        # A head whose output nobody uses, a teacher: no gradient comes to them.
+        trained = set().union(*reached)
+        return [found | (taken - trained) for found, taken in zip(reached, self.taken, strict=True)]
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         taken = args[self._takes] if isinstance(self._takes, int) else kwargs[self._takes]
         if self._entering is None:
-            self._entering = taken
+            self._entering, self._place = taken, 1
         return with_argument(args, kwargs, self._takes, taken.detach().requires_grad_())
 
     def _leave(self, block: nn.Module, _: Any, output: Any) -> Any:
         given = given_by(output, self._gives)
         self._given.append(given)
+        self._place += 1
         return with_output(output, self._gives, given.detach().requires_grad_())
 
 
 class _Noting(TorchFunctionMode):
-    """Shows a recording every result of torch."""
+    """Shows a recording what every operator takes and gives."""
 
     def __init__(self, cuts: _Cuts) -> None:
         super().__init__()
@@ -334,8 +368,9 @@ class _Noting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, (torch.Tensor, tuple, list)):
-            self._cuts.note(made)
+        # Not attributes, which stages know of all parameters.
+        if isinstance(made, (torch.Tensor, tuple, list)) and getattr(func, "__name__", "") != "__get__":
+            self._cuts.note([args, kwargs], made)
         return made
 
 

@@ -42,7 +42,7 @@ def settle_compression(draft: Draft, layout: Layout, topology: Topology) -> Code
     return codes or ("bfloat16" if settled.reduce == "bf16" else None)
 
 
-def settle_gathering(draft: Draft, layout: Layout, cast_forward_inputs: bool) -> bool:
+def settle_gathering(draft: Draft, layout: Layout, cast_forward_inputs: bool, masters: bool) -> bool:
     """Resolve what is gathered and how often gradients are reduced.
 
     Returns:
@@ -58,7 +58,7 @@ def settle_gathering(draft: Draft, layout: Layout, cast_forward_inputs: bool) ->
     if knobs.keep_between_micro_batches == "gradients":
         why = "shard_degree=1: nothing is reduced inside a partition group"
         draft.settle("keep_between_micro_batches", kept, why)
-    if casts or knobs.state_offload == "all":
+    if casts or masters or knobs.state_offload == "all":
         return True
     why = "shard_degree=1: parameters are whole, nothing is gathered"
     draft.settle("param_dtype", None, why)

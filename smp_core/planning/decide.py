@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import xxhash
 
 from smp_core.comm.codec import CodeName
@@ -28,9 +29,11 @@ from smp_core.planning.communication_rules import (
 )
 from smp_core.planning.draft import Draft
 from smp_core.planning.dtype_rules import (
+    HALF,
     Dtypes,
     Precision,
     dtype_of,
+    settle_masters,
     settle_precision,
     settle_reduce_dtype,
     settle_stored_dtype,
@@ -134,6 +137,26 @@ class Plan:
         """Tell whether each rank adds up unsharded gradients over a window's micro-batches, which are reduced once."""
         return self.knobs.keep_between_micro_batches == "gradients"
 
+    def computed_in(self, unit: PlannedUnit) -> torch.dtype | None:
+        """Return what a unit's parameters are cast to when they are gathered; None: each stays in its own dtype."""
+        if not self.dtypes.masters or self.dtypes.gathered is not None:
+            return self.dtypes.gathered
+        of_unit = [self.shapes.of_name(name) for name in unit.parameters]
+        return next((each.dtype for each in of_unit if each.trainable and each.dtype in HALF), None)
+
+    @property
+    def replicated_casts(self) -> dict[str, torch.dtype]:
+        """The dtypes that replicated parameters are cast to where they are used, by name. Under autocast layers cast
+        their own, so that only one that others of the same layer are gathered beside has to be of their dtype."""
+        beside = {name.rpartition(".")[0] for unit in self.units for name in unit.parameters}
+        found = {}
+        for parameter in map(self.shapes.of_name, self.replicated):
+            casts = self.precision.cast_forward_inputs or parameter.name.rpartition(".")[0] in beside
+            dtype = self.dtypes.of_gathered(parameter) if casts else parameter.dtype
+            if dtype != self.dtypes.of_stepped(parameter):
+                found[parameter.name] = dtype
+        return found if self.gathers else {}
+
     @property
     def replicated_parameters(self) -> list[tuple[str, ...]]:
         """Names of the replicated parameters, in the groups that are added up together."""
@@ -200,7 +223,9 @@ def decide(
     stage, of_stage = cluster.of_stage(layout.pipeline), replace(layout, pipeline=1)
     groups, of_groups = stage.of_tensor_groups(layout.tensor), replace(of_stage, tensor=1)
     # FSDP2 shows split parameters to their layers, also where it has nothing to gather.
-    gathers = given is not None or _is_cut(layout) or settle_gathering(draft, of_stage, precision.cast_forward_inputs)
+    masters = settle_masters(draft, shapes, given is not None, layout.replicate)
+    casts = precision.cast_forward_inputs
+    gathers = given is not None or _is_cut(layout) or settle_gathering(draft, of_stage, casts, masters)
     settle_reduce_dtype(draft, shapes)
     # What is sent, in which form and over which stages.
     payload = settle_compression(draft, of_groups, groups.topology)
@@ -212,7 +237,7 @@ def decide(
     settle_prefetch(draft, shapes, of_groups, groups)
     _settle_by_model(draft, shapes)
     _settle_compile(draft, shapes, given, layout.tensor > 1 and bool(activations.checkpointed))
-    stored = settle_stored_dtype(draft, shapes, gathers) if given is None else None
+    stored = given is None and settle_stored_dtype(draft, shapes, gathers, masters)
     stages = settle_pipeline_stages(draft, shapes, given is not None)
     knobs = draft.knobs
     return Plan(
@@ -222,7 +247,7 @@ def decide(
         precision=precision,
         layout=layout,
         gathers=gathers,
-        dtypes=Dtypes(dtype_of(knobs.param_dtype), dtype_of(knobs.reduce_dtype), stored),
+        dtypes=Dtypes(dtype_of(knobs.param_dtype), dtype_of(knobs.reduce_dtype), masters, stored),
         replica_payload=payload,
         activations=activations,
         warnings=tuple(draft.warnings),

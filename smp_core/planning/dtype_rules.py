@@ -36,20 +36,28 @@ class Dtypes:
     Attributes:
         gathered: what forward and backward compute with.
         reduced: what gradients are added up in.
-        stored: what trainable float32 parameters of units are stored in where ``optimizer_shard="world"`` keeps float32
-            masters of them.
+        masters: trainable half precision parameters are stored in float32, which is what the optimizer steps; they
+            compute in their own dtype.
+        stored_as_gathered: trainable parameters of units are stored in what they compute in, where
+            ``optimizer_shard="world"`` keeps float32 masters of them.
     """
 
     gathered: torch.dtype | None
     reduced: torch.dtype | None
-    stored: torch.dtype | None
+    masters: bool = False
+    stored_as_gathered: bool = False
 
     def of_gathered(self, parameter: ParameterShape) -> torch.dtype:
         return _or_own(self.gathered, parameter.dtype)
 
     def of_stored(self, parameter: ParameterShape) -> torch.dtype:
-        masters = parameter.trainable and parameter.is_divided and parameter.dtype == torch.float32
-        return _or_own(self.stored if masters else None, parameter.dtype)
+        if self.stored_as_gathered and parameter.trainable and parameter.is_divided:
+            return self.of_gathered(parameter) if self.of_stepped(parameter) == torch.float32 else parameter.dtype
+        return self.of_stepped(parameter)
+
+    def of_stepped(self, parameter: ParameterShape) -> torch.dtype:
+        has_master = self.masters and parameter.trainable and parameter.dtype in HALF
+        return torch.float32 if has_master else parameter.dtype
 
     def of_reduced(self, parameter: ParameterShape) -> torch.dtype:
         return _or_own(self.reduced, self.of_gathered(parameter))
@@ -83,20 +91,64 @@ def settle_reduce_dtype(draft: Draft, shapes: Shapes) -> None:
             draft.settle("reduce_dtype", None, "the gradients' own dtype")
 
 
-def settle_stored_dtype(draft: Draft, shapes: Shapes, gathers: bool) -> torch.dtype | None:
-    """Decide what parameters with masters over the world are stored in, if not in their own dtype: what is gathered.
+def settle_masters(draft: Draft, shapes: Shapes, came_sharded: bool, replicas: int) -> bool:
+    """Resolve ``master_dtype``, and warn where weights in half precision have none.
+
+    Returns:
+        whether these weights are stored in float32. (Masters on the host, and of a model that came sharded, are beside
+        the weights.)
+
+    Raises:
+        ValueError: masters of half precision weights that came sharded.
+    """
+    knobs, asked = draft.knobs, draft.knobs.master_dtype
+    half = [parameter for parameter in shapes.parameters if parameter.trainable and parameter.dtype in HALF]
+    if not half:
+        draft.settle("master_dtype", "float32" if asked == "float32" else None, "no trainable weight is half precision")
+        return False
+    if came_sharded and asked == "float32":
+        raise ValueError(
+            f"master_dtype='float32' and a model that came sharded ({shapes.kind}) with {name_of(half[0].dtype)} "
+            "weights; shard it in float32 with MixedPrecisionPolicy(param_dtype=...), or let torch-smp shard it"
+        )
+    over_replicas = knobs.optimizer_shard == "world" and (replicas > 1 or not came_sharded)
+    makers = {"optimizer_shard='world'": over_replicas, "state_offload='optimizer'": knobs.state_offload == "optimizer"}
+    by = [knob for knob, makes in makers.items() if makes]
+    if asked == "auto":
+        why = f"{by[0]} steps float32 masters" if by else "the optimizer steps half precision weights themselves"
+        draft.settle("master_dtype", "float32" if by else None, why)
+    if asked == "auto" and not by:
+        draft.warnings.append(without_masters(half[0].dtype))
+    resolved = draft.knobs.master_dtype == "float32"
+    return resolved and not came_sharded and knobs.state_offload != "optimizer"
+
+
+def without_masters(dtype: torch.dtype) -> str:
+    """Return what it costs that weights in half precision have no masters."""
+    steps = round(2 / torch.finfo(dtype).eps)
+    return (
+        f"weights are {name_of(dtype)} and have no float32 masters: an optimizer step that changes a weight by less "
+        f"than 1/{steps} of it is rounded away, at learning rates like 1e-5 most steps; write master_dtype='float32' "
+        "(weights, gradients and optimizer states are stored in float32), or train float32 weights in mixed precision "
+        "(Lightning: precision='bf16-mixed'); master_dtype=None says that this is meant"
+    )
+
+
+def settle_stored_dtype(draft: Draft, shapes: Shapes, gathers: bool, masters: bool) -> bool:
+    """Decide whether parameters with masters over the world are stored in what they compute in.
     Not where that would lose digits: FP8 weights are quantised from stored ones, host masters are read from them."""
     knobs = draft.knobs
     dtype = dtype_of(knobs.param_dtype)
     native_fp8 = knobs.fp8 is not None and knobs.fp8.backend == "native"
-    if knobs.optimizer_shard != "world" or native_fp8 or knobs.state_offload == "optimizer" or dtype not in HALF:
-        return None
+    if knobs.optimizer_shard != "world" or native_fp8 or knobs.state_offload == "optimizer" or not gathers:
+        return False
     of_units = [shapes.of_name(name) for unit in shapes.units.units for name in unit.parameters]
-    if not gathers or not any(p.dtype == torch.float32 and p.trainable for p in of_units):
-        return None
+    stepped = (torch.float32, *HALF) if masters else (torch.float32,)
+    if dtype not in HALF or not any(p.dtype in stepped and p.trainable for p in of_units):
+        return False
     why = f"float32 weights are masters over all ranks; parameters are stored in {knobs.param_dtype}, as they compute"
     draft.settle("optimizer_shard", "world", why)
-    return dtype
+    return True
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:

@@ -12,12 +12,12 @@ context.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from smp_core.planning.cluster import GIB
 from smp_core.planning.decide import Plan
-from smp_core.planning.optimizers import OPTIMIZERS, OptimizerStates
+from smp_core.planning.optimizers import OPTIMIZERS, OptimizerStates, planned_states
 from smp_core.planning.shapes import ParameterShape
 from smp_core.planning.units import PlannedUnit
 
@@ -81,7 +81,8 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
     for parameter, of_unit, count in plan.split_shapes.alike:
         is_sharded = of_unit and plan.gathers
         elements = count * (_shard_elements(parameter, plan) if is_sharded else parameter.elements)
-        stored = dtypes.of_stored(parameter) if is_sharded else parameter.dtype
+        stepped = dtypes.of_stepped(parameter)
+        stored = dtypes.of_stored(parameter) if is_sharded else stepped
         reduced = dtypes.of_reduced(parameter)
         # state_offload="all" leaves what FSDP2 shards on the host; sums of gradients are on the device all the same.
         offloaded = knobs.state_offload == "all" and is_sharded
@@ -99,7 +100,7 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
             continue
         gradients += 0 if offloaded else elements * stored.itemsize
         if knobs.state_offload is None:
-            states += optimizer.tensors * elements * parameter.dtype.itemsize
+            states += optimizer.tensors * elements * stepped.itemsize
         if unsharded:
             partial_sums += unsharded * reduced.itemsize
         elif offloaded or reduced != stored:
@@ -114,6 +115,39 @@ def estimate(plan: Plan, optimizer: OptimizerStates = OPTIMIZERS["adamw"]) -> Me
         gathered=_gathered_bytes(plan),
         budget=budget(plan),
     )
+
+
+def describe_stages(plan: Plan) -> list[str]:
+    """Return lines for people about pipeline stages: the expected bubble; which ranks are which, and what they hold."""
+    stages, layout = plan.stages, plan.layout
+    if stages is None:
+        return []
+    # Where all stages take alike: each waits while the first micro-batch comes to it and the last one leaves.
+    micro_batches, schedule = int(plan.knobs.pipeline.microbatches), plan.knobs.pipeline.schedule
+    idle = stages.count - 1
+    share = idle / (micro_batches * stages.per_stage + idle)
+    bubble = (
+        f"{schedule} of {micro_batches} micro-batches: a bubble of {share:.0%} of a batch's time, if stages take alike"
+    )
+
+    optimizer = planned_states(plan.knobs.planner.optimizer)
+    ranks = layout.world_size // stages.count
+    each = []
+    for stage in range(stages.count):
+        held = estimate(replace(plan, shapes=stages.shapes_of(stage, plan.shapes)), optimizer).total
+        first, last = stage * ranks, (stage + 1) * ranks - 1
+        span = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        each.append(f"{stage}: {span}, {_size(held)}")
+    if len(each) > _MOST_STAGES:
+        each = [*each[: _MOST_STAGES - 1], "...", each[-1]]
+    return [bubble, f"stages: {'; '.join(each)} on each ({optimizer.name}, without activations)"]
+
+
+_MOST_STAGES = 8
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB / 10 else f"{n_bytes / 2**20:.2f} MiB"
 
 
 @dataclass(frozen=True)

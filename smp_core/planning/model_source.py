@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_core.floors import how_to_install
 from smp_core.foreign_files import read_json
-from smp_core.planning.chain_recording import example_of
+from smp_core.planning.examples import example_of
 from smp_core.planning.known_models import KNOWN_MODELS
 from smp_core.planning.trace_meter import flat
 from smp_core.planning.units import Entry
@@ -91,7 +92,9 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise ValueError("the model is a Transformers configuration: pip install 'torch-smp[transformers]'") from None
+        raise ValueError(
+            f"the model is a Transformers configuration, and that is not installed; {how_to_install('transformers')}"
+        ) from None
     for name, value in fields.items():
         if "layer" in name and isinstance(value, (int, float)) and value > _MOST_LAYERS:
             raise ValueError(f"{name}={value!r} in the configuration: at most {_MOST_LAYERS:,} layers are planned for")

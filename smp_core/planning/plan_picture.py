@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from smp_core.floors import how_to_install
 from smp_core.planning.candidate import Candidate
 from smp_core.planning.cluster import GIB
 from smp_core.planning.explain import title
@@ -23,7 +24,7 @@ def draw_plans(found: Recommendation, path: str | os.PathLike[str]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("matplotlib draws the picture: pip install 'torch-smp[plot]'") from None
+        raise ValueError(f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}") from None
     shown = [found.chosen, *found.alternatives]
     labels = [_label(each, place) for place, each in enumerate(shown)]
     figure = Figure(figsize=(11.0, 1.2 + 0.75 * len(shown)), layout="constrained")

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # _subclasses: torch's documentation of fake tensors has it
+from torch._subclasses.fake_tensor import (  # _subclasses: torch's documentation of fake tensors has it
+    FakeTensor,
+    FakeTensorMode,
+)
 
 
 @contextlib.contextmanager
@@ -48,6 +51,11 @@ def with_fake_values(model: nn.Module, refusal: str) -> Iterator[None]:
     finally:
         for module, name, tensor in places:
             setattr(module, name, tensor)
+
+
+def is_played(module: nn.Module) -> bool:
+    """Return whether fake tensors stand for parameters of a module at present."""
+    return any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

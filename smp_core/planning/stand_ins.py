@@ -46,15 +46,26 @@ def find_stand_ins(
 
 
 def _stand_in(name: str, module: nn.Module, taken: torch.Tensor | None, output: Any, refusal: str) -> StandIn:
-    if isinstance(module, nn.Embedding):
-        return StandIn(name, module.embedding_dim)
-    if isinstance(module, nn.Linear):
-        return StandIn(name, module.out_features, rows=True)
-    if taken is not None and isinstance(output, torch.Tensor) and output.shape == taken.shape:
-        return StandIn(name)
-    if isinstance(output, torch.Tensor):
+    # Only what gives what it is expected to: a subclass may take something else than tokens or features.
+    if taken is not None and isinstance(output, torch.Tensor):
+        if isinstance(module, nn.Embedding) and output.shape == (*taken.shape, module.embedding_dim):
+            return StandIn(name, module.embedding_dim)
+        if isinstance(module, nn.Linear) and output.shape == (*taken.shape[:-1], module.out_features):
+            return StandIn(name, module.out_features, rows=True)
+        if output.shape == taken.shape and output.dtype == taken.dtype:
+            return StandIn(name)
+    if is_nest_of_tensors(output):
         return StandIn(name, played=True)
     raise ValueError(
         f"{refusal}{name} ({type(module).__name__}) works before the blocks and gives {type(output).__name__}; stages "
-        "without it can put zeros in the place of one tensor"
+        "without it can put zeros in the place of tensors, and of tuples, lists and dicts of them"
     )
+
+
+def is_nest_of_tensors(value: Any) -> bool:
+    """Return whether a value is a tensor, a number or text, or a tuple, list or dict of such values."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return all(map(is_nest_of_tensors, value))
+    return value is None or isinstance(value, (torch.Tensor, int, float, str))

@@ -27,9 +27,11 @@ def require_tensor_degree(knobs: SmpConfig, topology: Topology) -> None:
     if fits or (knobs.tensor_parallel.across_nodes and degree % k == 0 and world % degree == 0):
         return
     allowed = ", ".join(str(n) for n in range(1, k + 1) if k % n == 0)
+    stages = knobs.pipeline_parallel_degree
+    of_stage = f" that a pipeline stage has (pipeline_parallel_degree={stages})" if stages > 1 else ""
     message = (
-        f"tensor_parallel_degree={degree} does not divide the {k} ranks of a node, inside of which the parts of a "
-        f"layer belong; allowed: {allowed}"
+        f"tensor_parallel_degree={degree} does not divide the {k} rank{'s' * (k > 1)} of a node{of_stage}, inside of "
+        f"which the parts of a layer belong; allowed: {allowed}"
     )
     if degree % k == 0 and world % degree == 0:
         message += (
@@ -91,12 +93,8 @@ def _unknown_knobs(knobs: SmpConfig) -> Iterator[tuple[str, str]]:
         yield "compile.fullgraph=True", "write compile={'fullgraph': false}: split layers are not compiled"
     if knobs.fp8 is not None and knobs.fp8.backend != "native":
         yield f"fp8.backend={knobs.fp8.backend!r}", "write fp8={'backend': 'native'}"
-    if knobs.tensor_parallel.plan == "infer":
-        said = "write globs for tensor_parallel.plan, or leave it out"
-        if knobs.fp8 is not None:
-            yield "tensor_parallel.plan='infer' and fp8", said
-        if knobs.pipeline_parallel_degree > 1:
-            yield "tensor_parallel.plan='infer' and pipeline_parallel_degree", said
+    if knobs.tensor_parallel.plan == "infer" and knobs.fp8 is not None:
+        yield "tensor_parallel.plan='infer' and fp8", "write globs for tensor_parallel.plan, or leave it out"
     if knobs.collectives.symmetric_memory:
         yield "collectives.symmetric_memory=True", "leave it out"
 

@@ -8,7 +8,7 @@ is sharded, so that what FSDP2 would refuse later (a parameter tied across units
   and ``nn.Sequential``; or class names, globs over module names, a callable; plus every module whose own parameters
   reach ``units.min_parameters``;
 - roots: the model itself, or, for a module whose own forward is not what a step calls (a LightningModule), its
-  callable children, and itself only where it owns parameters;
+  callable children, and itself only where it owns parameters, or where these children share a unit;
 - optional modules, which some ranks leave out in some micro-batches, are no units, nor is anything inside them: their
   parameters belong to the unit around them, a root if there is no other. FSDP2 gathers that one on all ranks, and
   reduces it when the pass is over, whoever used what;
@@ -111,6 +111,9 @@ def plan_units(model: nn.Module, config: SmpConfig, *, entry: Entry = "forward")
             members[next(iter(owner[parameter]))].append(name)
     if not members and not plain:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    if _overlap(roots, chosen):
+        roots = [model]
+        chosen.add(model)
     ordered = _children_first(model, {module for module in chosen if module in members or module in roots})
     units = tuple(PlannedUnit(names[module], tuple(members[module]), module in roots) for module in ordered)
     if tied:
@@ -135,6 +138,12 @@ def _children_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]
         if module in chosen and module not in ordered:
             add(module)
     return list(ordered)
+
+
+def _overlap(roots: list[nn.Module], chosen: set[nn.Module]) -> bool:
+    """Return whether a unit lies in two of the roots, or is one of them inside of another."""
+    inside = [chosen.intersection(root.modules()) for root in roots]
+    return sum(map(len, inside)) > len(set().union(*inside))
 
 
 def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator[str]:

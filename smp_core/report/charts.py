@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from smp_core.floors import how_to_install
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -57,7 +59,9 @@ class Charts:
         try:
             import matplotlib
         except ImportError:
-            raise ValueError("matplotlib draws the charts: pip install 'torch-smp[plot]'") from None
+            raise ValueError(
+                f"matplotlib draws the charts and is not installed; {how_to_install('matplotlib')}"
+            ) from None
         self._matplotlib = matplotlib
         self._drawn = 0
 

@@ -7,6 +7,7 @@ forbids scripts and every request (Content-Security-Policy).
 from __future__ import annotations
 
 import datetime
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from markupsafe import Markup
 from smp_core.foreign_files import number, numbers
 from smp_core.layout import Layout
 from smp_core.planning.picture import svg_picture
-from smp_core.report.charts import Charts
+from smp_core.report.charts import Charts, Points
 from smp_core.report.runs import Run, objects, texts
 from smp_core.report.verdict import verdict
 from smp_core.step_times import PARTS
@@ -27,7 +28,9 @@ from smp_core.topology import Topology
 _MIB = 2**20
 # Ranks of a world whose picture is drawn, and rows of a table that are shown.
 _LARGEST_PICTURE, _MOST_ROWS = 4096, 50
-_MOST_ROUTERS = 5
+_MOST_ROUTERS, _MOST_DRAWN = 5, 8
+# Numbers that count from the start of a run: ours, and those of Transformers' Trainer.
+_COUNTS = ("samples", "epoch", "total_flos", "num_input_tokens_seen", "num_tokens")
 
 FIGURES = {
     "loss": "loss",
@@ -99,7 +102,7 @@ def page(runs: Sequence[Run]) -> str:
     """
     charts = Charts()
     makers: list[Callable[[Sequence[Run], Charts], list[Section]]] = [
-        *(_asked, _groups, _progress, _parts, _bytes, _memory, _saves, _fp8, _routers, _events)
+        *(_asked, _groups, _progress, _logged, _parts, _bytes, _memory, _saves, _fp8, _routers, _events)
     ]
     sections = [section for make in makers for section in make(runs, charts) if section.has_content]
     environment = jinja2.Environment(
@@ -200,29 +203,69 @@ def _progress(runs: Sequence[Run], charts: Charts) -> list[Section]:
     return [Section("Loss and throughput", [_figures(runs)], drawn)]
 
 
+def _logged(runs: Sequence[Run], charts: Charts) -> list[Section]:
+    """Return what the user's code logged: losses and metrics of validations, for example."""
+    names = list(dict.fromkeys(name for run in runs for name in run.logged))
+    drawn = []
+    for name in names[:_MOST_DRAWN]:
+        series = {run.name if len(runs) == 2 else name: run.logged.get(name, []) for run in runs}
+        drawn.append(Markup(charts.lines(series, name)))
+    note = f"The first {_MOST_DRAWN} are drawn." if len(names) > _MOST_DRAWN else ""
+    table = _table("logged", [run.logged for run in runs], runs)
+    return [Section("What the training code logged", [table], drawn, note=note)]
+
+
 def _figures(runs: Sequence[Run]) -> Table:
-    of_runs: list[dict[str, list[float]]] = []
-    for run in runs:
-        of_runs.append({name: [value for _, value in points] for name, points in run.figures.items()})
-    there = dict.fromkeys(name for figures in of_runs for name in figures)
+    return _table("figures", [run.figures for run in runs], runs)
+
+
+def _table(key: str, series: Sequence[Mapping[str, Points]], runs: Sequence[Run]) -> Table:
+    """Return the table of numbers over the steps of one run, or of two beside one another."""
+    there = dict.fromkeys(name for by_name in series for name in by_name)
     ordered = [name for name in FIGURES if name in there] + [name for name in there if name not in FIGURES]
     if len(runs) == 1:
         heads = ["figure", "first", "median", "lowest", "highest", "last"]
-        rows = [(FIGURES.get(name, name), list(map(Cell, _summary(of_runs[0][name])))) for name in ordered]
-        return Table("figures", heads, rows[:_MOST_ROWS])
+        rows = [(FIGURES.get(name, name), _summary(name, series[0][name])) for name in ordered]
+        return Table(key, heads, rows[:_MOST_ROWS])
     rows = []
     for name in ordered:
-        medians = [statistics.median(figures[name]) if name in figures else None for figures in of_runs]
-        cells: list[Any] = [None if median is None else Cell(median) for median in medians]
-        first, second = medians
+        word, sides = _compared(name, [by_name.get(name, ()) for by_name in series])
+        first, second = (side.value if isinstance(side, Cell) else None for side in sides)
         known = first is not None and second is not None and first != 0
-        cells.append(f"{second / first - 1:+.1%}" if known else None)  # type: ignore[operator]
-        rows.append((FIGURES.get(name, name), cells))
-    return Table("figures", ["median of", *_names(runs), "difference"], rows[:_MOST_ROWS])
+        difference = f"{second / first - 1:+.1%}" if known else None  # type: ignore[operator]
+        words = FIGURES.get(name, name) if word == "median" else f"{FIGURES.get(name, name)}, {word}"
+        rows.append((words, [*sides, difference]))
+    return Table(key, ["median of", *_names(runs), "difference"], rows[:_MOST_ROWS])
 
 
-def _summary(values: Sequence[float]) -> list[float]:
-    return [values[0], statistics.median(values), min(values), max(values), values[-1]]
+def _compared(name: str, sides: Sequence[Points]) -> tuple[str, list[Any]]:
+    """Return which number of each run is compared, in a word, and the numbers."""
+    if name.endswith("_rank"):
+        modes = [f"{statistics.mode(value for _, value in side):.0f}" if side else None for side in sides]
+        return "most frequent", list(modes)
+    if any(_grows_with_steps(name, side) for side in sides):
+        return "last", [Cell(side[-1][1]) if side else None for side in sides]
+    return "median", [Cell(statistics.median(value for _, value in side)) if side else None for side in sides]
+
+
+def _grows_with_steps(name: str, points: Points) -> bool:
+    """Return whether numbers count from the start of the run, so that one in the middle says nothing about it."""
+    if name in _COUNTS:
+        return True
+    values = [value for _, value in points]
+    (first_step, first), (last_step, last) = (points[0], points[-1]) if points else ((0, 0.0), (0, 0.0))
+    if first_step <= 0 or first <= 0 or last_step < 2 * first_step:
+        return False
+    grows = all(before <= after for before, after in itertools.pairwise(values))
+    return grows and 0.5 <= (last / first) / (last_step / first_step) <= 2
+
+
+def _summary(name: str, points: Points) -> list[Any]:
+    values = [value for _, value in points]
+    between: list[Any] = [None, None, None]  # of a count since the start, or of a rank's number
+    if not name.endswith("_rank") and not _grows_with_steps(name, points):
+        between = [Cell(statistics.median(values)), Cell(min(values)), Cell(max(values))]
+    return [Cell(values[0]), *between, Cell(values[-1])]
 
 
 def _parts(runs: Sequence[Run], charts: Charts) -> list[Section]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smp_core.foreign_files import lines_of_log, number
+from smp_core.foreign_files import lines_of_log, number, numbers
 from smp_core.run_log import FILE
 
-KINDS = ("run", "step", "memory", "fp8", "checkpoint", "warning", "stall", "end")
+KINDS = ("run", "step", "metrics", "memory", "fp8", "checkpoint", "warning", "stall", "end")
 # Fields of a line of kind "step" that are no figures.
 _NO_FIGURES = ("kind", "time", "step", "seconds_by_rank", "sent", "routers")
 
@@ -30,6 +30,7 @@ class Run:
         name: for people.
         asked: the line with the plan, of the last start.
         steps, memory, fp8: lines by optimizer step; where steps were trained again, the later line.
+        metrics: what the user's code logged, numbers by name and optimizer step.
         checkpoints, events: lines in the order in which they were written; events are warnings and stalls.
         end: the last line of the run; None: the run goes on, or was killed.
         starts: starts of the run, one more than resumptions.
@@ -41,6 +42,7 @@ class Run:
     steps: dict[int, Line] = field(default_factory=dict)
     memory: dict[int, Line] = field(default_factory=dict)
     fp8: dict[int, Line] = field(default_factory=dict)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     checkpoints: list[Line] = field(default_factory=list)
     events: list[Line] = field(default_factory=list)
     end: Line | None = None
@@ -82,6 +84,8 @@ class Run:
             self.checkpoints.append(line)
         elif kind == "end":
             self.end = line
+        elif kind == "metrics":
+            self.metrics.setdefault(step, {}).update(numbers(line.get("values")))
         else:
             by_step: dict[int, Line] = {"step": self.steps, "memory": self.memory, "fp8": self.fp8}[kind]
             by_step[step] = line
@@ -91,7 +95,8 @@ class Run:
             unreadable, earlier = self.unreadable, self.earlier + self.starts
             self.__init__(self.name)  # type: ignore[misc]
             self.unreadable, self.earlier = unreadable, earlier
-        for by_step in (self.steps, self.memory, self.fp8):
+        kept: list[dict[int, Any]] = [self.steps, self.memory, self.fp8, self.metrics]
+        for by_step in kept:
             for lost in [other for other in by_step if other > step]:
                 del by_step[lost]
         self.asked, self.end, self.starts = line, None, self.starts + 1
@@ -104,6 +109,15 @@ class Run:
             for name, value in line.items():
                 if name not in _NO_FIGURES and (value := number(value)) is not None:
                     found.setdefault(str(name), []).append((step, value))
+        return found
+
+    @functools.cached_property
+    def logged(self) -> dict[str, list[tuple[int, float]]]:
+        """The numbers that the user's code logged, as :attr:`figures` has those of the reports."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for step, values in sorted(self.metrics.items()):
+            for name, value in values.items():
+                found.setdefault(name, []).append((step, value))
         return found
 
     def last(self, name: str) -> Mapping[str, Any]:

@@ -21,6 +21,9 @@ compute with weights from before a step.
 Where units hold whole gradients (``hold_gradients``) hop one, too, is taken once, in the window's last backward pass,
 or when the window is closed by hand.
 
+Where parameters have hooks (:mod:`smp_core.sharding.parameter_hooks`) every backward pass closes the window, which is
+open all the same until its last one: each micro-batch's gradients are complete, and are added up in ``.grad``.
+
 A parameter that no rank reached keeps its ``.grad`` (None, as in one process, so that weight decay leaves it alone);
 one that only other ranks reached gets their gradient. Ranks tell each other which they reached once per window.
 """
@@ -49,6 +52,7 @@ from smp_core.sharding.fsdp import (
     reshard,
 )
 from smp_core.sharding.optimizer import WorldSharding
+from smp_core.sharding.parameter_hooks import ParameterHooks, hooks_of
 from smp_core.sharding.received_gradients import Told, received_all
 from smp_core.sharding.replicated import ReplicatedGradients
 from smp_core.sharding.unit_window import UnitWindow
@@ -73,6 +77,7 @@ class AccumulationWindow:
         veto: asked when the window closes: a 0-d bool tensor, whether this rank wants the window's gradients dropped.
             If any rank does, ``.grad`` is None everywhere after it, so that the optimizer step changes nothing.
         finishing: entered around setting ``.grad``; adds what other stages have of tied parameters.
+        hooks_on_any_stage: whether parameters of any pipeline stage had hooks when it was prepared.
     """
 
     def __init__(
@@ -84,6 +89,7 @@ class AccumulationWindow:
         calls: Calls,
         veto: Callable[[], torch.Tensor] | None = None,
         finishing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        hooks_on_any_stage: bool = False,
     ) -> None:
         mesh, knobs = traffic.mesh, plan.knobs
         by_name = dict(model.named_parameters())
@@ -95,15 +101,17 @@ class AccumulationWindow:
         self._keep_gathered = plan.keeps_parameters
         self._hold_gradients = plan.keeps_gradients
         self._first_window = True
-        self._stored_in = plan.dtypes.stored
+        self._stored_as_gathered = plan.dtypes.stored_as_gathered
         self._over_world = knobs.optimizer_shard == "world"
-        self._veto, self._finishing = veto, finishing
+        self._veto, self._finishing, self._hooks_on_any_stage = veto, finishing, hooks_on_any_stage
         self._mesh = mesh
         self._issued = traffic.issued
         self._issued.backward_pass = backward_pass
-        self._units = [UnitWindow(unit, traffic.of_units) for unit in units]
+        self._units = [UnitWindow(unit, traffic.of_units, mesh, self._queue_end) for unit in units]
         self._next = 0  # the unit whose sum is sent next
-        self._replicated = ReplicatedGradients(replicated, traffic.of_replicated, plan.dtypes.reduced, self._queue_end)
+        self._replicated = ReplicatedGradients(
+            replicated, traffic.of_replicated, plan.dtypes.reduced, self._queue_end, mesh
+        )
         self._last = True
         self._running_pass: int | None = None
         self._reducing_held = False
@@ -111,6 +119,8 @@ class AccumulationWindow:
         self.world: WorldSharding | None = None
         """Masters of this rank's part, where optimizer states are sharded over the world."""
         self._took_part = False
+        self._gave_up = False  # a micro-batch of a window that is closed by each of them
+        self._in_stages = False
         self.micro_batches = 0
         """Backward passes whose gradients are held and not closed yet."""
         for each in self._units:
@@ -120,7 +130,8 @@ class AccumulationWindow:
         """Scatter sums over replicas from now on, into gradients of masters (:mod:`smp_core.sharding.optimizer`;
         ``on_host``: see there). What is trainable now can be trained."""
         if self.world is None:
-            made = [each.make_masters(on_host, self._stored_in) for each in self._units]
+            self._refuse_hooks_that_follow()
+            made = [each.make_masters(on_host, self._stored_as_gathered) for each in self._units]
             plain = self._replicated.shard_over_world(on_host) if self._mesh.shard_degree == 1 else []
             self.world = WorldSharding([*(shard for shard in made if shard is not None), *plain])
         return self.world
@@ -155,12 +166,18 @@ class AccumulationWindow:
     def batch_in_stages(self) -> Iterator[None]:
         """Take part in a batch of all pipeline stages, as in :meth:`accumulate`; what a forward gathers is kept for the
         next. The window is open afterwards, for all stages to close, also where one has nothing to train."""
-        with self.accumulate(), self._calls.ahead():
-            yield
+        self._in_stages = True
+        try:
+            with self.accumulate(), self._calls.ahead():
+                yield
+        finally:
+            self._in_stages = False
         if not self._keep_gathered:
             reshard(each.unit.module for each in self._units)  # nothing is left for an optimizer step to make stale
         self._took_part = True
         self._dropped.clear()  # as the end of a backward pass does, which such a stage has none of
+        if self._hooks_on_any_stage:
+            self._close_micro_batch()
 
     def _announce(self, last: bool) -> None:
         """Tell units whether the backward passes from here on are their window's last."""
@@ -176,11 +193,43 @@ class AccumulationWindow:
         """Reduce across replicas, divide, and set ``.grad``; a closed window is left as it is. Collective.
 
         Raises:
-            RanksDiverged: ranks of one partition group issued different collectives; on all ranks, and ``.grad`` is
-                None everywhere.
+            RanksDiverged: ranks of one partition group issued different collectives, or ranks train different
+                parameters; on all ranks, and ``.grad`` is None everywhere.
         """
-        if not self.is_open:
-            return
+        if self.is_open:
+            self._close()
+            self._gave_up = False
+
+    def _close_micro_batch(self) -> None:
+        """Complete the gradients of a micro-batch for hooks of parameters; the window goes on."""
+        if self._first_window and self._mesh.rank == 0:
+            logger.info(
+                "parameters have hooks (%s), which see complete gradients: those of each micro-batch are summed over "
+                "all ranks",
+                ", ".join(list(self._hooked())[:3]),
+            )
+        self._close()
+        self._took_part = True
+
+    def _hooked(self) -> dict[str, tuple[nn.Parameter, ParameterHooks]]:
+        """Return the parameters that have hooks now."""
+        named = [pair for each in self._units for pair in zip(each.unit.names, each.unit.parameters(), strict=True)]
+        named += self._replicated.parameters.items()
+        return {name: (parameter, hooks) for name, parameter in named if (hooks := hooks_of(parameter))}
+
+    def _refuse_hooks_that_follow(self) -> None:
+        """Refuse hooks that want a parameter's ``.grad``, where there is none."""
+        followed = [name for name, (_, hooks) in self._hooked().items() if hooks.follow_accumulation]
+        if followed:
+            raise ValueError(
+                "optimizer_shard='world': gradients belong to masters, and a hook of "
+                f"register_post_accumulate_grad_hook ({', '.join(followed[:3])}) would find no .grad; write "
+                "optimizer_shard='shard'"
+            )
+
+    def _close(self) -> None:
+        if self.world is not None:
+            self._refuse_hooks_that_follow()
         self._say_what_had_no_effect()
         if self._over_world and self.world is None:
             raise ValueError(
@@ -192,26 +241,28 @@ class AccumulationWindow:
         for each in self._units:
             each.complete()
         self._send_complete()
-        # Phase 2: ranks tell each other what they have; what only others have is sent as zeros.
+        # Phase 2: ranks tell each other what they have, and that they mean the same by it.
         told = Told(self._units, self._replicated, self._mesh, self._veto, self._issued)
+        with here.waiting("the window's end"):
+            told.wait()
+            diverged = told.divergence()
+        if diverged is not None:
+            self._await_sums()
+            self._drop_gradients()
+            raise RanksDiverged(diverged)
+        # Phase 3: what only others have is sent as zeros. Then plain parameters, behind all units on every rank: stages
+        # of their route may share groups with those of units.
         if self._next < len(self._units):
-            with here.waiting("the window's end"):
-                told.wait()
             self._send_the_rest(told.sums())
-        # Behind all units on every rank: stages of this route may share groups with theirs.
         self._replicated.send()
         with here.waiting("sums of gradients over replicas, at the window's end"):
             for each in self._units:
                 each.wait()
-        with here.waiting("the window's end"):
-            told.wait()
-            diverged = told.divergence()
-        # Phase 3: gradients, unless a rank wants none, or ranks took each other's parameters for their own.
-        if diverged is not None or (self._veto is not None and told.vetoed()):
-            self._replicated.finish(None)  # what is in flight arrives first
+        # Phase 4: gradients, unless a rank wants none.
+        self._gave_up |= self._veto is not None and told.vetoed()
+        if self._gave_up:
+            self._replicated.wait()
             self._drop_gradients()
-            if diverged is not None:
-                raise RanksDiverged(diverged)
             return
         seen = None if received_all(self._units, self._replicated) else told.received()
         with self._finishing():
@@ -220,12 +271,18 @@ class AccumulationWindow:
         self._first_window = False
         self._forget()
         self._on_close()
+        for parameter, hooks in self._hooked().values():
+            hooks.follow(parameter)
 
     def _set_gradients(self, seen: Sequence[bool] | None) -> None:
         """Set ``.grad`` from the sums. ``seen``: for every parameter, units' first, whether any rank has a gradient of
         it; None: any rank has one of each."""
+        if self._hooked():
+            self._replicated.wait()  # hooks issue collectives of their own, in one order on all ranks
         means: list[tuple[UnitWindow, torch.Tensor, Sequence[bool] | None]] = []
         position = 0
+        for each in self._units:
+            each.take_own_gradients()
         for each in self._units:
             count = len(each.unit.parameters())
             of_unit = None if seen is None else seen[position : position + count]
@@ -233,14 +290,14 @@ class AccumulationWindow:
             if mean is not None:
                 means.append((each, mean, of_unit))
             position += count
-        for each in self._units:
-            each.take_own_gradients()
         if any(mean.device.type != self._mesh.device.type for _, mean, _ in means):
             torch.accelerator.synchronize()  # offloaded gradients are on their way to the host
         for each, mean, of_unit in means:
             each.set_gradients(mean, of_unit)
         plain = self._replicated.parameters
         self._replicated.finish(None if seen is None else dict(zip(plain, seen[position:], strict=False)))
+        for each in self._units:
+            each.finish_own_gradients()
 
     @torch.no_grad()
     def abandon(self) -> None:
@@ -355,6 +412,8 @@ class AccumulationWindow:
         self._replicated.end_of_pass()
         if self._last:
             self.close()
+        elif not self._in_stages and self._hooked():
+            self._close_micro_batch()
         elif self._keep_gathered:
             self._calls.show_shards(kept=True)
 

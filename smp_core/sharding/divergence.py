@@ -3,14 +3,16 @@
 Each rank tells two numbers of its replica: the checksum of what it issued, and what that lacks to 2^31 - 1. The maxima
 of both over all ranks add up to 2^31 - 1 only where all ranks of the replica have the same checksum. So one MAX
 all-reduce, which carries other flags too, compares any number of groups. In the same way all replicas compare which
-window runs: one that gave a window up alone would add its gradients to those of another window. Only where ranks differ
-do they exchange what they issued.
+window runs: one that gave a window up alone would add its gradients to those of another window. And all compare which
+parameters they train, whose gradients lie side by side in what is added up. Only where ranks differ do they exchange
+what they issued, or what they train.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,21 +39,33 @@ _OTHER_WINDOWS = (
 )
 
 
+_OTHER_PARAMETERS = (
+    "ranks train different parameters: only on {} {!r} has {}. Gradients of the window are dropped, "
+    "weights and optimizer states are as before it. Call requires_grad_() on all ranks alike"
+)
+
+
+HOOK = " (hook)"
+"""Behind the name of a trained parameter: its hooks, in which all ranks take part."""
+
+
 class RanksDiverged(RuntimeError):
-    """Ranks that share parameters issued different collectives, or ranks close different windows; raised on all ranks,
-    before the optimizer steps."""
+    """Ranks that share parameters issued different collectives, or ranks close different windows or train different
+    parameters; raised on all ranks, before the optimizer steps."""
 
 
-def told_by(issued: IssuedCollectives, mesh: SmpMesh) -> list[int]:
-    """Return what this rank tells: two numbers for each replica, those of the others 0, and two of the window."""
+def told_by(issued: IssuedCollectives, mesh: SmpMesh, trained: Iterable[str] = ()) -> list[int]:
+    """Return what this rank tells: two numbers for each replica, those of the others 0, two of the window, and two of
+    what is trained."""
     told, checksum = [0] * (2 * mesh.replicate_degree), issued.checksum()
     told[2 * mesh.replicate_rank : 2 * mesh.replicate_rank + 2] = checksum, _GREATEST - checksum
-    return [*told, issued.windows, _GREATEST - issued.windows]
+    parameters = zlib.crc32("\n".join(trained).encode()) >> 1
+    return [*told, issued.windows, _GREATEST - issued.windows, parameters, _GREATEST - parameters]
 
 
 def differing(told: Sequence[int]) -> list[bool]:
-    """Return for each replica whether its ranks differ, and last whether any two ranks are in different windows; from
-    the maxima of what all told."""
+    """Return for each replica whether its ranks differ, and last whether any two ranks are in different windows, and
+    whether they train different parameters; from the maxima of what all told."""
     totals = map(operator.add, told[::2], told[1::2])
     return [total not in (_GREATEST, _UNTOLD) for total in totals]
 
@@ -92,19 +106,38 @@ def require_same_collectives(issued: IssuedCollectives, mesh: SmpMesh) -> None:
     issued.forget()
 
 
-def difference_in_words(issued: IssuedCollectives, mesh: SmpMesh, told: torch.Tensor) -> str:
-    """Ask the ranks what they issued; say where they differ, and which, on all ranks alike. Collective over the world.
+def difference_in_words(
+    issued: IssuedCollectives, mesh: SmpMesh, told: torch.Tensor, trained: Sequence[str] = ()
+) -> str:
+    """Ask the ranks what they issued, or train; say where they differ, and which, on all ranks alike. Collective over
+    the world.
 
     Args:
         told: the maxima of what all told.
     """
-    differs = differing(told.tolist())
-    found = _first_difference(issued, mesh, differs) if any(differs) else ""
+    differs, found = differing(told.tolist()), ""
+    if any(differs[:-1]):
+        found = _first_difference(issued, mesh, differs)
+    elif differs[-1]:
+        found = _first_other_parameter(mesh, trained)
     if mesh.pipeline_degree == 1:
         return found
     of_stages = [found] * mesh.pipeline_degree
     dist.all_gather_object(of_stages, found, group=mesh.group("pipeline"))
     return " ".join(dict.fromkeys(filter(None, of_stages)))
+
+
+def _first_other_parameter(mesh: SmpMesh, trained: Sequence[str]) -> str:
+    """Return a parameter that some ranks train and others do not, in words. Collective over the ``model_group``."""
+    group = mesh.model_group
+    everyone: list[Sequence[str]] = [()] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, trained, group=group)
+    by_rank = dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    name = next(name for name in names if not all(name in theirs for theirs in everyone))
+    ranks = [rank for rank, theirs in by_rank.items() if name in theirs]
+    bare = name.removesuffix(HOOK)
+    return _OTHER_PARAMETERS.format(ranks_in_words(ranks), bare, "requires_grad=True" if bare == name else "a hook")
 
 
 def _first_difference(issued: IssuedCollectives, mesh: SmpMesh, differs: Sequence[bool]) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from smp_core.sharding.prepared_optimizer import stepped_by
 from smp_core.stepped import model_parameter
 
 
@@ -33,17 +34,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         found: dict[torch.device, torch.Tensor] = {}
-        meshes = dict.fromkeys(_mesh_of(p) for group in optimizer.param_groups for p in group["params"])
-        for mesh in meshes:
-            groups = []
-            for group in optimizer.param_groups:
-                on_mesh = [p for p in group["params"] if _mesh_of(p) == mesh]
-                groups.append({"params": on_mesh})
-            part: Any = SimpleNamespace(param_groups=groups)
+        stepped = stepped_by(optimizer)
+        for mesh in dict.fromkeys(map(_mesh_of, stepped)):
+            on_mesh = [p for p in stepped if _mesh_of(p) == mesh]
+            part: Any = SimpleNamespace(param_groups=[{"params": on_mesh}])
             seen = super()._unscale_grads_(part, inv_scale, torch.zeros_like(found_inf), allow_fp16)
             for device, flag in seen.items():
                 found[device] = torch.maximum(found[device], flag) if device in found else flag
-        masters = any(model_parameter(p) is not p for group in optimizer.param_groups for p in group["params"])
+        masters = any(model_parameter(p) is not p for p in stepped)
         if masters or self.in_stages:
             # Parts that no other rank has, and on devices that not every rank has gradients on: one flag for all.
             flag = found.setdefault(found_inf.device, torch.zeros_like(found_inf))

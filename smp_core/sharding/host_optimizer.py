@@ -31,7 +31,7 @@ from smp_core import streams
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors
 from smp_core.sharding.optimizer import MASTER, local_of
 from smp_core.sharding.optimizer_trial import KNOWN
-from smp_core.stepped import StepsOnHost
+from smp_core.stepped import StepsOnHost, note_host_master, take_loaded
 
 logger = logging.getLogger("smp")
 
@@ -51,6 +51,8 @@ class _HostParameter:
         # The parameter as the device has it. Kept where it is not the stepped value itself.
         self.low = torch.empty_like(parameter, device="cpu", pin_memory=pinned, requires_grad=False) if low else None
         self.fresh = True
+        if low:
+            note_host_master(parameter, self.stepped)
         held = [self.stepped, self.gradient, *([] if self.low is None else [self.low])]
         sizes = [local_of(each).numel() * each.element_size() for each in held]
         self.n_bytes = sum(sizes)
@@ -74,6 +76,10 @@ class _HostParameter:
         if self.low is None:
             return
         master, low = local_of(self.stepped), local_of(self.low)
+        loaded = take_loaded(self.parameter)
+        if loaded is not None:
+            master.copy_(loaded)
+            self.fresh = False
         if self.fresh:
             master.copy_(low)
         else:
@@ -212,8 +218,9 @@ class HostOptimizer:
         if not given:
             self._stepper.state.pop(hosted.stepped, None)
             return
-        entry = to_host(given)
+        entry = {key: _in_order_of(hosted.stepped, value) for key, value in to_host(given).items()}
         if MASTER in entry and hosted.low is not None:
+            take_loaded(hosted.parameter)  # rounded, where a checkpoint has masters in its states alone
             local_of(hosted.stepped).copy_(local_of(entry[MASTER]))
             entry[MASTER] = hosted.stepped.detach()
             hosted.fresh = False
@@ -223,6 +230,13 @@ class HostOptimizer:
         with self._on(self._in):
             for hosted in chunk:
                 hosted.put_back()
+
+
+def _in_order_of(parameter: torch.Tensor, value: Any) -> Any:
+    """Return a state in the parameter's order in memory, which loaded ones may not have: fused kernels walk both."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:

@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor
 from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
 from smp_core.comm.background import Pending
 from smp_core.comm.replica_hop import ReplicaHop
-from smp_core.stepped import model_parameter, stands_for
+from smp_core.sharding.parameter_hooks import hooks_of
+from smp_core.stepped import load_host_master, model_parameter, stands_for, with_host_master
 
 MASTER = "smp_master"
 """Entry of an optimizer state: the float32 values of a half precision parameter, so that checkpoints have them."""
@@ -136,18 +137,39 @@ class FlatShard:
             self._pending.wait()
             self._pending = None
 
-    def set_gradients(self, divisor: int, seen: Sequence[bool] | None) -> None:
+    def set_gradients(
+        self, divisor: int, seen: Sequence[bool] | None, own: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
         """Set the masters' ``.grad`` from the sums, divided, of parameters that received a gradient on some rank (None:
-        all); it is added to what an earlier window of the same step left there."""
+        all); it is added to what an earlier window of the same step left there.
+
+        Args:
+            own: what parameters with hooks have a gradient of besides, by place.
+        """
         self.wait()
         if self._sum is None:
             return
         mean = self._sum / divisor
+        changed = self._change_by_hooks(mean, seen, own or {})
         for i, master in enumerate(self.masters):
             if seen is None or seen[i]:
-                gradient = mean[self._own(i)[1]].to(master_dtype(self.parameters[i]))
+                gradient = changed.get(i, mean[self._own(i)[1]]).to(master_dtype(self.parameters[i]))
                 master.grad = gradient if master.grad is None else master.grad + gradient
         self._sum = None
+
+    def _change_by_hooks(
+        self, mean: torch.Tensor, seen: Sequence[bool] | None, own: Mapping[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Return this rank's parts of gradients that hooks of parameters have seen, by place. Collective."""
+        hooks = {i: hooks_of(parameter) for i, parameter in enumerate(self.parameters) if seen is None or seen[i]}
+        parts = {i: mean[self._own(i)[1]] for i, of_parameter in hooks.items() if of_parameter or i in own}
+        changed = {}
+        for i, gradient in self.put_together(parts).items():
+            gradient, of_parameter = gradient + own[i] if i in own else gradient, hooks[i]
+            if of_parameter is not None:
+                gradient = of_parameter.change(gradient)
+            changed[i] = self.own_of(i, gradient).to(mean.device)
+        return changed
 
     def take_gradients(self) -> None:
         """Move gradients that autograd left in the parameters' own ``.grad``, equal on all replicas, to the masters."""
@@ -287,28 +309,27 @@ class WorldSharding:
 
     @torch.no_grad()
     def own_state(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[str, Any]:
-        """Do the reverse of :meth:`full_state`; masters take up what the state has of them."""
+        """Do the reverse of :meth:`full_state`, but for masters."""
         places, state = self._numbers(optimizer), {}
         for number, entry in numbered["state"].items():
             if number not in places:
                 state[number] = entry
                 continue
             shard, i = places[number]
-            own = dict(self.part_of_state(shard.parameters[i], entry))
-            master = None if shard.on_host else own.pop(MASTER, None)
-            if master is not None:
-                shard.masters[i].copy_(master)
-            state[number] = own
+            state[number] = dict(self.part_of_state(shard.parameters[i], entry))
         return {**numbered, "state": state}
 
     def weights(self) -> dict[int, torch.Tensor]:
-        """Return masters that are the weights, put together like their parameters, by the parameter's id.
-        Collective."""
+        """Return masters that are the weights, also those on the host, put together like their parameters, by the
+        parameter's id. Collective."""
         found = {}
         for shard in self.shards:
+            parts: dict[int, torch.Tensor] = {}
             if shard.holds_weights:
-                whole = shard.put_together({i: master.detach() for i, master in enumerate(shard.masters)})
-                found.update({id(shard.parameters[i]): value for i, value in whole.items()})
+                parts = {i: master.detach() for i, master in enumerate(shard.masters)}
+            elif shard.on_host and shard.parameters[0].dtype != master_dtype(shard.parameters[0]):
+                parts = {i: with_host_master(master) for i, master in enumerate(shard.masters)}
+            found.update({id(shard.parameters[i]): value for i, value in shard.put_together(parts).items()})
         return found
 
     @torch.no_grad()
@@ -318,7 +339,11 @@ class WorldSharding:
             for i, parameter in enumerate(shard.parameters):
                 if id(parameter) in weights:
                     local_of(parameter).copy_(local_of(weights[id(parameter)]))
-                    shard.masters[i].copy_(shard.own_of(i, weights[id(parameter)]))
+                    own = shard.own_of(i, weights[id(parameter)])
+                    if not shard.on_host:
+                        shard.masters[i].copy_(own)
+                    elif own.dtype != parameter.dtype:
+                        load_host_master(shard.masters[i], own)
 
     def _numbers(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[FlatShard, int]]:
         """Return torch's number of a parameter -> its place."""

@@ -18,7 +18,7 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -151,14 +151,15 @@ def require_steps_shards(optimizer: torch.optim.Optimizer) -> None:
         ValueError: it fails on some rank. On all ranks.
     """
     kind = type(optimizer)
-    meshes = {p.device_mesh for group in optimizer.param_groups for p in held(group) if isinstance(p, DTensor)}
-    if kind in KNOWN or len(meshes) != 1 or next(iter(meshes)).ndim != 1:
+    sharded = [p for group in optimizer.param_groups for p in held(group) if isinstance(p, DTensor)]
+    meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)  # in one order on all ranks
+    if kind in KNOWN or not meshes:
         return
     refusal = (
         f"{kind.__name__} cannot step sharded parameters: a step on small ones %s; use another optimizer, such as "
-        "AdamW, or shard_degree=1, where parameters are whole"
+        "AdamW, or shard_degree=1 without tensor ranks, where parameters are whole"
     )
-    _on_all_ranks(lambda: _failure_on_shards(optimizer, meshes.pop()), refusal)
+    _on_all_ranks(lambda: _failure_on_shards(optimizer, meshes), refusal)
 
 
 def held(group: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -257,14 +258,16 @@ def _stepped_together(
 # Sharded parameters
 
 
-def _failure_on_shards(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> str | None:
+def _failure_on_shards(optimizer: torch.optim.Optimizer, meshes: Collection[DeviceMesh]) -> str | None:
     """Return what goes wrong when likenesses of the optimizer's parameters are stepped; None: nothing, or an optimizer
     like this one cannot be made."""
-    with _fake_mesh(mesh) as fake, _without_traces(torch.device(mesh.device_type)):
+    device = next(iter(meshes)).device_type
+    degree = max(mesh.size() for mesh in meshes)
+    with _fake_meshes(meshes) as fakes, _without_traces(torch.device(device)):
         groups = []
         for group in optimizer.param_groups:
-            alike = {_likeness_key(parameter, mesh.size()): parameter for parameter in held(group)}
-            groups.append((group, [_likeness(parameter, fake) for parameter in alike.values()]))
+            alike = {_likeness_key(parameter, degree): parameter for parameter in held(group)}
+            groups.append((group, [_likeness(parameter, degree, fakes) for parameter in alike.values()]))
         parameters = [parameter for _, members in groups for parameter in members]
         try:
             tried = _made_like(optimizer, groups)
@@ -275,7 +278,7 @@ def _failure_on_shards(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> st
         def closure() -> torch.Tensor:
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
-            return torch.ones((), device=mesh.device_type)
+            return torch.ones((), device=device)
 
         try:
             needs_closure = inspect.signature(tried.step).parameters.get("closure")
@@ -291,7 +294,7 @@ def _failure_on_shards(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> st
 
 
 def _likeness_key(parameter: torch.Tensor, degree: int) -> Any:
-    sharded = isinstance(parameter, DTensor)
+    sharded = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
     return sharded, _small_shape(parameter.shape, degree), parameter.dtype, parameter.requires_grad
 
 
@@ -304,31 +307,45 @@ def _small_shape(shape: torch.Size, degree: int) -> tuple[int, ...]:
     return (rows, *(min(size, 4 * degree if size > shape[0] else degree) for size in shape[1:]))
 
 
-def _likeness(parameter: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    shape = _small_shape(parameter.shape, mesh.size())
+def _likeness(parameter: torch.Tensor, degree: int, meshes: Mapping[DeviceMesh, DeviceMesh]) -> nn.Parameter:
+    shape = _small_shape(parameter.shape, degree)
     device = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).device
     values = torch.linspace(-1.0, 1.0, torch.Size(shape).numel(), device=device).to(parameter.dtype).view(shape)
     if isinstance(parameter, DTensor):
-        step = -(-shape[0] // mesh.size())
-        own = values[mesh.get_local_rank() * step :][:step]
+        mesh, own = meshes[parameter.device_mesh], values
+        for axis, placement in enumerate(parameter.placements):
+            dim = getattr(placement, "dim", None)
+            if dim is not None:
+                step = -(-own.shape[dim] // mesh.size(axis))
+                start = min(mesh.get_local_rank(axis) * step, own.shape[dim])
+                own = own.narrow(dim, start, min(step, own.shape[dim] - start))
         values = DTensor.from_local(
-            own, mesh, parameter.placements, run_check=False, shape=values.shape, stride=values.stride()
+            own.contiguous(), mesh, parameter.placements, run_check=False, shape=values.shape, stride=values.stride()
         )
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 @contextmanager
-def _fake_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
-    """Make a mesh of the same ranks, whose collectives do nothing. It has a name of its own: DTensor remembers what it
-    found out for one mesh and uses it for all that are equal."""
+def _fake_meshes(meshes: Collection[DeviceMesh]) -> Iterator[dict[DeviceMesh, DeviceMesh]]:
+    """Make meshes of the same ranks, whose collectives do nothing. They have names of their own: DTensor remembers what
+    it found out for one mesh and uses it for all that are equal."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
-    ranks = dist.get_process_group_ranks(mesh.get_group())
-    group = dist.new_group(ranks, backend="fake", use_local_synchronization=True)
+    groups: list[dist.ProcessGroup] = []
+    made = {}
     try:
-        yield DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=(f"trial {group.group_name}",))
+        for mesh in meshes:
+            for axis in range(mesh.ndim):
+                ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+                groups.append(dist.new_group(ranks, backend="fake", use_local_synchronization=True))
+            of_mesh: Any = groups[-mesh.ndim :]
+            names = tuple(f"trial {group.group_name}" for group in of_mesh)
+            given = (of_mesh, mesh.mesh) if mesh.ndim > 1 else (of_mesh[0], None)
+            made[mesh] = DeviceMesh.from_group(given[0], mesh.device_type, mesh=given[1], mesh_dim_names=names)
+        yield made
     finally:
-        dist.destroy_process_group(group)
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 # Optimizers like the one at hand

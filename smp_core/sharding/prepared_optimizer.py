@@ -5,7 +5,8 @@ are loaded or saved, its groups are looked at again:
 
 - parameters that sharding has replaced since the optimizer was made give way to those that the model has now, and bring
   their states along; a parameter of no model is an error
-- with ``optimizer_shard="world"`` parameters give way to masters of this rank's part
+- with ``optimizer_shard="world"`` parameters give way to masters of this rank's part, while it steps, and while its
+  states are saved or loaded; at all other times groups hold the model's parameters, for code that looks them up there
 - where plain and sharded tensors meet they are stepped one by one, because torch's fused and foreach kernels take only
   one kind at a time
 
@@ -14,9 +15,11 @@ With ``state_offload="optimizer"`` it steps on the host (:mod:`smp_core.sharding
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +29,9 @@ from torch.distributed.tensor import DTensor
 from smp_core.config import SmpConfig
 from smp_core.mesh import SmpMesh
 from smp_core.planning.decide import Plan
+from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.host_optimizer import OnHost, derive, host_kernels, step_on_host
-from smp_core.sharding.optimizer import MASTER, WorldSharding
+from smp_core.sharding.optimizer import MASTER, WorldSharding, local_of, master_dtype
 from smp_core.sharding.optimizer_trial import (
     held,
     refuse_unsaveable,
@@ -37,7 +41,7 @@ from smp_core.sharding.optimizer_trial import (
 )
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.window import Window
-from smp_core.stepped import model_parameter
+from smp_core.stepped import is_outermost, model_parameter
 
 logger = logging.getLogger("smp")
 
@@ -58,6 +62,8 @@ class SteppedModel(Protocol):
     @property
     def plan(self) -> Plan: ...
     @property
+    def units(self) -> tuple[ShardedUnit, ...]: ...
+    @property
     def replaced(self) -> ReplacedParameters: ...
     def reshard(self) -> None: ...
 
@@ -70,10 +76,10 @@ class Prepared:
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Zero gradients, and drop what open windows hold of the parameters, as would be done without a window."""
-        settle(self)
-        for window in self._smp_homes.windows:
-            window.drop((parameter for group in self.param_groups for parameter in group["params"]), set_to_none)
-        self._smp_unprepared.zero_grad(self, set_to_none)
+        with _masters_in_groups(self):
+            for window in self._smp_homes.windows:
+                window.drop((parameter for group in self.param_groups for parameter in group["params"]), set_to_none)
+            self._smp_unprepared.zero_grad(self, set_to_none)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         before = {model_parameter(parameter) for group in self.param_groups for parameter in group["params"]}
@@ -88,27 +94,29 @@ class Prepared:
 
     def state_dict(self: Any) -> dict[str, Any]:
         """Return the state as torch does. Collective with ``optimizer_shard="world"``."""
-        settle(self)
-        state: dict[str, Any] = self._smp_unprepared.state_dict(self)
-        for world in self._smp_homes.worlds:
-            state = world.full_state(self, state)
+        with _masters_in_groups(self):
+            state: dict[str, Any] = self._smp_unprepared.state_dict(self)
+            for world in self._smp_homes.worlds:
+                state = world.full_state(self, state)
         return state
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """Load a state, except with which kernels the optimizer steps: that is this run's affair and not the
         checkpoint's."""
-        settle(self)
         groups = state_dict["param_groups"]
         if len(groups) == len(self.param_groups):
             own = ({flag: group[flag] for flag in _KERNELS if flag in group} for group in self.param_groups)
             state_dict = {**state_dict, "param_groups": [{**g, **flags} for g, flags in zip(groups, own, strict=True)]}
-        for world in self._smp_homes.worlds:
-            state_dict = world.own_state(self, state_dict)
-        self._smp_unprepared.load_state_dict(self, state_dict)
-        if not self._smp_homes.worlds and not isinstance(self, OnHost):
-            # A checkpoint of an optimizer with float32 masters has them in its states; here parameters are stepped.
-            for entry in self.state.values():
-                entry.pop(MASTER, None)
+        if not isinstance(self, OnHost):
+            # Masters that were saved beside half precision weights are the weights here.
+            state_dict = {**state_dict, "state": self._smp_homes.take_masters(self, state_dict)}
+        with _masters_in_groups(self):
+            if not isinstance(self, OnHost):
+                # Masters that were saved beside half precision weights are the weights here.
+                state_dict = {**state_dict, "state": self._smp_homes.take_masters(self, state_dict)}
+            for world in self._smp_homes.worlds:
+                state_dict = world.own_state(self, state_dict)
+            self._smp_unprepared.load_state_dict(self, state_dict)
 
 
 class Homes:
@@ -117,6 +125,8 @@ class Homes:
     def __init__(self, models: Sequence[SteppedModel]) -> None:
         self._models = tuple(models)
         self._own: dict[int, torch.Tensor] = {}
+        self.users = 0
+        """How many methods at work need masters in the groups."""
 
     @property
     def windows(self) -> list[Window]:
@@ -186,6 +196,53 @@ class Homes:
                     if new is not old and old in optimizer.state:
                         optimizer.state[new] = world.part_of_state(old, optimizer.state.pop(old))
 
+    def show_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put parameters in the place of masters, unless a method at work needs those; states stay the masters', and
+        are found by the parameter, too."""
+        if self.users or not self.worlds:
+            return
+        for group in optimizer.param_groups:
+            group["params"] = [model_parameter(stepped) for stepped in group["params"]]
+        if not isinstance(optimizer.state, _States):
+            optimizer.state = _States(self.stepped, optimizer.state)
+
+    def stepped(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what is stepped in the place of parameters."""
+        found = list(parameters)
+        for world in self.worlds:
+            found = world.stepped(found)
+        return found
+
+    @torch.no_grad()
+    def take_masters(self, optimizer: torch.optim.Optimizer, numbered: dict[str, Any]) -> dict[Any, Any]:
+        """Copy the masters that a state dict has into float32 weights; return its states without them."""
+        stepped = [model_parameter(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        state = {number: dict(entry) for number, entry in numbered["state"].items()}
+        saved = [number for group in numbered["param_groups"] for number in group["params"]]
+        for number, parameter in zip(saved, stepped, strict=False):
+            master = state.get(number, {}).pop(MASTER, None)
+            if master is None:
+                continue
+            if parameter.dtype == torch.float32:
+                local_of(parameter).copy_(local_of(master))
+            for world in self.worlds:
+                world.take_weights({id(parameter): master})
+        return state
+
+    def store_masters(self) -> None:
+        """Store half precision weights in float32 that were made trainable since the model was sharded."""
+        for model in self._models:
+            if model.plan.dtypes.masters and not model.plan.dtypes.stored_as_gathered:
+                for unit in model.units:
+                    unit.store_masters()
+
+    def keep_gradients_fine(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let half precision parameters have gradients of any dtype: masters on the host are stepped with the sums as
+        they are."""
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if master_dtype(parameter) != parameter.dtype and model_parameter(parameter) is parameter:
+                parameter.grad_dtype = None
+
     def choose_kernels(self, optimizer: torch.optim.Optimizer, stepped_there: bool) -> None:
         """Choose kernels that take what is in each group (``stepped_there``: an :class:`OnHost` does that itself), and
         in all of them for ``zero_grad``, which goes by the defaults."""
@@ -209,6 +266,21 @@ class Homes:
         for world in self.worlds:
             world.after_step(optimizer)
         self.reshard()
+
+
+class _States(defaultdict[Any, Any]):
+    """An optimizer's states by what it steps, which are found by the model's parameters, too."""
+
+    def __init__(self, stepped: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], states: Any) -> None:
+        super().__init__(dict, states)
+        self._stepped = stepped
+
+    def __missing__(self, parameter: torch.Tensor) -> Any:
+        (stepped,) = self._stepped([parameter]) if isinstance(parameter, torch.Tensor) else (parameter,)
+        return self[stepped] if stepped is not parameter else super().__missing__(parameter)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict,), None, None, iter(self.items())
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[SteppedModel]) -> bool:
@@ -245,9 +317,11 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, models: Sequence[Stepped
                 _follow_flags_in_calls(model, model.window.world)
     homes.give_masters(optimizer)
     homes.choose_kernels(optimizer, stepped_there=host)
+    homes.show_parameters(optimizer)
     if not homes.worlds:
         require_steps_shards(optimizer)
     if host:
+        homes.keep_gradients_fine(optimizer)
         step_on_host(optimizer, models[0].mesh.device)
     optimizer._smp_homes = homes  # type: ignore[attr-defined]
     # A class, not attributes of the instance: Lightning derives its own wrapper's class from it. One for all optimizers
@@ -269,6 +343,13 @@ def _follow_flags_in_calls(model: SteppedModel, world: WorldSharding | None) -> 
             module.register_forward_pre_hook(lambda *_: world.follow_flags(), prepend=True)
 
 
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return what an optimizer steps, which has the gradients: with ``optimizer_shard="world"`` masters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    homes: Homes | None = getattr(optimizer, "_smp_homes", None)
+    return parameters if homes is None else homes.stepped(parameters)
+
+
 def settle(optimizer: torch.optim.Optimizer) -> None:
     """Look at the groups of a prepared optimizer again: whatever was put there since.
 
@@ -277,8 +358,25 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
     """
     homes: Homes = optimizer._smp_homes  # type: ignore[attr-defined]
     homes.take_in(optimizer)
+    homes.store_masters()
     homes.give_masters(optimizer)
+    if isinstance(optimizer, OnHost):
+        homes.keep_gradients_fine(optimizer)
     homes.choose_kernels(optimizer, stepped_there=isinstance(optimizer, OnHost))
+    homes.show_parameters(optimizer)
+
+
+@contextlib.contextmanager
+def _masters_in_groups(optimizer: Any) -> Iterator[None]:
+    """Let groups hold what is stepped, and states be found by that."""
+    homes: Homes = optimizer._smp_homes
+    homes.users += 1
+    try:
+        settle(optimizer)
+        yield
+    finally:
+        homes.users -= 1
+        homes.show_parameters(optimizer)
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -292,20 +390,26 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     def closed() -> Any:
         result = closure()
         optimizer._smp_homes.close_windows()
+        _before_weights_change(optimizer)
         return result
 
-    _before_weights_change(optimizer)
     return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closed})
 
 
 def _before_weights_change(optimizer: torch.optim.Optimizer) -> None:
+    """Let groups hold what is stepped, up to :func:`_after_step`."""
+    optimizer._smp_homes.users = 1  # type: ignore[attr-defined]
     settle(optimizer)
     for world in optimizer._smp_homes.worlds:  # type: ignore[attr-defined]
         world.follow_parameters()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    optimizer._smp_homes.bring_weights(optimizer)  # type: ignore[attr-defined]
+    homes: Homes = optimizer._smp_homes  # type: ignore[attr-defined]
+    homes.bring_weights(optimizer)
+    if is_outermost(optimizer):
+        homes.users = 0
+        homes.show_parameters(optimizer)
 
 
 @functools.cache

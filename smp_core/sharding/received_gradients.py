@@ -8,6 +8,7 @@ gradient, and drop it together. Its parts, in order, int32:
     one                                   whether a rank vetoes the window
     of each replica, two                  what its ranks issued (smp_core/sharding/divergence.py)
     two                                   which window it is
+    two                                   which parameters are trained, and have hooks
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from smp_core import streams
 from smp_core.comm.issued import IssuedCollectives
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.divergence import (
+    HOOK,
     any_differs,
     difference_in_words,
     differing,
@@ -28,6 +30,7 @@ from smp_core.sharding.divergence import (
     stop_device_where_differing,
     told_by,
 )
+from smp_core.sharding.parameter_hooks import hooks_of
 from smp_core.sharding.replicated import ReplicatedGradients
 from smp_core.sharding.unit_window import UnitWindow
 
@@ -61,9 +64,14 @@ class Told:
         flags += [int(name in replicated.reached) for name in replicated.parameters]
         self._n_parameters = len(flags)
         flags += [int(each.flat is not None) for each in units]
+        self._trained = [each.unit.names[slot.index] for each in units for slot in each.window_slots()]
+        self._trained += replicated.taking_part()
+        named = [pair for each in units for pair in zip(each.unit.names, each.unit.parameters(), strict=True)]
+        hooked = [name for name, parameter in [*named, *replicated.parameters.items()] if hooks_of(parameter)]
+        self._trained += [name + HOOK for name in hooked]
         alone = mesh.model_degree == 1
         device = torch.device("cpu") if alone else mesh.device
-        self._told = streams.on_device([*flags, 0, *told_by(issued, mesh)], torch.int32, device)
+        self._told = streams.on_device([*flags, 0, *told_by(issued, mesh, self._trained)], torch.int32, device)
         self._veto_at = len(flags)
         if veto is not None:
             self._told[self._veto_at] = veto()
@@ -92,8 +100,8 @@ class Told:
         return bool(self._vetoed)
 
     def divergence(self) -> str | None:
-        """Say where ranks of one replica issued different collectives; None: nowhere. Collective over pipeline stages,
-        which end a window alike, and over the world where ranks differ.
+        """Say where ranks of one replica issued different collectives, or ranks differ otherwise; None: nowhere.
+        Collective over pipeline stages, which end a window alike, and over the world where ranks differ.
 
         An accelerator's host does not wait for the answer: the device itself goes no further then, so that nothing is
         stepped.
@@ -106,6 +114,6 @@ class Told:
         if isinstance(differs, torch.Tensor) and streams.run_behind(differs.device):
             stop_device_where_differing(differs.bool())
         elif differs:
-            found = difference_in_words(self._issued, self._mesh, told)
+            found = difference_in_words(self._issued, self._mesh, told, self._trained)
         self._issued.forget()
         return found

@@ -1,7 +1,8 @@
 """Parameters that sharding has put others in the place of, so that what was made from the old ones finds the new ones.
 
 An optimizer (or a list for clipping) that was made before the model was sharded holds parameters that the model has no
-longer: nothing it does would reach the model.
+longer: nothing it does would reach the model. Hooks of such parameters move to those of now; reading ``.grad`` of a
+replaced parameter, which stays empty, is an error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from smp_core.agreement import of_all_ranks
 from smp_core.checkpoint.optimizers import shard_like
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors, path_text
+from smp_core.sharding.parameter_hooks import move_hooks, reached_by_hooks, registered_hooks
 from smp_core.sharding.rank_0 import broadcast_from_rank_0
 
 _all: weakref.WeakSet[ReplacedParameters] = weakref.WeakSet()
@@ -30,23 +32,44 @@ class ReplacedParameters:
 
     Attributes:
         model: the name of its class.
+        hooked: the parameters that have hooks, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = type(model).__name__
-        named = model.named_parameters(remove_duplicate=False)
+        named = list(model.named_parameters(remove_duplicate=False))
         self._before = [(name, TensorWeakRef(parameter)) for name, parameter in named]
+        self.hooked = {name: parameter for name, parameter in named if registered_hooks(parameter)}
         self._now = WeakIdKeyDictionary()
 
     def settle(self, model: nn.Module) -> None:
-        """Note which parameters the model has now."""
+        """Note which parameters the model has now; they get the hooks of those that they replace.
+
+        Raises:
+            ValueError: a hook refers to replaced parameters.
+        """
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, reference in self._before:
             old, new = reference(), after.get(name)
             if old is not None and new is not None and new is not old:
                 self._now[old] = new
+                if type(old) is nn.Parameter:
+                    old.__class__ = _Replaced
         self._before.clear()
         _all.add(self)
+        for name, old in self.hooked.items():
+            if old in self._now:
+                self._require_no_reference(name, old)
+                move_hooks(old, self._now[old])
+        self.hooked.clear()
+
+    def _require_no_reference(self, name: str, old: torch.Tensor) -> None:
+        if any(tensor in self._now for tensor in reached_by_hooks(old)):
+            raise ValueError(
+                f"a hook of {name} refers to parameters that {self.model} had before it was sharded (an optimizer, a "
+                "dict by parameter, a weight), which are trained no more; register it on the parameters that "
+                "model.parameters() has after prepare(model), in Lightning in on_fit_start"
+            )
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._now
@@ -83,6 +106,27 @@ class ReplacedParameters:
             broadcast_from_rank_0(tensors, device)
             found[new] = map_tensors(entry, functools.partial(shard_like, new))
         return found
+
+
+class _Replaced(nn.Parameter):
+    """A parameter that a model had before it was sharded. It receives no gradient: a list of such parameters that is
+    clipped or stepped would do nothing."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        raise RuntimeError(
+            f"a parameter of shape {list(self.shape)} was read for its gradient, which a model had before it was "
+            "sharded, and which receives none any more: make the list anew from model.parameters() after "
+            "prepare(model), in Lightning in on_fit_start"
+        )
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
 
 
 def of_replaced(parameters: Iterable[torch.Tensor]) -> tuple[str | None, int]:

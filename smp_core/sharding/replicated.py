@@ -15,8 +15,9 @@ from torch import nn
 
 from smp_core.comm.background import Pending
 from smp_core.comm.traffic import Route
-from smp_core.sharding.fsdp import POST_ACCUMULATE
+from smp_core.mesh import SmpMesh
 from smp_core.sharding.optimizer import FlatShard
+from smp_core.sharding.parameter_hooks import ParameterHooks, hooks_of
 
 
 class ReplicatedGradients:
@@ -27,6 +28,7 @@ class ReplicatedGradients:
         route: over all ranks whose gradients are added up.
         reduce_dtype: what sums are sent in; None: the gradients' own dtype.
         on_backward: called whenever a backward pass reaches one of the parameters.
+        mesh: the ranks over which gradients are complete, for hooks of parameters.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class ReplicatedGradients:
         route: Route,
         reduce_dtype: torch.dtype | None,
         on_backward: Callable[[], None],
+        mesh: SmpMesh,
     ) -> None:
         self._groups = [list(group) for group in groups if group]
         self.parameters = {name: parameter for group in groups for name, parameter in group.items()}
@@ -47,13 +50,10 @@ class ReplicatedGradients:
         self._was_trainable: set[str] = set()
         self._sums: dict[str, torch.Tensor] = {}
         self._in_flight: list[tuple[list[str], torch.Tensor, Pending | None]] = []
+        self._closed: dict[str, torch.Tensor | None] = {}  # .grad of earlier closed passes, of parameters with hooks
         for name, parameter in self.parameters.items():
-            # The hook can only be registered while a gradient is wanted; a frozen parameter may be trained later.
-            trainable = parameter.requires_grad
             if parameter.is_floating_point():
-                parameter.requires_grad_(True)
-                parameter.register_post_accumulate_grad_hook(self._note(name))
-                parameter.requires_grad_(trainable)
+                ParameterHooks(parameter, mesh, before=self._before(name), after=self._note(name))
 
     def end_of_pass(self) -> None:
         """Take what the pass left in ``.grad`` into the partial sums.
@@ -64,9 +64,6 @@ class ReplicatedGradients:
         for name in self._this_pass:
             parameter = self.parameters[name]
             assert parameter.grad is not None
-            # _post_accumulate_grad_hooks is where torch keeps them, with no public way to ask; one is ours.
-            if len(parameter._post_accumulate_grad_hooks) > 1:  # type: ignore[attr-defined]
-                raise ValueError(POST_ACCUMULATE % name)
             if name in self._sums:
                 # Half precision would lose what is small against the sum so far.
                 self._sums[name] = self._sums[name].to(self._reduce_dtype or parameter.dtype)
@@ -107,6 +104,8 @@ class ReplicatedGradients:
     def send(self) -> None:
         """Start adding up over all ranks. Every rank sends every parameter that takes part, whether it received a
         gradient or not."""
+        for name in self.taking_part():
+            self._set_aside(name)
         if not self._route.adds_up:
             return
         held: set[str] = set()
@@ -121,24 +120,50 @@ class ReplicatedGradients:
                 work = self._route.hop(flat, f"whole {number} {dtype}" + (", rest" if held else ""))
                 self._in_flight.append((names, flat, work))
 
+    def wait(self) -> None:
+        """Wait for what is in flight."""
+        for shard in self._shards.values():
+            shard.wait()
+        for _, _, work in self._in_flight:
+            if work is not None:
+                work.wait()
+
     def finish(self, seen: Mapping[str, bool] | None) -> None:
-        """Set ``.grad`` of the parameters that received a gradient on some rank (``seen``; None: all of them)."""
+        """Set ``.grad`` of the parameters that received a gradient on some rank (``seen``; None: all of them).
+        Collective where parameters have hooks."""
+        self.wait()
         for shard in self._shards.values():
             # What was frozen since the shard was made is in its sum, as zeros.
             reached = [self._takes_part(name) if seen is None else seen[name] for name in shard.names]
             shard.set_gradients(self._route.divisor, reached)
             for name in shard.names:
                 self._sums.pop(name, None)
-        for names, flat, work in self._in_flight:
-            if work is not None:
-                work.wait()
+        for names, flat, _ in self._in_flight:
             flat /= self._route.divisor
             for name, part in zip(names, flat.split([self.parameters[n].numel() for n in names]), strict=True):
                 self._sums[name] = part.view_as(self.parameters[name])
         for name, gradient in self._sums.items():
             if seen is None or seen[name]:
-                self.parameters[name].grad = _laid_out_like(self.parameters[name], gradient)
+                self._set_gradient(name, gradient)
+        for name, closed in self._closed.items():  # of those that received none in this pass
+            self.parameters[name].grad = closed
         self.forget()
+
+    def _set_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        parameter = self.parameters[name]
+        hooks = hooks_of(parameter)
+        if hooks:
+            gradient = hooks.change(gradient)
+        closed = self._closed.pop(name, None)
+        if closed is not None:
+            gradient = gradient + closed
+        parameter.grad = _laid_out_like(parameter, gradient)
+
+    def _set_aside(self, name: str) -> None:
+        """Set the ``.grad`` of earlier passes of a parameter with hooks aside: they are to see that of one pass."""
+        parameter = self.parameters[name]
+        if name not in self._closed and hooks_of(parameter):
+            self._closed[name], parameter.grad = parameter.grad, None
 
     def drop(self, dropped: set[int], set_to_none: bool) -> None:
         """Drop the partial sums of parameters with these ids, or (``set_to_none=False``) leave them at zero."""
@@ -148,10 +173,12 @@ class ReplicatedGradients:
             if set_to_none:
                 self._sums.pop(name, None)
                 self.reached.discard(name)
+                self._closed.pop(name, None)
             elif name in self._sums:
                 self._sums[name].zero_()
 
     def forget(self) -> None:
+        self._closed.clear()
         self._sums.clear()
         self._in_flight.clear()
         self._this_pass.clear()
@@ -171,9 +198,19 @@ class ReplicatedGradients:
             return self._sums[name]
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
+    # Autograd holds these hooks where Python's garbage collector does not look: a strong reference from there would
+    # keep the model, its mesh and the process groups for good.
+
+    def _before(self, name: str) -> Callable[[torch.Tensor], None]:
+        owner = weakref.ref(self)
+
+        def before(_: torch.Tensor) -> None:
+            if (this := owner()) is not None:
+                this._set_aside(name)
+
+        return before
+
     def _note(self, name: str) -> Callable[[torch.Tensor], None]:
-        # Autograd holds the hook where Python's garbage collector does not look: a strong reference from there would
-        # keep the model, its mesh and the process groups for good.
         owner = weakref.ref(self)
 
         def note(parameter: torch.Tensor) -> None:
@@ -186,7 +223,9 @@ class ReplicatedGradients:
 
 
 def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient in the parameter's dtype and strides: fused optimizers walk both in the order of memory."""
+    """Return the gradient in the dtype that the parameter wants and in its strides: fused optimizers walk both in the
+    order of memory."""
+    dtype = parameter.grad_dtype or torch.promote_types(parameter.dtype, gradient.dtype)
     if gradient.stride() == parameter.stride():
-        return gradient.to(parameter.dtype)
-    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+        return gradient.to(dtype)
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(gradient)

@@ -13,7 +13,9 @@ sent, and a complete sum becomes gradients.
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +24,10 @@ from torch.distributed.tensor import DTensor
 from smp_core import streams
 from smp_core.comm.background import Pending
 from smp_core.comm.traffic import Route
+from smp_core.mesh import SmpMesh
 from smp_core.sharding.fsdp import ShardedUnit, Slot
 from smp_core.sharding.optimizer import FlatShard
+from smp_core.sharding.parameter_hooks import ParameterHooks, hooks_of
 from smp_core.whereabouts import here
 
 # Other ranks of the partition group can have taken a way through the unit on which its parameters are used later.
@@ -49,6 +53,8 @@ class UnitWindow:
     Args:
         unit: whose gradients these are.
         route: their way from this rank's sum to ``.grad``.
+        mesh: the ranks over which gradients are complete, for hooks of parameters.
+        on_backward: called by each backward pass that leaves gradients of shards themselves.
 
     Attributes:
         received: the parameters that received a gradient in this window, on this rank, by index.
@@ -57,7 +63,7 @@ class UnitWindow:
         masters: of this rank's part, where optimizer states are sharded over the world.
     """
 
-    def __init__(self, unit: ShardedUnit, route: Route) -> None:
+    def __init__(self, unit: ShardedUnit, route: Route, mesh: SmpMesh, on_backward: Callable[[], None]) -> None:
         self.unit, self.route = unit, route
         self.phase = Phase.IDLE
         self.slots: list[Slot] = []
@@ -72,11 +78,17 @@ class UnitWindow:
         self._on_hold: Callable[[], None] | None = None
         self._over_world = False
         self._pending: Pending | None = None
+        self._own: dict[int, torch.Tensor] = {}  # gradients of terms of the loss that are made of shards
+        self._before: dict[int, torch.Tensor | None] = {}  # .grad of before the pass that leaves such gradients there
+        self._on_backward = on_backward
         unit.listener = self
+        for index, parameter in enumerate(unit.parameters()):
+            ParameterHooks(parameter, mesh, before=self._set_aside(index))
 
     def held(self) -> list[torch.Tensor]:
-        """List the sum and the unsharded gradients that wait for their reduction."""
-        return [*([] if self.flat is None else [self.flat]), *self.unit.held()]
+        """List the sum, the gradients of terms that are made of shards, and the unsharded gradients that wait for their
+        reduction."""
+        return [*([] if self.flat is None else [self.flat]), *self._own.values(), *self.unit.held()]
 
     @property
     def is_complete(self) -> bool:
@@ -121,6 +133,14 @@ class UnitWindow:
         return self._uses_left == 0 and self._trainable_in_pass <= self._received_in_pass
 
     def end_of_pass(self) -> None:
+        parameters = self.unit.parameters()
+        for index in list(self._before):
+            parameter = parameters[index]
+            own, parameter.grad = parameter.grad, self._before.pop(index)
+            if isinstance(own, DTensor) and isinstance(parameter, DTensor):
+                own = own.redistribute(placements=parameter.placements)  # torch may leave it replicated
+            if own is not None:
+                self._own[index] = self._own[index] + own if index in self._own else own
         self._received_in_pass.clear()
         self._was_trainable |= self.unit.trainable()
 
@@ -165,6 +185,8 @@ class UnitWindow:
         """Drop what is held of these parameters, and forget that they received gradients; or (``set_to_none=False``)
         leave it at zero."""
         self.unit.drop_held(indices, set_to_none)
+        for index in indices:
+            self._own.pop(index, None)
         if set_to_none:
             self.received -= indices
         for slot in self.slots:
@@ -183,11 +205,6 @@ class UnitWindow:
         if not self.route.adds_up:
             return
         slots = self.window_slots()
-        if not slots:
-            raise RuntimeError(
-                f"unit {self.unit.name!r} is frozen as a whole on this rank, and other replicas have gradients of it; "
-                "freeze the same parameters on all ranks"
-            )
         if self.flat is None:
             self.slots, self.flat = slots, self.unit.zeros(slots, slots[-1].offset + slots[-1].padded)
         self._widen(slots)
@@ -230,7 +247,8 @@ class UnitWindow:
             return None
         if self.masters is not None:
             flags = None if seen is None else [seen[slot.index] for slot in self.slots]
-            self.masters.set_gradients(self.route.divisor, flags)
+            own = {i: self._own.pop(slot.index) for i, slot in enumerate(self.slots) if slot.index in self._own}
+            self.masters.set_gradients(self.route.divisor, flags, own)
             return None
         self.flat /= self.route.divisor
         flat, self.flat = self.flat, None
@@ -238,24 +256,51 @@ class UnitWindow:
 
     def set_gradients(self, mean: torch.Tensor, seen: Sequence[bool] | None) -> None:
         """Put a mean of :meth:`divide` into ``.grad``, added to the gradients of an earlier closed pass of the step."""
-        parameters = self.unit.parameters()
         for slot in self.slots:
             if seen is None or seen[slot.index]:
-                _accumulate(parameters[slot.index], self.unit.local_gradient(slot, mean))
+                self._add_gradient(slot.index, self.unit.local_gradient(slot, mean))
+
+    def _add_gradient(self, index: int, gradient: Any) -> None:
+        parameter = self.unit.parameters()[index]
+        if index in self._own:
+            gradient = gradient + self._own.pop(index)
+        hooks = hooks_of(parameter)
+        changed: Any = hooks.change(gradient) if hooks else gradient
+        _accumulate(parameter, changed)
 
     def take_own_gradients(self) -> None:
-        """Settle gradients that autograd left in ``.grad`` itself, of terms of the loss that are made of shards: they
-        become sharded like their parameters (torch may leave them replicated), or their masters' gradients."""
-        for parameter in self.unit.parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-                if gradient.placements != parameter.placements:
-                    parameter.grad = gradient.redistribute(placements=parameter.placements)
+        """Let gradients of terms of the loss that are made of shards be those of their parameters, or of their masters;
+        of parameters with hooks, together with the others."""
+        parameters = self.unit.parameters()
+        for index in [index for index in self._own if not hooks_of(parameters[index])]:
+            self._add_gradient(index, self._own.pop(index))
         if self.masters is not None:
             self.masters.take_gradients()
 
+    def finish_own_gradients(self) -> None:
+        """Let hooks see gradients of terms that are made of shards, of parameters that received no other."""
+        for index in list(self._own):
+            self._add_gradient(index, self._own.pop(index))
+        if self.masters is not None:
+            self.masters.take_gradients()
+
+    def _set_aside(self, index: int) -> Callable[[torch.Tensor], None]:
+        """Return what sets ``.grad`` aside, when a term of the loss that is made of shards has a gradient of the
+        parameter: autograd would add one that is replicated to one that is not, which torch refuses."""
+        owner = weakref.ref(self)  # as autograd holds it
+
+        def set_aside(_: torch.Tensor) -> None:
+            if (this := owner()) is not None and index not in this._before:
+                this._on_backward()
+                parameter = this.unit.parameters()[index]
+                this._before[index], parameter.grad = parameter.grad, None
+
+        return set_aside
+
     def forget(self) -> None:
         """Become idle: nothing of this window is left."""
+        self._before.clear()
+        self._own.clear()
         self.slots, self.flat, self._pending, self.phase = [], None, None, Phase.IDLE
         for noted in (self.received, self._received_in_pass, self._was_trainable):
             noted.clear()
@@ -264,13 +309,12 @@ class UnitWindow:
 
     # Layout of the sum
 
-    def make_masters(self, on_host: bool, stored_in: torch.dtype | None) -> FlatShard | None:
+    def make_masters(self, on_host: bool, stored_as_gathered: bool) -> FlatShard | None:
         """Scatter the sum over replicas from now on, into gradients of masters.
 
         Args:
             on_host: masters live in host memory.
-            stored_in: what float32 parameters are stored in from now on (what they are computed with); None: as they
-                are.
+            stored_as_gathered: float32 parameters are stored in what they are computed with from now on.
 
         Returns:
             the masters; None: nothing of the unit is trainable.
@@ -284,8 +328,9 @@ class UnitWindow:
         trainable = [parameters[index] for index in members]
         sizes = [slot.padded for slot in slots]
         self.masters = FlatShard(names, trainable, sizes, self.route.hop, on_host)
-        if stored_in is not None and parameters[members[0]].dtype == torch.float32:
-            self.unit.store_in(stored_in, members)
+        computes_in = self.unit.computes_in
+        if stored_as_gathered and computes_in is not None and parameters[members[0]].dtype == torch.float32:
+            self.unit.store_in(computes_in, members)
             self.masters.holds_weights = True
         return self.masters
 

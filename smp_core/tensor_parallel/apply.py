@@ -3,9 +3,9 @@
 Parameters become DTensors over the tensor axis, in equal stretches; FSDP2 makes DTensors over (shard, tensor) of them.
 Activations stay plain tensors, so that attention code, masks and views go on working.
 
-With sequence parallelism the blocks of a stack hold 1/T of the tokens: tokens are split before the first block and
-joined behind the last. What stands inside between split layers (norms, biases of row layers) sees other tokens on each
-rank, and its gradients are added up.
+With sequence parallelism the blocks of a stack hold 1/T of the tokens, if they compute the same with these
+(:mod:`smp_core.tensor_parallel.blocks`). What stands inside between split layers (norms, biases of row layers) sees
+other tokens on each rank, and its gradients are added up.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from smp_core.tensor_parallel.adapters import around, is_of_adapter, with_adapters
+from smp_core.tensor_parallel.blocks import BlockForward, Stack
 from smp_core.tensor_parallel.inspection import Inspected, settle_splits
 from smp_core.tensor_parallel.layers import (
+    WHOLE_TOKENS,
     AttentionForward,
-    BlockForward,
     ColumnForward,
     EmbeddingForward,
     ExpertsForward,
@@ -34,13 +35,20 @@ from smp_core.tensor_parallel.layers import (
     RowForward,
     SharingForward,
     SummingForward,
+    Tokens,
     WholeForward,
 )
 from smp_core.tensor_parallel.loss import SplitLogits, split_vocabulary_loss
-from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis
+from smp_core.tensor_parallel.operators import RowsInUse, TensorAxis, let_anomalies_be_found
 from smp_core.tensor_parallel.overlap import ColumnInputs, is_plain_product
 from smp_core.tensor_parallel.randomness import RandomForward, settle_random
-from smp_core.tensor_parallel.refused import refuse_hooks, refuse_unshared_tokens, refuse_whole_states, refuse_wrapped
+from smp_core.tensor_parallel.refused import (
+    refuse_hooks,
+    refuse_unshared_tokens,
+    refuse_whole_states,
+    refuse_wrapped,
+    shared_with_others,
+)
 from smp_core.tensor_parallel.roles import (
     Split,
     arguments_of_heads,
@@ -49,7 +57,6 @@ from smp_core.tensor_parallel.roles import (
     head_size,
     holds,
     is_conv1d,
-    looks_at_one_token,
     reads_other_tokens,
     rows_in_use,
     stacks_of,
@@ -65,7 +72,7 @@ def apply_tensor_parallel(
     mesh: DeviceMesh,
     axis: TensorAxis,
     *,
-    plan: str | Mapping[str, str],
+    plan: str | Mapping[str, str] | Inspected,
     sequence_parallel: bool,
     whole: Container[str] = (),
     chunked_loss: bool = False,
@@ -76,7 +83,7 @@ def apply_tensor_parallel(
         model: with equal values on all ranks of the axis.
         mesh: 1-D, the tensor axis.
         plan: "auto", globs over module names -> roles (:mod:`smp_core.tensor_parallel.roles`), or "infer"
-            (:mod:`smp_core.tensor_parallel.inspection`).
+            (:mod:`smp_core.tensor_parallel.inspection`), or what an inspection found.
         sequence_parallel: hold 1/T of the tokens in blocks.
         whole: names of parameters that "auto" replicates.
         chunked_loss: the loss is left to the code that computes it in chunks, from :attr:`SplitModel.split_vocabulary`.
@@ -89,10 +96,11 @@ def apply_tensor_parallel(
         logger.warning("tensor_parallel.plan='infer': %s", inspected.describe())
     splits = [each for split in found for each in with_adapters(split)]
     refuse_wrapped(model)
+    let_anomalies_be_found()
     refuse_whole_states(model)
     splitting = _Splitting(model, mesh, axis, splits, sequence_parallel, inspected)
     refuse_hooks(model, splitting.blocks)
-    settle_random(model, axis, bool(splitting.blocks))
+    splitting.random = settle_random(model, axis, bool(splitting.blocks))
     splitting.split_all()
     known = transformers_model(model)
     split_head = known is not None and any(
@@ -110,6 +118,8 @@ def apply_tensor_parallel(
         whole=tuple(repeated),
         whole_elements=sum(repeated.values()),
         in_pieces=splitting.n_in_pieces,
+        stacks=splitting.stacks,
+        blocks=splitting.forwards,
     )
 
 
@@ -127,9 +137,15 @@ class _Splitting:
     ) -> None:
         self.inspected = inspected
         self.model, self.mesh, self.axis, self.splits = model, mesh, axis, splits
-        self.stacks = stacks_of(model, splits) if sequence_parallel else []
-        self.blocks = [name for stack in self.stacks for name in stack]
+        found = stacks_of(model, splits)
+        self.stacks = [Stack(names, [Tokens() for _ in names], axis, sequence_parallel) for names in found]
+        self._tokens: dict[str, Tokens] = {}
+        for stack in self.stacks:
+            self._tokens |= dict(zip(stack.names, stack.tokens, strict=True))
+        self.blocks = list(self._tokens) if sequence_parallel else []
         self.whole = [split.name for split in splits if split.role == "whole"]
+        self.random: list[str] = []
+        self.forwards: list[BlockForward] = []
         self.n_in_pieces = 0
         self._shared: dict[nn.Module, ColumnInputs] = {}
         if sequence_parallel and not self.stacks:
@@ -159,33 +175,39 @@ class _Splitting:
                 self._features(split)
             elif split.role == "experts":
                 self._experts(split)
+        summing: list[SummingForward] = []
         for name, module in self.model.named_modules():
             role = by_name[name].role if name in by_name else None
-            if role in (None, "sum", "replicate", "adapter") and self._sums(name, module, role, attention):
-                module.forward = SummingForward(module, module.forward, self.axis)
+            if role in (None, "sum", "replicate", "adapter"):
+                summing += self._summing(name, module, role, attention)
         for parent, inputs in self._shared.items():
             parent.forward = SharingForward(parent.forward, inputs)
         for name in attention:
-            if self._splits_tokens(name):
-                module = self.model.get_submodule(name)
-                module.forward = AttentionForward(module.forward, self._inputs(module))
+            module = self.model.get_submodule(name)
+            module.forward = AttentionForward(module.forward, self._inputs(module), self._tokens_in(name))
         for name in self.whole:
-            if self._splits_tokens(name, itself_whole=True):
-                module = self.model.get_submodule(name)
-                module.forward = WholeForward(module.forward, self.axis)
-        for stack in self.stacks:
-            for name in dict.fromkeys((stack[0], stack[-1])):
-                block = self.model.get_submodule(name)
-                block.forward = BlockForward(block.forward, self.axis, name == stack[0], name == stack[-1])
-            for name in stack if self.axis.draws else ():
-                block = self.model.get_submodule(name)
-                block.forward = RandomForward(block, block.forward, self.axis)
+            module = self.model.get_submodule(name)
+            module.forward = WholeForward(module.forward, self.axis, self._tokens_in(name, itself_whole=True))
+        self._blocks(summing)
         self.n_in_pieces += sum(len(inputs.in_pieces) for inputs in self._shared.values())
         if self.axis.overlap != "sums" and not self.n_in_pieces:
             raise ValueError(
                 f"tensor_parallel.overlap={self.axis.overlap!r} has no effect: no split layer among split tokens is a "
                 "plain linear layer; write tensor_parallel={'overlap': 'sums'}"
             )
+
+    def _blocks(self, summing: list[SummingForward]) -> None:
+        """Prepare what stands around blocks, which is put there when they are told to recompute."""
+        for stack in self.stacks:
+            places = {self.model.get_submodule(name): place for place, name in reversed(list(enumerate(stack.names)))}
+            for block, place in places.items():  # one that stands in several is one block
+                own = block.forward
+                if self.axis.draws:
+                    block.forward = RandomForward(block, own, self.axis)
+                inside = set(block.modules())
+                of_block = [each for each in summing if each.module in inside]
+                shared = shared_with_others(self.model, block)
+                self.forwards.append(BlockForward(block, own, own, stack, place, of_block, self.random, shared))
 
     def _divided_attributes(self) -> Iterator[tuple[nn.Module, str]]:
         if self.inspected is None:
@@ -196,6 +218,12 @@ class _Splitting:
         """Tell whether a module's inputs hold 1/T of the tokens."""
         others = [each for each in self.whole if not (itself_whole and each == name)]
         return holds(self.blocks, name) and not holds(others, name)
+
+    def _tokens_in(self, name: str, itself_whole: bool = False) -> Tokens:
+        """Return the tokens that a module sees."""
+        if not self._splits_tokens(name, itself_whole):
+            return WHOLE_TOKENS
+        return next(tokens for block, tokens in self._tokens.items() if holds([block], name))
 
     def _parent(self, name: str) -> tuple[str, nn.Module]:
         above = around(name)
@@ -221,13 +249,14 @@ class _Splitting:
         known = transformers_model(self.model)
         is_head = known is not None and layer is known.get_output_embeddings()
         gathers = functools.partial(_gathers, self.axis, split.role, is_head)
-        splits_tokens: bool | None = False
-        if self._splits_tokens(split.name) and not reads_other_tokens(self.model, split.name):
-            splits_tokens = None if above in self._attention else True
+        tokens, reads_others = self._tokens_in(split.name), reads_other_tokens(self.model, split.name)
+        is_entered = above in self._attention or reads_others
         if rows is None:
-            in_pieces = splits_tokens is not False and self._goes_in_pieces(split)
+            in_pieces = tokens is not WHOLE_TOKENS and not reads_others and self._goes_in_pieces(split)
             inputs.add(layer, split.name if in_pieces else None)
-        layer.forward = ColumnForward(layer, layer.forward, self.axis, inputs, splits_tokens, gathers, rows, dim, alone)
+        layer.forward = ColumnForward(
+            layer, layer.forward, self.axis, inputs, tokens, is_entered, gathers, rows, dim, alone
+        )
 
     def _goes_in_pieces(self, split: Split) -> bool:
         # Adapters have few features, and one of a column layer reads what the other one made.
@@ -261,10 +290,10 @@ class _Splitting:
                 "it and the column layers before it whole with a plan that does not name them"
             )
         self._distribute(layer, "weight", dim)
-        splits_tokens = self._splits_tokens(split.name)
-        in_pieces = splits_tokens and self._goes_in_pieces(split) and is_plain_product(layer)
+        tokens = self._tokens_in(split.name)
+        in_pieces = tokens is not WHOLE_TOKENS and self._goes_in_pieces(split) and is_plain_product(layer)
         self.n_in_pieces += in_pieces
-        layer.forward = RowForward(layer, layer.forward, self.axis, splits_tokens, split.role == "row_split", in_pieces)
+        layer.forward = RowForward(layer, layer.forward, self.axis, tokens, split.role == "row_split", in_pieces)
 
     def _vocabulary(self, split: Split) -> None:
         words: Any = split.module
@@ -340,25 +369,24 @@ class _Splitting:
                 found[above] = split.role == "column"
         return found
 
-    def _sums(self, name: str, module: nn.Module, role: str | None, attention: Mapping[str, bool]) -> bool:
-        """Tell whether gradients of a module's own parameters have to be added up."""
+    def _summing(
+        self, name: str, module: nn.Module, role: str | None, attention: Mapping[str, bool]
+    ) -> Iterator[SummingForward]:
+        """Put a forward around a module whose own parameters' gradients may have to be added up; yield it."""
         own = _own(module).values()
         if not own or any(isinstance(parameter, DTensor) for parameter in own):
-            return False
-        if role == "sum":
-            return True
+            return
         inside = [above for above in attention if name.startswith(f"{above}.")]
-        if inside and role != "adapter":
-            return attention[max(inside, key=len)]
-        if not self._splits_tokens(name):
-            return False
-        if role is None and not looks_at_one_token(module):
-            raise ValueError(
-                f"tensor_parallel: {name} ({type(module).__name__}) stands among split tokens, and whether it looks at "
-                f"one token at a time is not known; write its role: 'sum' if it does, 'whole' if it needs all tokens, "
-                "or tensor_parallel={'sequence_parallel': false}"
-            )
-        return True
+        tokens = self._tokens_in(name)
+        always = role == "sum"
+        if inside and role not in ("sum", "adapter"):
+            if not attention[max(inside, key=len)]:
+                return  # of all heads on every rank
+            always = self.inspected is None
+        if always or tokens is not WHOLE_TOKENS:
+            is_open = always and holds(list(self._tokens), name)
+            module.forward = summing = SummingForward(module, module.forward, self.axis, tokens, always, is_open)
+            yield summing
 
     def _refuse_what_the_plan_misses(self, by_name: Mapping[str, Split]) -> None:
         """Refuse parameters alongside column layers of attention, one for each head: no role says how they are

@@ -9,9 +9,10 @@ numbers of heads a forward reads, is tried out in :mod:`smp_core.tensor_parallel
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,17 +20,19 @@ import torch
 from torch import nn
 
 from smp_core.agreement import of_all_ranks
-from smp_core.planning.chain_recording import as_in_training, example_of
+from smp_core.planning.chain_recording import as_in_training
+from smp_core.planning.examples import example_of
+from smp_core.planning.saved_buffers import buffers_restored
 from smp_core.tensor_parallel.adapters import around, has_adapters
 from smp_core.tensor_parallel.roles import (
     NoPlan,
     Split,
     is_conv1d,
-    looks_at_one_token,
     splits_of,
     transformers_model,
     vocabulary_of,
 )
+from smp_core.tensor_parallel.token_trial import BATCH_NORMS
 from smp_core.tensor_parallel.trial import Block, Group, Trial, mixes_tokens
 
 logger = logging.getLogger("smp")
@@ -64,15 +67,18 @@ def _glob(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name, count=1)
 
 
-def _found_alike(infer: Callable[[], Inspected]) -> Inspected:
-    """Compare what all ranks inferred: it follows from an example, and each rank has its own. Collective.
+def inspect(model: nn.Module, degree: int, sequence_parallel: bool, whole: Container[str] = ()) -> Inspected:
+    """Infer a plan and compare it over all ranks: it follows from an example, and each rank has its own. Collective.
+
+    Args:
+        model: all of it, before pipeline stages leave each other's parts out; and as :func:`infer_plan`.
 
     Raises:
-        ValueError: on all ranks, if two found something else; otherwise what ``infer`` raises.
+        ValueError: on all ranks, if two found something else; otherwise what :func:`infer_plan` raises.
     """
     inspected: Inspected | None = None
     try:
-        inspected = infer()
+        inspected = infer_plan(model, degree, sequence_parallel, whole)
         own = inspected.describe()
     except Exception as error:
         own, failed = f"{type(error).__name__}: {error}", error
@@ -89,24 +95,29 @@ def _found_alike(infer: Callable[[], Inspected]) -> Inspected:
 
 
 def settle_splits(
-    model: nn.Module, plan: str | Mapping[str, str], degree: int, sequence_parallel: bool, whole: Container[str]
+    model: nn.Module,
+    plan: str | Mapping[str, str] | Inspected,
+    degree: int,
+    sequence_parallel: bool,
+    whole: Container[str],
 ) -> tuple[list[Split], Inspected | None]:
-    """Return what happens to which modules, and what was found if the model was inspected.
+    """Return what happens to which modules, and what was found if the model is or was inspected.
 
     Raises:
         ValueError: as :func:`smp_core.tensor_parallel.roles.splits_of`, with what inspection proposes where no plan is
             known; as :func:`infer_plan`.
     """
     if plan == "infer":
-        inspected = _found_alike(lambda: infer_plan(model, degree, sequence_parallel, whole))
-        return splits_of(model, inspected.plan, degree, whole), inspected
+        plan = inspect(model, degree, sequence_parallel, whole)
+    if isinstance(plan, Inspected):
+        return splits_of(model, plan.plan, degree, whole), plan
     try:
         return splits_of(model, plan, degree, whole), None
     except NoPlan as error:
         try:
             proposed = infer_plan(model, degree, sequence_parallel, whole).describe()
         except ValueError:
-            raise error from None
+            raise ValueError(f"{error}; or write tensor_parallel={{'plan': 'infer'}}, which runs it once") from None
         raise ValueError(
             f"{error}; or write tensor_parallel={{'plan': 'infer'}}, which is to split it so: {proposed}"
         ) from None
@@ -121,8 +132,13 @@ def infer_plan(model: nn.Module, degree: int, sequence_parallel: bool, whole: Co
         whole: names of parameters that stay whole.
 
     Raises:
-        ValueError: nothing to run it with, no layer that can be split, blocks that cannot do with a part of the tokens.
+        ValueError: nothing to run it with, no layer that can be split.
     """
+    with _evaluating(model), buffers_restored(model):
+        return _infer(model, degree, sequence_parallel, whole)
+
+
+def _infer(model: nn.Module, degree: int, sequence_parallel: bool, whole: Container[str]) -> Inspected:
     blocks = record(model)
     plan: dict[str, str] = {}
     divided: list[tuple[str, str]] = []
@@ -139,9 +155,7 @@ def infer_plan(model: nn.Module, degree: int, sequence_parallel: bool, whole: Co
             divided += [(name, attribute) for name, attribute in group.divided if (name, attribute) not in divided]
             attention += [group.gathered] if group.gathered else []
         if sequence_parallel and passed:
-            others = dict(_other_modules(block, passed))
-            plan |= others
-            trial.require_part_of_the_tokens(passed, [name for name, role in others.items() if role == "whole"])
+            plan |= dict.fromkeys(_mixing_modules(block, passed), "whole")
     if not plan:
         raise ValueError(
             f"{_REFUSAL}no layer of {type(model).__name__} was found that {degree} ranks can share; write globs over "
@@ -150,6 +164,19 @@ def infer_plan(model: nn.Module, degree: int, sequence_parallel: bool, whole: Co
     plan |= {split.name: split.role for split in vocabulary_of(model, *_ends(model, blocks), degree, whole)}
     left = [name for block in blocks for name in block.linears.values() if name not in plan]
     return Inspected(plan, tuple(divided), tuple(attention), tuple(left))
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Leave dropout out inside; batch norms look at several tokens as in training."""
+    training = [each for each in model.modules() if each.training]
+    for each in training:
+        each.training = isinstance(each, BATCH_NORMS)
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
 
 
 def record(model: nn.Module) -> list[Block]:
@@ -167,12 +194,10 @@ def record(model: nn.Module) -> list[Block]:
     names = {module: name for name, module in model.named_modules()}
     blocks = {each: Block(names[each], each, names) for each in _blocks(model)}
     cached = getattr(getattr(known, "config", None), "use_cache", None)
-    training = [each for each in model.modules() if each.training]
     handles = [handle for block in blocks.values() for handle in block.watch()]
     try:
         if cached:
             known.config.use_cache = False  # type: ignore[union-attr]
-        model.eval()  # without dropout
         with as_in_training(module):
             module(*args, **kwargs)
     except Exception as error:
@@ -180,8 +205,6 @@ def record(model: nn.Module) -> list[Block]:
     finally:
         for handle in handles:
             handle.remove()
-        for each in training:
-            each.training = True
         if cached:
             known.config.use_cache = cached  # type: ignore[union-attr]
     return [block for block in blocks.values() if block.calls == 1]
@@ -203,10 +226,16 @@ def is_linear(module: nn.Module) -> bool:
 
 @dataclass(eq=False)
 class _Flow:
-    """The layers of one block, and which feed which."""
+    """The layers of one block, and which feed which.
+
+    Attributes:
+        others: whether a layer also reads something that gradients come to and that is neither the block's stream nor
+            a parameter: a condition, another sequence.
+    """
 
     sources: dict[str, set[str]] = field(default_factory=dict)
     parameters: dict[str, set[nn.Parameter]] = field(default_factory=dict)
+    others: dict[str, bool] = field(default_factory=dict)
 
 
 _STREAM = ""
@@ -219,14 +248,15 @@ def _flow(block: Block) -> tuple[_Flow, set[nn.Parameter], set[str]]:
     flow = _Flow()
     for layer, call in block.of_linears():
         name = block.linears[layer]
-        flow.sources[name], flow.parameters[name] = _reached(call.taken, made, block.entered)
-    sources, parameters = _reached(block.output.grad_fn, made, block.entered)
+        flow.sources[name], flow.parameters[name], flow.others[name] = _reached(call.taken, made, block.entered)
+    sources, parameters, _ = _reached(block.output.grad_fn, made, block.entered)
     return flow, parameters, sources
 
 
-def _reached(start: Any, made: Mapping[Any, str], entered: torch.Tensor) -> tuple[set[str], set[nn.Parameter]]:
-    """Return the layers whose outputs a node of the graph is computed from, and the parameters on the way; None is the
-    block's stream as it came."""
+def _reached(start: Any, made: Mapping[Any, str], entered: torch.Tensor) -> tuple[set[str], set[nn.Parameter], bool]:
+    """Return the layers whose outputs a node of the graph is computed from, the parameters on the way, and whether
+    another leaf is on it; None is the block's stream as it came."""
+    reads_others = False
     found: set[str] = {_STREAM} if start is None else set()
     parameters: set[nn.Parameter] = set()
     left = [] if start is None else [start]
@@ -241,11 +271,13 @@ def _reached(start: Any, made: Mapping[Any, str], entered: torch.Tensor) -> tupl
             found.add(_STREAM)
         elif isinstance(variable, nn.Parameter):
             parameters.add(variable)
+        elif variable is not None:
+            reads_others = True
         for further, _ in node.next_functions:
             if further is not None and further not in seen:
                 seen.add(further)
                 left.append(further)
-    return found, parameters
+    return found, parameters, reads_others
 
 
 def _groups(block: Block) -> Iterator[Group]:
@@ -269,6 +301,7 @@ def _groups(block: Block) -> Iterator[Group]:
         alone = fed <= members and not ends & columns and not between & outside
         # What comes from elsewhere (an encoder's output, a table of positions) would get a part of its gradient.
         of_stream = all(flow.sources[name] and flow.parameters[name] <= owners.keys() for name in columns)
+        of_stream = of_stream and not any(flow.others[name] for name in members)
         if alone and of_stream and len({around(name) for name in columns}) == 1 and between <= owners.keys():
             order = list(block.linears.values())
             of_columns = tuple(name for name in order if name in columns)
@@ -277,22 +310,19 @@ def _groups(block: Block) -> Iterator[Group]:
             yield Group(of_columns, of_rows, tuple(sorted(owners_between)))
 
 
-def _other_modules(block: Block, groups: list[Group]) -> Iterator[tuple[str, str]]:
-    """Yield roles of modules with parameters that see split tokens and are no norms or linear layers: whole if they
-    look at several tokens."""
+def _mixing_modules(block: Block, groups: list[Group]) -> Iterator[str]:
+    """Yield modules with parameters that would see split tokens and look at several."""
     split = {name for group in groups for name in (*group.columns, *group.rows, *group.between)}
     gathered = [group.gathered for group in groups if group.gathered]
 
-    def visit(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
+    def visit(name: str, module: nn.Module) -> Iterator[str]:
         holds_split = any(each == name or each.startswith(f"{name}.") for each in split)
         call = block.call_of(module)
         if name in gathered or name in split or not any(True for _ in module.parameters()):
             return
         if not holds_split and call is not None and mixes_tokens(call.hidden, call.output):
-            yield name, "whole"
+            yield name
             return
-        if not holds_split and any(True for _ in module.parameters(recurse=False)) and not looks_at_one_token(module):
-            yield name, "sum"
         for child, each in module.named_children():
             yield from visit(f"{name}.{child}", each)
 

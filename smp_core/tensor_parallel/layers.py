@@ -22,12 +22,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from smp_core.checkpoint.tree import map_tensors
 from smp_core.tensor_parallel.fused import factor_of, row_product
 from smp_core.tensor_parallel.operators import (
     RowsInUse,
     TensorAxis,
     exchange_rows,
     gather_features,
+    gradient_once,
     join_tokens,
     scatter_tokens,
     split_features,
@@ -67,6 +69,24 @@ def showing(module: nn.Module, tensors: Mapping[str, torch.Tensor | None], **att
 
 
 @dataclass(eq=False)
+class Tokens:
+    """The tokens inside one block.
+
+    Attributes:
+        split: whether each rank holds 1/T of them; not before the block was tried out
+            (:mod:`smp_core.tensor_parallel.token_trial`).
+        why: they stay whole; "": they do not, or it is not known yet.
+    """
+
+    split: bool = False
+    why: str = ""
+
+
+WHOLE_TOKENS = Tokens()
+"""Outside of blocks, and in modules that need all tokens."""
+
+
+@dataclass(eq=False)
 class SharingForward:
     """The forward of a module with column layers: what these share ends with it."""
 
@@ -89,7 +109,9 @@ class ColumnForward:
 
     Attributes:
         inputs: those of the column layers of the module that the layer is in.
-        splits_tokens: its input holds 1/T of the tokens; None: what the module was called with has been entered.
+        tokens: of its block.
+        is_entered: where tokens are split, what it is called with is whole: the module that it is in gathered it, or
+            it came whole into the block, where gradients of that are added up.
         gathers: the output is gathered.
         rows: which rows of the weight this rank uses, where those are not the ones it stores.
         weight_dim: the dimension of the outputs in the weight.
@@ -100,7 +122,8 @@ class ColumnForward:
     original: Forward
     axis: TensorAxis
     inputs: ColumnInputs
-    splits_tokens: bool | None
+    tokens: Tokens
+    is_entered: bool
     gathers: Callable[[], bool]
     rows: RowsInUse | None
     weight_dim: int
@@ -108,7 +131,8 @@ class ColumnForward:
 
     @torch.compiler.disable
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        entered = hidden if self.splits_tokens is None else self.inputs.enter(hidden, self.splits_tokens, self.module)
+        split = self.tokens.split
+        entered = hidden if split and self.is_entered else self.inputs.enter(hidden, split, self.module)
         output = self.inputs.product(self.module, entered)
         if output is None:
             output = self._own_forward(entered)
@@ -139,7 +163,7 @@ class RowForward:
     """A layer whose inputs are split: each rank's output is a part of the sum. The bias is added to the sum.
 
     Attributes:
-        split_tokens: each rank gets its tokens of the sum.
+        tokens: of its block; where they are split, each rank gets its tokens of the sum.
         splits_input: the input is whole, and this rank's features of it are taken.
         in_pieces: the product is made together with the sum of its tokens.
     """
@@ -147,7 +171,7 @@ class RowForward:
     module: nn.Module
     original: Forward
     axis: TensorAxis
-    split_tokens: bool
+    tokens: Tokens
     splits_input: bool
     in_pieces: bool
 
@@ -157,13 +181,13 @@ class RowForward:
             hidden = split_features(hidden, self.axis)
         bias: Any = self.module.bias
         weight = local(self.module.weight)  # type: ignore[arg-type]
-        if self.in_pieces and torch.is_grad_enabled():
+        if self.in_pieces and self.tokens.split and torch.is_grad_enabled():
             total = row_product(hidden, factor_of(self.module, weight, hidden), self.axis)
         else:
             total = self._own_forward(hidden, weight, bias)
         if bias is None:
             return total
-        added = sum_gradient(bias, self.axis) if self.split_tokens else bias
+        added = sum_gradient(bias, self.axis) if self.tokens.split else bias
         return total + added.to(total.dtype)
 
     def _own_forward(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -173,7 +197,7 @@ class RowForward:
             shown["bias"] = None if isinstance(self.module, nn.Linear) else torch.zeros_like(bias)
         with showing(self.module, shown):
             partial = self.original(hidden)
-        return scatter_tokens(partial, self.axis) if self.split_tokens else sum_outputs(partial, self.axis)
+        return scatter_tokens(partial, self.axis) if self.tokens.split else sum_outputs(partial, self.axis)
 
 
 @dataclass(eq=False)
@@ -229,14 +253,25 @@ class PartForward:
 @dataclass(eq=False)
 class SummingForward:
     """A module whose own parameters are whole on every rank and see another part of the activations on each: their
-    gradients are added up."""
+    gradients are added up.
+
+    Attributes:
+        tokens: of its block: another part where these are split.
+        always: another part in any case, as of features.
+        is_open: whether always is an assumption, as of what stands in attention, which a trial of the block settles.
+    """
 
     module: nn.Module
     original: Forward
     axis: TensorAxis
+    tokens: Tokens
+    always: bool
+    is_open: bool = False
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.always or self.tokens.split):
+            return self.original(*args, **kwargs)
         own = {name: p for name, p in self.module._parameters.items() if p is not None and p.requires_grad}
         with showing(self.module, {name: sum_gradient(local(p), self.axis) for name, p in own.items()}):
             return self.original(*args, **kwargs)
@@ -279,9 +314,12 @@ class AttentionForward:
 
     original: Forward
     inputs: ColumnInputs
+    tokens: Tokens
 
     @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.tokens.split:
+            return self.original(*args, **kwargs)
         args, kwargs = with_hidden(args, kwargs, lambda hidden: self.inputs.enter(hidden, True))
         try:
             return self.original(*args, **kwargs)
@@ -312,50 +350,33 @@ class OwnHeadsForward:
 
 @dataclass(eq=False)
 class WholeForward:
-    """A module among split tokens that needs all of them, and computes the same on every rank."""
+    """A module among split tokens that needs all of them, and computes the same on every rank: so gradients of what
+    else it reads come once, and what else it returns is read by ranks with other tokens."""
 
     original: Forward
     axis: TensorAxis
+    tokens: Tokens
 
     @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.tokens.split:
+            return self.original(*args, **kwargs)
+        args, kwargs = with_others(args, kwargs, lambda other: gradient_once(other, self.axis))
         args, kwargs = with_hidden(args, kwargs, lambda hidden: join_tokens(hidden, self.axis))
         with same_random(self.axis, args, kwargs):
             output = self.original(*args, **kwargs)
+        output = with_other_outputs(output, lambda other: sum_gradient(other, self.axis))
         return with_output(output, lambda output: split_tokens(output, self.axis))
 
 
-@dataclass(eq=False)
-class BlockForward:
-    """The forward of a block of a stack, inside of which the tokens are split.
-
-    Attributes:
-        is_first, is_last: of the stack: tokens are split before the first and joined behind the last.
-    """
-
-    original: Forward
-    axis: TensorAxis
-    is_first: bool
-    is_last: bool
-
-    @around_compiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_first:
-            args, kwargs = with_hidden(args, kwargs, self._split)
-        output = self.original(*args, **kwargs)
-        return with_output(output, lambda hidden: join_tokens(hidden, self.axis)) if self.is_last else output
-
-    def _split(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens = hidden.shape[-2]
-        if torch.is_grad_enabled() and tokens % self.axis.degree:
-            raise ValueError(
-                f"tensor_parallel: sequences of {tokens} tokens cannot be split over tensor_parallel_degree="
-                f"{self.axis.degree} ranks; pad batches to a multiple of {self.axis.degree} (pad_to_multiple_of="
-                f"{self.axis.degree} of the tokenizer or the collator), or write tensor_parallel={{'sequence_parallel'"
-                ": false}"
-            )
-        self.axis.begin(hidden)
-        return split_tokens(hidden, self.axis)
+def hidden_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the hidden states of a call: the first tensor, wherever it stands."""
+    hidden = kwargs.get("hidden_states")
+    if hidden is None:
+        hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    if hidden is None:
+        raise ValueError("tensor_parallel: a block was called without a tensor; its first one is split by tokens")
+    return hidden
 
 
 def with_hidden(
@@ -363,14 +384,31 @@ def with_hidden(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a call's arguments with the hidden states changed: the first tensor, wherever it stands among them."""
     everything = [*args, *kwargs.values()]
-    hidden = kwargs.get("hidden_states")
-    if hidden is None:
-        hidden = next((value for value in everything if isinstance(value, torch.Tensor)), None)
-    if hidden is None:
-        raise ValueError("tensor_parallel: a block was called without a tensor; its first one is split by tokens")
+    hidden = hidden_among(args, kwargs)
     changed = change(hidden)
     given = [changed if value is hidden else value for value in everything]
     return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+
+
+def with_others(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments with all tensors changed that gradients come to, but for the hidden states; also those
+    in lists, tuples and dictionaries."""
+    hidden = hidden_among(args, kwargs)
+
+    def of_other(tensor: torch.Tensor) -> torch.Tensor:
+        return change(tensor) if tensor.requires_grad and tensor is not hidden else tensor
+
+    return map_tensors((args, kwargs), of_other)  # type: ignore[no-any-return]
+
+
+def with_other_outputs(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a module's output with all tensors changed that gradients come from, but for the hidden states."""
+    if not isinstance(output, tuple):
+        return output
+    others = map_tensors(output[1:], lambda tensor: change(tensor) if tensor.requires_grad else tensor)
+    return (*output[:1], *others)
 
 
 def with_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from smp_core.tensor_parallel.operators import TensorAxis
 
@@ -49,6 +50,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (loss_N * kept_N).sum()
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         probabilities, place_N, is_own_N, kept_N = ctx.saved_tensors
         gradient = probabilities - ctx.smoothing / ctx.words

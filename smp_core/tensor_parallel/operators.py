@@ -7,6 +7,7 @@ arXiv 2205.05198):
 
     function           forward                            backward
     sum_gradient       nothing                            all-reduce
+    gradient_once      nothing                            nothing; zeros on all ranks but the first
     sum_outputs        all-reduce                         nothing
     scatter_tokens     reduce-scatter of tokens           all-gather of tokens
     split_tokens       this rank's tokens                 all-gather of tokens
@@ -29,6 +30,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.experimental import register_sharding
 
 from smp_core.comm.flat import FlatAllGather, FlatAllReduce, FlatReduceScatter
 from smp_core.comm.meter import CommMeter
@@ -120,6 +124,10 @@ class TensorAxis:
         work = self._reduce_scatter(part.view(-1), parts_T.view(-1), self.group, dist.ReduceOp.SUM, async_op=True)
         return _waiting(work, part, parts_T)
 
+    def of_first(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the tensor on the first rank, zeros elsewhere, whatever ``dim`` is."""
+        return tensor if self.rank == 0 else torch.zeros_like(tensor)
+
     def part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part along a dimension."""
         return tensor.chunk(self.degree, dim)[self.rank].contiguous()
@@ -147,6 +155,7 @@ class _Move(torch.autograd.Function):
         return tensor.view_as(tensor) if way is None else getattr(axis, way)(tensor, dim)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (grad,) = grads
         moved = grad if ctx.back is None else getattr(ctx.axis, ctx.back)(grad, ctx.dim)
@@ -162,6 +171,12 @@ def _move(tensor: torch.Tensor, axis: TensorAxis, way: str | None, back: str | N
 def sum_gradient(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     """Return the tensor; its gradient is added up over the ranks."""
     return _move(tensor, axis, None, "all_reduce")
+
+
+def gradient_once(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+    """Return the tensor; of its gradient, which is equal on all ranks, the first rank goes on with it: where sums over
+    the ranks follow, it counts once."""
+    return _move(tensor, axis, None, "of_first")
 
 
 def sum_outputs(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
@@ -205,6 +220,15 @@ def without_padding(tensor: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
     if torch.is_grad_enabled() or tensor.ndim < 3:
         return tensor
     return tensor[..., : axis.length, :].contiguous()
+
+
+def let_anomalies_be_found() -> None:
+    """Let autograd's anomaly mode (``detect_anomaly``) look at gradients of split parameters: DTensor has no rule for
+    ``_is_any_true``, the operator that it asks them with, whether any element is nan; torch names no other."""
+
+    @register_sharding(torch.ops.aten._is_any_true.default)
+    def rule(tensor: Any) -> Any:
+        return [([Replicate()], [Replicate()])]
 
 
 @dataclass(frozen=True)
@@ -259,6 +283,7 @@ class _ExchangeRows(torch.autograd.Function):
         return used
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad,) = grads
         axis, rows = ctx.axis, ctx.rows

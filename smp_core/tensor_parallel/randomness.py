@@ -22,16 +22,29 @@ from smp_core.tensor_parallel.roles import transformers_model
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def settle_random(model: nn.Module, axis: TensorAxis, splits_tokens: bool) -> None:
-    """Let blocks whose tokens are split draw other numbers on each rank. Refuse dropout where tokens are not split:
-    some of a block's dropout is of split activations and some is not, and nothing says which."""
+def settle_random(model: nn.Module, axis: TensorAxis, splits_tokens: bool) -> list[str]:
+    """Let blocks whose tokens are split draw other numbers on each rank; return what draws any. Refuse dropout where
+    tokens are not split."""
     found = _random_parts(model)
     if found and not splits_tokens:
-        raise ValueError(
-            f"tensor_parallel_degree: dropout without sequence parallelism is not built yet ({', '.join(found[:5])}); "
-            "write tensor_parallel={'sequence_parallel': true}, or set the probability to 0.0 before the model is built"
-        )
+        refuse_random(found)
     axis.draws = bool(found)
+    return found
+
+
+def refuse_random(found: list[str], where: str = "") -> None:
+    """Refuse dropout among whole tokens: some of a block's is of split activations and some is not, and nothing says
+    which.
+
+    Args:
+        found: what draws random numbers.
+        where: tokens are whole, and why; ends with "and ".
+    """
+    split = "" if where else "write tensor_parallel={'sequence_parallel': true}, or "
+    raise ValueError(
+        f"tensor_parallel_degree: {where}dropout without sequence parallelism is not built yet "
+        f"({', '.join(found[:5])}); {split}set the probability to 0.0 before the model is built"
+    )
 
 
 def _random_parts(model: nn.Module) -> list[str]:

@@ -32,6 +32,19 @@ def refuse_hooks(model: nn.Module, blocks: list[str]) -> None:
         )
 
 
+def shared_with_others(model: nn.Module, block: nn.Module) -> str:
+    """Return why tokens in a block stay whole that has a module in common with others, which may see all tokens there;
+    "": it has none."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    for module in block.modules():
+        outside = [name for name in names[module] if not holds(names[block], name)]
+        if outside and any(True for _ in module.parameters(recurse=False)):
+            return f"{outside[0]} ({type(module).__name__}) is a part of it and of others"
+    return ""
+
+
 def refuse_unshared_tokens(splits: list[Split], blocks: list[str]) -> None:
     """Refuse a layer among split tokens that returns all of them, with all features, where no layer behind it in its
     block shares them out again.

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import re
 import sys
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -380,11 +379,3 @@ def stacks_of(model: nn.Module, splits: list[Split]) -> list[list[str]]:
 def holds(names: list[str], name: str) -> bool:
     """Tell whether a module is one of these, or inside one."""
     return any(name == each or name.startswith(f"{each}.") for each in names)
-
-
-_POINTWISE = re.compile(r"(Norm\w*|Linear|Conv1D|Embedding|GELU|PReLU|Scale)$")
-
-
-def looks_at_one_token(module: nn.Module) -> bool:
-    """Tell whether a module with parameters computes each token's output from this token alone, by its kind."""
-    return bool(_POINTWISE.search(type(module).__name__)) or isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.Linear))

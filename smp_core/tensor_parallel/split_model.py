@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from smp_core.tensor_parallel.blocks import BlockForward, Stack
 from smp_core.tensor_parallel.loss import SplitLogits
 from smp_core.tensor_parallel.operators import TensorAxis
 from smp_core.tensor_parallel.roles import Split
@@ -21,6 +23,7 @@ class SplitModel:
         whole: names of parameters that every tensor rank holds whole.
         whole_elements: how many elements these have.
         in_pieces: how many layers are multiplied in pieces, behind messages.
+        stacks, blocks: whose tokens may be split.
     """
 
     axis: TensorAxis
@@ -31,6 +34,26 @@ class SplitModel:
     whole: tuple[str, ...]
     whole_elements: int
     in_pieces: int
+    stacks: Sequence[Stack] = ()
+    blocks: Sequence[BlockForward] = ()
+
+    def stand_around_blocks(self, in_stages: bool = False, without_values: bool = False) -> None:
+        """Split and join tokens around blocks, from here on; when these were told to recompute.
+
+        Args:
+            in_stages: nothing stands between blocks; pipeline stages hand on 1/T of the tokens.
+            without_values: nothing can be tried out; blocks are taken to compute the same with a part of their tokens.
+        """
+        for stack in self.stacks if in_stages or without_values else ():
+            stack.know(without_values)
+        for each in self.blocks:
+            each.original, each.block.forward = each.block.forward, each
+
+    def learn(self) -> None:
+        """Let tokens stay split between blocks, where the last step showed that they can. Collective over the axis;
+        when a step's gradients are complete."""
+        for stack in self.stacks:
+            stack.learn()
 
     def describe(self) -> str:
         """Return one line for people."""

@@ -3,7 +3,8 @@ are split, tried out rank by rank.
 
 Column layers return this rank's part of outputs that were drawn at random. What arrives at row layers has to be this
 rank's part of what arrives there in the whole block; these return random outputs too, of this rank's tokens. Weights
-are neither read nor copied, so a trial costs what lies between the layers.
+are neither read nor copied, so a trial costs what lies between the layers. Tokens are whole here: whether a block can
+do with a part of them is tried out on all ranks, for plans of any kind (:mod:`smp_core.tensor_parallel.token_trial`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from smp_core.tensor_parallel.adapters import around
-from smp_core.tensor_parallel.layers import with_hidden, with_output
+from smp_core.tensor_parallel.layers import with_hidden, with_others
 from smp_core.tensor_parallel.roles import is_conv1d
 
 _PIECES = (1, 2, 3)
@@ -87,7 +88,9 @@ class Block:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls += 1
+        # Leaves of the graph, so that it ends at what enters the block.
         args, kwargs = with_hidden(args, kwargs, lambda hidden: hidden.detach().requires_grad_())
+        args, kwargs = with_others(args, kwargs, lambda other: other.detach().requires_grad_())
         self._arguments = args, kwargs
         self.entered = _hidden_of(args, kwargs)
         return args, kwargs
@@ -116,10 +119,9 @@ class Block:
         seen = self._seen.get(module, [])
         return seen[0] if len(seen) == 1 else None
 
-    def play(self, tokens: slice) -> torch.Tensor:
-        """Call the block again, with some of the tokens that it was given; return the first tensor of its output."""
+    def play(self) -> torch.Tensor:
+        """Call the block again; return the first tensor of its output."""
         args, kwargs = self._arguments
-        args, kwargs = with_hidden(args, kwargs, lambda hidden: hidden[..., tokens, :])
         output = self.module(*args, **kwargs)
         first: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
         return first
@@ -148,7 +150,7 @@ def mixes_tokens(hidden: torch.Tensor, output: torch.Tensor) -> bool:
 
 
 class _Differs(Exception):
-    """An error: what arrives at a row layer, or leaves a block, is not a part of the whole."""
+    """An error: what arrives at a row layer is not a part of the whole, or something else leaves the block."""
 
 
 class Trial:
@@ -161,7 +163,6 @@ class Trial:
     def __init__(self, block: Block, degree: int) -> None:
         self.block, self.degree = block, degree
         self._generator = torch.Generator().manual_seed(0)
-        self._samples = block.entered.shape[0]
 
     def fitted(self, group: Group, known: dict[Any, Any]) -> Group | None:
         """Return the group with what has to be done for it; None: it cannot be split.
@@ -182,24 +183,6 @@ class Trial:
                 known[alike] = tried.pieces, tuple((name[start:], attribute) for name, attribute in tried.divided)
                 return self._with_gathering(tried)
         return None
-
-    def require_part_of_the_tokens(self, groups: Sequence[Group], whole: Sequence[str]) -> None:
-        """Require that the block computes the same with a part of the tokens between its layers.
-
-        Raises:
-            ValueError: it does not; says what to write.
-        """
-        tokens = self.block.entered.shape[-2]
-        parts = min(self.degree, tokens)
-        try:
-            for rank in range(self.degree):
-                part = min(rank, parts - 1)
-                self._compare(groups, rank, slice(part * tokens // parts, (part + 1) * tokens // parts), whole)
-        except Exception as error:
-            raise ValueError(
-                f"tensor_parallel.plan='infer': {self.block.name} does not compute the same with a part of the tokens "
-                "between its layers; write tensor_parallel={'plan': 'infer', 'sequence_parallel': false}"
-            ) from error
 
     def _possible(self, group: Group) -> Iterator[Group]:
         """Yield what may have to be done for a group, the least first."""
@@ -225,10 +208,9 @@ class Trial:
                             yield name, attribute
 
     def _passes(self, group: Group) -> bool:
-        everything = slice(None)
         try:
             for rank in range(self.degree):
-                self._compare([group], rank, everything, ())
+                self._compare(group, rank)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever a forward says to sizes that it does not expect
@@ -239,25 +221,24 @@ class Trial:
         """Find out whether what lies between the layers looks at several tokens, which are gathered then."""
         drawn = {name: self._drawn(name).requires_grad_() for name in (*group.columns, *group.rows)}
         arrived: dict[str, torch.Tensor] = {}
-        with self._playing([group], drawn.__getitem__, arrived.__setitem__, slice(None), ()):
-            self.block.play(slice(None))
+        with self._playing(group, drawn.__getitem__, arrived.__setitem__):
+            self.block.play()
         mixes = any(mixes_tokens(drawn[name], hidden) for name in group.columns for hidden in arrived.values())
         return replace(group, gathered=around(group.columns[0])) if mixes else group
 
     @torch.no_grad()
-    def _compare(self, groups: Sequence[Group], rank: int, tokens: slice, whole: Sequence[str]) -> None:
+    def _compare(self, group: Group, rank: int) -> None:
         """Play the block whole and as one rank.
 
         Raises:
             _Differs: something differs; any other error of a forward whose sizes do not fit.
         """
-        drawn = {name: self._drawn(name) for group in groups for name in (*group.columns, *group.rows)}
+        drawn = {name: self._drawn(name) for name in (*group.columns, *group.rows)}
         expected: dict[str, torch.Tensor] = {}
-        with self._playing(groups, drawn.__getitem__, expected.__setitem__, slice(None), whole):
-            output = self.block.play(slice(None))
+        with self._playing(group, drawn.__getitem__, expected.__setitem__):
+            output = self.block.play()
 
         def part(name: str) -> torch.Tensor:
-            group = next(group for group in groups if name in (*group.columns, *group.rows))
             if name in group.rows:
                 return drawn[name]
             pieces = drawn[name].chunk(group.pieces, -1)
@@ -266,21 +247,17 @@ class Trial:
         def arrive(name: str, hidden: torch.Tensor) -> None:
             _require_close(hidden, expected[name].chunk(self.degree, -1)[rank])
 
-        divided = [each for group in groups for each in group.divided]
-        with self._divided(divided), self._playing(groups, part, arrive, tokens, whole):
-            _require_close(self.block.play(tokens), output[..., tokens, :])
+        with self._divided(group.divided), self._playing(group, part, arrive):
+            _require_close(self.block.play(), output)
 
     @contextlib.contextmanager
     def _playing(
         self,
-        groups: Sequence[Group],
+        group: Group,
         given: Callable[[str], torch.Tensor],
         arrive: Callable[[str, torch.Tensor], None],
-        tokens: slice,
-        whole: Sequence[str],
     ) -> Iterator[None]:
-        """Let columns and rows return what is given, rows show what arrives, and modules that need all tokens have
-        them."""
+        """Let columns and rows return what is given, and rows show what arrives."""
 
         def column(name: str) -> Callable[..., Any]:
             return lambda hidden: given(name).clone()  # forwards may change it in place
@@ -288,29 +265,12 @@ class Trial:
         def row(name: str) -> Callable[..., Any]:
             def forward(hidden: torch.Tensor) -> torch.Tensor:
                 arrive(name, hidden)
-                total = given(name).clone()
-                if total.ndim == 2:  # all samples' tokens in one row
-                    return total.unflatten(0, (self._samples, -1))[:, tokens].flatten(0, 1)
-                return total[..., tokens, :]
+                return given(name).clone()
 
             return forward
 
-        def gathering(name: str) -> Callable[..., Any]:
-            module, original = self.block.inside[name], self.block.inside[name].forward
-            call = self.block.call_of(module)
-            assert call is not None
-
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                args, kwargs = with_hidden(args, kwargs, lambda _: call.hidden)
-                output = original(*args, **kwargs)
-                return with_output(output, lambda out: out[..., tokens, :]) if name in whole else output
-
-            return forward
-
-        changed = {name: column(name) for group in groups for name in group.columns}
-        changed |= {name: row(name) for group in groups for name in group.rows}
-        gathered = [group.gathered for group in groups if group.gathered and tokens != slice(None)]
-        changed |= {name: gathering(name) for name in (*whole, *gathered)}
+        changed = {name: column(name) for name in group.columns}
+        changed |= {name: row(name) for name in group.rows}
         with _changed([(self.block.inside[name], "forward", forward) for name, forward in changed.items()]):
             yield
 

@@ -214,7 +214,7 @@ def bare_loop(arguments: dict[str, Any] | None, stream: bool) -> dict[str, Any]:
         accelerator: Any = Accelerator(cpu=True)
     else:
         accelerator = fresh_accelerator(**arguments)
-    data_ranks = accelerator.num_processes // getattr(accelerator, "batch_degree", 1)
+    data_ranks = getattr(accelerator, "data_size", accelerator.num_processes)
     model = make_model().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data: Any = Stream() if stream else make_rows(3 * BATCH, 1)

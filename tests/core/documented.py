@@ -8,6 +8,12 @@ import re
 from smp_core.config import SmpConfig
 
 
+def as_word(count: int) -> str:
+    """A small number as pages write it, so that it can be compared with what it counts."""
+    words = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+    return words.split()[count]
+
+
 def documented(of: type) -> dict[str, str]:
     """Knob, or field of a recipe -> what the docstring says, on one line."""
     arguments = inspect.cleandoc(of.__doc__ or "").split("\nArgs:\n", 1)[1].split("\nRaises:\n", 1)[0]

@@ -121,6 +121,7 @@ VALUES: dict[str, Any] = {
     "delayed_init": st.none() | some(DelayedInit),
     "param_dtype": st.sampled_from(["auto", None, "float32", "bfloat16", "float16"]),
     "reduce_dtype": st.sampled_from(["auto", None, "float32", "bfloat16", "float16"]),
+    "master_dtype": st.sampled_from(["auto", None, "float32"]),
     "on_nonfinite_grad_norm": st.sampled_from(["ignore", "skip", "raise"]),
     "optimizer_shard": st.sampled_from(["shard", "world"]),
     "state_offload": st.sampled_from([None, "optimizer", "all"]),

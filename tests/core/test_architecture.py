@@ -355,8 +355,19 @@ def test_the_table_of_private_names_is_that_of_the_list() -> None:
 # Calls in parallelize_model() whose place does not matter to what a model becomes.
 NO_CONVERSIONS = {
     *("CommMeter", "Traffic", "Calls", "ReplacedParameters", "ModelPart", "ParallelModel", "DelayedInit"),
-    *("change_this_process", "_require_methods", "plain_tensors", "explain_uncalled", "follow_window", "int", "tuple"),
+    *(
+        "change_this_process",
+        "_require_methods",
+        "_require_same_hooks",
+        "plain_tensors",
+        "explain_uncalled",
+        "follow_window",
+        "int",
+        "tuple",
+    ),
     *("_keep_alike", "_veto_of", "_start_scales"),  # around the window
+    "_inspected",  # looks at the model
+    "played_of",  # copies of what stages leave out, before they do
 }
 
 

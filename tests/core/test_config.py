@@ -47,7 +47,7 @@ def documentation(of: type) -> dict[str, str]:
 
 def test_every_knob_is_documented_with_its_default() -> None:
     assert list(documentation(SmpConfig)) == [field.name for field in KNOB_FIELDS] == list(SmpConfig.knobs())
-    assert list(READERS) == list(SmpConfig.knobs()) and len(READERS) == 25
+    assert list(READERS) == list(SmpConfig.knobs()) and len(READERS) == 26
     for documented, fields in [
         (documentation(SmpConfig), KNOB_FIELDS),
         *((documentation(recipe), dataclasses.fields(recipe)) for recipe in FIELDS),

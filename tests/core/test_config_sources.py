@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from smp_core.config import SmpConfig
+from smp_core.config_sources import OTHER_VARIABLES
 from smp_core.knob_rules import READERS
+from smp_core.parallel_model import REPORT_LINES
 from smp_core.recipes import DelayedInit, Units
+from tests.core.documented import as_word
+from tests.harness import ROOT
 
 PACKAGES = ("smp_core", "lightning_smp", "accelerate_smp")
 
@@ -91,6 +95,29 @@ def test_a_variable_that_some_part_reads_is_not_called_without_effect(caplog: py
     assert caplog.messages == []
     page = (root / "docs" / "configuration.md").read_text()
     assert [name for name in sorted(others) if f"`{name}" not in page] == []
+
+
+def test_the_page_counts_what_the_code_has() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    (count, *_), names = re.findall(r"(\w+) are no knobs: (.*?)\n\n", page, re.DOTALL)[0], OTHER_VARIABLES
+    assert count.lower() == as_word(len(names))
+    for page_with_lines in ("README.md", "docs/configuration.md"):
+        text = (ROOT / page_with_lines).read_text(encoding="utf-8")
+        (lines,) = re.findall(r"rank 0 prints\s+at most (\w+) lines", text)
+        assert lines == as_word(REPORT_LINES)
+
+
+def test_code_comes_before_the_environment(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"SMP_SHARD_DEGREE": "4", "SMP_FP8": "true"}
+    config = SmpConfig.from_code({"shard_degree": 2}, environ)
+    assert config == SmpConfig(shard_degree=2, fp8=True) and config.given == {"shard_degree", "fp8"}
+    assert (config.why("shard_degree"), config.why("fp8")) == ("as asked", "SMP_FP8")
+    assert [record.getMessage() for record in caplog.records] == [
+        "SMP_SHARD_DEGREE has no effect: shard_degree is settled in code"
+    ]
+    caplog.clear()
+    assert SmpConfig.from_code({"shard_degree": "4"}, environ) == SmpConfig.from_env(environ)
+    assert not caplog.records, "both say the same"
 
 
 def test_environment_is_the_process_environment_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,3 +123,39 @@ def given_up_by_one(knobs: dict[str, Any]) -> str:
 def test_a_window_that_one_replica_gives_up_alone_is_no_step_of_the_others() -> None:
     for text in run_ranks(given_up_by_one, 2, {"shard_degree": 1}):
         assert "rank 1 window 2; rank 0 window 3" in text, text
+
+
+def frozen_apart(cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """The last rank freezes what the others train: the error, and the next step, in which all train the same."""
+    found = []
+    for frozen, knobs in cases:
+        parallel, optimizer = prepared(**knobs)
+        fresh, its_optimizer = prepared(**knobs)
+        is_last = parallel.mesh.replicate_rank == parallel.mesh.replicate_degree - 1
+        for name, parameter in parallel.module.named_parameters():
+            parameter.requires_grad_(not (is_last and name.startswith(frozen)))
+        with pytest.raises(RanksDiverged) as error:
+            window(parallel, ["lr"])
+        assert not parallel.window.is_open and all(p.grad is None for p in parallel.module.parameters())
+        parallel.module.requires_grad_(True)
+        window(fresh, ["lr"])
+        fresh.window.abandon()
+        for each, stepped in ((parallel, optimizer), (fresh, its_optimizer)):
+            window(each, ["lr", "rl"], step=1)
+            stepped.step()
+        assert all(map(torch.equal, state_of(parallel, optimizer), state_of(fresh, its_optimizer)))
+        found.append(str(error.value))
+    return found
+
+
+def test_ranks_that_train_different_parameters_are_named_on_all_ranks() -> None:
+    """Sums of replicas that freeze other parameters hold other gradients in one place, or are of other sizes."""
+    cases: list[Any] = [
+        ("left.0.linear.bias", {"shard_degree": 1}),
+        ("left.0", {"shard_degree": 2}),
+        ("left.0", {"shard_degree": 2, "keep_between_micro_batches": "gradients"}),
+    ]
+    results = run_ranks(frozen_apart, 4, cases)
+    assert all(texts == results[0] for texts in results)
+    for text, ranks in zip(results[0], ("ranks 0-2", "ranks 0-1", "ranks 0-1"), strict=True):
+        assert f"only on {ranks} 'left.0.linear." in text and "requires_grad_() on all ranks alike" in text, text

@@ -44,6 +44,25 @@ def test_weights_written_from_outside_are_stepped_from() -> None:
             assert torch.equal(parameters[0], torch.full((4,), value - 0.25, dtype=dtype))
 
 
+def test_states_are_loaded_in_the_order_in_which_parameters_lie_in_memory() -> None:
+    """A file holds rows; fused kernels walk a parameter and its states side by side."""
+
+    def stepped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> torch.Tensor:
+        parameter.grad = torch.sin(torch.arange(6.0)).view(3, 2).t()
+        optimizer.step()
+        return parameter.detach().clone()
+
+    by_columns, of_one_piece = (nn.Parameter(torch.ones(3, 2).t()) for _ in range(2))
+    saved, expected = offloaded([by_columns], adamw), offloaded([of_one_piece], adamw)
+    stepped(saved, by_columns), stepped(expected, of_one_piece)
+    states = saved.state_dict()
+    for entry in states["state"].values():
+        entry |= {key: value.contiguous() for key, value in entry.items() if key.startswith("exp_avg")}
+    resumed = offloaded([by_columns], adamw)
+    resumed.load_state_dict(states)
+    assert torch.equal(stepped(resumed, by_columns), stepped(expected, of_one_piece))
+
+
 def test_hooks_schedules_and_closures_are_those_of_one_step() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
     optimizer = offloaded(parameters[:2], lambda given: torch.optim.SGD(given, lr=1.0))

@@ -160,14 +160,14 @@ def test_a_plan_that_an_optimizer_of_later_does_not_fit_says_so() -> None:
 
 def test_states_over_the_world_are_divided_by_it() -> None:
     """Degree 2 of 8 ranks, bfloat16: shards of 40, 32 and 4 elements (10x8, 7x8 and 7, padded); a quarter of each, 10 +
-    8 + 1, has a master, its gradient and two states of 4 bytes; the 0-d one has two states of 2 bytes."""
+    8 + 1, has a master, its gradient and two states of 4 bytes; the 0-d one has two states of 4 bytes."""
     with torch.device("meta"):
         model = TwoBlocks().bfloat16()
     seen = estimate_of(plan_of(model, 2, 8, UNITS, optimizer_shard="world"))
-    assert seen.optimizer_states == (10 + 8 + 1) * 4 * 4 + 2 * 2
+    assert seen.optimizer_states == (10 + 8 + 1) * 4 * 4 + 2 * 4
     alone = estimate_of(plan_of(model, 8, 8, UNITS, optimizer_shard="world"))
-    plain = estimate_of(plan_of(model, 8, 8, UNITS))
-    assert alone == plain, "one replica has nothing to divide by"
+    plain = estimate_of(plan_of(model, 8, 8, UNITS, master_dtype="float32"))
+    assert alone == plain, "one replica has nothing to divide by, and masters all the same"
     # Masters and states on the host: what remains is the gradient of the part.
     offloaded = estimate_of(plan_of(model, 2, 8, UNITS, optimizer_shard="world", state_offload="optimizer"))
     assert offloaded.optimizer_states == (10 + 8 + 1) * 4

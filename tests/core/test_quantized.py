@@ -254,15 +254,27 @@ def test_a_bad_weight_on_one_rank_makes_its_unit_exact_on_all(knobs: dict[str, A
         assert not torch.equal(seen.weights["1.up.weight"], original["1.up.weight"]), "encoded"
 
 
+class Spoiled(torch.autograd.Function):
+    """A term of zero whose gradient has a bad element."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.zeros_like(gradient).index_fill(0, torch.tensor([5]), float("nan"))
+
+
 def reduce_with_a_bad_gradient(bad_rank: int, quantized: str | None) -> tuple[list[float], list[torch.Tensor], int]:
     torch.manual_seed(0)
     parallel = parallel_model(SmallGpt(layers=2), shard_degree=4, compression={"reduce": quantized})
 
-    def spoil(module: torch.nn.Module, _: Any) -> None:  # its parameters are whole when its forward begins
-        module.up.bias.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([5]), float("nan")))
+    def spoil(module: torch.nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + Spoiled.apply(module.bias)  # unsharded, inside the block's forward
 
     if dist.get_rank() == bad_rank:
-        parallel.module.blocks[1].register_forward_pre_hook(spoil)
+        parallel.module.blocks[1].up.register_forward_hook(spoil)
     parallel.module(torch.zeros(1, 9, dtype=torch.long)).backward()
     gradients = [parameter.grad.full_tensor() for parameter in parallel.module.parameters()]
     norm = parallel.clip_grad_norm_(1.0)

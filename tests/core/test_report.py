@@ -52,7 +52,10 @@ def written(folder: Path, steps: int = 6, slower: float = 1.0, **plan: Any) -> P
         by_part = {f"seconds_{part}": 0.01 * (place + 1) for place, part in enumerate(PARTS)}
         figures |= {**by_part, "seconds_waiting": seconds - 0.1, "straggler_rank": 3.0}
         by_rank = {str(rank): [0.01, 0.02, 0.03, 0.04 + rank / 1000] for rank in range(4)}
+        figures |= {"samples": 8.0 * step / slower, "tokens_seen": 800.0 * step / slower}
         log.append("step", step=step, **figures, seconds_by_rank=by_rank, sent=SENT, routers=ROUTERS)
+    for step in (3, steps):
+        log.append("metrics", step=step, values={"val/loss": 5 / step, "val/accuracy": step / 10})
     log.append("memory", step=steps, device=MEMORY, host={})
     log.append("fp8", step=steps, modules=FP8)
     run_log.note("checkpoint", step=steps, path="/runs/last", stall_seconds=0.0375, behind=True)
@@ -121,6 +124,9 @@ def test_numbers_on_the_page_are_the_logs(tmp_path: Path) -> None:
         expected = [values[0], statistics.median(values), min(values), max(values), values[-1]]
         words = "seconds of a step" if words == "seconds" else words
         assert list(map(float, page.row("figures", words))) == expected, name
+    assert page.row("figures", "straggler_rank") == ["3.0", "", "", "", "3.0"]
+    assert page.row("figures", "samples") == ["8.0", "", "", "", "48.0"]
+    assert list(map(float, page.row("logged", "val/loss"))) == [5 / 3, (5 / 3 + 5 / 6) / 2, 5 / 6, 5 / 3, 5 / 6]
     for rank, parts in reports[-1]["seconds_by_rank"].items():
         assert list(map(float, page.row("ranks", f"rank {rank}"))) == parts
     assert page.row("sent", "all_reduce/inter")[:2] == ["8000000.0", "8000000.0"]
@@ -131,6 +137,16 @@ def test_numbers_on_the_page_are_the_logs(tmp_path: Path) -> None:
     assert ["input saturated", "head", "0.25"] in page.tables["fp8"]
     assert page.tables["routers"][1] == ["layers.6.gate", "7.5", "0.75"] and len(page.tables["routers"]) == 6
     assert page.text.count("first") >= 1 and "one colour per partition group" in page.text
+
+
+def test_every_cell_has_its_columns_name_for_a_narrow_screen(tmp_path: Path) -> None:
+    """Rows become paragraphs there; what would be beside the screen stands under one another."""
+    _, text = page_of(written(tmp_path))
+    cells = re.findall(r"<td[^>]*>", text)
+    assert cells and all("data-head=" in cell for cell in cells)
+    assert '<td class="number" data-head="last" data-value="48.0">' in text
+    narrow = text[text.index("@media (max-width: 40rem)") :]
+    assert "display: block" in narrow and "pre-wrap" in narrow and "attr(data-head)" in narrow
 
 
 def test_the_verdict_says_what_waits_and_what_would_help(tmp_path: Path) -> None:
@@ -151,6 +167,10 @@ def test_two_runs_beside_one_another(tmp_path: Path) -> None:
     first, second, difference = page.row("figures", "seconds of a step")
     assert float(second) == pytest.approx(1.25 * float(first)) and difference == "+25.0%"
     assert text.count("A step takes") == 2
+    for name in ("samples", "tokens_seen"):
+        first, second, difference = page.row("figures", f"{name}, last")
+        assert float(first) == 1.25 * float(second) > 0 and difference == "-20.0%"
+    assert page.row("figures", "straggler_rank, most frequent") == ["3", "3", ""]
 
 
 def test_a_run_goes_on_in_its_log_after_it_was_killed(tmp_path: Path) -> None:

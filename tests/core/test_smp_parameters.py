@@ -55,11 +55,44 @@ DOCUMENTED: dict[str, Any] = {
     "context_parallel_degree": 1,
     "expert_parallel_degree": 1,
     "random_seed": 12345,
+    # Of blocks that hold more than their options: arguments of SMP's calls and scripts, and of the `mpi` dict.
+    "_fp32_grad_accumulation": True,
+    "horovod": False,
+    "contiguous": True,
+    "load_partition": False,
+    "partition_file": "partition.data",
+    "ddp_port": 29400,
+    "processes_per_host": 8,
+    "custom_mpi_options": "--mca btl_vader_single_copy_mechanism none",
+    "trace_device": "gpu",
+    "trace_execution_times": False,
+    "trace_memory_usage": False,
+    "overlapping_allreduce": True,
+    "bucket_cap_mb": 25,
+    "gradient_as_bucket_view": True,
+    "find_unused_parameters": False,
+    "broadcast_buffers": True,
+    "backward_passes_per_step": 1,
+    "average_grads_across_microbatches": True,
+    "dynamic_loss_scale": True,
+    "static_loss_scale": 128.0,
+    "dynamic_loss_args": {"scale_window": 1000, "min_scale": 1, "delayed_shift": 2},
+    "process_count_per_node": 8,
+    "mpi_additional_options": ["-x", "NCCL_DEBUG"],
+    "fp8": 1,
+    "fp8_amax_history_len": 16,
+    "fp8_amax_compute_algo": "most_recent",
+    "delayed_param": 1,
+    "cp_comm_type": "p2p",
+    "moe": 0,
+    "sharding_strategy": "hybrid_shard",
 }
 
 # These are only something to set beside others.
 BESIDE: dict[str, dict[str, Any]] = {
     "activation_loading_horizon": {"sm_activation_offloading": True},
+    "fp8_amax_history_len": {"fp8": 1},
+    "fp8_amax_compute_algo": {"fp8": 1},
     "microbatches": {"partitions": 2},
     "pipeline": {"partitions": 2},
 }
@@ -118,8 +151,8 @@ def test_no_option_takes_any_value_whatever(option: str) -> None:
             {"hybrid_shard_degree": 8, "context_parallel_degree": 8},
             {"shard_degree": 8, "context_parallel_degree": 8},
         ),
-        ({"bf16": True, "fp16": False}, {"param_dtype": "bfloat16"}),
-        ({"fp16": True}, {"param_dtype": "float16"}),
+        ({"bf16": True, "fp16": False}, {"param_dtype": "bfloat16", "master_dtype": "float32"}),
+        ({"fp16": True}, {"param_dtype": "float16", "master_dtype": "float32"}),
         ({"sdp_hierarchical_allgather": False}, {"collectives": {"hierarchical": False}}),
         ({"delayed_parameter_initialization": True}, {"delayed_init": True}),
         (
@@ -141,6 +174,11 @@ def test_no_option_takes_any_value_whatever(option: str) -> None:
         ({"shard_optimizer_state": True}, {"optimizer_shard": "world", "shard_degree": 1}),
         ({"shard_optimizer_state": False}, {}),
         ({"sdp_gradient_clipping": 0}, {}),
+        ({"hybrid_shard_degree": 8, "delayed_parameter_initialization": 1}, {"shard_degree": 8, "delayed_init": True}),
+        ({"fp8": 1}, {"fp8": True}),
+        ({"fp8": 0, "fp8_amax_history_len": 16}, {}),
+        ({"fp8": True, "fp8_amax_history_len": 16}, {"fp8": {"amax_history_len": 16}}),
+        ({"static_loss_scale": None, "dynamic_loss_scale": True, "trace_device": None}, {}),
     ],
 )
 def test_blocks_as_people_have_them(block: dict[str, Any], knobs: dict[str, Any]) -> None:
@@ -178,6 +216,12 @@ def test_a_shard_degree_overrides_the_script_s_strategy_but_not_its_resharding()
         ),
         ({"sdp_gradient_clipping": 0.5}, r"Trainer\(gradient_clip_val=0.5\)"),
         ({"microbatches": 4}, r"Trainer\(accumulate_grad_batches=4\)"),
+        ({"backward_passes_per_step": 4}, r"Trainer\(accumulate_grad_batches=4\)"),
+        ({"static_loss_scale": 128}, r"GradScaler\(init_scale=128, growth_interval"),
+        ({"dynamic_loss_scale": False}, r"GradScaler\(enabled=False\)"),
+        ({"average_grads_across_microbatches": 0}, "multiply the loss"),
+        ({"horovod": True}, "Horovod is not used: remove it"),
+        ({"ddp": 2}, "ddp=2 is not allowed; allowed: true, false"),
         ({"ddp": False}, "ddp=False .*write True"),
         ({"expert_parallel_degree": 2}, "experts are sharded like every other layer"),
         ({"bf16": True, "fp16": True}, "fp16=True and SMP bf16=True contradict each other about param_dtype"),
@@ -209,7 +253,7 @@ def test_one_line_of_the_log_for_each_option(caplog: pytest.LogCaptureFixture) -
         config = SmpConfig.from_smp_parameters(block)
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert [line.partition("=")[0] for line in lines] == list(block)
-    assert 'Trainer(precision="bf16-true")' in caplog.text
+    assert 'Trainer(precision="bf16-mixed")' in caplog.text and "bf16-true" not in caplog.text
     assert config.why("shard_degree") == "SMP sharded_data_parallel_degree=4"
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from smp_core.config import SmpConfig
 from smp_core.planning.units import Entry, WrapPlan, plan_units
 from tests.core import zoo
+from tests.core.fuzz.models import Ways
 
 
 def plan(model: nn.Module, *, entry: Entry = "forward", **knobs) -> WrapPlan:
@@ -197,6 +198,21 @@ def test_own_parameters_stay_whole_where_backward_runs_inside_the_step() -> None
     made = plan(zoo.WithOwnParameters(), entry="children")
     assert roots(made) == ["second", "first"]
     assert made.replicated == ("temperature", "bias", "gate")
+
+
+def test_children_that_share_a_unit_have_a_root_above_them() -> None:
+    """FSDP2 knows one root for a unit, and finds it at the first call."""
+    for entry in ("steps", "children"):
+        made = plan(Ways(), entry=entry, units=["Linear"])
+        assert roots(made) == [""] and made.units[-1].parameters == ()
+        assert "left.common" in names(made)
+        nested = nn.Module()
+        nested.part = zoo.Mlp()
+        nested.all = nn.Sequential(nested.part, nn.Linear(4, 4))
+        made = plan(nested, entry=entry)
+        assert roots(made) == [""] and "part" in names(made)
+        no_units = plan(Ways(), entry=entry)
+        assert roots(no_units) == ["leave", "adapted", "right", "left", "enter"]
 
 
 def test_children_in_containers_are_roots_of_their_own() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
@@ -16,7 +18,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, PictureModule
@@ -97,10 +99,15 @@ def fit_averaging(
     ("kind", "knobs"),
     [
         ("ema", "world"),
-        ("mean", "kept"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("ema", "node"), ("multi", "replicas"), ("own", "world-host"), ("own", "host"))
+            for case in (
+                ("mean", "kept"),
+                ("ema", "node"),
+                ("multi", "replicas"),
+                ("own", "world-host"),
+                ("own", "host"),
+            )
         ),
     ],
 )
@@ -123,6 +130,60 @@ def test_stochastic_weight_averaging_is_that_of_one_process(knobs: str) -> None:
         fit_averaging("swa", None, Pictures, **flags),
     )
     assert_same(together(fit_averaging, "swa", KNOBS[knobs], **flags, ranks=2), fit_averaging("swa", **flags))
+
+
+class Drawn:
+    """Case ``number`` of rules, dtypes that the module is built in, models and layouts."""
+
+    def __init__(self, number: int) -> None:
+        draw = random.Random(number)
+        self.rule = draw.choice(["mean", "ema", "own function", "many tensors", "swa"])
+        # torch's kernels for many tensors cannot average float64 weights into a float32 copy, which one process has.
+        self.built_in = "float64" if self.rule == "many tensors" else draw.choice(["float32", "float32", "mixed"])
+        self.pictures = draw.random() < 0.4
+        self.knobs = KNOBS[draw.choice(list(KNOBS))]
+        self.averages_buffers = draw.random() < 0.5
+        self.device = draw.choice([None, "cpu"])
+        self.decay, self.every = draw.choice([0.5, 0.9, 0.999]), draw.choice([1, 2])
+
+    def callback(self) -> Any:
+        options: dict[str, Any] = {"device": self.device, "use_buffers": self.averages_buffers}
+        if self.rule == "ema":
+            return EMAWeightAveraging(decay=self.decay, update_every_n_steps=self.every, **options)
+        if self.rule == "own function":
+            return WeightAveraging(avg_fn=lambda old, new, count: (old * count + new) / (count + 1), **options)
+        if self.rule == "many tensors":
+            made = get_swa_multi_avg_fn() if self.every == 1 else get_ema_multi_avg_fn(self.decay)
+            return WeightAveraging(multi_avg_fn=made, **options)
+        if self.rule == "swa":
+            return StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=2, device=self.device)
+        return WeightAveraging(**options)
+
+    def fit(self) -> Run:
+        module: Any = (PictureModule if self.pictures else LanguageModule)(batches=2)
+        for place, child in enumerate(module.model.modules()):
+            if self.built_in == "float64" or (self.built_in == "mixed" and place % 2):
+                child.double()
+        sync = {"sync_batchnorm": True} if dist.is_initialized() else {}
+        flags: dict[str, Any] = {"precision": "64-true", "max_epochs": 3, **sync}
+        trainer = make_trainer(self.knobs, callbacks=[self.callback()], **flags)
+        trainer.fit(module)
+        return report(trainer, module)
+
+
+def fit_drawn(numbers: Sequence[int]) -> list[Run]:
+    return [Drawn(number).fit() for number in numbers]
+
+
+@pytest.mark.parametrize("numbers", [range(6), pytest.param(range(6, 206), marks=pytest.mark.slow)], ids=str)
+def test_drawn_averages_have_the_arithmetic_of_one_process(numbers: Sequence[int]) -> None:
+    """Also where the module is built in another dtype than it is trained in: Lightning averages a copy as built."""
+    of_ranks = run_ranks(fit_drawn, 2, numbers, ranks_per_node=2)
+    for number, *runs in zip(numbers, *of_ranks, strict=True):
+        try:
+            assert_same(runs, Drawn(number).fit())
+        except AssertionError as error:
+            raise AssertionError(f"case {number}, {vars(Drawn(number))}") from error
 
 
 def interrupted(kind: str, knobs: dict[str, Any] | None, there: dict[str, Any], epochs: int, folder: str) -> list[Run]:

@@ -122,7 +122,7 @@ def fit_uneven(train: int, val: int, **flags: Any) -> None:
 def test_ranks_with_other_numbers_of_batches_end_at_once_and_not_after_a_timeout() -> None:
     said = "rank 2: 4, rank 3: 3"
     assert_says(fit_uneven, 3, 4, words=["rank 0: 4, rank 1: 4, " + said, "limit_train_batches=3"], ranks=4)
-    assert_says(fit_uneven, 4, 3, words=["rank 2: [4], rank 3: [3]", "limit_val_batches"], ranks=4)
+    assert_says(fit_uneven, 4, 3, words=["nothing was raised"], ranks=4)  # evaluation takes any number
 
 
 def test_other_numbers_of_batches_are_fine_where_no_rank_comes_to_its_last() -> None:

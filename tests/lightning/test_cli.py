@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 
+import lightning_smp
 from lightning_smp import SmpShardedStrategy
 from smp_core.config import SmpConfig
+from tests.core.documented import as_word
+from tests.harness import ROOT
 from tests.lightning.modules import LanguageModule
 
 NAME = "lightning_smp.SmpShardedStrategy"
@@ -63,6 +68,45 @@ def test_every_knob_is_an_option_and_nothing_else_is(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         config_of(SAID, NAME, f"{SAID}.shard_degre", "2")
     assert "'shard_degre' is not accepted" in capsys.readouterr().err
+
+
+def test_the_page_counts_and_lists_the_strategies_that_are_registered() -> None:
+    page = (ROOT / "docs" / "lightning.md").read_text(encoding="utf-8")
+    registered = {name for name in StrategyRegistry if name.startswith("smp_")}
+    assert len(registered) > 3
+    for text in (page, lightning_smp.__doc__ or ""):
+        listed = set(re.findall(r'^(?:\| `"|    )(smp_\w+)', text, re.MULTILINE))
+        assert listed == registered
+    (count,) = re.findall(r"registers (\w+) strategies", page)
+    assert count == as_word(len(registered))
+
+
+def test_variables_set_what_no_argument_does(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """By name, by class and by LightningCLI, which gives every knob; what is written comes first, and that is said."""
+    monkeypatch.setenv("SMP_SHARD_DEGREE", "2")
+    monkeypatch.setenv("SMP_ACTIVATIONS", '{"checkpoint": "full", "offload": true}')
+    both = SmpConfig.from_dict({"shard_degree": 2, "activations": {"checkpoint": "full", "offload": True}})
+    assert StrategyRegistry.get("smp_sharded").config == both
+    assert SmpShardedStrategy().config == both and config_of(SAID, NAME, f"{SAID}.optimizer_shard", "shard") == both
+    assert SmpShardedStrategy().config.why("shard_degree") == "SMP_SHARD_DEGREE"
+    assert not [record for record in caplog.records if record.name == "smp"]
+    written = (
+        StrategyRegistry.get("smp_sharded_node").config,
+        SmpShardedStrategy(shard_degree="node").config,
+        config_of(SAID, NAME, f"{SAID}.shard_degree", "node"),
+    )
+    for config in written:
+        assert (config.shard_degree, config.activations) == ("node", both.activations)
+    assert [record.getMessage() for record in caplog.records if record.name == "smp"] == 3 * [
+        "SMP_SHARD_DEGREE has no effect: shard_degree is settled in code"
+    ]
+    caplog.clear()
+    assert SmpShardedStrategy(config={"shard_degree": 2}).config == SmpConfig(shard_degree=2)
+    assert [record.getMessage()[:15] for record in caplog.records] == ["SMP_ACTIVATIONS"]
+    monkeypatch.setenv("SMP_SHARD_DEGRE", "4")
+    with pytest.raises(ValueError, match="did you mean SMP_SHARD_DEGREE"):
+        SmpShardedStrategy()
+    assert SmpShardedStrategy(config=both).config == both, "nothing of the environment counts there"
 
 
 def test_a_config_may_be_a_mapping_and_nothing_else_is_taken_for_one() -> None:

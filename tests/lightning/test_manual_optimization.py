@@ -54,6 +54,25 @@ def test_no_forward_uses_weights_from_before_a_step(degree: int) -> None:
     assert_same(together(fit, StepsLast, knobs={"shard_degree": degree}, **EXACT), fit(StepsLast, **EXACT))
 
 
+class Sharing(Adversaries):
+    """A layer of the generator is the discriminator's too."""
+
+    def build(self) -> None:
+        super().build()
+        shared = nn.Linear(6, 6)
+        self.generator = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), shared)
+        self.discriminator = nn.Sequential(shared, nn.Tanh(), nn.Linear(6, 1))
+
+    def configure_optimizers(self) -> Any:
+        generator = torch.optim.AdamW(self.generator.parameters(), lr=0.01)
+        return [generator, torch.optim.SGD(self.discriminator[2].parameters(), lr=0.1, momentum=0.9)]
+
+
+def test_two_networks_may_share_a_unit() -> None:
+    style, knobs = {"style": "cleared"}, {"shard_degree": 2, "units": ["Linear"]}
+    assert_same(together(fit, Sharing, style, knobs, **EXACT), fit(Sharing, style, **EXACT))
+
+
 class ByHand(LanguageModule):
     """Accumulates two micro-batches by hand; options["way"] says how."""
 

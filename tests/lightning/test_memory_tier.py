@@ -19,6 +19,10 @@ from lightning_smp.memory import PLACE
 from smp_core.checkpoint import save_checkpoint
 from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.memory_tier import _is_newer
+from tests.core.models import LENGTH, TroubledModel
+from tests.core.pipeline.cases import example_of, of_all_stages
+from tests.core.tensor_parallel.model_cases import build
+from tests.core.tensor_parallel.model_cases import loss_of as staged_loss
 from tests.harness import run_ranks
 from tests.lightning.losing import Lost, Watch, copy_slowly
 from tests.lightning.modules import LanguageModule, rank
@@ -28,53 +32,80 @@ BATCHES, LOST_AT = 10, 8
 
 
 class LosingModule(LanguageModule):
-    """Computes with numbers of each rank's own generator; ends with an error in a batch."""
+    """Computes with numbers of each rank's own generator; ends with an error in a batch. options: kind of a model for
+    stages, frozen: beginnings of names."""
 
     ends_in: int | None = None
     watch: Watch | None = None
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def build(self) -> None:
+        kind = self.options.get("kind")
+        self.model: Any = TroubledModel() if kind is None else example_of(build(kind, seed=rank()))
+        frozen = self.options.get("frozen", ())
+        for name, parameter in self.model.named_parameters():
+            if name.startswith(tuple(frozen)):
+                parameter.requires_grad_(False)
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().loss(tokens) if "kind" not in self.options else staged_loss(self.model, tokens[:, :LENGTH])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.watch is not None:
             self.watch.is_on = False
         if batch_idx == self.ends_in:
             self.trainer.strategy._memory.tier._saver.wait()  # what would have been committed at some time
             raise Lost
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return super().training_step(batch, batch_idx) * (1 + 0.1 * torch.rand(()))
 
 
-def train(folder: Path, resume: bool = False, ends_in: int | None = None, every: int = 3) -> Run:
+WORLD = {"shard_degree": "world"}
+
+
+def train(
+    folder: Path,
+    resume: bool = False,
+    ends_in: int | None = None,
+    every: int = 3,
+    knobs: dict[str, Any] = WORLD,
+    options: dict[str, Any] | None = None,
+) -> Run:
     os.environ["SMP_MEMORY_FOLDER"] = str(folder.parent / "memory")
-    seed_everything(3 + rank(), verbose=False)
-    module = LosingModule(BATCHES)
+    seed_everything(3 if options else 3 + rank(), verbose=False)  # Lightning's sampler shuffles by it, alike on stages
+    module = LosingModule(BATCHES, **(options or {}))
     module.ends_in = ends_in
     saver = ModelCheckpoint(folder, save_last=True, every_n_train_steps=every)
     checkpoint = {"memory_every_n_steps": 2}
-    trainer = make_trainer(
-        {"shard_degree": "world", "checkpoint": checkpoint}, callbacks=[saver], enable_checkpointing=True
-    )
+    trainer = make_trainer({**knobs, "checkpoint": checkpoint}, callbacks=[saver], enable_checkpointing=True)
     ended = ""
     module.watch = Watch(folder) if resume else None
     try:
         trainer.fit(module, ckpt_path="last" if resume else None)
     except Lost:
         ended = "lost"
-    return report(trainer, module, ended=ended, opened=module.watch.opened if module.watch else [])
+    opened = module.watch.opened if module.watch else []
+    parallel = trainer.strategy.parallel
+    if parallel.pipeline is None:
+        return report(trainer, module, ended=ended, opened=opened)
+    weights = of_all_stages(parallel, dict(module.named_parameters()))
+    return Run([float(loss) for loss in module.losses], weights, {}, {"ended": ended, "opened": opened})
 
 
-def lose_and_resume(folder: str, lost: list[int], every: int) -> tuple[Run, Run, Run]:
+def lose_and_resume(folder: str, lost: list[int], every: int, **case: Any) -> tuple[Run, Run, Run]:
     top = Path(folder)
     if rank() == 0:
-        (top / "memory").mkdir()
+        (top / "memory").mkdir(parents=True)
     dist.barrier()
-    plain = train(top / "plain", every=every)
+    plain = train(top / "plain", every=every, **case)
     with mock.patch.object(SharedSlots, "copy_rest", copy_slowly):
-        ended = train(top / "run", ends_in=LOST_AT, every=every)
+        ended = train(top / "run", ends_in=LOST_AT, every=every, **case)
     dist.barrier()
     for node in lost if rank() == 0 else ():
         (gone,) = (top / "memory").glob(f"torch-smp-*/run-*-node{node}")
         shutil.rmtree(gone)
     dist.barrier()
-    resumed = train(top / "run", resume=True, every=every)
+    resumed = train(top / "run", resume=True, every=every, **case)
     dist.barrier()
     left = [*(top / "memory").glob("torch-smp-*/*"), *(top / "run").glob(PLACE)]
     resumed.extra["left"] = [str(path) for path in left]
@@ -98,6 +129,34 @@ def test_a_run_goes_on_from_memory(tmp_path: Path, lost: list[int], every: int) 
     check(runs, resumed_at=8)
     opened = {name for _, _, resumed in runs for name in resumed.extra["opened"]}
     assert {Path(name).name for name in opened} <= {PLACE}, "an empty folder"
+
+
+UNEVEN = {"shard_degree": 1, "pipeline_parallel_degree": 2, "pipeline": {"split": [3, 1], "microbatches": 1}}
+STAGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({**UNEVEN, "tensor_parallel_degree": 2}, {"kind": "gpt2_deep"}),
+    ({**UNEVEN, "shard_degree": 2, "optimizer_shard": "world"}, {"kind": "gpt2_deep", "frozen": ["transformer.h.3"]}),
+    (
+        {"shard_degree": 1, "pipeline_parallel_degree": 4, "pipeline": {"microbatches": 1}},
+        {"kind": "gpt2_deep", "frozen": ["transformer.h.2"]},
+    ),
+]
+
+
+def lose_and_resume_each(folder: str, cases: list[int]) -> list[tuple[Run, Run, Run]]:
+    return [
+        lose_and_resume(f"{folder}/{number}", [number % 2], 100, knobs=STAGED[number][0], options=STAGED[number][1])
+        for number in cases
+    ]
+
+
+@pytest.mark.parametrize("cases", [[0], pytest.param([1, 2], marks=pytest.mark.slow)])
+def test_a_run_in_stages_goes_on_from_memory(cases: list[int], tmp_path: Path) -> None:
+    """Each node of two ranks has stages that no other one has: of other sizes, split over tensor ranks or sharded, or
+    with nothing to train. One node is lost."""
+    for seen in zip(*run_ranks(lose_and_resume_each, 4, str(tmp_path), cases, ranks_per_node=2), strict=True):
+        check(list(seen), resumed_at=8)
+        opened = {name for _, _, resumed in seen for name in resumed.extra["opened"]}
+        assert {Path(name).name for name in opened} <= {PLACE}, "an empty folder"
 
 
 def test_a_run_whose_memory_is_lost_goes_on_from_disk(tmp_path: Path) -> None:

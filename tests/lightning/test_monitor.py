@@ -230,11 +230,17 @@ def train_with_csv(folder: str) -> list[float]:
         def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
             loss = self.loss(batch)
             self.log("loss", loss)
+            self.log("epoch/loss", loss, on_step=False, on_epoch=True, sync_dist=True)
             losses.append(float(loss.detach()))
             return loss
 
+        def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+            self.log("val/loss", self.loss(batch), sync_dist=True)
+            self.log("val/batch", float(batch_idx))
+
     logger = CSVLogger(folder, name="", version="")
     flags = {"enable_checkpointing": True, "accumulate_grad_batches": 2, "log_every_n_steps": 1}
+    flags |= {"val_check_interval": 4, "limit_val_batches": 2}
     train(Logs, batches=10, logger=logger, default_root_dir=folder, **flags)
     return losses
 
@@ -257,12 +263,18 @@ def test_loggers_and_the_runs_log_get_the_reports_beside_the_losses_of_the_same_
         of_report = losses[2 * max(step - 2, 0) if step < 5 else 8 : 2 * step]
         # Added up in float32 by the run, and here.
         assert line["loss"] == pytest.approx(float(of_report.mean()), rel=1e-6), step
+    # What the module logs, when it is known: validations after 2 and 4 steps, the epoch's mean at the end.
+    assert [step for step, _ in run.logged["val/loss"]] == [2, 4]
+    assert run.logged["val/batch"] == [(2, 0.5), (4, 0.5)]
+    assert run.logged["epoch/loss"] == [(5, pytest.approx(float(losses.mean()), rel=1e-6))]
+    (last,) = [row["val/loss"] for row in table if row["val/loss"] and row["step"] == "3"]
+    assert run.logged["val/loss"][-1][1] == pytest.approx(float(last), rel=1e-6)
     of_step = {name: value for name, value in run.last("sent").items() if name.endswith("/inter_bytes")}
     assert run.asked["planned_sent"] == {name.removesuffix("_bytes"): value for name, value in of_step.items()}
     shares = {each["knob"]: each["share"] for each in run.asked["savings"]}
     assert list(shares) == ['compression={"reduce": "bf16"}', 'compression={"reduce": "int8"}']
     assert shares['compression={"reduce": "bf16"}'] == 0.5 and 0.25 < shares['compression={"reduce": "int8"}'] < 0.5
-    assert [line["behind"] for line in run.checkpoints] == [False] and run.checkpoints[0]["stall_seconds"] > 0
+    assert {line["behind"] for line in run.checkpoints} == {False} and run.checkpoints[0]["stall_seconds"] > 0
     assert run.end is not None and run.end["how"] == "completed" and run.end["step"] == 5
 
 

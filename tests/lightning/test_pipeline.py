@@ -8,72 +8,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_smp import SmpMonitor
 from smp_core.pipeline.times import Computation
-from tests.core.pipeline.cases import example_of, of_all_stages
-from tests.core.tensor_parallel.model_cases import Wide, batches, build, loss_of
+from tests.core.pipeline.cases import of_all_stages
+from tests.core.tensor_parallel.model_cases import Wide
 from tests.core.tensor_parallel.models import TOKENS
 from tests.harness import run_ranks
-from tests.lightning.modules import LanguageModule
 from tests.lightning.running import Run, assert_same, make_trainer, together, whole_weights, worst
+from tests.lightning.staged import StagedModule, knobs_of
 from tests.older_transformers import needs_buffers_filled
 
 
-class StagedModule(LanguageModule):
-    """options: batch_size; kind of the model; pairs: batches are (tokens, targets); late: built in configure_model."""
-
-    def build(self) -> None:
-        self.calls = 0
-        if not self.options.get("late"):
-            self._build_model()
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "model"):
-            self._build_model()
+class HookedModule(StagedModule):
+    """Hooks of one parameter in each of two blocks, which no rank of two stages holds together."""
 
     def _build_model(self) -> None:
-        self.model = example_of(build(self.options["kind"], seed=torch.initial_seed() % 100))
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        if isinstance(batch, torch.Tensor):
-            return loss_of(self.model, batch)
-        tokens, targets = batch
-        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.calls += 1
-        loss = self.loss(batch)
-        self.log("train_loss", loss, on_epoch=True, sync_dist=True)
-        tokens = batch if isinstance(batch, torch.Tensor) else batch[0]
-        self.log_dict({"twice": 2 * loss.detach()}, sync_dist=True, batch_size=len(tokens))
-        return {"loss": loss, "tokens": tokens.numel()} if batch_idx % 2 else loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(outputs["loss"].detach())
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
-
-    def train_dataloader(self) -> Any:
-        return self._loader(batches(1, 4).flatten(0, 2), shuffle=True)
-
-    def val_dataloader(self) -> Any:
-        return self._loader(batches(1, 2).flatten(0, 2).flip(0), shuffle=False)
-
-    def _loader(self, data: Any, shuffle: bool) -> Any:
-        if self.options.get("pairs"):
-            data = TensorDataset(data, data.roll(-1, 1))
-        if dist.is_initialized():
-            return DataLoader(data, batch_size=self.options["batch_size"])
-        sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=shuffle)
-        return DataLoader(data, batch_size=self.options["batch_size"], sampler=sampler)
+        super()._build_model()
+        matrices = [name for name, p in self.model.named_parameters() if p.ndim > 1 and ".h." in name]
+        for name in (matrices[0], matrices[-1]):
+            self.model.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
 
 def train(
@@ -86,6 +43,7 @@ def train(
     pairs: bool = False,
     scale: float = 0.0,
     averaged: bool = False,
+    hooked: bool = False,
     **flags: Any,
 ) -> Run:
     """``watched``: the best model by the validation loss is kept there, and the run ends when it does not fall;
@@ -107,7 +65,8 @@ def train(
         flags = {"enable_checkpointing": True, "callbacks": callbacks, **flags}
     with nullcontext() if scale else Wide():  # a scaler casts its own numbers
         late = bool(knobs.get("delayed_init"))
-        module = StagedModule(kind=kind, batch_size=batch_size, pairs=pairs, late=late)
+        staged = HookedModule if hooked else StagedModule
+        module = staged(kind=kind, batch_size=batch_size, pairs=pairs, late=late)
         flags = {"gradient_clip_val": 0.5, "max_epochs": 2, "accumulate_grad_batches": 2, **flags}
         trainer = make_trainer(knobs, **flags)
         trainer.fit(module, ckpt_path=ckpt_path)
@@ -139,10 +98,6 @@ def named_once(run: Run) -> Run:
     return run
 
 
-def knobs_of(stages: int, shard: int = 1, **recipe: Any) -> dict[str, Any]:
-    return {"shard_degree": shard, "pipeline_parallel_degree": stages, "pipeline": recipe or "1f1b"}
-
-
 def test_a_fit_equals_one_process(tmp_path: Path) -> None:
     """With validation in the middle of epochs, which a ModelCheckpoint and an EarlyStopping watch."""
     flags: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 2}
@@ -154,6 +109,11 @@ def test_a_fit_equals_one_process(tmp_path: Path) -> None:
     assert [run.extra.pop("calls") for run in runs] == [2 * 8] * 4, "training_step runs once for each micro-batch"
     expected.extra.pop("calls")
     assert all(run.extra == expected.extra for run in runs), "callbacks agree everywhere"
+
+
+def test_hooks_of_parameters_see_gradients_of_whole_batches() -> None:
+    expected = named_once(train("gpt2", 8, {}, hooked=True))
+    assert_same(together(train, "gpt2", 4, knobs_of(2, shard=2), hooked=True), expected)
 
 
 def test_micro_batches_are_split_over_ranks_that_share_sequences_and_their_losses_scaled() -> None:
@@ -209,7 +169,7 @@ class Batches(Callback):
         self.seen: list[list[Computation]] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.world_size > 1:
+        if dist.is_initialized():
             self.seen.append(trainer.strategy.parallel.pipeline.times.last)
 
 

@@ -36,10 +36,36 @@ class Noisy(Dataset[torch.Tensor]):
         return (self.rows[number] + torch.randint(VOCABULARY, ())) % VOCABULARY
 
 
-class Drawing(LanguageModule):
-    """Draws while it reads and while it trains. options: per-rank batch size, workers, and who needs the data early."""
+class Keeping(DataLoader[Any]):
+    """Knows its place: the batches of the epoch that it has given."""
 
-    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._later(super().__iter__(), self.given % len(self))
+
+    def _later(self, batches: Iterator[Any], begin: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            if number >= begin:
+                self.given = number + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+class Drawing(LanguageModule):
+    """Draws while it reads and while it trains. options: per-rank batch size, workers, loaders that keep their place
+    alone or beside another, and who needs the data early."""
+
+    def loss(self, tokens: Any) -> torch.Tensor:
+        if isinstance(tokens, dict):
+            return sum(self.loss(each) for each in tokens.values())  # type: ignore[return-value]
         return super().loss(tokens) * (1 + torch.rand(()))
 
     def configure_optimizers(self) -> Any:
@@ -51,6 +77,13 @@ class Drawing(LanguageModule):
         workers = self.options.get("workers", 0)
         rows, size = token_rows(BATCHES), 8 // dist.get_world_size()
         data: Any = rows if workers else Noisy(rows)
+        if self.options.get("keeping"):
+            keeping = Keeping(rows, batch_size=size)
+            return (
+                {"keeping": keeping, "other": DataLoader(rows.flip(0), size)}
+                if self.options["keeping"] == 2
+                else keeping
+            )
         if self.options.get("own_batches"):
             return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), size, drop_last=True))
         return DataLoader(data, batch_size=size, shuffle=True, num_workers=workers)
@@ -108,6 +141,10 @@ PLACES: list[tuple[int, int | None]] = [(1, 2), (0, None)]
         ),
         pytest.param({"early": True}, id="loaders made early", marks=pytest.mark.slow),
         pytest.param({"workers": 1}, id="a worker reads", marks=pytest.mark.slow),
+        pytest.param({"keeping": 1, "early": True}, id="a loader that keeps its place, made early"),
+        pytest.param({"keeping": 1}, id="a loader that keeps its place", marks=pytest.mark.slow),
+        pytest.param({"keeping": 2, "early": True}, id="one beside another, made early", marks=pytest.mark.slow),
+        pytest.param({"keeping": 2}, id="one beside another", marks=pytest.mark.slow),
     ],
 )
 def test_the_next_batch_and_the_next_random_number(options: dict[str, Any], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from smp_core.sharding.fsdp.adopted import (
     given_units,
     partial_sum_bytes,
 )
-from smp_core.sharding.fsdp.calls import POST_ACCUMULATE, Calls
+from smp_core.sharding.fsdp.calls import Calls
 from smp_core.sharding.fsdp.internals import require_internals
 from smp_core.sharding.fsdp.param_group import GivenPolicy
 from smp_core.sharding.fsdp.passes import FAILED_PASS, at_end_of_backward, backward_pass, forget_passes, reshard
@@ -24,7 +24,6 @@ from smp_core.sharding.fsdp.wrapping import shard_units
 
 __all__ = [
     "FAILED_PASS",
-    "POST_ACCUMULATE",
     "Calls",
     "GivenPolicy",
     "ShardedUnit",

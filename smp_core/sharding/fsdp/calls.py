@@ -9,6 +9,9 @@ edited in between in ways that nothing records (``p.data.mul_()``, foreach and f
 Four hooks of each unit do this, two on each side of FSDP2's own: before and behind its gather, before it frees what was
 gathered, and behind that. What begins a gather is replaced too, since backward passes begin some as well.
 
+FSDP2 takes what is called first for a root, with all units inside of it. So before the first call of a unit by itself
+the root around it makes an empty one.
+
 Between a Trainer's runs the outermost call begins with a meeting of the ranks that hold the parts of the model: one
 that only some of them make (`if rank == 0: model(batch)`) would wait for the others forever.
 """
@@ -16,7 +19,9 @@ that only some of them make (`if rank == 0: model(batch)`) would wait for the ot
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,10 +35,13 @@ from smp_core.module_names import clean_name
 from smp_core.rank_watch import meet_between_runs
 from smp_core.sharding.fsdp.generation import group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
-from smp_core.sharding.fsdp.passes import backward_pass
+from smp_core.sharding.fsdp.passes import backward_pass, reshard
 from smp_core.sharding.fsdp.units import ShardedUnit
+from smp_core.sharding.parameter_hooks import hooks_of
 
-POST_ACCUMULATE = (
+logger = logging.getLogger("smp")
+
+_POST_ACCUMULATE = (
     "%s has a hook of register_post_accumulate_grad_hook, which would see this rank's part of a gradient: sums over "
     "ranks are complete when the accumulation window closes; do its work after backward, or in on_before_optimizer_step"
 )
@@ -46,20 +54,32 @@ class Calls:
         model: with all its units sharded by ``fully_shard``.
         ranks: the partition group, which makes calls together.
         units: those that hear of their uses.
+        shown: makes the context of a method's call in which modules show what is not gathered as it computes.
 
     Attributes:
         unsharded: the model is a plain one for a while (:mod:`smp_core.sharding.unsharded`).
     """
 
-    def __init__(self, model: nn.Module, ranks: Sequence[int], units: Iterable[ShardedUnit] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Sequence[int],
+        units: Iterable[ShardedUnit] = (),
+        shown: Callable[[object], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._shown_in_call = shown
         self._name = type(model).__name__.removeprefix("FSDP")
         self._names = {id(module): clean_name(name) for name, module in model.named_modules()}
         self._ranks = ranks
         self._outermost: object = None  # the module, or the call of a method, that was called from outside
         self._units = tuple(units)
+        self._roots = dict(_roots(model))
         self.unsharded = False
+        self._keeps_behind_forward = False
         self._shown: dict[int, _ShownUnit] = {}
         self._of_module: dict[int, _ShownUnit] = {}
+        for unit in self._units[:1]:  # they share one
+            unit.passes.keep_unsharded, unit.passes.show_shards = self._keep_unsharded, self.show_shards
         hearing = {unit.group.key: unit for unit in self._units if unit.group is not None}
         parameter_names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
         for module in model.modules():
@@ -95,9 +115,11 @@ class Calls:
             self._meet(module, getattr(method, "__name__", None))
         try:
             unit.refuse_after_failure()
+            self._begin_with_root(module)
             if shown is not None:
                 shown.begin((args, kwargs))
-            return _as_forward(module, gathered)(*args, **kwargs)
+            with self._shown_in_call(this_call):
+                return _as_forward(module, gathered)(*args, **kwargs)
         finally:
             if is_outermost:
                 self._end()
@@ -129,6 +151,23 @@ class Calls:
             for unit in self._units:
                 unit.run_ahead(False)
 
+    def _keep_unsharded(self, kept: bool) -> None:
+        """Let units stay unsharded behind each backward, and from the first time on behind each forward: a pass whose
+        gradients are differentiated again may be followed by other forwards before that is done."""
+        if not self._keeps_behind_forward:
+            self._keeps_behind_forward = True
+            logger.info(
+                "%s: gradients are differentiated again (create_graph=True): parameters stay gathered from forward to "
+                "backward from here on, as with reshard_after_forward=False",
+                self._name,
+            )
+            for unit in self._units:
+                unit.module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
+        for unit in self._units:
+            unit.module.set_reshard_after_backward(not kept, recurse=False)  # type: ignore[operator]
+        if not kept:
+            reshard(unit.module for unit in self._units)
+
     def _is_outermost(self, module: nn.Module | None = None) -> bool:
         """Return whether a call that begins is within no other (one of the same module was aborted), nor within a
         backward pass, whose recomputed forwards find what is unsharded."""
@@ -139,6 +178,7 @@ class Calls:
         if self._is_outermost(module):
             self._outermost = module
             self._meet(module)
+        self._begin_with_root(module)
         shown = self._of_module.get(id(module))
         if shown is not None:
             shown.begin((args, kwargs))
@@ -169,9 +209,28 @@ class Calls:
         self._outermost = None
         self.show_shards(any(unit.runs_ahead for unit in self._units))
 
+    def _begin_with_root(self, module: nn.Module) -> None:
+        """Let the module's root be the first of its units to be called."""
+        root = self._roots.get(module)
+        if root is None:
+            return
+        self._roots = {inner: outer for inner, outer in self._roots.items() if outer is not root}
+        if root is not module:
+            with torch.inference_mode(False), torch.no_grad():
+                _as_forward(root, lambda: None)()
+
     def _meet(self, module: nn.Module, method: str | None = None) -> None:
         parts = (self._name, self._names[id(module)], method)
         meet_between_runs(".".join(filter(None, parts)) + "(...)", self._ranks)
+
+
+def _roots(module: nn.Module, root: nn.Module | None = None) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield the units in a module, each with the outermost one around it."""
+    if isinstance(module, FSDPModule):
+        root = module if root is None else root
+        yield module, root
+    for child in module.children():
+        yield from _roots(child, root)
 
 
 def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,7 +256,7 @@ class _ShownUnit:
 
     def __init__(self, group: ParamGroup, names: Mapping[int, str], unit: ShardedUnit | None) -> None:
         self._group, self._unit = group, unit
-        self._left_by_a_call = False
+        self._left_by_a_call = self._begins_forward = False
         self._kept_versions: list[int] | None = None
         self._hidden = contextlib.ExitStack()
         self._parameters = [
@@ -205,11 +264,14 @@ class _ShownUnit:
             for shard, places in zip(group.parameters(), group.places(), strict=True)
         ]
         group.change_gather(self._gathering)
+        if unit is not None:
+            unit.settle = self.settle
 
     # A call
 
     def begin(self, inputs: Any) -> None:
         """Take note of a forward, before FSDP2 gathers for it."""
+        self._begins_forward = True
         if self._unit is not None:
             self._unit.note_use(inputs)
         if self._left_by_a_call and backward_pass() == -1:
@@ -226,12 +288,11 @@ class _ShownUnit:
 
     def gathered(self) -> None:
         """Take note that FSDP2 has gathered, and shows copies."""
-        if self._unit is not None:
-            self._unit.note_gathered()
-        for parameter, shard, copy in self._all():
+        self._begins_forward = False
+        for parameter, _, copy in self._all():
             if copy is not None:
                 parameter.note_copy(copy)
-                parameter.settle(shard, copy)
+        self.settle()
 
     def check_copies(self) -> None:
         """Refuse what a forward did to copies and would be lost with them."""
@@ -239,10 +300,17 @@ class _ShownUnit:
             parameter.check_place(shard, copy)
             if copy is not None:
                 parameter.check_copy(copy)
+        self.settle()
+
+    def settle(self) -> None:
+        """Carry ``requires_grad`` and hooks over between shards and copies."""
+        for parameter, shard, copy in self._all():
+            if copy is not None:
                 parameter.settle(shard, copy)
 
     def resharded(self) -> None:
         """Take note of the end of a forward, also of one that failed."""
+        self._begins_forward = False
         self.show_to_modes()
         if not self._group.is_sharded and not self._group.is_unsharded:
             for parameter in self._parameters:
@@ -289,7 +357,7 @@ class _ShownUnit:
                 elif copy is not None:
                     parameter.settle(shard, copy)
             if self._unit is not None:
-                self._unit.begin_gather(in_backward)
+                self._unit.begin_gather(in_backward, self._begins_forward)
             if not torch.is_inference_mode_enabled():
                 gather(async_op)
                 return
@@ -316,7 +384,6 @@ class _ShownParameter:
     def __init__(self, name: str, shard: nn.Parameter, places: Sequence[tuple[nn.Module, str]]) -> None:
         self._name, self.places = name, places
         self._required_grad = shard.requires_grad
-        self._version = 0  # of the copy
         self._part: object = None  # of a secondary shard of FSDP2's own making, where a pre-sharded model has them
         self._data = self._data_of(shard)
 
@@ -342,8 +409,8 @@ class _ShownParameter:
                 "write into it instead: with torch.no_grad(): parameter.copy_(value)"
             )
         self._data = data
-        if shard._post_accumulate_grad_hooks:
-            raise ValueError(POST_ACCUMULATE % self._name)
+        if shard._post_accumulate_grad_hooks and hooks_of(shard) is None:
+            raise ValueError(_POST_ACCUMULATE % self._name)
 
     def note_part(self) -> None:
         """Take note that FSDP2 shows a part that it keeps between forward and backward."""
@@ -351,11 +418,11 @@ class _ShownParameter:
 
     def note_copy(self, copy: nn.Parameter) -> None:
         """Take note of a copy that was just gathered."""
-        self._version = _version(copy)
+        setattr(copy, _NOTED, _version(copy))
 
     def check_copy(self, copy: nn.Parameter) -> None:
         """Refuse a copy that was changed since it was gathered."""
-        if _version(copy) != self._version:
+        if _version(copy) != getattr(copy, _NOTED, 0):
             raise ValueError(
                 f"{self._name} was changed in place inside a forward or training_step, where it is a gathered copy "
                 "that is thrown away (an embedding with max_norm does that too); change it between calls, for example "
@@ -369,7 +436,10 @@ class _ShownParameter:
         elif shard.requires_grad != copy.requires_grad:
             copy.requires_grad_(shard.requires_grad)
         self._required_grad = shard.requires_grad
-        if shard._backward_hooks is not None:
+        hooks = hooks_of(shard)
+        if hooks is not None:
+            hooks.show_on(copy)
+        elif shard._backward_hooks is not None:
             copy._backward_hooks = shard._backward_hooks
 
     @staticmethod
@@ -379,19 +449,19 @@ class _ShownParameter:
         return id(shard._local_tensor), shard.untyped_storage()
 
 
-# On a tensor: how often a parametrization was registered for it, which sets the tensor to itself.
-_SET_TO_ITSELF = "smp_set_to_itself"
+# On a copy: its version when it was gathered, or when a parametrization was registered, which sets it to itself.
+_NOTED = "smp_noted_version"
 
 
 def _version(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place."""
-    return 0 if tensor.is_inference() else tensor._version - getattr(tensor, _SET_TO_ITSELF, 0)
+    return 0 if tensor.is_inference() else tensor._version
 
 
-def _count_parametrizations(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Count where PEFT's adapters of fused experts (``target_parameters``) parametrize a copy in each forward."""
-    if isinstance(module, ParametrizationList) and name not in module._parameters:
-        setattr(parameter, _SET_TO_ITSELF, getattr(parameter, _SET_TO_ITSELF, 0) + 1)
+def _note_parametrization(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Note where PEFT's adapters of fused experts (``target_parameters``) parametrize a copy in each forward."""
+    if isinstance(module, ParametrizationList) and name not in module._parameters and hasattr(parameter, _NOTED):
+        setattr(parameter, _NOTED, _version(parameter))
 
 
-register_module_parameter_registration_hook(_count_parametrizations)
+register_module_parameter_registration_hook(_note_parametrization)

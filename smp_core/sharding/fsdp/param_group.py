@@ -95,8 +95,8 @@ class ParamGroup:
         if indices is not None:
             self._group._init_mp_dtypes()
 
-    def see_thawed(self) -> None:
-        """Let FSDP2 look for dtypes of gradients again, when parameters may have been frozen as a whole at its first
+    def see_dtypes(self, indices: Iterable[int]) -> None:
+        """Let FSDP2 look again for dtypes of gradients, of these parameters, which may have been frozen at its first
         look; this generation looks at frozen ones too."""
 
     # Dtypes

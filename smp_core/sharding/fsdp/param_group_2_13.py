@@ -3,7 +3,7 @@ dtype of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -16,8 +16,13 @@ class ParamGroup213(ParamGroup):
     def reduction_order(self) -> list[int]:
         return list(range(len(self.members)))  # grad_dtype is not looked at
 
-    def see_thawed(self) -> None:
+    def see_dtypes(self, indices: Iterable[int]) -> None:
+        frozen = [shard for index in indices if not (shard := self.parameters()[index]).requires_grad]
+        for shard in frozen:
+            shard.requires_grad_(True)
         self._group._init_mp_dtypes()
+        for shard in frozen:
+            shard.requires_grad_(False)
 
     def policy(self) -> GivenPolicy:
         return self._policy(self._group.mp_policy)

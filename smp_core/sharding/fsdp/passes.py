@@ -31,16 +31,43 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 class Passes:
-    """The backward pass that comes through a model's units, and whether one of them failed."""
+    """The backward pass that comes through a model's units, and whether one of them failed.
+
+    A pass whose gradients are differentiated again (``create_graph``) leaves all units unsharded up to the end of the
+    pass that does so: what it computed refers to their parameters.
+
+    Attributes:
+        is_differentiated: whether the pass that runs is such a one.
+        keep_unsharded: called at the beginning of such a pass (True), and at the end of the next other one (False).
+        show_shards: called at the end of such a pass.
+    """
 
     def __init__(self) -> None:
         self._is_open = False
+        self.is_differentiated = False
+        self._keeps = False
+        self.keep_unsharded: Callable[[bool], None] = lambda kept: None
+        self.show_shards: Callable[[], None] = lambda: None
 
-    def comes_through(self) -> None:
-        """Take note of the pass that runs: it gathers a unit."""
-        if not self._is_open:
-            self._is_open = True
-            at_end_of_backward(self.forget)
+    def comes_through(self, recomputes: bool) -> None:
+        """Take note of the pass that runs: it gathers a unit, perhaps for a recomputed forward, which is differentiated
+        in any pass."""
+        if self._is_open:
+            return
+        self._is_open = True
+        self.is_differentiated = torch.is_grad_enabled() and not recomputes
+        at_end_of_backward(self._end)
+        if self.is_differentiated and not self._keeps:
+            self._keeps = True
+            self.keep_unsharded(True)
+
+    def _end(self) -> None:
+        if self.is_differentiated:
+            self.show_shards()
+        elif self._keeps:
+            self._keeps = False
+            self.keep_unsharded(False)
+        self.forget()
 
     def has_failed(self) -> bool:
         """Return whether an earlier pass did not come to its end."""
@@ -48,7 +75,7 @@ class Passes:
 
     def forget(self) -> None:
         """Forget the pass: it is over, or what it left was discarded."""
-        self._is_open = False
+        self._is_open = self.is_differentiated = False
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

@@ -40,7 +40,7 @@ class Listener(Protocol):
 
         Args:
             received: the parameters that have a gradient, by index.
-            trainable: those that could have one.
+            trainable: those that want one, on all ranks.
 
         Returns:
             the parameters whose gradients all ranks reduce now, unless they are held.
@@ -67,6 +67,7 @@ class ShardedUnit:
         is_recomputed: whether it lies inside a checkpointed module.
         runs_ahead: whether several forwards come, with the same weights, before the backward pass of the first.
         leaves_parts, reads_parts: what the gather that begins means for parts of a secondary shard.
+        settle: carries ``requires_grad`` over between shards and unsharded copies, whichever was changed.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class ShardedUnit:
         self.is_root = is_root
         self.parameter_names = tuple(parameter_names)
         self.listener: Listener | None = None
+        self.settle: Callable[[], None] = lambda: None
         self.was_called = False
         self.awaits_reduction = False
         self.holds_gradients = False
@@ -97,7 +99,7 @@ class ShardedUnit:
         self.leaves_parts = self.reads_parts = self._left_parts = False
         self.group = group_of(module)
         self._held: dict[int, torch.Tensor] = {}
-        self._has_seen_thawed = False
+        self._has_seen_dtypes = False
         if in_order:
             self.names = list(parameter_names)
         else:
@@ -123,7 +125,10 @@ class ShardedUnit:
         return [parameter.to_local().detach() for parameter in self.parameters()]  # type: ignore[attr-defined]
 
     def trainable(self) -> set[int]:
-        """Return the parameters that want gradients, by index."""
+        """Return the parameters that want gradients, by index: as the model shows them now, which is the same on all
+        ranks. (Copies of an earlier gather know what was wanted then, and not all ranks have gathered the same.)"""
+        if self.group is not None and not self.group.is_sharded:
+            self.settle()
         return {index for index, parameter in enumerate(self.parameters()) if parameter.requires_grad}
 
     def layout(self, indices: Container[int]) -> list[Slot]:
@@ -193,6 +198,12 @@ class ShardedUnit:
         self._held.clear()
         self.awaits_reduction = False
 
+    def store_masters(self) -> None:
+        """Store trainable half precision parameters in float32 from now on."""
+        half = [i for i in sorted(self.trainable()) if self.parameters()[i].dtype in (torch.float16, torch.bfloat16)]
+        if half:
+            self.store_in(torch.float32, half)
+
     @torch.no_grad()
     def store_in(self, dtype: torch.dtype, indices: Iterable[int]) -> None:
         """Store these parameters' shards in ``dtype`` from now on; they stay the same objects.
@@ -205,6 +216,7 @@ class ShardedUnit:
         indices = list(indices)
         for index in indices:
             kept = self.parameters()[index]
+            gradient, kept.grad = kept.grad, None
             stored = nn.Parameter(kept.detach().to(dtype), requires_grad=kept.requires_grad)
             stored.__dict__.update(kept.__dict__)  # what others have noted on it
             try:
@@ -212,10 +224,16 @@ class ShardedUnit:
             except RuntimeError as error:
                 raise ValueError(
                     f"{self.names[index]} cannot be stored in {dtype} any more ({error}): something refers to it, for "
-                    "example code that was compiled by a forward before the optimizer was made; make the optimizer "
-                    "first, or write optimizer_shard='shard'"
+                    "example code that was compiled by a forward before; make the optimizer, and trainable what it is "
+                    "to train, before the first forward, or write optimizer_shard='shard' and master_dtype=None"
                 ) from error
+            kept.grad = None if gradient is None else gradient.to(dtype)
         self.group.shards_changed(indices)
+
+    @property
+    def computes_in(self) -> torch.dtype | None:
+        """The dtype that its parameters are cast to when they are gathered; None: each stays in its own dtype."""
+        return None if self.group is None else self.group.policy().param_dtype
 
     def local_gradient(self, slot: Slot, flat: torch.Tensor) -> DTensor:
         """Return the parameter's gradient as a DTensor like the parameter, viewed from ``flat`` (cast if dtypes
@@ -223,7 +241,8 @@ class ShardedUnit:
         assert self.group is not None
         parameter = cast(DTensor, self.parameters()[slot.index])
         shard = parameter.to_local()
-        own = flat[slot.offset : slot.offset + shard.numel()].to(parameter.grad_dtype or shard.dtype)
+        dtype = parameter.grad_dtype or torch.promote_types(shard.dtype, flat.dtype)
+        own = flat[slot.offset : slot.offset + shard.numel()].to(dtype)
         return self.group.sharded_gradient(slot.index, own.view(shard.shape))
 
     def is_gathered(self) -> bool:
@@ -266,21 +285,15 @@ class ShardedUnit:
         earlier ones left: weights may be others since."""
         self.runs_ahead, self._left_parts = enabled, False
 
-    def begin_gather(self, in_backward: bool) -> None:
-        """Take note of a gather, of a forward or a backward pass, that begins."""
+    def begin_gather(self, in_backward: bool, in_forward: bool = False) -> None:
+        """Take note of a gather, of a forward or a backward pass, or of both where it is recomputed, that begins."""
         self.leaves_parts = torch.is_grad_enabled() and not in_backward
         self.reads_parts = in_backward or (self.runs_ahead and self._left_parts)
         self._left_parts = self.leaves_parts
         if in_backward:
-            self.passes.comes_through()
+            self.passes.comes_through(recomputes=in_forward)
             if self.holds_gradients and self.group is not None:
                 self.group.take_gradients_as_they_come()
-
-    def note_gathered(self) -> None:
-        """Take note that FSDP2 has gathered the unit for a forward."""
-        if not self._has_seen_thawed and self.group is not None and self.trainable():
-            self.group.see_thawed()
-            self._has_seen_thawed = True
 
     def _noting(self, post_backward: Callable[..., None]) -> Callable[..., None]:
         """Wrap FSDP2's hook after backward: tell which gradients there are, and put zeros where there are none, so that
@@ -290,20 +303,24 @@ class ShardedUnit:
         def noted(*args: Any) -> None:
             if self.is_passed_by:
                 return  # FSDP2 asks all units at the end of a pass; what is gathered stays for the unit's own
+            if self.passes.is_differentiated:
+                self._refuse_gradients()
+                return
             if self._reductions.reduce_left(self):
                 return
             copies = [copy for copy in self._copies() if copy is not None]  # all of them, or none
-            if self.holds_gradients and not copies:
-                return  # FSDP2 would look for the unsharded parameters of one that never ran
+            if not copies:
+                return  # it never ran, and has nothing to reduce
             self.awaits_reduction |= self.holds_gradients
             received = {index for index, copy in enumerate(copies) if copy.grad is not None}
-            reduced = {index for index, copy in enumerate(copies) if copy.requires_grad}
+            reduced = self.trainable()
             if self.listener is not None:
                 reduced = self.listener.came_through(received, reduced)
             if self.holds_gradients:
                 self._set_gradients_aside(copies)
                 post_backward(*args)
             else:
+                self._show_dtypes(reduced)
                 self._complete_gradients(copies, reduced)
                 with self._without_visible_gradients():
                     post_backward(*args)
@@ -311,6 +328,14 @@ class ShardedUnit:
                 self.group.let_go_of_sum()
 
         return noted
+
+    def _refuse_gradients(self) -> None:
+        if self.unsharded_gradients():
+            raise ValueError(
+                "backward(create_graph=True) leaves gradients of parameters that are differentiated again, which "
+                "parameters in shards cannot have; write torch.autograd.grad(output.sum(), inputs, create_graph=True) "
+                "for gradients of inputs"
+            )
 
     @contextlib.contextmanager
     def _without_visible_gradients(self) -> Iterator[None]:
@@ -326,6 +351,14 @@ class ShardedUnit:
             for shard, gradient in zip(shards, before, strict=True):
                 shard.grad = gradient
 
+    def _show_dtypes(self, reduced: set[int]) -> None:
+        """Let FSDP2 see the dtypes of what it reduces, before the first time: it looked once, at what was trainable
+        then."""
+        if reduced and not self._has_seen_dtypes:
+            assert self.group is not None
+            self.group.see_dtypes(reduced)
+            self._has_seen_dtypes = True
+
     def _complete_gradients(self, copies: Sequence[nn.Parameter], reduced: Iterable[int]) -> None:
         """Give every parameter that all ranks reduce now a gradient, in one dtype."""
         if not self.awaits_reduction:
@@ -335,7 +368,7 @@ class ShardedUnit:
             return
         assert self.group is not None
         self._set_gradients_aside(copies)
-        for index in {*reduced, *self._held}:
+        for index in reduced:
             gradient = self._held.pop(index, None)
             if gradient is None:
                 gradient = torch.zeros_like(copies[index], dtype=self.group.sum_dtype(index))

@@ -39,11 +39,6 @@ def shard_units(
         the units in the plan's order; roots keep their parameters unsharded after forward, as FSDP2 does.
     """
     knobs, keep = plan.knobs, plan.knobs.reshard_after_forward
-    policy = MixedPrecisionPolicy(
-        param_dtype=plan.dtypes.gathered,
-        reduce_dtype=plan.dtypes.reduced,
-        cast_forward_inputs=plan.precision.cast_forward_inputs,
-    )
     on_host = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")  # elsewhere no driver could use pinned pages
     modules, by_name = dict(model.named_modules()), dict(model.named_parameters())
     ignored = {p for name, p in by_name.items() if name in plan.replicated or is_absent(p)}
@@ -51,6 +46,11 @@ def shard_units(
     for planned in plan.sharded_units:
         unit_module: nn.Module = modules[planned.name]
         broadcast_from_rank_0((by_name[name] for name in planned.parameters), mesh.device, mesh.model_group)
+        policy = MixedPrecisionPolicy(
+            param_dtype=plan.computed_in(planned),
+            reduce_dtype=plan.dtypes.reduced,
+            cast_forward_inputs=plan.precision.cast_forward_inputs,
+        )
         fully_shard(
             unit_module,
             mesh=mesh.shard_mesh,

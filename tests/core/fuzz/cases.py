@@ -23,7 +23,8 @@ from smp_core.planning.layout_rules import two_stages
 from smp_core.planning.units import plan_units
 from smp_core.topology import Topology
 from tests.core.fuzz.families import FAMILIES, Family
-from tests.core.fuzz.optimizers import WITH_FUSED_KERNELS, WITH_TENSOR_LR
+from tests.core.fuzz.models import IN_HALF_PRECISION
+from tests.core.fuzz.optimizers import IN_STEP_WITH_ROUNDING, WITH_FUSED_KERNELS, WITH_TENSOR_LR
 
 # Setting -> kinds of values, the default first; `value_of` makes values of them that depend on the model.
 KNOBS: dict[str, tuple[Any, ...]] = {
@@ -38,9 +39,10 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "collectives.symmetric_memory": (False, True),
     "units.modules": ("auto", "classes", "globs", "function"),
     "units.min_parameters": (0, 1, 40),
+    "units.optional": ("none", "branches"),
     "forward_methods": ("none", "methods"),
     "delayed_init": (None, True, "seeded"),
-    "param_dtype": ("auto", None),
+    "param_dtype": ("auto", None, "bfloat16"),
     "reduce_dtype": ("auto", None),
     "on_nonfinite_grad_norm": ("ignore", "skip", "raise"),
     "checkpoint.verify": ("auto", "sizes", "digests"),
@@ -79,9 +81,9 @@ NOT_DRAWN: dict[str, str] = {
     "pipeline.schedule": _STAGES,
     "pipeline.split": _STAGES,
     "compression.reduce": _INEXACT,
+    "master_dtype": "is about half precision models: tests/core/test_shared_parameters.py draws it",
     "fp8": _INEXACT,
     "compile": "takes minutes: tests/accelerate/test_compiled.py",
-    "units.optional": "needs a model with branches that ranks leave out: tests/core/test_optional_units.py",
     "chunked_cross_entropy": "needs a Transformers model: tests/core/context_parallel",
     "plan": "chooses the others: tests/core/test_auto_plan.py",
     "planner.memory_headroom": _FACES,
@@ -112,6 +114,7 @@ def value_of(knob: str, kind: Any, family: Family) -> Any:
             "globs": list(family.globs),
             "function": {"function": "linears"},
         },
+        "units.optional": {"none": [], "branches": list(family.branches)},
         "forward_methods": {"none": [], "methods": list(family.methods)},
         "delayed_init": {"seeded": {"seed": 3}},
         "activations.checkpoint": {"mapping": {family.globs[0]: "full"}},
@@ -209,12 +212,12 @@ def _limits_of_knobs(case: Case, family: Family, knobs: Mapping[str, Any]) -> It
     exact = config.compression.gather_after_steps or config.compression.gather_exclude
     if config.compression.gather is not None and not exact:
         yield "quantized gathers round"
-    relevant = ("units.modules", "units.min_parameters", "activations.checkpoint")
+    relevant = ("units.modules", "units.min_parameters", "units.optional", "activations.checkpoint")
     planned = _plan(case.model, case.entry, json.dumps({knob: knobs[knob] for knob in relevant if knob in knobs}))
     if isinstance(planned, str):
         yield f"refused: {planned}"
         return
-    units = planned
+    units = planned.units
     selective = "selective" in str(config.activations.checkpoint)
     if selective and any(op.get("twice") for op in case.script):
         yield "torch's selective checkpointing takes one backward pass through a graph"
@@ -228,10 +231,30 @@ def _limits_of_knobs(case: Case, family: Family, knobs: Mapping[str, Any]) -> It
     if any(op["do"] == "overflow" for op in case.script) and config.on_nonfinite_grad_norm == "ignore":
         yield "weights become nan"
     yield from _limits_of_paths(case, family, degree, units)
+    if config.param_dtype == "bfloat16":
+        yield from _limits_of_half_precision(case, config, planned)
+    freezes_meanwhile = any(op.get("meanwhile", "nothing") != "nothing" for op in case.script)
+    if config.activations.checkpoint != "none" and freezes_meanwhile:
+        yield "torch's checkpointing recomputes with what is frozen then"
+
+
+def _limits_of_half_precision(case: Case, config: SmpConfig, planned: Planned) -> Iterator[str]:
+    """What one process cannot do with the same roundings (`tests.core.fuzz.procedure.OneProcess`)."""
+    if FAMILIES[case.model].build not in IN_HALF_PRECISION:
+        yield "the model mixes dtypes in half precision"
+    if planned.shared:
+        yield "units that share parameters, in half precision"
+    if config.reduce_dtype is None or config.compression.gather is not None:
+        yield "sums in half precision round"
+    if any(op.get("calls", 1) > 1 for op in case.script):
+        yield "half precision adds up the calls of a pass"
+    if any(spec["kind"] not in IN_STEP_WITH_ROUNDING for spec in case.optimizers):
+        yield "an optimizer that makes much of a rounding error"
 
 
 def _limits_of_paths(case: Case, family: Family, degree: int, units: set[str]) -> Iterator[str]:
     """Inside a partition group all ranks have to use the same units; parameters of one unit may be used or not."""
+    are_optional = all("units.optional" in knobs for knobs in every_knobs(case))
     ways_inside_units = not any(name.startswith("cells.") and name.count(".") > 1 for name in units)
     methods = {method for knobs in every_knobs(case) for method in knobs.get("forward_methods", ())}
     for op in case.script:
@@ -245,7 +268,9 @@ def _limits_of_paths(case: Case, family: Family, degree: int, units: set[str]) -
                 yield "a method that forward_methods does not name"
         for first in range(0, case.data_ranks, degree):
             members = {paths[rank % len(paths)] for rank in range(first, first + degree)} if paths else set()
-            if len(members) <= 1:
+            if len(members) > 1 and op["do"] == "fail":
+                yield "a pass fails on all ranks of a partition group: the others wait for those where it does"
+            if len(members) <= 1 or are_optional:
                 continue
             used = {tuple(step[0] for step in path.split()) for path in members}
             if case.model != "cells" or not ways_inside_units or len(used) > 1:
@@ -299,21 +324,32 @@ def _limits_of_script(case: Case, family: Family) -> Iterator[str]:
 
 def _trains_later(case: Case, family: Family) -> bool:
     frozen = family.frozen_to_begin_with()
-    patterns = [op["what"] for op in case.script if op["do"] == "freeze" and op["trainable"]]
+    thaws = (op for op in case.script if op.get("trainable") or op.get("meanwhile", "").startswith("thaw"))
+    patterns = [op["what"] for op in thaws]
     return any(pattern in name for pattern in patterns for name in frozen)
 
 
+@dataclass(frozen=True)
+class Planned:
+    """Names of units, and of parameters that several units share."""
+
+    units: set[str]
+    shared: set[str]
+
+
 @cache
-def _plan(model: str, entry: str, knobs: str) -> set[str] | str:
-    """Names of units, or why there is no plan."""
+def _plan(model: str, entry: str, knobs: str) -> Planned | str:
+    """What is planned, or why there is no plan."""
     built: nn.Module = FAMILIES[model].on_meta()
     config = config_of(json.loads(knobs))
-    names: set[str] = set()
+    units: set[str] = set()
+    shared: set[str] = set()
     try:
         for part, module in built.named_children() if entry == "apart" else [("", built)]:
             plan = plan_units(module, config, entry="forward" if entry == "apart" else entry)  # type: ignore[arg-type]
             plan_checkpointing(module, plan.blocks, config.activations.checkpoint)
-            names |= {f"{part}.{unit.name}".strip(".") for unit in plan.units}
+            units |= {f"{part}.{unit.name}".strip(".") for unit in plan.units}
+            shared |= {name for name in plan.replicated if module.get_parameter(name).ndim > 0}
     except ValueError as error:
         return str(error)
-    return names
+    return Planned(units, shared)

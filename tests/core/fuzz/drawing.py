@@ -2,7 +2,9 @@
 
 A case is drawn until it keeps to the limits and has the features that its seed has to provide: `features` in order, a
 few for each seed. So the first `NORMAL` seeds have every value of every knob, every operation in each of its forms,
-every model and every optimizer, whatever is added.
+every model and every optimizer, whatever is added. From there on every second seed draws a case of events and branches
+(``mixed``): replicas take other ways through models whose parts are frozen, thawed, merged, dropped and given to other
+groups between steps and inside windows.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from typing import Any
 
 from smp_core.config import SmpConfig
 from tests.core.fuzz.cases import KNOBS, Case, objection, value_of
-from tests.core.fuzz.families import FAMILIES, Family
+from tests.core.fuzz.families import FAMILIES, WITH_ADAPTERS, Family
 from tests.core.fuzz.operations import OPERATIONS
-from tests.core.fuzz.optimizers import KERNELS, KINDS
+from tests.core.fuzz.optimizers import IN_STEP_WITH_ROUNDING, KERNELS, KINDS
 
 NORMAL = 60
+MIXED = range(NORMAL + 1, NORMAL + 21, 2)
 ATTEMPTS = 2_000
 
 # (ranks, ranks per node) and how often.
 LAYOUTS = {(1, 1): 4, (2, 1): 9, (2, 2): 8, (4, 2): 3, (4, 1): 1, (4, 4): 1}
+LAYOUTS_OF_REPLICAS = {(4, 2): 3, (4, 1): 2, (4, 4): 2, (2, 1): 1, (2, 2): 1}
 
 # Knobs that mean something only beside others; where those are not there, they are seldom drawn.
 _NEEDS = {
@@ -41,6 +45,21 @@ _NEEDS = {
 }
 # How often a knob is not at its default, with and without what it needs.
 _OFTEN, _SELDOM = 0.2, 0.002
+# The knobs of mixed cases, and how often they are not at their defaults.
+_MIXED_KNOBS = {
+    "units.modules": 0.7,
+    "units.min_parameters": 0.2,
+    "units.optional": 0.15,
+    "keep_between_micro_batches": 0.5,
+    "reshard_after_forward": 0.3,
+    "param_dtype": 0.35,
+    "optimizer_shard": 0.2,
+    "state_offload": 0.15,
+    "forward_methods": 0.2,
+    "activations.checkpoint": 0.1,
+    "collectives.hierarchical": 0.1,
+    "on_nonfinite_grad_norm": 0.1,
+}
 
 _VARIETIES = ("same", "by replica", "by rank")
 
@@ -105,11 +124,12 @@ def draw(seed: int) -> Case:
         AssertionError: no case has what this seed has to provide, or a knob was refused by a message that names none.
     """
     rng = random.Random(seed)
-    wanted = set(_provided_by(seed % NORMAL))
+    mixed = seed > NORMAL and seed % 2 == 1
+    wanted = set() if mixed else set(_provided_by(seed % NORMAL))
     for attempt in range(1, ATTEMPTS + 1):
         if attempt % (ATTEMPTS // 4) == 0 and len(wanted) > 1:
             wanted.remove(max(wanted))  # two may exclude each other: test_everything_occurs sees whether one is lost
-        case = _Drawing(rng, frozenset(wanted)).draw(seed)
+        case = _Drawing(rng, frozenset(wanted), mixed).draw(seed)
         if wanted <= features_of(case):
             reason = objection(case)
             if reason is None:
@@ -122,10 +142,12 @@ def draw(seed: int) -> Case:
 class _Drawing:
     """One case: what is wanted is chosen more often than by chance."""
 
-    def __init__(self, rng: random.Random, wanted: frozenset[str]) -> None:
-        self._rng, self._wanted = rng, wanted
-        self._layout = self._choose("layout", list(LAYOUTS), list(LAYOUTS.values()))
-        models = [(name, entry) for name, family in FAMILIES.items() for entry in family.entries]
+    def __init__(self, rng: random.Random, wanted: frozenset[str], mixed: bool) -> None:
+        self._rng, self._wanted, self._mixed = rng, wanted, mixed
+        layouts = LAYOUTS_OF_REPLICAS if mixed else LAYOUTS
+        self._layout = self._choose("layout", list(layouts), list(layouts.values()))
+        members = {name: family for name, family in FAMILIES.items() if family.differs or not mixed}
+        models = [(name, entry) for name, family in members.items() for entry in family.entries]
         self._model, self._entry = self._choose("model", models)
         self._family = FAMILIES[self._model]
         self._knobs = self._draw_knobs()
@@ -149,10 +171,14 @@ class _Drawing:
     def _draw_knobs(self) -> dict[str, Any]:
         world, family = self._layout[0], self._family
         degrees = [degree for degree in KNOBS["shard_degree"] if isinstance(degree, str) or degree <= world]
+        if self._mixed:  # several replicas
+            degrees = [degree for degree in (1, 2, 2) if degree < world]
         knobs: dict[str, Any] = {"shard_degree": self._choose("shard_degree", degrees)}
         for knob, kinds in KNOBS.items():
             needs = _NEEDS.get(knob, lambda knobs: True)
             often = (0.5 if knob in _NEEDS or knob == "units.modules" else _OFTEN) if needs(knobs) else _SELDOM
+            if self._mixed:
+                often = _MIXED_KNOBS.get(knob, 0.0)
             wanted = any(f"{knob}={kind}" in self._wanted for kind in kinds[1:])
             if knob == "shard_degree" or not (wanted or self._chance(often)):
                 continue
@@ -165,8 +191,9 @@ class _Drawing:
     def _optimizer(self, part: str) -> dict[str, Any]:
         patterns = [pattern for pattern in self._family.patterns if pattern.startswith(part) or pattern == "bias"]
         options: list[dict[str, Any]] = [{"weight_decay": 0.0}, {"lr": 0.03}]
+        in_half = self._knobs.get("param_dtype") == "bfloat16"
         return {
-            "kind": self._choose("optimizer", list(KINDS)),
+            "kind": self._choose("optimizer", list(IN_STEP_WITH_ROUNDING if in_half else KINDS)),
             "kernels": self._choose("kernels", KERNELS),
             "part": part,
             "groups": [[self._rng.choice(patterns), self._rng.choice(options)]] if self._chance(0.5) else [],
@@ -177,12 +204,12 @@ class _Drawing:
     def _script(self) -> Iterator[dict[str, Any]]:
         """The operations of a training: steps of micro-batches, with events between them."""
         for _ in range(self._rng.randint(2, 4)):
-            yield from self._events(0.3)
+            yield from self._events(0.55 if self._mixed else 0.3)
             micro_batches = self._rng.choice([1, 1, 2, 3])
             for number in range(micro_batches):
                 last = number == micro_batches - 1
                 yield self._micro(hold=not last or self._chance(0.1))
-                yield from self._events(0.15 if last else 0.3)
+                yield from self._events(0.15 if last else 0.5 if self._mixed else 0.3)
             if self._chance(0.4):
                 yield from self._clip()
             yield from self._step()
@@ -195,7 +222,8 @@ class _Drawing:
             if wanted and self._chance(0.5):
                 event = self._rng.choice(wanted)
             else:
-                event = self._rng.choices(list(_EVENTS), list(_EVENTS.values()))[0]
+                events = _MIXED_EVENTS if self._mixed else _EVENTS
+                event = self._rng.choices(list(events), list(events.values()))[0]
             yield from getattr(self, f"_{event}")()
 
     def _field(self, name: str, field: str) -> Any:
@@ -205,14 +233,15 @@ class _Drawing:
         """Which ways through the model the ranks go: those of one partition group through the same units."""
         self._data += 1
         world, per_node = self._layout
-        family, vary = self._family, self._choose("paths", _VARIETIES)
-        if not family.differs or (vary == "by rank" and not family.other_ways):
+        family, vary = self._family, self._choose("paths", _VARIETIES, (1, 6, 1) if self._mixed else None)
+        every_rank = vary == "by rank" and bool(self._knobs.get("units.optional"))
+        if not family.differs or (vary == "by rank" and not family.other_ways and not every_rank):
             vary = "same"
         degree = {"node": per_node, "world": world}.get(self._knobs["shard_degree"], self._knobs["shard_degree"])
-        groups = 1 if vary == "same" else max(world // degree, 1)
+        groups = world if every_rank else 1 if vary == "same" else max(world // degree, 1)
         of_groups = [family.paths(self._rng, bool(self._knobs.get("forward_methods"))) for _ in range(groups)]
         paths = [of_groups[rank * groups // world] for rank in range(world)] if groups > 1 else of_groups
-        if vary == "by rank":
+        if vary == "by rank" and not every_rank:
             paths = [family.other_ways(self._rng, paths[rank % len(paths)]) for rank in range(world)]
         return {
             "data": self._data,
@@ -222,7 +251,9 @@ class _Drawing:
         }
 
     def _micro(self, hold: bool) -> dict[str, Any]:
-        calls, twice = 2 if self._chance(0.1) else 1, self._chance(0.1)
+        in_half = self._knobs.get("param_dtype") == "bfloat16"
+        calls, twice = 2 if self._chance(0.1) and not in_half else 1, self._chance(0.1)
+        meanwhile = self._field("micro", "meanwhile") if self._chance(0.15) else "nothing"
         return {
             "do": "micro",
             **self._batch(),
@@ -230,6 +261,8 @@ class _Drawing:
             "calls": calls,
             "twice": twice,
             "around": self._field("micro", "around"),
+            "meanwhile": meanwhile,
+            "what": self._pattern(),
         }
 
     def _some_optimizer(self) -> int | None:
@@ -260,6 +293,10 @@ class _Drawing:
 
     def _freeze(self) -> Iterator[dict[str, Any]]:
         yield {"do": "freeze", "what": self._pattern(), "trainable": self._field("freeze", "trainable")}
+
+    def _merge(self) -> Iterator[dict[str, Any]]:
+        if self._model in WITH_ADAPTERS:
+            yield {"do": "merge", "enabled": self._field("merge", "enabled")}
 
     def _evaluate(self) -> Iterator[dict[str, Any]]:
         mode, evaluation = self._field("evaluate", "mode"), self._field("evaluate", "eval")
@@ -314,6 +351,7 @@ def _modules(model: str) -> list[str]:
 # Events between micro-batches, by the names of `_Script`'s methods, and how often.
 _EVENTS = {
     "freeze": 5,
+    "merge": 2,
     "evaluate": 5,
     "edit": 3,
     "zero": 3,
@@ -327,4 +365,18 @@ _EVENTS = {
     "add_group": 2,
     "save": 1,
     "load": 4,
+}
+_MIXED_EVENTS = {
+    "freeze": 8,
+    "merge": 3,
+    "evaluate": 2,
+    "edit": 1,
+    "zero": 2,
+    "fail": 2,
+    "overflow": 1,
+    "abandon": 1,
+    "close": 1,
+    "add_group": 2,
+    "save": 1,
+    "load": 1,
 }

@@ -26,6 +26,7 @@ from tests.core.fuzz.models import (
     Recurrent,
     Shared,
     Stepping,
+    Ways,
 )
 
 
@@ -44,6 +45,7 @@ class Family:
         paths: draws a path; (generator, whether it may use methods that ``forward_methods`` names).
         differs: whether replicas may take other paths.
         other_ways: draws a path through the same units, which may differ inside a partition group.
+        branches: globs over the modules that paths leave out, for ``units.optional``.
         methods: for ``forward_methods``.
         entries: what a step calls; ``"apart"``: each child is parallelized by itself.
         parts: beginnings of parameter names, each with an optimizer of its own.
@@ -56,6 +58,7 @@ class Family:
     paths: Callable[[random.Random, bool], str] = one_path
     differs: bool = False
     other_ways: Callable[[random.Random, str], str] | None = None
+    branches: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
     entries: tuple[Entry | str, ...] = ("forward",)
     parts: tuple[str, ...] = ("",)
@@ -84,6 +87,20 @@ def expert_path(rng: random.Random, methods: bool) -> str:
     return " ".join(name for name in "abc" if rng.random() < 0.6)
 
 
+def some_of(steps: str) -> Callable[[random.Random, bool], str]:
+    """Draws most of the steps, in order."""
+
+    def path(rng: random.Random, methods: bool) -> str:
+        return " ".join(step for step in steps if rng.random() < 0.75)
+
+    return path
+
+
+def way_path(rng: random.Random, methods: bool) -> str:
+    """Some branches, in any order."""
+    return " ".join(rng.sample("lra", rng.randint(0, 3)))
+
+
 def turn(rng: random.Random, methods: bool) -> str:
     return rng.choice(["d", "g"])
 
@@ -98,20 +115,75 @@ FAMILIES: dict[str, Family] = {
         cell_path,
         True,
         other_ways,
+        branches=("cells",),
         methods=("cells.0.encode", "cells.1.encode", "cells.2.encode"),
     ),
     "attention": Family(
-        Attention, ("TransformerEncoderLayer",), ("layers.?",), ("layers.0", "in_proj", "norm", "bias")
+        Attention,
+        ("TransformerEncoderLayer",),
+        ("layers.?",),
+        ("layers.0", "in_proj", "norm", "bias"),
+        some_of("01"),
+        True,
+        branches=("layers.?",),
     ),
-    "gpt": Family(Gpt, ("GptBlock",), ("blocks.*",), ("blocks.1", "norm", "up.weight", "places", "qkv")),
+    "gpt": Family(
+        Gpt,
+        ("GptBlock",),
+        ("blocks.*",),
+        ("blocks.1", "norm", "up.weight", "places", "qkv"),
+        some_of("012"),
+        True,
+        branches=("blocks",),
+    ),
     "recurrent": Family(Recurrent, ("GRU",), ("second",), ("enter", "second", "bias")),
     "conv": Family(Conv, ("Residual",), ("wide.*", "narrow.?"), ("wide", "body.0", "norm", "down")),
-    "odd": Family(Odd, ("OddBlock",), ("blocks.*",), ("nothing", "row", "columns", "gate", "gain", "directions")),
-    "shared": Family(Shared, ("Half", "Pair"), ("encoder", "layers.*"), ("embedding", "own", "pair", "up.weight")),
-    "experts": Family(
-        Experts, ("Sequential", "Pair"), ("experts.*",), ("experts.a", "gate", "bias"), expert_path, True
+    "odd": Family(
+        Odd,
+        ("OddBlock",),
+        ("blocks.*",),
+        ("nothing", "row", "columns", "gate", "gain", "directions"),
+        some_of("01"),
+        True,
+        branches=("OddBlock",),
     ),
-    "adapters": Family(Adapters, ("Adapted", "Pair"), ("blocks.*", "frozen.*"), ("base", "down", "frozen.1", "enter")),
+    "shared": Family(
+        Shared,
+        ("Half", "Pair"),
+        ("encoder", "layers.*"),
+        ("embedding", "own", "pair", "up.weight"),
+        some_of("ed012"),
+        True,
+        branches=("encoder", "decoder", "layers.*"),
+    ),
+    "experts": Family(
+        Experts,
+        ("Sequential", "Pair"),
+        ("experts.*",),
+        ("experts.a", "gate", "bias"),
+        expert_path,
+        True,
+        branches=("experts",),
+    ),
+    "adapters": Family(
+        Adapters,
+        ("Adapted", "Pair"),
+        ("blocks.*", "frozen.*"),
+        ("base", "down", "frozen.1", "enter"),
+        some_of("0123"),
+        True,
+        branches=("blocks", "frozen"),
+    ),
+    "ways": Family(
+        Ways,
+        ("Linear",),
+        ("left", "right"),
+        ("bias", "common", "left", "own", "adapted", "base"),
+        way_path,
+        True,
+        branches=("left", "right", "adapted"),
+        entries=("forward", "steps", "children"),
+    ),
     "stepping": Family(
         Stepping, ("Pair",), ("first.*",), ("first", "shift", "gate", "bias"), entries=("steps", "children")
     ),
@@ -125,6 +197,9 @@ FAMILIES: dict[str, Family] = {
         parts=("generator", "critic"),
     ),
 }
+
+
+WITH_ADAPTERS = ("adapters", "ways")
 
 
 def matching(model: nn.Module, patterns: Sequence[str] | str) -> Iterator[tuple[str, nn.Parameter]]:

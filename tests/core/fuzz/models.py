@@ -5,7 +5,8 @@ would turn a rounding error into another gradient. ``path`` says which ways thro
 is used may depend on the micro-batch and the rank. What custom parameters begin with is written by
 ``reset_parameters``, so that every family can be initialised on the meta device too.
 
-``leave`` is used by every call and is never frozen: a backward pass has something to do on every rank.
+``leave`` is used by every call and is never frozen: a backward pass has something to do on every rank. Blocks of a list
+are called as the path says: ``"0 2"`` leaves the second one out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ import torch.nn.functional as F
 from torch import nn
 
 WIDTH, LENGTH, VOCABULARY = 6, 4, 11
+
+
+def taken(blocks: nn.ModuleList, path: str) -> list[nn.Module]:
+    """The blocks that the path names by their numbers."""
+    return [block for number, block in enumerate(blocks) if str(number) in path]
 
 
 def tokens(x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +93,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
         x = self.enter(x)
-        for layer in self.layers:
+        for layer in taken(self.layers, path):
             x = layer(x)
         return self.leave(x)
 
@@ -122,7 +128,7 @@ class Gpt(nn.Module):
 
     def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
         x = self.embed(tokens(x)) + self.places(torch.arange(LENGTH))
-        for block in self.blocks:
+        for block in taken(self.blocks, path):
             x = block(x, self.mask)
         return self.leave(self.norm(x))
 
@@ -208,7 +214,7 @@ class Odd(nn.Module):
             nn.init.uniform_(parameter, 0.1, 0.5)
 
     def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
-        for block in self.blocks:
+        for block in taken(self.blocks, path):
             x = block(x)
         x = x * self.named["gain"] + self.named["shift"]
         return self.leave(torch.stack([x @ direction for direction in self.directions], -1))
@@ -236,7 +242,7 @@ class Pair(nn.Module):
 
 class Shared(nn.Module):
     """An encoder and a decoder that share an embedding and a block; a block that is two layers; a weight of one block
-    that is the head's too."""
+    that is the head's too. In the path ``e`` is the encoder, ``d`` the decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,10 +253,12 @@ class Shared(nn.Module):
         self.leave.weight = self.layers[1].up.weight
 
     def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
-        x = self.encoder(tokens(x)) * self.decoder(tokens(x.flip(1)))
-        for layer in self.layers:
-            x = layer(x)
-        return self.leave(x)
+        coded = self.encoder(tokens(x)) if "e" in path else x
+        if "d" in path:
+            coded = coded * self.decoder(tokens(x.flip(1)))
+        for layer in taken(self.layers, path):
+            coded = layer(coded)
+        return self.leave(coded)
 
 
 class Experts(nn.Module):
@@ -271,15 +279,22 @@ class Experts(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer and what is trained beside it (LoRA)."""
+    """A frozen layer and what is trained beside it (LoRA), or was added to it (``merge``)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.is_merged = False
+
+    @torch.no_grad()
+    def merge(self, enabled: bool) -> None:
+        if enabled != self.is_merged:
+            self.is_merged = enabled
+            self.base.weight.data += (self.up.weight @ self.down.weight) * (1 if enabled else -1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
+        return torch.tanh(self.base(x) if self.is_merged else self.base(x) + self.up(self.down(x)))
 
 
 class Adapters(nn.Module):
@@ -293,9 +308,39 @@ class Adapters(nn.Module):
 
     def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
         x = self.enter(x)
-        for block in [*self.frozen, *self.blocks]:
+        for block in taken(nn.ModuleList([*self.frozen, *self.blocks]), path):
             x = block(x)
         return self.leave(x)
+
+
+class Turn(nn.Module):
+    """A layer of its own, and one that it shares with another block."""
+
+    def __init__(self, common: nn.Module) -> None:
+        super().__init__()
+        self.own, self.common = nn.Linear(WIDTH, WIDTH), common
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.common(torch.sin(self.own(x))))
+
+
+class Ways(nn.Module):
+    """Branches that share a layer, one with an adapter: ``l``, ``r`` and ``a`` in the path. Each can be called as a
+    root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        common = nn.Linear(WIDTH, WIDTH)
+        self.enter, self.left, self.right = nn.Linear(WIDTH, WIDTH), Turn(common), Turn(common)
+        self.adapted, self.leave = Adapted(), nn.Linear(WIDTH, 2, bias=False)
+
+    def step(self, x: torch.Tensor, path: str) -> torch.Tensor:
+        x = self.enter(x)
+        for step in path.split():
+            x = {"l": self.left, "r": self.right, "a": self.adapted}[step](x)
+        return self.leave(x)
+
+    forward = step
 
 
 class Stepping(nn.Module):
@@ -329,3 +374,8 @@ class Adversaries(nn.Module):
     def step(self, x: torch.Tensor, path: str) -> torch.Tensor:
         made = self.generator(x)
         return self.critic(x) - self.critic(made.detach()) if path == "d" else self.critic(made)
+
+
+# Those whose inputs, parameters and buffers meet in one dtype, and whose gradients are sums of two terms at most: sums
+# of more would be rounded in the order in which autograd comes by.
+IN_HALF_PRECISION = (Mlp, Cells, Adapters, Ways)

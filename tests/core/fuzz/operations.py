@@ -20,6 +20,7 @@ from torch import nn
 
 from smp_core.sharding.grad_norm import NonfiniteGradNormError
 from tests.core.fuzz.families import matching
+from tests.core.fuzz.models import Adapted
 from tests.core.fuzz.procedure import Run
 
 Op = Mapping[str, Any]
@@ -34,6 +35,7 @@ def losses(run: Run, op: Op, *, call: int = 0) -> dict[int, torch.Tensor]:
         x = torch.randn(rows, *run.sample_shape, generator=generator, dtype=torch.float64)
         output = run.call(x, path)
         found[rank] = output.square().mean() + output.sin().mean()
+    run.end_call()
     return found
 
 
@@ -43,12 +45,20 @@ def mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def micro(run: Run, op: Op) -> None:
-    """A micro-batch; ``calls`` forwards make its loss, whose backward pass runs once or (``twice``) again."""
+    """A micro-batch; ``calls`` forwards make its loss, whose backward pass runs once or (``twice``) again. Between them
+    parameters with ``what`` in their names are frozen or trained again (``meanwhile``), or inside of each call."""
+    wanted = op["meanwhile"].startswith("thaw")
     with run.holding(op["hold"] and op["around"] == "pass"):
-        every = [losses(run, op, call=call) for call in range(op["calls"])]
+        if op["meanwhile"].endswith("inside"):
+            with run.ending_calls(lambda: set_trainable(run, op["what"], wanted)):
+                every = [losses(run, op, call=call) for call in range(op["calls"])]
+        else:
+            every = [losses(run, op, call=call) for call in range(op["calls"])]
         for each in every:
             run.record("losses", {rank: loss.detach() for rank, loss in each.items()})
         total = mean([loss for each in every for loss in each.values()])
+        if op["meanwhile"] in ("freeze", "thaw"):
+            set_trainable(run, op["what"], wanted)
         if total.requires_grad:  # with all that was used frozen there is no backward pass, on any rank
             with run.holding(op["hold"]):
                 total.backward(retain_graph=op["twice"])
@@ -87,8 +97,20 @@ def zero(run: Run, op: Op) -> None:
 
 
 def freeze(run: Run, op: Op) -> None:
-    for _, parameter in matching(run.model, op["what"]):
-        parameter.requires_grad_(op["trainable"])
+    set_trainable(run, op["what"], op["trainable"])
+
+
+def set_trainable(run: Run, what: str, trainable: bool) -> None:
+    for _, parameter in matching(run.model, what):
+        parameter.requires_grad_(trainable)
+
+
+def merge(run: Run, op: Op) -> None:
+    """Add what adapters have learnt to the layers beside them, or take it away again; then as after any edit."""
+    for module in run.model.modules():
+        if isinstance(module, Adapted):
+            module.merge(op["enabled"])
+    run.weights_changed()
 
 
 def clip(run: Run, op: Op) -> None:
@@ -237,11 +259,19 @@ class Operation:
 
 OPERATIONS: dict[str, Operation] = {
     "micro": Operation(
-        micro, {"hold": (False, True), "calls": (1, 2), "twice": (False, True), "around": ("pass", "backward")}
+        micro,
+        {
+            "hold": (False, True),
+            "calls": (1, 2),
+            "twice": (False, True),
+            "around": ("pass", "backward"),
+            "meanwhile": ("nothing", "freeze", "thaw", "freeze inside", "thaw inside"),
+        },
     ),
     "overflow": Operation(overflow),
     "zero": Operation(zero, {"how": ("optimizer", "optimizer zeros", "module", "module zeros", "parameters")}),
     "freeze": Operation(freeze, {"trainable": (False, True)}),
+    "merge": Operation(merge, {"enabled": (True, False)}),
     "clip": Operation(clip, {"how": ("norm 2", "norm 1", "norm inf", "value")}),
     "norm": Operation(norm, {"type": ("2", "1", "inf")}),
     "evaluate": Operation(evaluate, {"mode": ("no_grad", "inference_mode", "grad"), "eval": (True, False)}),

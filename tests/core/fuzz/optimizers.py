@@ -32,6 +32,8 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 KERNELS = ("default", "foreach", "for-loop", "fused", "tensor lr")
 WITH_FUSED_KERNELS = ("Adam", "AdamW")  # on shards; torch has no others for DTensors
 WITH_TENSOR_LR = ("Adam", "AdamW")
+# Their steps are as far apart as their gradients are.
+IN_STEP_WITH_ROUNDING = ("SGD", "SGD, momentum", "SGD, Nesterov")
 
 
 def make_optimizer(spec: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from smp_core.sharding.grad_norm import NonfiniteGradNormError, clip_grad_value_
 from smp_core.topology import Topology
 from tests.core.fuzz.cases import Case, config_of
 from tests.core.fuzz.families import FAMILIES
-from tests.core.fuzz.models import LENGTH, WIDTH
+from tests.core.fuzz.models import LENGTH, WIDTH, Adapted
 from tests.core.fuzz.optimizers import late_group, make_optimizer
 
 Tensors = dict[str, torch.Tensor | None]
@@ -59,6 +59,21 @@ class Run:
         self.model: nn.Module
         self.optimizers: list[torch.optim.Optimizer] = []
         self.has_late_group = False
+        self._ends_with: Callable[[], None] | None = None
+
+    @contextlib.contextmanager
+    def ending_calls(self, with_: Callable[[], None]) -> Iterator[None]:
+        """Let calls inside end with a function."""
+        self._ends_with = with_
+        try:
+            yield
+        finally:
+            self._ends_with = None
+
+    def end_call(self) -> None:
+        """End the call of all ranks; what its end is inside of the call is done there."""
+        if self._ends_with is not None:
+            self._ends_with()
 
     def record(self, label: str, value: Any) -> None:
         self.records.append((label, value))
@@ -151,10 +166,17 @@ class OneProcess(Run):
             for module in self.models:
                 materialize(module, torch.device("cpu"), seed=delayed.seed)
         self.optimizers = [make_optimizer(spec, self.model) for spec in case.optimizers]
-        self.nonfinite = case.knobs.get("on_nonfinite_grad_norm", "ignore")
         self._saved: dict[str, Any] = {}
+        self._take(case.knobs)
+
+    def _take(self, knobs: Mapping[str, Any]) -> None:
+        self.nonfinite = knobs.get("on_nonfinite_grad_norm", "ignore")
+        self._computes_in = torch.bfloat16 if knobs.get("param_dtype") == "bfloat16" else None
 
     def call(self, x: torch.Tensor, path: str) -> torch.Tensor:
+        if self._computes_in is not None:  # each rank rounds its own gradients, and adds up in more digits
+            with rounded(self.model, self._computes_in):
+                return self.model(x.to(self._computes_in), path)
         return (self.model if self.case.entry == "forward" else self.model.step)(x, path)  # type: ignore[operator]
 
     def holding(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
@@ -221,7 +243,7 @@ class OneProcess(Run):
             optimizer.state.clear()
             optimizer.state.update({by_name[name]: entry for name, entry in states.items()})
         if knobs is not None:  # new objects
-            self.nonfinite = knobs.get("on_nonfinite_grad_norm", "ignore")
+            self._take(knobs)
             self.abandon()
 
 
@@ -272,7 +294,13 @@ class OnRanks(Run):
             return self.model(x, path)
         if self.case.entry == "apart":
             return self.model.step(x, path)  # type: ignore[operator]
-        return self.handles[0].run_as_forward(self.model.step, x, path)  # type: ignore[arg-type, return-value]
+
+        def step(x: torch.Tensor, path: str) -> torch.Tensor:
+            output = self.model.step(x, path)  # type: ignore[operator]
+            self.end_call()
+            return output  # type: ignore[no-any-return]
+
+        return self.handles[0].run_as_forward(step, x, path)  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def holding(self, enabled: bool) -> Iterator[None]:
@@ -348,12 +376,16 @@ class OnRanks(Run):
     def load(self, name: str, knobs: Mapping[str, Any] | None) -> None:
         if knobs is not None:
             flags = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
+            merged = [module.is_merged for module in self.model.modules() if isinstance(module, Adapted)]
             self._start(knobs, OTHER_WEIGHTS + 1)
             if self.has_late_group:
                 self.has_late_group = False
                 self.add_late_parameters()
             for name_, parameter in self.model.named_parameters():
                 parameter.requires_grad_(flags[name_])
+            for module in self.model.modules():
+                if isinstance(module, Adapted):
+                    module.is_merged = merged.pop(0)
         verify = self.handles[0].config.checkpoint.verify
         for handle in self.handles:
             handle.reshard()
@@ -366,6 +398,21 @@ class OnRanks(Run):
             load_named_optimizer_state(
                 self._folder / name, ("optimizers", str(number)), module, optimizer, verify=verify
             )
+
+
+@contextlib.contextmanager
+def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Let modules compute with rounded parameters. (functional_call of torch 2.13 leaves them in modules that several
+    others share.)"""
+    made = {parameter: parameter.to(dtype) for parameter in model.parameters() if parameter.ndim and parameter.numel()}
+    before = [(module, dict(module._parameters)) for module in model.modules()]
+    for module, parameters in before:
+        module._parameters.update({name: made.get(p, p) for name, p in parameters.items() if p is not None})  # type: ignore[arg-type, misc]
+    try:
+        yield
+    finally:
+        for module, parameters in before:
+            module._parameters.update(parameters)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

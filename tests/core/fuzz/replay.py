@@ -51,8 +51,9 @@ def smaller(case: Case) -> Iterator[Case]:
 
 def _smaller_operations(op: dict[str, Any]) -> Iterator[dict[str, Any]]:
     plain = {"hold": False, "calls": 1, "twice": False, "around": "pass", "rows": [1], "of": None, "eval": False}
+    plain |= {"meanwhile": "nothing"}
     for field, value in plain.items():
-        if field in op and op[field] != value:
+        if field in op and op[field] != value and (op["do"], field) != ("step_with_closure", "of"):
             yield {**op, field: value}
     if len(op.get("paths", ())) > 1:
         yield {**op, "paths": op["paths"][:1], "vary": "same"}

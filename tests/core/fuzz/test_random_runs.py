@@ -14,7 +14,7 @@ import pytest
 
 from smp_core.config import SmpConfig
 from tests.core.fuzz.cases import KNOBS, NOT_DRAWN, Case, config_of, value_of
-from tests.core.fuzz.drawing import LAYOUTS, NORMAL, draw, features, features_of
+from tests.core.fuzz.drawing import LAYOUTS, MIXED, NORMAL, draw, features, features_of
 from tests.core.fuzz.families import FAMILIES
 from tests.core.fuzz.running import difference, play, play_all
 
@@ -35,7 +35,7 @@ def test_every_knob_is_drawn_or_left_out_for_a_reason() -> None:
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    return [draw(seed) for seed in range(NORMAL)]
+    return [draw(seed) for seed in (*range(NORMAL), *MIXED)]
 
 
 def test_everything_occurs(cases: list[Case]) -> None:

@@ -189,6 +189,7 @@ ELSEWHERE: dict[str, Knobs] = {
     "all on host": (("state_offload", "all"),),
     "in chunks": CHUNKED,
     "copies in nodes": (("reshard_after_forward", "node"),),
+    "inferred": (*TENSOR, ("tensor_parallel", {"plan": "infer"})),
     "tokens whole": (*TENSOR, ("tensor_parallel", {"sequence_parallel": False})),
     "tensor, chunks": (*TENSOR, *CHUNKED, *RECOMPUTED),
     "world": (("optimizer_shard", "world"),),

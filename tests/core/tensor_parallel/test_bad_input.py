@@ -128,12 +128,6 @@ def with_adapters() -> nn.Module:
     return peft.get_peft_model(PlainModel(), peft.LoraConfig(r=2, **options))
 
 
-def with_convolution() -> nn.Module:
-    model = PlainModel()
-    model.blocks[0].mix = nn.Conv1d(2, 2, 1)
-    return model
-
-
 def with_hook() -> nn.Module:
     model = PlainModel()
     model.blocks[1].register_forward_hook(lambda module, args, output: output)
@@ -146,38 +140,20 @@ def without_example() -> nn.Module:
     return model
 
 
-class PlacedBlock(PlainBlock):
-    """Adds each token's place, which a part of the tokens does not know."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + torch.arange(x.shape[1])[:, None]
-
-
-def reads_its_shape() -> nn.Module:
-    model = PlainModel()
-    model.blocks[1] = PlacedBlock()
-    return model
-
-
 class OtherOnRank1(PlainBlock):
-    """A block of equal parameters on all ranks, whose forward on rank 1 adds each token's place, or turns features
-    around between two layers: a part of them is another part then, and these layers stay whole."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way = way if dist.get_rank() == 1 else ""
+    """A block of equal parameters on all ranks, whose forward on rank 1 turns features around between two layers: a
+    part of them is another part then, and these layers stay whole."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attend(self.before(x))
         x = x + self.scale(x).tanh()
         inner = self.up(self.between(x))
-        x = x + self.down(inner.flip(-1) if self.way == "turns" else inner)
-        return x + torch.arange(x.shape[1])[:, None] if self.way == "places" else x
+        return x + self.down(inner.flip(-1) if dist.get_rank() == 1 else inner)
 
 
-def other_on_rank_1(way: str) -> nn.Module:
+def other_on_rank_1() -> nn.Module:
     model = PlainModel()
-    model.blocks[1] = OtherOnRank1(way)
+    model.blocks[1] = OtherOnRank1()
     return model
 
 
@@ -188,7 +164,6 @@ REFUSED = {
     "dropout": (with_dropout, {"tensor_parallel": {"sequence_parallel": False}}, "write tensor_parallel={'sequence_p"),
     "states": (with_states, {}, "set config.output_hidden_states = False"),
     "sinks": (with_sinks, {}, "sinks of model.layers.0.self_attn belongs to heads"),
-    "mixing": (with_convolution, {"tensor_parallel": {"plan": GLOBS}}, "blocks.0.mix (Conv1d) stands among split tok"),
     "compiled": (
         compiled_blocks,
         {"tensor_parallel": {"plan": GLOBS}},
@@ -210,13 +185,7 @@ REFUSED = {
         "cannot be inspected: it is run once to see what its blocks do; set",
     ),
     "no blocks": (Unplanned, INFERRED, "no layer of Unplanned was found that 2 ranks can share; write globs"),
-    "shapes": (reads_its_shape, INFERRED, "blocks.1 does not compute the same with a part of the tokens between its l"),
-    "refused on one rank": (
-        lambda: other_on_rank_1("places"),
-        INFERRED,
-        "rank 1 \"ValueError: tensor_parallel.plan='infer': blocks.1 does not",
-    ),
-    "found apart": (lambda: other_on_rank_1("turns"), INFERRED, "give all ranks the same example (example_input_array"),
+    "found apart": (other_on_rank_1, INFERRED, "give all ranks the same example (example_input_array"),
     "infer and fp8": (PlainModel, {**INFERRED, "fp8": {}}, "tensor_parallel.plan='infer' and fp8; write globs"),
     "hooks": (with_hook, {"tensor_parallel": {"plan": GLOBS}}, "blocks.1 has forward hooks, which would see 1/T"),
     "all tokens": (

@@ -10,10 +10,11 @@ import functools
 import itertools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from smp_core.tensor_parallel import apply, layers
+from smp_core.tensor_parallel import apply, blocks, layers
 from tests.core.tensor_parallel.model_cases import Case, Training, alone, assert_like_one_process, differences, together
 from tests.core.tensor_parallel.models import MODELS
 from tests.harness import run_ranks
@@ -143,23 +144,27 @@ def test_all_axes_at_once() -> None:
     assert_like_one_process([Case("llama", 4, 2, True, 3, (("activations", "full"),), steps=5)], 16)
 
 
-def mutated(case: Case) -> Training:
-    """The training with one sum left out."""
-    kept = apply._Splitting._sums, layers.RowForward.__call__, layers.exchange_rows
+def mutated(case: Case) -> tuple[Training, list[str]]:
+    """The training with one sum left out, and why tokens stayed whole."""
+    kept = apply._Splitting._summing, layers.RowForward.__call__, layers.exchange_rows
     changed: Any = layers
     if case.mutation == "norms":
-        apply._Splitting._sums = lambda *_: False  # type: ignore[method-assign]
+        apply._Splitting._summing = lambda *_: iter(())  # type: ignore[method-assign,assignment,return-value]
     elif case.mutation == "bias":
-        layers.RowForward.__call__ = _row_with_every_bias  # type: ignore[method-assign]
+        layers.RowForward.__call__ = functools.partialmethod(_row_with_every_bias, kept[1])  # type: ignore
     else:
         changed.exchange_rows = functools.partial(_rows_of_own_gradients, kept[2])
     try:
-        return together(case)
+        said: list[str] = []
+        with mock.patch.object(blocks.logger, "warning", lambda text, *args: said.append(text % args)):
+            return together(case), said
     finally:
-        apply._Splitting._sums, layers.RowForward.__call__, changed.exchange_rows = kept  # type: ignore[method-assign]
+        apply._Splitting._summing, layers.RowForward.__call__, changed.exchange_rows = kept  # type: ignore[method-assign]
 
 
-def _row_with_every_bias(self: Any, hidden: Any) -> Any:
+def _row_with_every_bias(self: Any, call: Any, hidden: Any) -> Any:
+    if not self.tokens.split:
+        return call(self, hidden)
     with layers.showing(self.module, {"weight": layers.local(self.module.weight)}):
         return layers.scatter_tokens(self.original(hidden), self.axis)
 
@@ -170,16 +175,17 @@ def _rows_of_own_gradients(exchange: Any, stored: Any, axis: Any, rows: Any, dim
     return used if rows.by_rank.index(rows.by_rank[axis.rank]) == axis.rank else used.detach() + 0 * used
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("llama", mutation="norms"),
-        Case("llama", mutation="bias"),
-        Case("llama", tensor=4, sequence=False, mutation="heads"),
-    ],
-    ids=lambda case: case.mutation,
-)
-def test_without_a_sum_it_would_not(case: Case) -> None:
-    """Gradients of norms among split tokens; the bias of a row layer, once; gradients of heads that ranks share."""
-    (seen, *_) = run_ranks(mutated, case.tensor, case)
+@pytest.mark.parametrize("mutation", ["norms", "bias"])
+def test_without_a_sum_tokens_stay_whole(mutation: str) -> None:
+    """Gradients of norms among split tokens; the bias of a row layer, once."""
+    case = Case("llama", mutation=mutation)
+    for rank, (seen, said) in enumerate(run_ranks(mutated, case.tensor, case)):
+        assert differences(seen, alone(case.kind, case.micro_batches)) == []
+        assert rank or "tokens stay whole in model.layers.0" in said[0]
+
+
+def test_without_the_sum_of_shared_heads_it_would_not() -> None:
+    """Gradients of heads that ranks share."""
+    case = Case("llama", tensor=4, sequence=False, mutation="heads")
+    ((seen, _), *_) = run_ranks(mutated, case.tensor, case)
     assert differences(seen, alone(case.kind, case.micro_batches), 1e-9)

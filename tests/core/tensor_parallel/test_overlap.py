@@ -61,6 +61,8 @@ class Log:
 
 def backward_of(case: Case) -> list[str]:
     parallel = case.parallel()
+    loss_of(parallel.module, batches(1)[0, 0]).backward()  # behind the first step it is known where tokens stay split
+    parallel.window.close()
     loss = loss_of(parallel.module, batches(1)[0, 0])
     with Log() as events:
         loss.backward()

@@ -1,0 +1,279 @@
+"""Streams dealt out: data rank r of n takes batches r, n + r, 2 n + r, ... of a DataLoader over an IterableDataset.
+
+Lightning puts no sampler into such a loader, so that every rank would read all of it. Here every rank reads all of it
+and keeps its own batches: in each step all data ranks together have what one process has whose batches are n times as
+large. Ranks that share a batch (context, tensor, stages) take the same ones.
+
+    batches      0  1  2  3  4  5  6       of 2 data ranks
+    rank 0       0     2     4     6       the last group is not full: 6 counts alone in training (weights 2 and 0), and
+    rank 1          1     3     5 (6)      is cut along its samples in evaluation, where ranks may get none of them
+
+A dataset may have dealt itself out by rank. Whether it has is seen, not asked: ranks compare their first batches at
+the beginning of each epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import DataLoader
+
+from smp_core.checkpoint.random_state import random_state, set_random_state
+from smp_core.checkpoint.tree import iterate_tensors
+from smp_core.joined import count_samples
+from smp_core.whereabouts import here
+
+logger = logging.getLogger("smp")
+
+_END = object()
+
+
+class DealtLoader:
+    """A data loader whose batches are dealt out to the data ranks. Its attributes are the loader's.
+
+    Args:
+        loader: gives the same batches on every rank, or this rank's own, which are left as they are.
+        ranks: the data ranks.
+        index: which of them this one is.
+        need_alike: whether ranks of one index have to be given the same batches.
+        cuts: returns whether the batches left at the end are cut along their samples.
+        once: they are, and a rank may get none: it ends before the others.
+
+    Attributes:
+        weight: the factor of the present batch's loss.
+    """
+
+    __slots__ = ("_cuts", "_fetched", "_index", "_is_dealt", "_need_alike", "_once", "_ranks", "loader", "weight")
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        ranks: int,
+        index: int,
+        need_alike: bool,
+        cuts: Callable[[], bool],
+        once: bool = False,
+    ) -> None:
+        self.loader = loader
+        self.weight = 1.0
+        self._ranks, self._index = ranks, index
+        self._need_alike = need_alike
+        self._cuts, self._once = cuts, once
+        self._is_dealt: bool | None = None
+        self._fetched: deque[float] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in DealtLoader.__slots__:
+            raise AttributeError(name)  # a copy that is being made
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in DealtLoader.__slots__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.loader, name, value)
+
+    def __len__(self) -> int:
+        batches = len(self.loader)
+        if self._is_dealt is None:
+            before = random_state()
+            self._first_of(iter(self.loader))
+            set_random_state(before)
+        if not self._is_dealt:
+            return batches
+        return batches // self._ranks if self.loader.drop_last else -(-batches // self._ranks)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._fetched.clear()
+        return self._read(iter(self.loader))  # which draws the seed of its workers now, as it does for Lightning
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        first = self._first_of(batches)
+        if first is _END:
+            return
+        for batch, weight in self._dealt(chain([first], batches)):
+            self._fetched.append(weight)
+            yield batch
+
+    def begin_batch(self) -> None:
+        """Note that the next of the batches that were fetched is the present one: a trainer may fetch ahead."""
+        self.weight = self._fetched.popleft()
+
+    def _dealt(self, batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
+        if not self._is_dealt:
+            yield from ((batch, 1.0) for batch in batches)
+            return
+        group: list[Any] = []
+        for batch in batches:
+            group.append(batch)
+            if len(group) == self._ranks:
+                yield group[self._index], 1.0
+                group.clear()
+        if not group or self.loader.drop_last:
+            return
+        if self._once:
+            yield from _own_samples(group, self._ranks, self._index)
+        else:
+            yield _cut(group, self._ranks, self._index) if self._cuts() else _whole(group, self._ranks, self._index)
+
+    def _first_of(self, batches: Iterator[Any]) -> Any:
+        """Return the first batch, and settle whether batches are dealt out. Collective over the world."""
+        try:
+            first = next(batches, _END)
+        except Exception:
+            self._tell("failed")  # the others wait for a word of this rank
+            raise
+        told = self._tell("nothing" if first is _END else _fingerprint(first))
+        if self._need_alike:
+            _require_alike(told)
+        found = dict(told)
+        is_same = len(set(found.values())) == 1
+        if self._is_dealt and not is_same:
+            _warn(
+                "a stream was dealt out to the ranks and now differs between them: some samples are seen twice. "
+                + _SEED
+            )
+        elif self._is_dealt is None:
+            self._is_dealt = is_same
+            self._say_once(found)
+        return first
+
+    def _tell(self, own: str) -> list[tuple[int, str]]:
+        """Return the indices and fingerprints of all ranks."""
+        told: list[Any] = [None] * dist.get_world_size()
+        with here.waiting("the other ranks' first batch of a stream"):
+            dist.all_gather_object(told, (self._index, own))
+        return told
+
+    def _say_once(self, found: dict[int, str]) -> None:
+        if self._is_dealt and self._ranks > 1:
+            logger.info("a stream that is the same on all ranks is dealt out to %d, batch by batch", self._ranks)
+        elif not self._is_dealt and not _deals_itself_out(self.loader.dataset):
+            apart = len(set(found.values())) == len(found)
+            which = "every rank" if apart else "some ranks, and the same to others,"
+            _warn(
+                f"a stream gives other batches to {which} and is left as it is, which is right where the dataset deals "
+                f"itself out to {len(found)} ranks; Trainer(use_distributed_sampler=False) says so. Otherwise each "
+                f"rank reads all of it. {_SEED}"
+            )
+
+
+_SEED = "Seed what shuffles it alike on all ranks: seed_everything(...), dataset.shuffle(seed=...)"
+
+
+def read_alike(loader: DataLoader[Any]) -> None:
+    """Seed workers as one process does, where Lightning would seed each rank's otherwise."""
+    if int(os.environ.get("PL_SEED_WORKERS", "0")) and loader.worker_init_fn is None:
+        loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=0)
+
+
+def _warn(words: str) -> None:
+    if dist.get_rank() == 0:
+        logger.warning("%s", words)
+
+
+def _require_alike(told: list[tuple[int, str]]) -> None:
+    by_index: dict[int, str] = {}
+    for rank, (index, fingerprint) in enumerate(told):
+        if by_index.setdefault(index, fingerprint) != fingerprint:
+            first = next(other for other, (place, _) in enumerate(told) if place == index)
+            raise ValueError(
+                f"ranks {first} and {rank} compute the same samples (tensor_parallel_degree, pipeline_parallel_degree) "
+                "and their streams differ. Where the dataset deals itself out, use trainer.strategy's "
+                "distributed_sampler_kwargs['num_replicas'] and ['rank'] in the place of world size and rank. "
+                f"{_SEED}"
+            )
+
+
+def _deals_itself_out(dataset: Any) -> bool:
+    # A private name of Hugging Face's datasets: what split_dataset_by_node leaves. There is no public one.
+    return getattr(dataset, "_distributed", None) is not None
+
+
+def _fingerprint(batch: Any) -> str:
+    read = xxhash.xxh3_64()
+    for tensor in _leaves(batch):
+        read.update(tensor)
+    return read.hexdigest()
+
+
+def _leaves(batch: Any) -> Iterator[bytes]:
+    """Yield what a batch holds as bytes: tensors, arrays, numbers and text."""
+    if isinstance(batch, torch.Tensor):
+        plain = batch.detach().cpu().contiguous().reshape(-1)
+        yield repr(batch.shape).encode()
+        yield plain.view(torch.uint8).numpy().tobytes()
+    elif isinstance(batch, np.ndarray):
+        yield batch.tobytes()
+    elif isinstance(batch, MutableMapping):
+        for key, value in batch.items():
+            yield repr(key).encode()
+            yield from _leaves(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _leaves(value)
+    elif isinstance(batch, (int, float, str, bytes)):
+        yield repr(batch).encode()
+
+
+def _whole(group: list[Any], ranks: int, index: int) -> tuple[Any, float]:
+    """Return this rank's batch of a group that is not full, and its weight: 0 where it is another rank's."""
+    sizes = [_samples(batch) for batch in group]
+    place = index % len(group)
+    return group[place], sizes[place] * ranks / sum(sizes) if index < len(group) else 0.0
+
+
+def _bounds(group: list[Any], ranks: int, index: int) -> tuple[Any, int, int, int]:
+    """Return the batch of a group that is not full which this rank has samples of, their number, and its own."""
+    place, part = index % len(group), index // len(group)
+    parts = len(range(place, ranks, len(group)))
+    size = _samples(group[place])
+    return group[place], size, size * part // parts, size * (part + 1) // parts
+
+
+def _own_samples(group: list[Any], ranks: int, index: int) -> Iterator[tuple[Any, float]]:
+    """Yield this rank's samples of a group that is not full, if it has any."""
+    batch, size, start, end = _bounds(group, ranks, index)
+    if start < end:
+        yield _rows(batch, size, slice(start, end)), 1.0
+
+
+def _cut(group: list[Any], ranks: int, index: int) -> tuple[Any, float]:
+    """Return this rank's samples of a group that is not full. Where there are fewer than ranks, some repeat one."""
+    batch, size, start, end = _bounds(group, ranks, index)
+    return _rows(batch, size, slice(start, max(end, start + 1))), 1.0
+
+
+def _samples(batch: Any) -> int:
+    """Count the samples of a batch; one that does not tell counts as one."""
+    has_rows = any(tensor.ndim for _, tensor in iterate_tensors(batch, mapping=MutableMapping))
+    return count_samples(batch) if has_rows else 1
+
+
+def _rows(value: Any, size: int, rows: slice) -> Any:
+    """Return a nested batch with these samples of everything that has ``size`` of them."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value[rows] if value.ndim and len(value) == size else value
+    if isinstance(value, MutableMapping):
+        cut = {key: _rows(each, size, rows) for key, each in value.items()}
+        same = value.copy() if hasattr(value, "copy") else dict(value)
+        same.update(cut)
+        return same
+    if isinstance(value, (list, tuple)):
+        holds_batches = any(isinstance(each, (torch.Tensor, np.ndarray, MutableMapping)) for each in value)
+        if len(value) == size and not holds_batches:
+            return value[rows]
+        each_cut = [_rows(each, size, rows) for each in value]
+        return type(value)(*each_cut) if hasattr(value, "_fields") else type(value)(each_cut)
+    return value

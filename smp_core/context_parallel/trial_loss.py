@@ -1,0 +1,71 @@
+"""What a step's loss takes of a model's outputs, seen in the first backward pass: the rest of a trial
+(:mod:`smp_core.context_parallel.trial`), where a step computes its loss itself.
+
+A loss over parts of the tokens is a mean of terms, one for each target. Gradients of the outputs show what is not:
+
+    of all targets only the first or the last one of a rank gets none      a shift inside the step
+    only a rank's first or last token gets one                             a class token, the last hidden state
+    all tokens of a row get the same                                       a mean over tokens
+
+Shape letters: B rows, L tokens of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from smp_core.context_parallel.active import SplitBatch
+from smp_core.context_parallel.chunked_loss import IGNORED
+from smp_core.context_parallel.trial_run import tensors_of
+
+
+def watch_loss(output: object, split: SplitBatch, refuse: Callable[[str | None], None]) -> None:
+    """Look at the gradients of a call's outputs once.
+
+    Args:
+        refuse: called on every context rank, with words where something is wrong.
+    """
+    expected = _expected(split)
+    for name, tensor in tensors_of(output):
+        if tensor.requires_grad and tensor.dim() > 2 and tensor.shape[1] == split.plan.local_length:
+            tensor.register_hook(_look_once(name, expected, refuse))
+
+
+def _look_once(
+    name: str, expected: torch.Tensor, refuse: Callable[[str | None], None]
+) -> Callable[[torch.Tensor], None]:
+    is_over = False
+
+    def look(gradient: torch.Tensor) -> None:
+        nonlocal is_over
+        if not is_over:
+            is_over = True
+            found = _wrong(gradient.detach(), expected.to(gradient.device))
+            refuse(None if found is None else f"the loss takes of {name} {found}")
+
+    return look
+
+
+def _expected(split: SplitBatch) -> torch.Tensor:
+    """Return [L], whether a token has a target in any row; of a batch without targets, whether it is no padding."""
+    if split.shift_labels is not None:
+        return (split.shift_labels != IGNORED).any(0)
+    return split.plan.positions(split.rank) < split.length
+
+
+def _wrong(gradient: torch.Tensor, expected: torch.Tensor) -> str | None:
+    taken = (gradient.flatten(2) != 0).any(2).any(0)
+    if int(expected.sum()) < 3 or not bool(taken.any()):
+        return None
+    for place, word in ((0, "first"), (-1, "last")):
+        others = torch.ones_like(taken)
+        others[place] = False
+        if expected[place] and not taken[place] and torch.equal(taken[others], expected[others]):
+            return f"all targets but those of a rank's {word} token, as a loss that shifts tokens inside the step does"
+        if taken[place] and not taken[others].any():
+            return f"a rank's {word} token alone"
+    is_same = bool((gradient == gradient[:, :1]).all())
+    is_sum = bool((gradient == gradient.flatten()[0]).all())
+    return "the mean over a rank's tokens" if is_same and not is_sum else None

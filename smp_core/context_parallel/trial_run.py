@@ -1,0 +1,175 @@
+"""One run of a trial (:mod:`smp_core.context_parallel.trial`), and what keeps a training as it was before it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from smp_core.comm.meter import CommMeter
+from smp_core.context_parallel.active import SplitBatch, enabled
+
+_DROPOUTS = (
+    "dropout",
+    "alpha_dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "feature_dropout",
+    "feature_alpha_dropout",
+)
+_GENERATORS = (
+    *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "normal", "bernoulli", "multinomial"),
+    *(
+        "poisson",
+        "uniform_",
+        "normal_",
+        "bernoulli_",
+        "random_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "cauchy_",
+    ),
+)
+_PLAIN = (type(None), bool, int, float, str, torch.Tensor)
+
+
+@dataclass(eq=False)
+class Ran:
+    """The result of a run.
+
+    Attributes:
+        outputs: tensors of what the call returned, by their names.
+        seen: (module, [tokens, 2]) of each call of a module inside: mean and deviation of what it gave for a token.
+        rounding: the largest rounding error of a dtype that any of them returned.
+    """
+
+    outputs: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    seen: list[tuple[nn.Module, torch.Tensor | None]] = field(default_factory=list)
+    rounding: float = 0.0
+
+
+def run(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    active: SplitBatch,
+    tokens: int,
+    off_by: float | None = None,
+) -> Ran:
+    """Call a module, or what else is its forward, under a batch.
+
+    Args:
+        tokens: of each row.
+        off_by: the relative error to add to what each module inside returns.
+    """
+    ran = Ran()
+
+    def note(inside: nn.Module, _: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if type(first) is not torch.Tensor or not first.is_floating_point():
+            return None
+        ran.rounding = max(ran.rounding, torch.finfo(first.dtype).eps)
+        if off_by is None:
+            ran.seen.append((inside, _by_token(first, tokens)))
+        elif first is output:
+            errors = (torch.arange(first.numel(), device=first.device) % 3 - 1).view(first.shape) * off_by
+            return first + first * errors.to(first.dtype)
+        return None
+
+    handles = [inside.register_forward_hook(note) for inside in module.modules()]
+    state, devices = random.getstate(), _accelerators()
+    try:
+        random.seed(0)
+        with torch.random.fork_rng(devices), enabled(active), _WithoutRandomness():
+            ran.outputs = list(tensors_of(forward(*args, **kwargs)))
+    finally:
+        random.setstate(state)
+        for handle in handles:
+            handle.remove()
+    return ran
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module, meter: CommMeter | None) -> Iterator[None]:
+    """Run a block without gradients, compilation and traces: buffers and plain attributes of modules are restored."""
+    outside = contextlib.nullcontext() if meter is None else meter.outside_steps()
+    buffers = [(each, name, buffer, buffer.clone()) for each in module.modules() for name, buffer in _buffers(each)]
+    attributes = [(each, _plain(each)) for each in module.modules()]
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), outside:
+            yield
+    finally:
+        for each, before in attributes:
+            for name in _plain(each).keys() - before.keys():
+                delattr(each, name)
+            vars(each).update(before)
+        for each, name, buffer, value in buffers:
+            setattr(each, name, buffer)
+            with torch.no_grad():
+                buffer.copy_(value)
+        # Autocast keeps weights that it cast, here without gradients.
+        torch.clear_autocast_cache()
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return module.named_buffers(recurse=False)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes that a forward may count or cache in."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+
+
+def _accelerators() -> list[int]:
+    return [torch.accelerator.current_device_index()] if torch.accelerator.is_available() else []
+
+
+class _WithoutRandomness(TorchFunctionMode):
+    """Drops nothing, and draws constants: tensors of other sizes would get other numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        result = func(*args, **kwargs)
+        if name in _GENERATORS and isinstance(result, torch.Tensor):
+            result.fill_(0.5 if result.is_floating_point() else 0)
+        return result
+
+
+def tensors_of(output: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the floating tensors in what a call returned."""
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point():
+            yield f"output {name}".strip() if name else "its output", output
+        return
+    if dataclasses.is_dataclass(output) and not isinstance(output, Mapping):
+        output = vars(output)
+    if isinstance(output, Mapping):
+        items: Any = output.items()
+    else:
+        items = enumerate(output) if isinstance(output, (tuple, list)) else ()
+    for key, value in items:
+        yield from tensors_of(value, f"{name}.{key}" if name else str(key))
+
+
+def _by_token(tensor: torch.Tensor, tokens: int) -> torch.Tensor | None:
+    """Return [tokens, 2], the mean and deviation over all other dims; None: no dim is the tokens."""
+    shape = tensor.shape
+    dim = next((dim for dim in (1, 0, *range(2, len(shape))) if dim < len(shape) and shape[dim] == tokens), None)
+    if dim is None and shape and shape[0] and shape[0] % tokens == 0:
+        tensor, dim = tensor.unflatten(0, (-1, tokens)), 1
+    if dim is None or not tensor.numel():
+        return None
+    by_token = tensor.movedim(dim, 0).reshape(tokens, -1).double()
+    return torch.stack([by_token.mean(1), by_token.square().mean(1).sqrt()], 1)

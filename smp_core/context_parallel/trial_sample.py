@@ -1,0 +1,156 @@
+"""The sample of a trial (:mod:`smp_core.context_parallel.trial`): a call's arguments with some tokens of every rank.
+
+Shape letters: R ranks, L tokens of a rank, M tokens of each rank in the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from smp_core.checkpoint.tree import iterate_tensors, map_tensors
+from smp_core.context_parallel.active import SplitBatch
+from smp_core.context_parallel.chunked_loss import IGNORED
+from smp_core.context_parallel.key_value_exchange import ContextGroup
+from smp_core.context_parallel.sequence_plan import SequencePlan
+
+Call = tuple[tuple[Any, ...], dict[str, Any], SplitBatch]
+"""Arguments, and the batch that is active during the call."""
+
+# Sequences up to this length are tried as they are; of longer ones each rank gives a multiple of _ALIGNED tokens.
+_WHOLE, _ALIGNED = 256, 32
+
+
+class Sample:
+    """A part of one call's arguments.
+
+    Attributes:
+        tokens: M, of each rank.
+        degree: R.
+        rank: this process's place among them.
+        has_tokens: whether an argument is a tensor of this rank's tokens.
+    """
+
+    def __init__(self, split: SplitBatch, group: ContextGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._split, self._group, self._arguments = split, group, [args, kwargs]
+        self.degree, self.rank = group.degree, group.rank
+        length = split.plan.local_length
+        aligned = length // self.degree // _ALIGNED * _ALIGNED
+        self.tokens = length if split.plan.length <= _WHOLE else max(aligned, min(length, _ALIGNED))
+        tensors = [tensor for _, tensor in iterate_tensors(self._arguments, mapping=MutableMapping)]
+        self._device = tensors[0].device if tensors else torch.device("cpu")
+        self._of_batch: dict[int, int | None] = {
+            id(tensor): None for _, tensor in iterate_tensors([split.batch], mapping=MutableMapping)
+        }
+        self._of_batch |= {id(split.batch[key]): dim % split.batch[key].dim() for key, dim in split.dims.items()}
+        self._of_batch |= {id(tensor): 1 for tensor in (split.position_ids, split.labels, split.shift_labels)}
+        self._gathered: dict[int, list[torch.Tensor]] = {}
+        self.has_tokens = any(self._dim(tensor) is not None for tensor in tensors)
+
+    def part(self) -> Call:
+        """Return the call with M tokens of this rank, as in a real step."""
+        return self._call(self._own, self.degree, self.rank, self._group.number)
+
+    def whole(self) -> Call:
+        """Return the call with the sample of all ranks, alone. Collective when it is first called."""
+        return self._call(lambda tensor, dim: torch.cat(self._of_all(tensor, dim), dim), 1, 0, 0)
+
+    def counted_by_length(self) -> str | None:
+        """Name an argument that is the same on two ranks while their tokens are not, and no constant. Collective."""
+        tensors = list(iterate_tensors(self._arguments, mapping=MutableMapping))
+        of_data, others = [], []
+        for path, tensor in tensors:
+            dim = self._dim(tensor)
+            if dim is None or tensor.dtype == torch.bool:
+                continue
+            pieces = self._of_all(tensor, dim)
+            if id(tensor) in self._of_batch:
+                of_data.append(pieces)
+            elif any(bool((piece != piece.narrow(dim, 0, 1)).any()) for piece in pieces):
+                others.append((path[-1], pieces))
+        pairs = [(one, other) for one in range(self.degree) for other in range(one)]
+        differing = [pair for pair in pairs if any(_differ(pieces, *pair) for pieces in of_data)]
+        for name, pieces in others:
+            if any(not _differ(pieces, *pair) for pair in differing or (pairs if not of_data else ())):
+                return (
+                    f"its argument {name!r} is the same on two ranks and not constant, as what is counted by the "
+                    "length of a rank's part is"
+                )
+        return None
+
+    def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's tokens of a tensor whose ``dim`` is all of them."""
+        return whole.narrow(dim, self.rank * self.tokens, self.tokens)
+
+    def _dim(self, tensor: torch.Tensor) -> int | None:
+        """Return the dim of a tensor that is this rank's tokens."""
+        if id(tensor) in self._of_batch:
+            return self._of_batch[id(tensor)]
+        length, shape = self._split.plan.local_length, tensor.shape
+        if tensor.dim() == 1 and length in self._rows():
+            return None
+        return next((dim for dim in (1, 0, *range(2, len(shape))) if dim < len(shape) and shape[dim] == length), None)
+
+    def _rows(self) -> set[int]:
+        batch, dims = self._split.batch, self._split.dims
+        return {size for key, dim in dims.items() for place, size in enumerate(batch[key].shape[:2]) if place != dim}
+
+    def _own(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.detach().narrow(dim, 0, self.tokens).clone(memory_format=torch.contiguous_format)
+
+    def _of_all(self, tensor: torch.Tensor, dim: int) -> list[torch.Tensor]:
+        """Gather M tokens of every rank."""
+        if id(tensor) not in self._gathered:
+            own = self._own(tensor, dim).to(self._device)
+            sent = own.view(torch.uint8) if own.dtype == torch.bool else own
+            pieces = [torch.empty_like(sent) for _ in range(self.degree)]
+            dist.all_gather(pieces, sent, group=self._group.process_group)
+            self._gathered[id(tensor)] = [piece.view(own.dtype) for piece in pieces]
+        return self._gathered[id(tensor)]
+
+    def _call(self, take: Callable[[torch.Tensor, int], torch.Tensor], degree: int, rank: int, group: int) -> Call:
+        taken: dict[int, torch.Tensor] = {}
+
+        def sampled(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in taken:
+                dim = self._dim(tensor)
+                taken[id(tensor)] = tensor if dim is None else take(tensor, dim)
+            return taken[id(tensor)]
+
+        args, kwargs = map_tensors(self._arguments, sampled, MutableMapping)
+        kwargs = dict(kwargs)
+        if kwargs.get("num_items_in_batch") is not None:
+            # Trainer's number of targets belongs to the average over ranks.
+            kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] / degree
+        return args, kwargs, self._active(sampled, degree, rank, group)
+
+    def _active(
+        self, sampled: Callable[[torch.Tensor], torch.Tensor], degree: int, rank: int, group: int
+    ) -> SplitBatch:
+        """Return the batch that is active: one document, of which each rank has M tokens in a row."""
+        split = self._split
+        plan = SequencePlan(degree, self.tokens * self.degree, order="contiguous", group=group)
+        made = SplitBatch(None, plan, plan.length, rank, group=self._group)
+        if split.position_ids is None:
+            split.position_ids = split.plan.positions(split.rank)[None]
+            self._of_batch[id(split.position_ids)] = 1
+        made.position_ids = sampled(split.position_ids)
+        made.last_position = torch.stack([piece.max() for piece in self._of_all(split.position_ids, 1)]).max()
+        made.divided_by_model = split.divided_by_model
+        if split.labels is not None:
+            made.labels = sampled(split.labels)
+        if split.shift_labels is not None:
+            made.shift_labels = sampled(split.shift_labels)
+            total = sum((piece != IGNORED).sum().double() for piece in self._of_all(split.shift_labels, 1))
+            assert isinstance(total, torch.Tensor)
+            made.tokens_per_rank = total / degree
+            own = (made.shift_labels != IGNORED).sum().double()
+            made.weight = torch.where(total > 0, own / made.tokens_per_rank, torch.ones_like(made.tokens_per_rank))
+        return made
+
+
+def _differ(pieces: list[torch.Tensor], one: int, other: int) -> bool:
+    return not torch.equal(pieces[one], pieces[other])

@@ -1,0 +1,43 @@
+"""What modules before the blocks give where another stage holds them: the shapes of their outputs, played on the meta
+device. The copies are made of the model as it came: FSDP2's modules cannot be copied, and split layers give parts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from smp_core.checkpoint.tree import map_tensors
+from smp_core.planning.chain import Chain
+
+Played = Callable[..., Any]
+"""Arguments of a module -> what it gives, with tensors on the meta device."""
+
+
+def played_of(model: nn.Module, chain: Chain) -> dict[str, Played]:
+    """Return copies without values of the modules that are played, by name."""
+    names = [stand_in.name for stand_in in chain.stand_ins if stand_in.played]
+    return {name: _on_meta(model.get_submodule(name)) for name in names}
+
+
+def _on_meta(module: nn.Module) -> Played:
+    tensors = [*module.parameters(), *module.buffers()]
+    on_meta = {id(tensor): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors}
+    parameters = {id(tensor) for tensor in module.parameters()}
+    memo = {key: nn.Parameter(made, False) if key in parameters else made for key, made in on_meta.items()}
+    copied = copy.deepcopy(module, memo)
+    dtype = next(module.parameters()).dtype
+
+    def taken(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("meta", dtype if tensor.is_floating_point() else tensor.dtype)
+
+    @torch.no_grad()
+    def played(*args: Any, **kwargs: Any) -> Any:
+        positions, keywords = map_tensors([args, kwargs], taken)
+        with torch.device("meta"):  # what it makes itself
+            return copied(*positions, **keywords)
+
+    return played

@@ -1,0 +1,135 @@
+"""gather, reduce, num_processes and metrics count every batch once, whoever holds copies or parts of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import DataLoader
+
+from tests.accelerate.running import fresh_accelerator, full_weights
+from tests.accelerate.trainers import make_dataset, make_trainer
+from tests.core.blocks import PLAN, Blocks, rows
+from tests.harness import run_ranks
+
+GLOBAL_BATCH, SAMPLES = 4, 12
+TENSOR = {"tensor_parallel_degree": 2, "tensor_parallel": PLAN}
+
+
+def counted(knobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train with losses that are weighted by hand, and count by every way that scripts have."""
+    if knobs is None:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        accelerator: Any = Accelerator(cpu=True)
+    else:
+        accelerator = fresh_accelerator(**knobs)
+    ranks = accelerator.num_processes
+    model: Any = Blocks().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(rows(SAMPLES, 1), batch_size=GLOBAL_BATCH // ranks)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen, metric = torchmetrics.SumMetric().set_dtype(torch.float64), torchmetrics.ConfusionMatrix("binary")
+    found: dict[str, Any] = {"samples": [], "sums": [], "means": [], "gathered": [], "metrics": [], "largest": []}
+    for batch in loader:
+        losses = model(batch).square().mean((1, 2))
+        samples = accelerator.reduce(torch.tensor(float(len(batch)), dtype=torch.float64))
+        accelerator.backward(losses.sum() * accelerator.num_processes / samples)
+        optimizer.step()
+        optimizer.zero_grad()
+        values = losses.detach()
+        found["samples"].append(float(accelerator.gather(torch.tensor(len(batch))).sum()))
+        found["sums"].append(float(accelerator.reduce({"sum": values.sum()})["sum"]))
+        found["means"].append(float(accelerator.reduce(values.mean(), "mean")))
+        found["largest"].append(float(accelerator.gather(values).max()))
+        gathered = accelerator.gather(values)
+        own = gathered[accelerator.process_index * len(values) : (accelerator.process_index + 1) * len(values)]
+        assert torch.equal(own, values), "slices by process_index are this rank's"
+        found["gathered"].append(gathered.tolist())
+        found["metrics"] += accelerator.gather_for_metrics(values).tolist()
+        seen.update(values.sum())
+        metric.update((values > values.mean()).int(), torch.ones(len(values), dtype=torch.int))
+    found["seen"], found["confusion"] = float(seen.compute()), float(metric.compute().sum())
+    with accelerator.split_between_processes(list(range(7))) as part:
+        found["split"] = float(accelerator.reduce(torch.tensor(float(sum(part)))))
+    if knobs is not None:
+        number = torch.tensor(float(len(part)))
+        dist.all_reduce(number, group=accelerator.data_group)
+        assert number == 7 and accelerator.data_size == ranks and accelerator.data_rank == accelerator.process_index
+    lasts = accelerator.gather(torch.tensor([int(accelerator.is_last_process)]))
+    assert knobs is None or int(lasts.sum()) <= 1
+    found["weights"] = {name: value.tolist() for name, value in full_weights(model).items()}
+    return found
+
+
+def several(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [counted(knobs) for knobs in cases]
+
+
+def check(ranks: int, cases: list[dict[str, Any]]) -> None:
+    """float64, to rounding."""
+    expected = counted()
+    for found in run_ranks(several, ranks, cases, ranks_per_node=2):
+        for each, knobs in zip(found, cases, strict=True):
+            assert each.keys() == expected.keys()
+            for name, value in expected.items():
+                assert flat(each[name]) == pytest.approx(flat(value), rel=0, abs=1e-12), (knobs, name)
+
+
+def flat(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [number for name in sorted(value) for number in flat(value[name])]
+    return [number for each in value for number in flat(each)] if isinstance(value, list) else [value]
+
+
+def test_every_batch_counts_once() -> None:
+    check(2, [TENSOR, {"shard_degree": 2}])
+
+
+@pytest.mark.slow
+def test_every_batch_counts_once_on_four_ranks() -> None:
+    four = {"tensor_parallel_degree": 4, "tensor_parallel": PLAN}
+    check(4, [{**TENSOR, "shard_degree": 2}, {**TENSOR, "shard_degree": 1}, four, {"shard_degree": 4}])
+
+
+def tokens_seen(folder: Path, ranks: int, knobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Trainer's own counts, with batches of different numbers of targets."""
+    flags = {"include_num_input_tokens_seen": "all", "average_tokens_across_devices": True, "max_steps": 3}
+    trainer, recorder = make_trainer(folder, 8, 2, knobs, per_device_train_batch_size=8 // ranks, **flags)
+    rows_of_train, rows_of_test = make_dataset(), make_dataset(21, seed=6)
+    for row in (*rows_of_train, *rows_of_test):
+        row["labels"][0] = -100  # the stock Trainer counts it as a target of GPT-2, which it is not
+    trainer.train_dataset = rows_of_train
+    trainer.compute_metrics = lambda prediction: {"rows": len(prediction.predictions)}
+    trainer.train()
+    metrics = trainer.evaluate(rows_of_test)
+    return {
+        "tokens": trainer.state.num_input_tokens_seen,
+        "losses": recorder.run.losses,
+        "rows": metrics["eval_rows"],
+        "eval_loss": metrics["eval_loss"],
+    }
+
+
+def test_trainer_counts_the_tokens_and_samples_of_one_process(tmp_path: Path) -> None:
+    """float32: losses to 1e-5."""
+    expected = tokens_seen(tmp_path / "alone", 1)
+    cases = [
+        {"tensor_parallel_degree": 2, "tensor_parallel": {"sequence_parallel": False}},
+        {"context_parallel_degree": 2, "shard_degree": 2},
+    ]
+    for found in run_ranks(all_seen, 2, tmp_path, cases):
+        for each in found:
+            assert (each["tokens"], each["rows"]) == (expected["tokens"], expected["rows"])
+            assert each["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+            assert each["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)
+
+
+def all_seen(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [tokens_seen(folder / str(place), 1, knobs) for place, knobs in enumerate(cases)]

@@ -1,0 +1,91 @@
+"""Models of one's own over context ranks: what computes each token by itself has one process's numbers, and what looks
+along the tokens outside of attention is refused before training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from smp_core.config import SmpConfig
+from smp_core.context_parallel.active import enabled, part_of_mean, positions
+from smp_core.engine import parallelize
+from tests.core.context_parallel.own_models import LENGTH, VOCABULARY, Case, OwnModel, draw, loss_of
+from tests.harness import run_ranks
+
+ROWS = 4
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"shard_degree": 4, "context_parallel_degree": 2},
+    {"shard_degree": 4, "context_parallel_degree": 4, "collectives": {"context_head_groups": 2}},
+    {"shard_degree": 2, "context_parallel_degree": 2, "collectives": {"context_head_groups": 2}},
+)
+
+
+def pairs(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(VOCABULARY, (2, ROWS, LENGTH), generator=generator)
+    targets[torch.rand(ROWS, LENGTH, generator=generator) < 0.2] = -100
+    return tokens, targets
+
+
+def alone(case: Case, seed: int) -> tuple[float, dict[str, torch.Tensor]]:
+    model = OwnModel(case).double()
+    tokens, targets = pairs(seed)
+    loss = loss_of(model(tokens, targets), targets, case.step)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients
+
+
+def together(case: Case, seed: int, knobs: dict[str, Any]) -> str:
+    """ "exact", "wrong", or what refused the model."""
+    parallel = parallelize(OwnModel(case).double(), SmpConfig(**knobs))
+    assert parallel.context is not None
+    mesh = parallel.mesh
+    mine = tuple(tensor.chunk(mesh.data_size)[mesh.data_rank] for tensor in pairs(seed))
+    split = parallel.context.split(mine)
+    try:
+        with enabled(split):
+            tokens, targets = split.batch
+            places = (positions(tokens),) if case.takes_positions else ()
+            loss = part_of_mean(loss_of(parallel.module(tokens, targets, *places), targets, case.step))
+            loss.backward()
+    except ValueError as error:
+        return str(error)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    expected_loss, expected = alone(case, seed)
+    errors = [abs(total.item() / dist.get_world_size() - expected_loss)]
+    for name, parameter in parallel.module.named_parameters():
+        if name in expected:
+            gradient = parameter.grad
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            errors.append(float("inf") if whole is None else (whole - expected[name]).abs().max().item())
+    return "exact" if max(errors) < 1e-10 else f"wrong by {max(errors):.3g}"
+
+
+def outcomes(seeds: list[int]) -> list[str]:
+    return [together(draw(seed), seed, LAYOUTS[seed // 2 % len(LAYOUTS)]) for seed in seeds]
+
+
+def check(seeds: list[int]) -> None:
+    for results in run_ranks(outcomes, 4, seeds, ranks_per_node=2, timeout=1200):
+        for seed, result in zip(seeds, results, strict=True):
+            case = draw(seed)
+            if case.is_right:
+                assert result == "exact", f"{seed}: {case}: {result}"
+            else:
+                assert "context_parallel_degree=1" in result, f"{seed}: {case}: {result}"
+
+
+def test_random_models_are_exact_or_refused() -> None:
+    """float64, losses and gradients to 1e-10, which is summation order."""
+    check([0, 1, 2, 4, 25, 39, 57, 66, 67, 71])
+
+
+@pytest.mark.slow
+def test_many_random_models_are_exact_or_refused() -> None:
+    check(list(range(200)))

@@ -1,0 +1,196 @@
+"""Blocks hold a part of their tokens where they compute the same with it, and all of them elsewhere: numbers are those
+of one process, or refused in words on all ranks.
+
+float64: 1e-8 is many rounding errors of models that add up their tokens in every block, and a token too few or a
+gradient left out is orders larger.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from smp_core.config import SmpConfig
+from smp_core.engine import parallelize
+from smp_core.parallel_model import ParallelModel
+from smp_core.tensor_parallel import blocks
+from tests.core.tensor_parallel.drawn_models import draw, outcomes
+from tests.core.tensor_parallel.model_cases import Case
+from tests.core.tensor_parallel.models import GLOBS, MODELS, PlainBlock, PlainModel
+from tests.harness import run_ranks
+
+
+def assert_exact_or_refused(seeds: list[int]) -> None:
+    for rank, found in enumerate(run_ranks(outcomes, 4, seeds, timeout=1200)):
+        for seed, seen in zip(seeds, found, strict=True):
+            refused = isinstance(seen, str) and "tensor_parallel" in seen
+            assert refused or seen == [], f"{draw(seed)} on rank {rank}: {seen}"
+
+
+def test_drawn_models_train_like_one_process_or_are_refused() -> None:
+    assert_exact_or_refused(list(range(10)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(10, 210, 20))
+def test_more_drawn_models_train_like_one_process_or_are_refused(first: int) -> None:
+    assert_exact_or_refused(list(range(first, first + 20)))
+
+
+class PlacedBlock(PlainBlock):
+    """Adds each token's place, which a part of the tokens does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.arange(x.shape[1])[:, None]
+
+
+class JumpingModel(PlainModel):
+    """Adds what came into the blocks once more between the second and the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PlainBlock() for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        first = x = self.words(tokens)
+        for number, block in enumerate(self.blocks):
+            x = block(x + first if number == 2 else x)
+        return self.head(self.norm(x))
+
+
+class ChangingModel(PlainModel):
+    """Computes with all tokens between its blocks from the second step on."""
+
+    steps = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        x = self.blocks[0](self.words(tokens))
+        x = x - x.mean(1, keepdim=True) if self.steps > 1 else x
+        return self.head(self.norm(self.blocks[1](x)))
+
+
+def placed() -> nn.Module:
+    model = PlainModel()
+    model.blocks[1] = PlacedBlock()
+    return model
+
+
+def dropping() -> nn.Module:
+    model = placed()
+    model.blocks[0].drop = nn.Dropout(0.5)
+    return model
+
+
+def llama_of_experts() -> nn.Module:
+    """A plan for perceptrons only, as mixtures of experts carry one."""
+    config = transformers.LlamaConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    perceptrons = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise"}
+    config.base_model_tp_plan = {**perceptrons, "layers.*.mlp.down_proj": "rowwise"}
+    return transformers.LlamaForCausalLM(config)
+
+
+def step(parallel: ParallelModel) -> None:
+    tokens = torch.arange(16).view(2, 8)
+    output = parallel.module(tokens)
+    getattr(output, "logits", output).sum().backward()
+    parallel.window.close()
+
+
+def after_a_step(name: str) -> tuple[list[bool], list[list[bool]], list[str]]:
+    """Which blocks hold a part of their tokens, between which tokens stay split, and what was said."""
+    made = {"placed": placed, "jumping": JumpingModel, "experts": llama_of_experts}
+    model = made.get(name, MODELS.get(name))().double()  # type: ignore[misc]
+    plan = "auto" if isinstance(model, transformers.PreTrainedModel) else GLOBS
+    said: list[str] = []
+    with mock.patch.object(blocks.logger, "warning", lambda text, *args: said.append(text % args)):
+        parallel = parallelize(model, SmpConfig(tensor_parallel_degree=2, tensor_parallel={"plan": plan}))
+        step(parallel)
+    assert parallel.tensor is not None
+    stacks = parallel.tensor.stacks
+    return [tokens.split for stack in stacks for tokens in stack.tokens], [stack.links for stack in stacks], said
+
+
+def several_after_a_step() -> dict[str, Any]:
+    return {name: after_a_step(name) for name in ("plain", "placed", "jumping", "llama", "gpt2", "experts")}
+
+
+def test_tokens_are_split_in_and_between_blocks_that_can_do_with_a_part() -> None:
+    for rank, found in enumerate(run_ranks(several_after_a_step, 2)):
+        for name in ("plain", "llama", "gpt2"):
+            assert found[name] == ([True, True], [[True]], [])
+        assert found["jumping"] == ([True] * 4, [[True, False, True]], [])
+        split, links, said = found["placed"]
+        assert (split, links) == ([True, False], [[False]])
+        assert rank or "tokens stay whole in blocks.1" in said[0]
+        split, _, said = found["experts"]
+        assert split == [False, False]
+        assert rank or ("tokens stay whole in model.layers.0" in said[0] and len(said) == 1)
+
+
+def refusals() -> list[str]:
+    found = []
+    for make in (dropping, ChangingModel):
+        parallel = parallelize(make(), SmpConfig(tensor_parallel_degree=2, tensor_parallel={"plan": GLOBS}))
+        try:
+            for _ in range(2):
+                step(parallel)
+            found.append("trained")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_cannot_be_exact_is_refused_on_all_ranks() -> None:
+    for dropout, changed in run_ranks(refusals, 2):
+        assert "blocks.1 keeps whole tokens" in dropout and "dropout" in dropout
+        assert "the next block did not take what blocks.0 returned" in changed
+
+
+def anomalies() -> tuple[float, str]:
+    parallel = Case("llama", shard=2).parallel()
+    tokens = torch.arange(8).view(1, -1)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        loss = parallel.module(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        parallel.window.abandon()
+        with pytest.raises(RuntimeError, match="returned nan values") as caught:
+            (parallel.module(input_ids=tokens, labels=tokens).loss * torch.nan).backward()
+    return loss.item(), str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_looks_at_split_parameters() -> None:
+    for loss, said in run_ranks(anomalies, 4):
+        assert loss > 0 and "nan" in said
+
+
+def stepped_by_adafactor() -> list[str]:
+    said = []
+    for kind in (torch.optim.Adafactor, torch.optim.AdamW, torch.optim.Rprop):
+        parallel = Case("llama", shard=2).parallel()
+        try:
+            optimizer = kind(parallel.module.parameters(), lr=1e-3)
+            parallel.prepare_optimizer(optimizer)
+            tokens = torch.arange(8).view(1, -1)
+            parallel.module(input_ids=tokens, labels=tokens).loss.backward()
+            parallel.window.close()
+            optimizer.step()
+            said.append("stepped")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_optimizers_that_cannot_step_shards_of_split_layers_are_refused_before_the_first_step() -> None:
+    for adafactor, adamw, rprop in run_ranks(stepped_by_adafactor, 4):
+        assert "Adafactor cannot step sharded parameters" in adafactor and "without tensor ranks" in adafactor
+        assert adamw == "stepped"
+        assert rprop == "stepped" or "Rprop cannot step sharded parameters" in rprop
