@@ -63,10 +63,14 @@ class Run:
         """
         file = path / FILE if path.is_dir() else path
         run = cls(name=path.name or str(path.resolve().name))
-        for line in lines_of_log(file):
-            run._take(line)
+        writers = "SmpMonitor and SmpMonitorCallback write such a log where the Trainer logs, or where run_log= says"
+        try:
+            for line in lines_of_log(file):
+                run._take(line)
+        except ValueError as error:
+            raise ValueError(f"{error}; {writers}") from None
         if not run.starts:
-            raise ValueError(f"{file} holds no run; SmpMonitor and SmpMonitorCallback write such a log (run_log=...)")
+            raise ValueError(f"{file} holds no run; {writers}")
         run.steps, run.memory, run.fp8 = (dict(sorted(each.items())) for each in (run.steps, run.memory, run.fp8))
         return run
 
