@@ -36,6 +36,7 @@ from accelerate_smp.fp8 import recipe_of
 from accelerate_smp.launch_keys import read_keys, refuse_flags
 from smp_core.config import SmpConfig
 from smp_core.config_sources import CONFIG_FILE_VARIABLE, YAML_SECTION
+from smp_core.foreign_files import read_yaml
 from smp_core.knob_values import nearest_name
 
 logger = logging.getLogger("smp")
@@ -69,12 +70,7 @@ class LaunchFile:
                 a value that is not allowed; what is not built yet is not asked here.
         """
         file = Path(path)
-        try:
-            document = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror}; `accelerate-smp config` writes a file") from None
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not a valid YAML file: {error}") from None
+        document = read_yaml(file)
         if not isinstance(document, dict) or YAML_SECTION not in document:
             raise ValueError(
                 f"{path} has no `{YAML_SECTION}:` section; add one, as in `{YAML_SECTION}: {{shard_degree: node}}`, or "

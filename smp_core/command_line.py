@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from smp_core.foreign_files import printable
+
 # Columns of a table in a log; rich would fold it at 80.
 _LOG_WIDTH = 160
 
@@ -38,7 +40,7 @@ class OneLineErrors(TyperGroup):
         try:
             return super().invoke(ctx)
         except (ValueError, OSError, ImportError) as error:
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {printable(str(error))}", err=True)
             raise typer.Exit(self.error_status) from None
 
 

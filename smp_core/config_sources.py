@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Hashable, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from smp_core.foreign_files import read_yaml
 from smp_core.knob_rules import READERS, require_known
 from smp_core.knob_values import nearest_name
 from smp_core.moved_knobs import MOVED, moved_variable
@@ -35,12 +35,7 @@ def knobs_in_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: no such file, no valid YAML, no section and no knobs, a key written twice, an unknown knob, or a
             value that is not allowed.
     """
-    try:
-        document = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except OSError as error:
-        raise ValueError(f"cannot read the configuration file {os.fspath(path)!r}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{os.fspath(path)} is not a valid YAML file: {error}") from None
+    document = read_yaml(path, _UniqueKeyLoader)
     try:
         return {knob: READERS[knob](knob, value) for knob, value in _section(document).items()}
     except ValueError as error:

@@ -15,12 +15,14 @@ be compared with the other whatever the backend's algorithm is.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from smp_core.foreign_files import read_json
 from smp_core.topology import Topology
 
 if TYPE_CHECKING:
@@ -151,13 +153,13 @@ class Links:
             ValueError: no such file, or not one that :meth:`save` of this version wrote; the file is named.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = read_json(path)
             if "nodes" in values and values.get("version") != _VERSION:
                 raise ValueError("of another version of torch-smp, without times of gathers and reductions")
             intra, inter, flat = (_collectives(values[place]) for place in PLACES)
             nodes, ranks_per_node = int(values["nodes"]), int(values["ranks_per_node"])
             return cls(nodes, ranks_per_node, intra, inter, flat, str(values["measured_with"]))
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"{LINKS_VARIABLE}={os.fspath(path)}: no measurement of links ({error}); make one on the cluster with "
                 "`torchrun ... -m smp_core.cli topology --measure --store FILE`"
@@ -223,9 +225,16 @@ def _collectives(values: dict[str, Any] | None) -> Collectives | None:
     fits = {}
     for kind in KINDS:
         fit = dict(values[kind])
-        points = tuple((float(n), float(s)) for n, s in fit.pop("points"))
-        fits[kind] = LinkFit(points=points, **fit)
+        points = tuple((_positive(n), _positive(s)) for n, s in fit.pop("points"))
+        fits[kind] = LinkFit(_positive(fit.pop("latency")), _positive(fit.pop("bandwidth")), points=points, **fit)
     return Collectives(int(values["ranks"]), **fits)
+
+
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{value!r} is no time, size or rate")
+    return number
 
 
 def _rate(bytes_per_second: float) -> str:

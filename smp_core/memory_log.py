@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,8 +15,10 @@ from rich.table import Table
 from smp_core import run_log
 from smp_core.command_line import console
 from smp_core.floors import how_to_install
+from smp_core.foreign_files import lines_of_log, number, numbers, write_new
 
 MIB = 2**20
+_BARS = 200
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "other")
 
 
@@ -42,35 +44,34 @@ def read_log(path: Path) -> dict[int, StepMemory]:
     """Read the steps in order; of a step that was logged twice (by a resumed run) the later line counts.
 
     Raises:
-        ValueError: no such file, no log, or an empty one.
+        ValueError: no such file, or no line of such a log in it.
     """
     found = {step: memory for step, memory in _records(path)}
     if not found:
-        raise ValueError(f"{path} holds no step that was watched")
+        raise ValueError(
+            f"{path} holds no step that was watched; SmpMonitor(memory_every_n_steps=...) writes such a log"
+        )
     return dict(sorted(found.items()))
 
 
 def _records(path: Path) -> Iterator[tuple[int, StepMemory]]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise ValueError(
-            f"cannot read {path}: {error.strerror}; SmpMonitor(memory_every_n_steps=...) writes such a log"
-        ) from None
-    for number, line in enumerate(lines, 1):
-        try:
-            record: dict[str, Any] = json.loads(line)
-            step, memory = int(record["step"]), StepMemory(record["device"], record["host"])
-            memory.total  # noqa: B018  # numbers?
-        except (ValueError, KeyError, TypeError, AttributeError):
-            if number == len(lines):  # the end of a run that was killed
-                return
-            raise ValueError(f"{path}, line {number}: not a line of SmpMonitor's memory log") from None
-        yield step, memory
+    """Return the lines of a log that have the right fields; a run that was killed leaves parts of lines."""
+    for record in lines_of_log(path):
+        step = None if record is None else number(record.get("step"))
+        if record is not None and step is not None:
+            device, host = (_by_kind(record.get(place)) for place in ("device", "host"))
+            if device:
+                yield int(step), StepMemory(device, host)
+
+
+def _by_kind(value: Any) -> dict[str, int]:
+    found = numbers(value)
+    return {kind: int(found[kind]) for kind in KINDS if kind in found}
 
 
 def draw(steps: Mapping[int, StepMemory], path: str | os.PathLike[str]) -> None:
-    """Draw a stacked bar for each step, as a PNG (or in the format of the ending of ``path``).
+    """Draw a stacked bar for each step, as a PNG (or in the format of the ending of ``path``). Of more steps than bars
+    can be told apart, the highest of each stretch.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -79,6 +80,7 @@ def draw(steps: Mapping[int, StepMemory], path: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError(f"matplotlib draws the picture and is not installed; {how_to_install('matplotlib')}") from None
+    steps = _highest(steps)
     figure = Figure(figsize=(min(max(4.0, 0.5 * len(steps) + 3), 24.0), 4.0), layout="constrained")
     axes = figure.add_subplot()
     places, bottoms = range(len(steps)), [0.0] * len(steps)
@@ -91,7 +93,17 @@ def draw(steps: Mapping[int, StepMemory], path: str | os.PathLike[str]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("MiB at the peak")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path)
+    content = io.BytesIO()
+    figure.savefig(content, format=Path(path).suffix.removeprefix(".") or "png")
+    write_new(path, content.getvalue())
+
+
+def _highest(steps: Mapping[int, StepMemory]) -> dict[int, StepMemory]:
+    numbers = list(steps)
+    stretch = -(-len(numbers) // _BARS)
+    stretches = [numbers[begin : begin + stretch] for begin in range(0, len(numbers), stretch)]
+    highest = [max(part, key=lambda step: steps[step].total) for part in stretches]
+    return {step: steps[step] for step in highest}
 
 
 def memory_report(

@@ -24,19 +24,30 @@ FILE = "run.jsonl"
 
 
 def append(path: Path, kind: str, /, **fields: Any) -> None:
-    """Append one line to a log.
+    """Append one line to a log. A log that cannot be written ends no run: that is said once, and it gets no more.
 
     Args:
         path: the file; its folder is made where it is not there.
         kind: of the line.
         fields: in types that JSON has.
     """
-    line = json.dumps({"kind": kind, "time": round(time.time(), 3), **_finite(fields)}, allow_nan=False)
+    if path in _given_up:
+        return
+    try:
+        line = json.dumps({"kind": kind, "time": round(time.time(), 3), **_finite(fields)}, allow_nan=False)
+        with _lock:
+            _append_line(path, line.encode())
+    except (OSError, TypeError, ValueError) as error:
+        _given_up.add(path)
+        logging.getLogger("smp").warning("%s is not written any more: %s", path, error)
+
+
+def _append_line(path: Path, line: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
-        # A run that was killed may have left a part of a line.
+        # A run that was killed, or met a full disk, may have left a part of a line.
         begun = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-        file.write((b"\n" if begun else b"") + line.encode() + b"\n")
+        file.write((b"\n" if begun else b"") + line + b"\n")
 
 
 def _finite(value: Any) -> Any:
@@ -64,16 +75,12 @@ class RunLog(logging.Handler):
         self.append("warning", text=record.getMessage())
 
     def append(self, kind: str, /, **fields: Any) -> None:
-        """Append a line. A log that cannot be written ends no run: that is said once."""
-        try:
-            with _lock:
-                append(self.path, kind, **{"step": self.step, **fields})
-        except (OSError, TypeError, ValueError) as error:
-            close(self)
-            logging.getLogger("smp").warning("%s is not written any more: %s", self.path, error)
+        """Append a line."""
+        append(self.path, kind, **{"step": self.step, **fields})
 
 
 _lock = threading.Lock()
+_given_up: set[Path] = set()
 _open: RunLog | None = None
 
 
@@ -81,6 +88,7 @@ def start(path: Path, step: int) -> RunLog:
     """Open the log of a run, in the place of one that an earlier run may have left open."""
     global _open
     close(_open)
+    _given_up.discard(path)
     _open = RunLog(path, step)
     logging.getLogger("smp").addHandler(_open)
     return _open

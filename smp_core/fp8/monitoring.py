@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import json
-from collections.abc import Callable, Iterator, Sequence
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core import run_log
+from smp_core.foreign_files import lines_of_log, number, numbers, printable, write_new
 from smp_core.fp8.convert import Fp8Model
 from smp_core.fp8.scaling import ROLES, WEIGHT
 
@@ -144,6 +145,14 @@ def append_to_log(path: Path, step: int, figures: dict[str, dict[str, float]]) -
     run_log.append(path, "fp8", step=step, modules=figures)
 
 
+_ROWS = {
+    "input": ("input_scale", "input_saturated", "input_flushed"),
+    "gradient": ("gradient_scale", "gradient_saturated", "gradient_flushed"),
+}
+_FIGURES = (*_ROWS["input"], "weight_scale", *_ROWS["gradient"])
+_DRAWN, _POINTS = 100, 2000  # modules, and steps of each
+
+
 @dataclass(frozen=True)
 class Fp8Log:
     """The content of a log: steps, and per figure and module a value for each of them (nan where there is none)."""
@@ -156,11 +165,11 @@ class Fp8Log:
         """Read a log; of a step that was logged twice (by a resumed run) the later line counts.
 
         Raises:
-            ValueError: no such file, no log, or an empty one.
+            ValueError: no such file, or no line of such a log in it.
         """
-        records = {int(record["step"]): record["modules"] for record in _records(path)}
+        records = dict(_records(path))
         if not records:
-            raise ValueError(f"{path} holds no step that was probed")
+            raise ValueError(f"{path} holds no step that was probed; Fp8Monitor writes such a log")
         steps = sorted(records)
         figures: dict[str, dict[str, list[float]]] = {}
         for name in dict.fromkeys(name for step in steps for name in records[step]):
@@ -175,42 +184,40 @@ class Fp8Log:
         return sorted(largest.items(), key=lambda pair: -pair[1])[:count]
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}; Fp8Monitor writes such a log") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            record["step"], record["modules"]
-        except (ValueError, KeyError, TypeError):
-            if number == len(lines):  # the end of a run that was killed
-                return
-            raise ValueError(f"{path}, line {number}: not a line of Fp8Monitor's log") from None
-        yield record
+def _records(path: Path) -> Iterator[tuple[int, dict[str, dict[str, float]]]]:
+    """Return the lines of a log that have the right fields; a run that was killed leaves parts of lines."""
+    for record in lines_of_log(path):
+        step = None if record is None else number(record.get("step"))
+        modules = None if record is None else record.get("modules")
+        if step is not None and isinstance(modules, Mapping):
+            figures = {printable(str(name)): _figures(values) for name, values in modules.items()}
+            yield int(step), {name: values for name, values in figures.items() if values}
+
+
+def _figures(values: Any) -> dict[str, float]:
+    found = numbers(values)
+    return {figure: found[figure] for figure in _FIGURES if figure in found}
 
 
 def draw(log: Fp8Log, path: Path) -> None:
     """Draw scales and rates over steps, a line per module, as PNG (or in the format of the suffix).
 
+    Where there are more modules than lines can be told apart, those that saturate or flush most.
+
     Raises:
         ModuleNotFoundError: matplotlib is not installed (the extra ``plot``).
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = [
-        ("input", ("input_scale", "input_saturated", "input_flushed")),
-        ("gradient", ("gradient_scale", "gradient_saturated", "gradient_flushed")),
-    ]
-    figure, grid = plt.subplots(2, 3, figsize=(15, 7), sharex=True, constrained_layout=True)
-    for axes, (role, names) in zip(grid, rows, strict=True):
+    modules = _worst_modules(log)
+    every = -(-len(log.steps) // _POINTS)
+    figure = Figure(figsize=(15, 7), layout="constrained")
+    grid = figure.subplots(2, 3, sharex=True)
+    for axes, (role, names) in zip(grid, _ROWS.items(), strict=True):
         for axis, name in zip(axes, names, strict=True):
-            for module, values in log.figures.get(name, {}).items():
-                axis.plot(log.steps, values, linewidth=0.8, label=module)
+            by_module = log.figures.get(name, {})
+            for module in (module for module in modules if module in by_module):
+                axis.plot(log.steps[::every], by_module[module][::every], linewidth=0.8, label=module)
             axis.set_title(f"{role}: {name.removeprefix(role + '_')}")
             if name.endswith("scale"):
                 axis.set_yscale("log", base=2)
@@ -218,9 +225,19 @@ def draw(log: Fp8Log, path: Path) -> None:
                 axis.set_ylim(bottom=0)
     for axis in grid[-1]:
         axis.set_xlabel("optimizer step")
-    modules = list(log.figures["input_scale"])
     if len(modules) <= 16:
         figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix.removeprefix(".") or "png", dpi=120)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    write_new(path, content.getvalue())
+
+
+def _worst_modules(log: Fp8Log) -> list[str]:
+    """List the modules that are drawn, in the model's order."""
+    names = list(dict.fromkeys(name for by_module in log.figures.values() for name in by_module))
+    if len(names) <= _DRAWN:
+        return names
+    shares = {figure for figures in _ROWS.values() for figure in figures if not figure.endswith("scale")}
+    worst = {name for figure in shares for name, _ in log.worst(figure, _DRAWN // len(shares))}
+    return [name for name in names if name in worst]

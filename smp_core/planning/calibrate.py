@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from smp_core.config import SmpConfig
+from smp_core.foreign_files import number, numbers
 from smp_core.knob_recipe import nested
 from smp_core.planning.decide import Plan, decide
 from smp_core.planning.fitted import Fitted
@@ -29,7 +30,7 @@ from smp_core.planning.stage_part import states_of
 from smp_core.planning.stage_time import step_model
 from smp_core.planning.step_memory import peak_memory, recomputation
 from smp_core.planning.workload import Workload
-from smp_core.report.runs import Run, number, numbers, objects
+from smp_core.report.runs import Run, objects
 
 _GIB = 2**30
 # Settings of the run that planned time and memory depend on; degrees come from its layout.

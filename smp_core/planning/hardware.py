@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from smp_core.foreign_files import read_yaml
 from smp_core.links import Collectives, LinkFit, Links
 from smp_core.planning.cluster import GIB, Cluster
 from smp_core.planning.devices import ETHERNET_GBIT, Device, device_of, machine_of
@@ -73,18 +72,18 @@ class Hardware:
 
     @classmethod
     def _of_file(cls, path: Path) -> Hardware:
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read the cluster {path}: {error}") from None
+        values = read_yaml(path)
         if not isinstance(values, Mapping):
             raise ValueError(f"{path} describes no cluster; write `cluster: 4x8:h100-80g@3200gbps`, or its fields")
         return _of_fields(path, dict(values))
 
     @classmethod
     def _checked(cls, nodes: int, ranks: int, device: Device, gbit: float) -> Hardware:
-        if nodes < 1 or ranks < 1:
-            raise ValueError(f"{nodes} nodes of {ranks} devices are no cluster; both are at least 1")
+        if nodes < 1 or ranks < 1 or nodes * ranks > _MOST_DEVICES:
+            raise ValueError(
+                f"{nodes} nodes of {ranks} devices are no cluster; both are at least 1, and at most {_MOST_DEVICES:,} "
+                "devices are planned for"
+            )
         return cls(nodes, ranks, device, gbit)
 
     @property
@@ -146,6 +145,8 @@ class Hardware:
         return replace(self, measured=links)
 
 
+_MOST_DEVICES = 1_000_000
+_LARGEST = 1e12
 _OF_DEVICE = ("name", "memory_gib", "bf16_tflops", "hbm_gb_per_s", "link_gb_per_s")
 _OF_CLUSTER = ("nodes", "devices_per_node", "gbit_per_s", "device")
 _OF_BOTH = ("price_per_node_hour", "host_gib")
@@ -165,7 +166,7 @@ def _of_fields(path: Path, values: dict[str, Any]) -> Hardware:
                 raise ValueError(f"{path}: the field {name!r} is missing; a cluster has {', '.join(_OF_CLUSTER)}")
         device = _device(path, values["device"])
         nodes, ranks = (int(_number(path, values, name)) for name in ("nodes", "devices_per_node"))
-        hardware = Hardware(nodes, ranks, device, _number(path, values, "gbit_per_s"))
+        hardware = Hardware._checked(nodes, ranks, device, _number(path, values, "gbit_per_s"))
     if "price_per_node_hour" in values:
         hardware = replace(hardware, price=_number(path, values, "price_per_node_hour"))
     if "host_gib" in values:
@@ -185,8 +186,8 @@ def _device(path: Path, values: Any) -> Device:
 
 def _number(path: Path, values: Mapping[str, Any], name: str) -> float:
     value = values[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise ValueError(f"{path}: {name}={value!r} is not a number above 0")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST:
+        raise ValueError(f"{path}: {name}={value!r} is not a number above 0 and below {_LARGEST:g}")
     return float(value)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 
 from smp_core.floors import how_to_install
+from smp_core.foreign_files import read_json
 from smp_core.planning.examples import example_of
 from smp_core.planning.known_models import KNOWN_MODELS
 from smp_core.planning.trace_meter import flat
@@ -52,6 +52,9 @@ class Source:
         return self.loss_of(self.batch(samples, tokens))
 
 
+_MOST_LAYERS = 10_000
+
+
 def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) -> Source:
     """Build the model that ``words`` mean, on the current default device and in the current default dtype.
 
@@ -70,10 +73,7 @@ def build(words: str, sequence: int, fields: Mapping[str, Any] | None = None) ->
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        try:
-            read = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is no configuration of a Transformers model: {error}") from None
+        read = read_json(path)
         if not isinstance(read, dict) or "model_type" not in read:
             raise ValueError(f"{path} is no configuration of a Transformers model: it has no `model_type`")
         return _of_fields(read, sequence)
@@ -95,6 +95,9 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
         raise ValueError(
             f"the model is a Transformers configuration, and that is not installed; {how_to_install('transformers')}"
         ) from None
+    for name, value in fields.items():
+        if "layer" in name and isinstance(value, (int, float)) and value > _MOST_LAYERS:
+            raise ValueError(f"{name}={value!r} in the configuration: at most {_MOST_LAYERS:,} layers are planned for")
     kind = fields.pop("model_type")
     try:
         config = AutoConfig.for_model(kind, **fields)

@@ -17,9 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import yaml
-
 from smp_core.config import SmpConfig
+from smp_core.foreign_files import parse_yaml
 from smp_core.planning.candidate import Candidate, Choice
 from smp_core.planning.cluster import Cluster
 from smp_core.planning.decide import TRAINERS_OWN, Plan, decide, decide_activations, decide_pipeline
@@ -77,7 +76,7 @@ def read_fixed(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     fixed: dict[str, Any] = {}
     for name, written in given.items():
-        value = yaml.safe_load(written) if isinstance(written, str) else written
+        value = parse_yaml(written, f"--fix {name}={written}") if isinstance(written, str) else written
         knob = SHORT_NAMES.get(name, name)
         if name == "pipeline" and type(value) is int:
             knob = "pipeline_parallel_degree"

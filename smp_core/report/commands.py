@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from smp_core.command_line import console
+from smp_core.foreign_files import write_new
 from smp_core.report.page import page
 from smp_core.report.runs import Run
 
@@ -25,5 +26,5 @@ def report(
             run.name = str(path)
     folder = runs[0] if runs[0].is_dir() else runs[0].parent
     target = out or folder / "report.html"
-    target.write_text(page(read), encoding="utf-8")
+    write_new(target, page(read).encode())
     console().print(f"{target}", soft_wrap=True)

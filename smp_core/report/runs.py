@@ -7,19 +7,17 @@ format's is taken as if it were not there.
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from smp_core.foreign_files import lines_of_log, number, numbers
 from smp_core.run_log import FILE
 
 KINDS = ("run", "step", "metrics", "memory", "fp8", "checkpoint", "warning", "stall", "end")
 # Fields of a line of kind "step" that are no figures.
 _NO_FIGURES = ("kind", "time", "step", "seconds_by_rank", "sent", "routers")
-
-_LARGEST = 1e30  # what is drawn has to stay finite when it is added up
 
 Line = Mapping[str, Any]
 
@@ -65,10 +63,14 @@ class Run:
         """
         file = path / FILE if path.is_dir() else path
         run = cls(name=path.name or str(path.resolve().name))
-        for line in _lines(file):
-            run._take(line)
+        writers = "SmpMonitor and SmpMonitorCallback write such a log where the Trainer logs, or where run_log= says"
+        try:
+            for line in lines_of_log(file):
+                run._take(line)
+        except ValueError as error:
+            raise ValueError(f"{error}; {writers}") from None
         if not run.starts:
-            raise ValueError(f"{file} holds no run; SmpMonitor and SmpMonitorCallback write such a log (run_log=...)")
+            raise ValueError(f"{file} holds no run; {writers}")
         run.steps, run.memory, run.fp8 = (dict(sorted(each.items())) for each in (run.steps, run.memory, run.fp8))
         return run
 
@@ -135,18 +137,6 @@ class Run:
         return max(times) - min(times) if times else 0.0
 
 
-def number(value: Any) -> float | None:
-    """Return a number as such; None for anything else, also for one beyond all figures that a run has."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and -_LARGEST < value < _LARGEST else None
-
-
-def numbers(value: Any) -> dict[str, float]:
-    """Return the numbers of an object by name; empty for anything else."""
-    items = value.items() if isinstance(value, Mapping) else ()
-    return {str(name): found for name, item in items if (found := number(item)) is not None}
-
-
 def objects(value: Any) -> list[Line]:
     """Return the objects in a list; empty for anything else."""
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, Sequence) else []
@@ -156,21 +146,3 @@ def texts(value: Any) -> list[str]:
     """Return the texts in a list; empty for anything else."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     return [item for item in value if isinstance(item, str)] if is_list else []
-
-
-def _lines(file: Path) -> Iterator[Line | None]:
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ValueError(
-            f"cannot read {file}: {error.strerror}; SmpMonitor and SmpMonitorCallback write such a log where the "
-            "Trainer logs, or where run_log= says"
-        ) from None
-    for line in text.split("\n"):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            found = None
-        yield found if isinstance(found, dict) else None

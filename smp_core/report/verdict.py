@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from smp_core.foreign_files import number, numbers
 from smp_core.links import rounds
-from smp_core.report.runs import Run, number, numbers, objects, texts
+from smp_core.report.runs import Run, objects, texts
 from smp_core.step_times import PARTS
 
 _GIB = 2**30

@@ -1,0 +1,178 @@
+"""Files that somebody else may have made: logs, measurements, configurations; and files written beside them.
+
+Read: regular files only, whatever a name or a link leads to, of bounded size, bounded in nesting and number of values.
+Whatever such a file makes a parser raise becomes one ValueError that names the file. Written: a new file that takes the
+place of what is there, in a folder that is no link, so that nothing is written through a link. docs/security.md says
+what this is good for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+FILE_BYTES = 16 << 20  # a configuration or a measurement
+LOG_BYTES = 512 << 20
+LINE_BYTES = 8 << 20  # of a log: figures of 10,000 modules
+_VALUES = 200_000  # in one document, aliases of YAML counted as often as they are used
+_DEPTH = 64
+_LARGEST = 1e30  # what is drawn has to stay finite when it is added up
+
+
+def read_text(path: str | os.PathLike[str], limit: int = FILE_BYTES) -> str:
+    """Return the text of a regular file; bytes that are no UTF-8 are replaced.
+
+    Raises:
+        ValueError: it cannot be read, is no regular file, or is larger than ``limit`` bytes.
+    """
+    with _open_regular(path, limit) as file:
+        return file.read(limit).decode("utf-8", errors="replace")
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        ValueError: as :func:`read_text`, or no JSON, nested too deeply, with too many values.
+    """
+    return _parsed(json.loads, read_text(path), f"{os.fspath(path)} is not a valid JSON file")
+
+
+def read_yaml(path: str | os.PathLike[str], loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Return the content of a YAML file.
+
+    Raises:
+        ValueError: as :func:`read_text`, or no YAML, nested too deeply, with too many values.
+    """
+    return parse_yaml(read_text(path), f"{os.fspath(path)} is not a valid YAML file", loader)
+
+
+def parse_yaml(text: str, what: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Return what YAML text holds.
+
+    Args:
+        what: the beginning of the error's message.
+
+    Raises:
+        ValueError: no YAML, nested too deeply, with too many values.
+    """
+    return _parsed(lambda text: yaml.load(text, Loader=loader), text, what)
+
+
+def lines_of_log(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any] | None]:
+    """Return the objects of a file of JSON lines; None for a line that is none, or is too long.
+
+    Raises:
+        ValueError: the file cannot be read, is no regular file, or is larger than 512 MiB.
+    """
+    with _open_regular(path, LOG_BYTES) as file:
+        while line := file.readline(LINE_BYTES):
+            begun = line
+            while not begun.endswith(b"\n") and (begun := file.readline(LINE_BYTES)):
+                line = b"too long"
+            if line.strip():
+                yield _object(line)
+
+
+def write_new(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file that takes the place of what is there. A link there is replaced, not followed.
+
+    Raises:
+        ValueError: the folder is a link, or is not there, or cannot be written to.
+    """
+    target = Path(path)
+    try:
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        is_link = error.errno in (errno.ELOOP, errno.ENOTDIR) and target.parent.is_symlink()
+        reason = "is a link: name the folder that it leads to" if is_link else f"cannot be used: {error.strerror}"
+        raise ValueError(f"cannot write {target}: the folder {target.parent} {reason}") from None
+    temporary = f".{target.name}.{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.rename(temporary, target.name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise ValueError(f"cannot write {target}: {error.strerror}") from None
+    finally:
+        os.close(folder)
+
+
+def printable(text: str) -> str:
+    """Return text without what a terminal would take for a command: control characters become ``?``."""
+    return "".join(character if character.isprintable() or character == "\n" else "?" for character in text)
+
+
+def number(value: Any) -> float | None:
+    """Return a number as such; None for anything else, also for one beyond all figures that a run has."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and -_LARGEST < value < _LARGEST else None
+
+
+def numbers(value: Any) -> dict[str, float]:
+    """Return the numbers of an object by printable name; empty for anything else."""
+    items = value.items() if isinstance(value, Mapping) else ()
+    return {printable(str(name)): found for name, item in items if (found := number(item)) is not None}
+
+
+def _open_regular(path: str | os.PathLike[str], limit: int) -> BinaryIO:
+    where = os.fspath(path)
+    try:
+        descriptor = os.open(where, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {where}: {getattr(error, 'strerror', None) or error}") from None
+    status = os.fstat(descriptor)
+    problem = ""
+    if not stat.S_ISREG(status.st_mode):
+        problem = "it is no regular file but a folder, a pipe or a device"
+    elif status.st_size > limit:
+        problem = f"it has {status.st_size} bytes, and at most {limit} are read"
+    if problem:
+        os.close(descriptor)
+        raise ValueError(f"cannot read {where}: {problem}")
+    return os.fdopen(descriptor, "rb")
+
+
+def _object(line: bytes) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _parsed(parse: Callable[[str], Any], text: str, what: str) -> Any:
+    try:
+        content = parse(text)
+    except RecursionError:
+        raise ValueError(f"{what}: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{what}: {error}") from None
+    _require_bounded(content, what)
+    return content
+
+
+def _require_bounded(content: Any, what: str) -> None:
+    """Refuse what is small as text and large or endless as values: aliases of aliases, an alias inside of itself."""
+    waiting, count = [(content, 0)], 0
+    while waiting:
+        value, depth = waiting.pop()
+        count += 1
+        if depth > _DEPTH or count > _VALUES:
+            raise ValueError(f"{what}: it is nested deeper than {_DEPTH}, or has more than {_VALUES} values")
+        if isinstance(value, dict):
+            waiting += [(item, depth + 1) for item in value.values()]
+        elif isinstance(value, list):
+            waiting += [(item, depth + 1) for item in value]
