@@ -19,6 +19,7 @@ from smp_core.comm.background import Background, Pending
 from smp_core.comm.flat import CommObject
 from smp_core.context_parallel import kernels
 from smp_core.context_parallel.flash import FLASH
+from smp_core.context_parallel.trial import Trial
 from smp_core.mesh import SmpMesh
 from smp_core.pipeline import tied
 from smp_core.pipeline.batches import SameBatches
@@ -36,19 +37,24 @@ LATEST = -1
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
     """Let tensor ranks be told to hold the same, which is a question of values, and to draw the same random numbers:
-    without values it makes no difference. Blocks are taken to compute the same with a part of their tokens."""
+    without values it makes no difference. Blocks are taken to compute the same with a part of their tokens, and models
+    over the ranks that share a sequence."""
     holds_alike, own_random = TensorAxis.holds_alike, randomness.own_random
     stand_around_blocks = SplitModel.stand_around_blocks
 
     def untried(self: SplitModel, in_stages: bool = False, without_values: bool = False) -> None:
         stand_around_blocks(self, in_stages, without_values=True)
 
+    watching, of_call = Trial.watching, Trial.of_call
+    Trial.watching = lambda *_: contextlib.nullcontext()  # type: ignore[method-assign,assignment,return-value]
+    Trial.of_call = lambda *_, **__: None  # type: ignore[method-assign,assignment]
     SplitModel.stand_around_blocks = untried  # type: ignore[method-assign]
     TensorAxis.holds_alike = lambda *_: True  # type: ignore[method-assign]
     randomness.own_random = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,return-value]
     try:
         yield
     finally:
+        Trial.watching, Trial.of_call = watching, of_call  # type: ignore[method-assign]
         SplitModel.stand_around_blocks = stand_around_blocks  # type: ignore[method-assign]
         TensorAxis.holds_alike = holds_alike  # type: ignore[method-assign]
         randomness.own_random = own_random
