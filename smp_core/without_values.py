@@ -138,7 +138,7 @@ def told_by_stages(formats: list[Format]) -> Iterator[None]:
         formats.append(self)
         return encoded(self, device)
 
-    SameBatches.begin = lambda *_: ("a batch", 0)  # type: ignore[method-assign,assignment]
+    SameBatches.begin = lambda *_: ((), 0)  # type: ignore[method-assign]
     StepSeeds.draw = lambda _: 0  # type: ignore[method-assign,assignment,misc]
     Format.encoded = noting  # type: ignore[method-assign]
     Format.decoded = staticmethod(lambda _: formats[0])  # type: ignore[method-assign,assignment]
