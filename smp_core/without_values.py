@@ -23,7 +23,7 @@ from smp_core.context_parallel.trial import Trial
 from smp_core.mesh import SmpMesh
 from smp_core.pipeline import tied
 from smp_core.pipeline.batches import SameBatches
-from smp_core.pipeline.messages import Format
+from smp_core.pipeline.messages import Format, Messages
 from smp_core.pipeline.randomness import StepSeeds
 from smp_core.sharding.received_gradients import Told
 from smp_core.tensor_parallel import randomness
@@ -132,7 +132,7 @@ def undivided() -> Iterator[None]:
 def told_by_stages(formats: list[Format]) -> Iterator[None]:
     """Let a pipeline stage be told that others begin the same batch, and the form of all activations between blocks."""
     begin, draw, encoded, decoded = SameBatches.begin, StepSeeds.draw, Format.encoded, Format.decoded
-    is_received = tied.is_received
+    is_received, is_new = tied.is_received, Messages.is_new
 
     def noting(self: Format, device: torch.device) -> torch.Tensor:
         formats.append(self)
@@ -143,12 +143,13 @@ def told_by_stages(formats: list[Format]) -> Iterator[None]:
     Format.encoded = noting  # type: ignore[method-assign]
     Format.decoded = staticmethod(lambda _: formats[0])  # type: ignore[method-assign,assignment]
     tied.is_received = lambda _: True  # type: ignore[assignment,misc]
+    Messages.is_new = lambda *_: False  # type: ignore[method-assign]
     try:
         yield
     finally:
         SameBatches.begin, StepSeeds.draw = begin, draw  # type: ignore[method-assign]
         Format.encoded, Format.decoded = encoded, decoded  # type: ignore[method-assign]
-        tied.is_received = is_received
+        tied.is_received, Messages.is_new = is_received, is_new  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
