@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -75,6 +76,7 @@ class Calls:
         self._units = tuple(units)
         self._roots = dict(_roots(model))
         self.unsharded = False
+        weakref.finalize(self, register_module_parameter_registration_hook(_note_parametrization).remove)
         self._keeps_behind_forward = False
         self._shown: dict[int, _ShownUnit] = {}
         self._of_module: dict[int, _ShownUnit] = {}
@@ -462,6 +464,3 @@ def _note_parametrization(module: nn.Module, name: str, parameter: nn.Parameter)
     """Note where PEFT's adapters of fused experts (``target_parameters``) parametrize a copy in each forward."""
     if isinstance(module, ParametrizationList) and name not in module._parameters and hasattr(parameter, _NOTED):
         setattr(parameter, _NOTED, _version(parameter))
-
-
-register_module_parameter_registration_hook(_note_parametrization)
