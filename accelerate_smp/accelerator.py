@@ -172,7 +172,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
 
     @property
     def sharding(self) -> bool:
-        """Tell whether models are sharded here: ``smp`` is on and there is a process group."""
+        """Return whether models are sharded here: ``smp`` is on and there is a process group."""
         return self._topology is not None
 
     @property
@@ -360,7 +360,7 @@ class SmpAccelerator(SharedSequencesAccelerator, GradientsAccelerator, Preemptib
 
 
 def _must_say_cpu() -> bool:
-    """Tell whether Accelerate has to be told ``cpu=True``.
+    """Return whether Accelerate has to be told ``cpu=True``.
 
     Accelerate takes a CPU process for a single one unless it is told, even under torchrun. Its ``_shared_state`` is the
     only sign that no state has been made yet.

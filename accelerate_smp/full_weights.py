@@ -121,7 +121,7 @@ def full_state(handle: ParallelModel, prefix: str = "") -> dict[str, Any]:
 
 
 def holds_shards(state: Any) -> bool:
-    """Tell whether a nested state has tensors of which this rank holds a part."""
+    """Return whether a nested state has tensors of which this rank holds a part."""
     return any(is_a_part(tensor) for _, tensor in iterate_tensors(state))
 
 

@@ -229,7 +229,7 @@ class NothingSaved(dict[str, Any]):
 
 
 def nothing_saved(strategy: SteppingStrategy, path: Any) -> bool:
-    """Tell whether ``ckpt_path="last"`` stands for the place of a first save that has not committed. Collective.
+    """Return whether ``ckpt_path="last"`` stands for the place of a first save that has not committed. Collective.
 
     A run that ends while it writes its first checkpoint behind training leaves the place that was held, and the link
     ``last.ckpt`` to it. Nothing is lost when the next run begins anew.
@@ -246,7 +246,7 @@ def nothing_saved(strategy: SteppingStrategy, path: Any) -> bool:
 
 
 def _means_newest(strategy: SteppingStrategy, path: Any) -> bool:
-    """Tell whether a path is the one that ``ckpt_path="last"`` stands for."""
+    """Return whether a path is the one that ``ckpt_path="last"`` stands for."""
     assert strategy.lightning_module is not None
     trainer = strategy.lightning_module.trainer
     folder, name = os.path.split(os.path.abspath(path))

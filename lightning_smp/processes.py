@@ -189,7 +189,7 @@ class ProcessGroupStrategy(ParallelStrategy):
     # The end
 
     def all_come(self, place: str, limit: float) -> bool:
-        """Tell whether all ranks come to a place within ``limit`` seconds, outside of collectives."""
+        """Return whether all ranks come to a place within ``limit`` seconds, outside of collectives."""
         if self._watch is None:
             return True
         try:

@@ -412,12 +412,13 @@ class Resume:
 
 
 def _read_when_needed(loaders: list[Any]) -> bool:
-    """Tell whether samples are read just before the step that needs them, in this process; reading may draw."""
+    """Return whether samples are read just before the step that needs them, in this process; reading may draw."""
     return all(loader.num_workers == 0 for loader in loaders)
 
 
 def _ends_epoch_first(trainer: Trainer) -> bool:
-    """Tell whether the rest of an epoch, after its last batch, is to be done; the next one makes its iterators then."""
+    """Return whether the rest of an epoch, after its last batch, is to be done; the next one makes its iterators
+    then."""
     loop = trainer.fit_loop
     trained = loop.epoch_loop.batch_progress.is_last_batch and not loop.epoch_loop.restarted_on_train_batch_end
     return trained and loop.restarted_mid_epoch

@@ -334,7 +334,7 @@ class SmpShardedStrategy(SteppingStrategy):
         return self._memory
 
     def _is_running(self) -> bool:
-        """Tell whether training hides a save; after training, a save has to be complete when it returns."""
+        """Return whether training hides a save; after training, a save has to be complete when it returns."""
         assert self.lightning_module is not None
         state = self.lightning_module.trainer.state
         return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING

@@ -247,7 +247,7 @@ def _world_group() -> dist.ProcessGroup:
 
 
 def _can_split(backend: Any) -> bool:
-    """Tell whether the default group can be split: NCCL can, once it is connected."""
+    """Return whether the default group can be split: NCCL can, once it is connected."""
     return _world_group().bound_device_id is not None and bool(getattr(backend, "supports_splitting", False))
 
 

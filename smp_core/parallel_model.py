@@ -230,7 +230,7 @@ class ParallelModel:
         return list(given) if self.window.world is None else self.window.world.stepped(given)
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether the optimizer has any of this model's parameters, those of before sharding included."""
+        """Return whether the optimizer has any of this model's parameters, those of before sharding included."""
         own = set(map(id, self.module.parameters()))
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return any(id(model_parameter(self.replaced.current(parameter))) in own for parameter in stepped)

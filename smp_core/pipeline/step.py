@@ -246,7 +246,7 @@ class Pipeline:
         return map_tensors(carried[0], lambda tensor: tensor.to(self._mesh.device))
 
     def counts(self, parameter: torch.Tensor) -> bool:
-        """Tell whether a parameter counts on this rank where numbers of all stages are added up: it is here, and no
+        """Return whether a parameter counts on this rank where numbers of all stages are added up: it is here, and no
         stage before this one has it too."""
         return not is_absent(parameter) and model_parameter(parameter) not in self._counted_elsewhere
 

@@ -69,7 +69,7 @@ def settle_gathering(draft: Draft, layout: Layout, cast_forward_inputs: bool, ma
 
 
 def keeps_parameters(knobs: SmpConfig) -> bool:
-    """Tell whether what a window's first micro-batch gathers stays until its last backward pass. Needs
+    """Return whether what a window's first micro-batch gathers stays until its last backward pass. Needs
     ``reshard_after_forward`` as it takes effect: one that frees parameters was asked for together with "gradients", or
     is how a model came; one that was asked for by ranks and turned out to keep an unsharded copy frees it too."""
     kept = knobs.reshard_after_forward is False and knobs.asked("reshard_after_forward") in ("auto", False)

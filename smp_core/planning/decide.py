@@ -123,18 +123,18 @@ class Plan:
 
     @property
     def hierarchical(self) -> bool:
-        """Tell whether collectives over the partition group run in two stages."""
+        """Return whether collectives over the partition group run in two stages."""
         groups = self.cluster.topology.of_groups(self.layout.tensor)
         return bool(self.knobs.collectives.hierarchical) and two_stages(self.shard_degree, groups)
 
     @property
     def keeps_parameters(self) -> bool:
-        """Tell whether parameters stay unsharded from one micro-batch of a window to the next."""
+        """Return whether parameters stay unsharded from one micro-batch of a window to the next."""
         return keeps_parameters(self.knobs)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Tell whether each rank adds up unsharded gradients over a window's micro-batches, which are reduced once."""
+        """Return whether each rank adds up unsharded gradients over a window's micro-batches, reduced once."""
         return self.knobs.keep_between_micro_batches == "gradients"
 
     def computed_in(self, unit: PlannedUnit) -> torch.dtype | None:
@@ -314,5 +314,5 @@ def _settle_compile(draft: Draft, shapes: Shapes, given: GivenSharding | None, r
 
 
 def _is_cut(layout: Layout) -> bool:
-    """Tell whether ranks hold parts of layers, or some of them."""
+    """Return whether ranks hold parts of layers, or some of them."""
     return layout.tensor > 1 or layout.pipeline > 1

@@ -276,7 +276,7 @@ class _Search:
                 return
 
     def _computes_too_long(self, plan: Plan, knobs: dict[str, Any], batch: Batch) -> bool:
-        """Tell whether computing alone takes stages longer than the best configuration so far."""
+        """Return whether computing alone takes stages longer than the best configuration so far."""
         if plan.stages is None or self.objective == "memory":
             return False
         layout, stages = plan.layout, plan.stages.count
@@ -290,7 +290,7 @@ class _Search:
         return bool(least > _FAR * self.best)
 
     def _is_far(self, model: StepModel, batch: Batch) -> bool:
-        """Tell whether a configuration with stages cannot come near the best one so far."""
+        """Return whether a configuration with stages cannot come near the best one so far."""
         if self.objective == "memory" or not isinstance(model, StagedModel):
             return False
         return model.least(batch.size, batch.count, batch.in_stages) > _FAR * self.best

@@ -41,7 +41,7 @@ class ParameterShape:
 
     @property
     def is_divided(self) -> bool:
-        """Tell whether ranks hold rows of it; 0-d and empty parameters are replicated."""
+        """Return whether ranks hold rows of it; 0-d and empty parameters are replicated."""
         return self.elements > 0 and bool(self.shape)
 
     def over(self, degree: int) -> ParameterShape:

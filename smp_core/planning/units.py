@@ -161,8 +161,8 @@ def _outermost(names: dict[nn.Module, str], blocks: list[nn.Module]) -> Iterator
 
 
 def _callable(module: nn.Module) -> bool:
-    """Tell whether the module has a forward of its own; FSDP2's hooks sit there. (What torch.compile returns has it as
-    an attribute of the instance.)"""
+    """Return whether the module has a forward of its own; FSDP2's hooks sit there. (What torch.compile returns has it
+    as an attribute of the instance.)"""
     has_forward = type(module).forward is not nn.Module.forward or "forward" in vars(module)
     return has_forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 

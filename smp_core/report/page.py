@@ -90,7 +90,7 @@ class Section:
 
     @property
     def has_content(self) -> bool:
-        """Tell whether there is anything to show."""
+        """Return whether there is anything to show."""
         return bool(self.charts or self.lines or any(table.rows for table in self.tables))
 
 

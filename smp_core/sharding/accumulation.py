@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -130,7 +130,7 @@ class AccumulationWindow:
         """Scatter sums over replicas from now on, into gradients of masters (:mod:`smp_core.sharding.optimizer`;
         ``on_host``: see there). What is trainable now can be trained."""
         if self.world is None:
-            self._refuse_hooks_that_follow()
+            self._refuse_hooks_that_follow(self._hooked())
             made = [each.make_masters(on_host, self._stored_as_gathered) for each in self._units]
             plain = self._replicated.shard_over_world(on_host) if self._mesh.shard_degree == 1 else []
             self.world = WorldSharding([*(shard for shard in made if shard is not None), *plain])
@@ -138,7 +138,7 @@ class AccumulationWindow:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether gradients are held that no ``.grad`` shows yet."""
+        """Return whether gradients are held that no ``.grad`` shows yet."""
         return self.micro_batches > 0 or self._took_part
 
     def held(self) -> list[torch.Tensor]:
@@ -217,9 +217,9 @@ class AccumulationWindow:
         named += self._replicated.parameters.items()
         return {name: (parameter, hooks) for name, parameter in named if (hooks := hooks_of(parameter))}
 
-    def _refuse_hooks_that_follow(self) -> None:
+    def _refuse_hooks_that_follow(self, hooked: Mapping[str, tuple[nn.Parameter, ParameterHooks]]) -> None:
         """Refuse hooks that want a parameter's ``.grad``, where there is none."""
-        followed = [name for name, (_, hooks) in self._hooked().items() if hooks.follow_accumulation]
+        followed = [name for name, (_, hooks) in hooked.items() if hooks.follow_accumulation]
         if followed:
             raise ValueError(
                 "optimizer_shard='world': gradients belong to masters, and a hook of "
@@ -228,8 +228,9 @@ class AccumulationWindow:
             )
 
     def _close(self) -> None:
+        hooked = self._hooked()
         if self.world is not None:
-            self._refuse_hooks_that_follow()
+            self._refuse_hooks_that_follow(hooked)
         self._say_what_had_no_effect()
         if self._over_world and self.world is None:
             raise ValueError(
@@ -265,20 +266,20 @@ class AccumulationWindow:
             self._drop_gradients()
             return
         seen = None if received_all(self._units, self._replicated) else told.received()
+        if hooked:
+            self._replicated.wait()  # hooks issue collectives of their own, in one order on all ranks
         with self._finishing():
             self._set_gradients(seen)
         here.end_window(measured=not self._first_window)
         self._first_window = False
         self._forget()
         self._on_close()
-        for parameter, hooks in self._hooked().values():
+        for parameter, hooks in hooked.values():
             hooks.follow(parameter)
 
     def _set_gradients(self, seen: Sequence[bool] | None) -> None:
         """Set ``.grad`` from the sums. ``seen``: for every parameter, units' first, whether any rank has a gradient of
         it; None: any rank has one of each."""
-        if self._hooked():
-            self._replicated.wait()  # hooks issue collectives of their own, in one order on all ranks
         means: list[tuple[UnitWindow, torch.Tensor, Sequence[bool] | None]] = []
         position = 0
         for each in self._units:

@@ -435,6 +435,6 @@ def _moving(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _are_mixed(parameters: Iterable[torch.Tensor]) -> bool:
-    """Tell whether one kernel cannot take all: plain tensors, and DTensors of each mesh, go by themselves."""
+    """Return whether one kernel cannot take all: plain tensors, and DTensors of each mesh, go by themselves."""
     meshes = {parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in parameters}
     return len(meshes) > 1

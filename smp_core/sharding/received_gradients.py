@@ -36,7 +36,7 @@ from smp_core.sharding.unit_window import UnitWindow
 
 
 def received_all(units: Sequence[UnitWindow], replicated: ReplicatedGradients) -> bool:
-    """Tell whether this rank has a gradient of every trainable parameter, and so need not read what the others tell."""
+    """Return whether this rank has a gradient of every trainable parameter, and need not read what others tell."""
     of_units = all(each.received_all() for each in units)
     return of_units and all(name in replicated.reached for name in replicated.taking_part())
 
@@ -96,7 +96,7 @@ class Told:
         return self._told[: self._n_parameters].cpu().bool().tolist()
 
     def vetoed(self) -> bool:
-        """Tell whether any rank wants the window dropped, after :meth:`divergence`. Waits for the device."""
+        """Return whether any rank wants the window dropped, after :meth:`divergence`. Waits for the device."""
         return bool(self._vetoed)
 
     def divergence(self) -> str | None:

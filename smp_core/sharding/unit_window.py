@@ -92,7 +92,7 @@ class UnitWindow:
 
     @property
     def is_complete(self) -> bool:
-        """Tell whether nothing is added to the sum any more."""
+        """Return whether nothing is added to the sum any more."""
         return self.phase in (Phase.COMPLETE, Phase.IN_FLIGHT)
 
     @property
@@ -126,8 +126,8 @@ class UnitWindow:
         self.unit.hold_gradients(on_hold is not None)
 
     def pass_is_over(self) -> bool:
-        """Tell whether the present pass has nothing more for this unit, when FSDP2 has just reduced it: no use is left
-        that FSDP2 will reduce it for (on all ranks of the partition group), and every trainable parameter has its
+        """Return whether the present pass has nothing more for this unit, when FSDP2 has just reduced it: no use is
+        left that FSDP2 will reduce it for (on all ranks of the partition group), and every trainable parameter has its
         gradient, which autograd hands over once in a pass, when it has added up all uses. (Uses may be left over of a
         graph that goes through backward twice.)"""
         return self._uses_left == 0 and self._trainable_in_pass <= self._received_in_pass
@@ -195,7 +195,7 @@ class UnitWindow:
                 self.flat[slot.offset : slot.offset + slot.padded] = 0
 
     def received_all(self) -> bool:
-        """Tell whether this rank has a gradient of every parameter in the sum, if there is one."""
+        """Return whether this rank has a gradient of every parameter in the sum, if there is one."""
         return all(slot.index in self.received for slot in self.slots)
 
     # In flight

@@ -215,7 +215,7 @@ class _Splitting:
         return ((self.model.get_submodule(name), attribute) for name, attribute in self.inspected.divided)
 
     def _splits_tokens(self, name: str, itself_whole: bool = False) -> bool:
-        """Tell whether a module's inputs hold 1/T of the tokens."""
+        """Return whether a module's inputs hold 1/T of the tokens."""
         others = [each for each in self.whole if not (itself_whole and each == name)]
         return holds(self.blocks, name) and not holds(others, name)
 

@@ -220,7 +220,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Tell whether a module is a linear layer that can be split; adapters' base layers are not."""
+    """Return whether a module is a linear layer that can be split; adapters' base layers are not."""
     return (isinstance(module, nn.Linear) or is_conv1d(module)) and not has_adapters(module)
 
 

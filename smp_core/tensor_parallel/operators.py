@@ -93,7 +93,7 @@ class TensorAxis:
         return largest
 
     def holds_alike(self, values: torch.Tensor) -> bool:
-        """Tell whether all ranks have the same float64 values [N], by a checksum and their number."""
+        """Return whether all ranks have the same float64 values [N], by a checksum and their number."""
         place = torch.arange(1, values.numel() + 1, device=values.device, dtype=torch.float64)
         mark = torch.stack([values @ place, place.sum()])
         return torch.equal(self.maximum(mark), -self.maximum(-mark))

@@ -274,7 +274,7 @@ def _require_fitting(split: Split) -> None:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Tell whether a module is Transformers' linear layer with a transposed weight."""
+    """Return whether a module is Transformers' linear layer with a transposed weight."""
     return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
 
 
@@ -299,14 +299,14 @@ def arguments_of_heads(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def reads_other_tokens(model: nn.Module, name: str) -> bool:
-    """Tell whether a column layer's input is not that of the module it is in, and is whole on every rank."""
+    """Return whether a column layer's input is not that of the module it is in, and is whole on every rank."""
     known = transformers_model(model)
     glob = None if known is None else _OF_OTHER_TOKENS.get(known.config.model_type)
     return glob is not None and fnmatch.fnmatchcase(name, glob)
 
 
 def has_heads(module: nn.Module) -> bool:
-    """Tell whether a module with column layers is attention."""
+    """Return whether a module with column layers is attention."""
     return any(hasattr(module, name) for name in (*_HEAD_SIZES, *_NUMBERS_OF_HEADS))
 
 
@@ -377,5 +377,5 @@ def stacks_of(model: nn.Module, splits: list[Split]) -> list[list[str]]:
 
 
 def holds(names: list[str], name: str) -> bool:
-    """Tell whether a module is one of these, or inside one."""
+    """Return whether a module is one of these, or inside one."""
     return any(name == each or name.startswith(f"{each}.") for each in names)

@@ -139,7 +139,7 @@ def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def mixes_tokens(hidden: torch.Tensor, output: torch.Tensor) -> bool:
-    """Tell whether an output's first or last token depends on other tokens [..., N, H] of the input, in its graph."""
+    """Return whether an output's first or last token depends on other tokens [..., N, H] of the input, in its graph."""
     if not hidden.requires_grad or not output.requires_grad or hidden.ndim < 3 or output.ndim != hidden.ndim:
         return False
     for end, others in ((0, slice(1, None)), (-1, slice(0, -1))):

@@ -246,7 +246,7 @@ class ShardedUnit:
         return self.group.sharded_gradient(slot.index, own.view(shard.shape))
 
     def is_gathered(self) -> bool:
-        """Tell whether the unit's parameters are unsharded at the moment, or it has none."""
+        """Return whether the unit's parameters are unsharded at the moment, or it has none."""
         return self.group is None or self.group.is_unsharded
 
     def gathered_bytes(self) -> int:
