@@ -15,18 +15,9 @@ from torch import nn
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
-from tests.core.fuzz.hooks import whole
+from tests.core.fuzz.hooks import Cell, whole
 from tests.core.scenarios import parallel_model
 from tests.harness import run_ranks
-
-
-class Cell(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.layer(x))
 
 
 class Critic(nn.Module):
