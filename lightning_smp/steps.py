@@ -33,7 +33,7 @@ from lightning_smp.processes import ProcessGroupStrategy
 from lightning_smp.resume import WindowStart, place_sampler
 from lightning_smp.sequences import SharedSequences
 from smp_core.config import SmpConfig
-from smp_core.counting import gather_parts, gather_with_gradient, report_equal_parts
+from smp_core.counting import gather_with_gradient, report_equal_terms
 from smp_core.joined import JoinedLoader
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
@@ -111,9 +111,9 @@ class SteppingStrategy(ProcessGroupStrategy):
             return super().reduce(tensor, group, reduce_op)
         is_sum = reduce_op == dist.ReduceOp.SUM or str(reduce_op).lower() == "sum"
         is_mean = reduce_op in (None, dist.ReduceOp.AVG) or str(reduce_op).lower() in ("mean", "avg")
-        if is_sum and self.mesh.context_degree > 1 and tensor.is_floating_point():
+        if is_sum and tensor.is_floating_point():
             instead = "self.log(..., sync_dist_group=self.trainer.strategy.data_group)"
-            report_equal_parts(gather_parts(tensor, self.mesh), self.mesh, "a sum that is logged", instead)
+            report_equal_terms(tensor, self.mesh, "a sum that is logged", instead)
         if (is_sum or is_mean) and self.evaluations is not None and self.evaluations.is_uneven:
             # Ranks without a batch take part, and count nothing.
             weight = torch.tensor(self.evaluations.weight, device=tensor.device)

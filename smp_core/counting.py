@@ -29,14 +29,6 @@ logger = logging.getLogger("smp")
 _reported: set[str] = set()
 
 
-def gather_parts(tensor: torch.Tensor, mesh: SmpMesh) -> list[torch.Tensor]:
-    """Return the tensors of all ranks that hold different tokens, which have one shape. Collective over them."""
-    tensor = tensor.detach().contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(mesh.gradient_degree)]
-    dist.all_gather(parts, tensor, group=mesh.gradient_group)
-    return parts
-
-
 def gather_with_gradient(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Stack the tensors of all ranks of ``group``, which have one shape; gradients are added up over them. Collective,
     in backward too.
@@ -74,6 +66,17 @@ class _SumOwn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return _Gather.apply(gradient, ctx.group), None
+
+
+def report_equal_terms(tensor: torch.Tensor, mesh: SmpMesh, what: str, instead: str) -> None:
+    """Compare the terms of a sum over ranks, as long as nothing was reported. Collective over those that hold different
+    tokens, where ranks share sequences; arguments as in :func:`report_equal_parts`."""
+    if mesh.context_degree == 1 or what in _reported:
+        return
+    tensor = tensor.detach().contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(mesh.gradient_degree)]
+    dist.all_gather(parts, tensor, group=mesh.gradient_group)
+    report_equal_parts(parts, mesh, what, instead)
 
 
 def report_equal_parts(parts: Sequence[torch.Tensor], mesh: SmpMesh, what: str, instead: str) -> None:
