@@ -16,9 +16,11 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import yaml
+
+T = TypeVar("T")
 
 FILE_BYTES = 16 << 20  # a configuration or a measurement
 LOG_BYTES = 512 << 20
@@ -83,6 +85,29 @@ def lines_of_log(path: str | os.PathLike[str]) -> Iterator[Mapping[str, Any] | N
                 yield _object(line)
 
 
+def records_of_log(
+    path: str | os.PathLike[str], read: Callable[[Mapping[str, Any]], T | None], log: str
+) -> Iterator[T]:
+    """Return what ``read`` makes of the lines of a log. The last line may be half of one: of a run that was killed.
+
+    Args:
+        read: returns None for an object that is no line of such a log.
+        log: what the file should be, for the message.
+
+    Raises:
+        ValueError: as :func:`lines_of_log`, or a line that is none of such a log.
+    """
+    unreadable = 0
+    for position, line in enumerate(lines_of_log(path), 1):
+        if unreadable:
+            raise ValueError(f"{os.fspath(path)}, line {unreadable}: not a line of {log}")
+        record = None if line is None else read(line)
+        if record is None:
+            unreadable = position
+        else:
+            yield record
+
+
 def write_new(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file that takes the place of what is there. A link there is replaced, not followed.
 
@@ -136,7 +161,7 @@ def _open_regular(path: str | os.PathLike[str], limit: int) -> BinaryIO:
     status = os.fstat(descriptor)
     problem = ""
     if not stat.S_ISREG(status.st_mode):
-        problem = "it is no regular file but a folder, a pipe or a device"
+        problem = "it is no regular file but a directory, a pipe or a device"
     elif status.st_size > limit:
         problem = f"it has {status.st_size} bytes, and at most {limit} are read"
     if problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from rich.table import Table
 from smp_core import run_log
 from smp_core.command_line import console
 from smp_core.floors import how_to_install
-from smp_core.foreign_files import lines_of_log, number, numbers, write_new
+from smp_core.foreign_files import number, numbers, records_of_log, write_new
 
 MIB = 2**20
 _BARS = 200
@@ -44,9 +44,9 @@ def read_log(path: Path) -> dict[int, StepMemory]:
     """Read the steps in order; of a step that was logged twice (by a resumed run) the later line counts.
 
     Raises:
-        ValueError: no such file, or no line of such a log in it.
+        ValueError: no such file, no log, or an empty one.
     """
-    found = {step: memory for step, memory in _records(path)}
+    found = dict(records_of_log(path, _of_line, "SmpMonitor's memory log"))
     if not found:
         raise ValueError(
             f"{path} holds no step that was watched; SmpMonitor(memory_every_n_steps=...) writes such a log"
@@ -54,19 +54,16 @@ def read_log(path: Path) -> dict[int, StepMemory]:
     return dict(sorted(found.items()))
 
 
-def _records(path: Path) -> Iterator[tuple[int, StepMemory]]:
-    """Return the lines of a log that have the right fields; a run that was killed leaves parts of lines."""
-    for record in lines_of_log(path):
-        step = None if record is None else number(record.get("step"))
-        if record is not None and step is not None:
-            device, host = (_by_kind(record.get(place)) for place in ("device", "host"))
-            if device:
-                yield int(step), StepMemory(device, host)
+def _of_line(line: Mapping[str, Any]) -> tuple[int, StepMemory] | None:
+    step, device, host = number(line.get("step")), _by_kind(line.get("device")), _by_kind(line.get("host"))
+    return None if step is None or device is None or host is None else (int(step), StepMemory(device, host))
 
 
-def _by_kind(value: Any) -> dict[str, int]:
+def _by_kind(value: Any) -> dict[str, int] | None:
     found = numbers(value)
-    return {kind: int(found[kind]) for kind in KINDS if kind in found}
+    if not isinstance(value, Mapping) or len(found) < len(value):
+        return None
+    return {kind: int(n_bytes) for kind, n_bytes in found.items()}
 
 
 def draw(steps: Mapping[int, StepMemory], path: str | os.PathLike[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from smp_core import run_log
-from smp_core.foreign_files import lines_of_log, number, numbers, printable, write_new
+from smp_core.foreign_files import number, numbers, printable, records_of_log, write_new
 from smp_core.fp8.convert import Fp8Model
 from smp_core.fp8.scaling import ROLES, WEIGHT
 
@@ -165,9 +165,9 @@ class Fp8Log:
         """Read a log; of a step that was logged twice (by a resumed run) the later line counts.
 
         Raises:
-            ValueError: no such file, or no line of such a log in it.
+            ValueError: no such file, no log, or an empty one.
         """
-        records = dict(_records(path))
+        records = dict(records_of_log(path, _of_line, "Fp8Monitor's log"))
         if not records:
             raise ValueError(f"{path} holds no step that was probed; Fp8Monitor writes such a log")
         steps = sorted(records)
@@ -184,14 +184,11 @@ class Fp8Log:
         return sorted(largest.items(), key=lambda pair: -pair[1])[:count]
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, dict[str, float]]]]:
-    """Return the lines of a log that have the right fields; a run that was killed leaves parts of lines."""
-    for record in lines_of_log(path):
-        step = None if record is None else number(record.get("step"))
-        modules = None if record is None else record.get("modules")
-        if step is not None and isinstance(modules, Mapping):
-            figures = {printable(str(name)): _figures(values) for name, values in modules.items()}
-            yield int(step), {name: values for name, values in figures.items() if values}
+def _of_line(line: Mapping[str, Any]) -> tuple[int, dict[str, dict[str, float]]] | None:
+    step, modules = number(line.get("step")), line.get("modules")
+    if step is None or not isinstance(modules, Mapping):
+        return None
+    return int(step), {printable(str(name)): _figures(values) for name, values in modules.items()}
 
 
 def _figures(values: Any) -> dict[str, float]:
