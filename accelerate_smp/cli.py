@@ -16,7 +16,6 @@ from smp_core.command_line import OneLineErrors, begin, console
 from smp_core.config import SmpConfig
 from smp_core.config_sources import YAML_SECTION
 from smp_core.doctor import findings, table_of
-from smp_core.knob_rules import READERS
 
 
 class _Commands(OneLineErrors):
@@ -112,7 +111,7 @@ def _below(end: int, at_least: int = 0) -> read.Reader:
 
 def _degree_of(processes: int) -> read.Reader:
     def reader(name: str, answer: Any) -> int | str:
-        degree: int | str = READERS["shard_degree"](name, answer)
+        degree: int | str = SmpConfig.readers()["shard_degree"](name, answer)
         if isinstance(degree, int) and processes % degree:
             divisors = [str(n) for n in range(1, processes + 1) if processes % n == 0]
             allowed = f"{', '.join(divisors)}, 'node', 'world', 'auto'"

@@ -21,7 +21,6 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from smp_core.config import SmpConfig
 from smp_core.knob_recipe import nested
-from smp_core.knob_rules import require_known, settings_of
 
 logger = logging.getLogger("smp")
 
@@ -98,7 +97,8 @@ def accelerators_arguments(
     """
     signature = inspect.signature(Accelerator.__init__)
     unknown = {name: value for name, value in kwargs.items() if name not in signature.parameters}
-    require_known(unknown, arguments=[name for name in signature.parameters if name not in ("self", "kwargs")])
+    known = [name for name in signature.parameters if name not in ("self", "kwargs")]
+    SmpConfig.require_known(unknown, arguments=known)
     arguments = dict(signature.bind_partial(accelerator, *args, **kwargs).arguments)
     arguments.pop("self")
     return arguments
@@ -183,7 +183,8 @@ def _asked(config: SmpConfig, written: Iterable[str] = ()) -> dict[str, Any]:
     """Return the settings that differ from their defaults. A knob that was ``written`` at its default counts too, with
     all its fields."""
     default = SmpConfig()
-    plain = [name for knob in written if config.asked(knob) == default.asked(knob) for name in settings_of(knob)]
+    at_default = [knob for knob in written if config.asked(knob) == default.asked(knob)]
+    plain = [name for knob in at_default for name in SmpConfig.settings_of(knob)]
     asked = [name for name in SmpConfig.settings() if name in plain or config.asked(name) != default.asked(name)]
     return {name: config.asked(name) for name in asked}
 

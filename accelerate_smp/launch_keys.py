@@ -19,7 +19,6 @@ from accelerate_smp.config import refuse_fsdp1
 from smp_core import knob_values as read
 from smp_core.config import SmpConfig
 from smp_core.config_sources import YAML_SECTION
-from smp_core.moved_knobs import MOVED, moved
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 # The last three are in files of older versions.
@@ -73,8 +72,6 @@ def read_keys(document: Mapping[str, Any]) -> dict[str, Any]:
             machine that is not one of the machines, FSDP1, another engine's settings, or settings without effect.
     """
     for key in document:
-        if key in MOVED:
-            raise moved({key: document[key]})
         if key in SmpConfig.knobs():
             raise ValueError(
                 f"{key} is a knob; write it under `{YAML_SECTION}:`, as in `{YAML_SECTION}: {{{key}: ...}}`"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_type_hints
 
 from smp_core.config import SmpConfig
-from smp_core.knob_rules import require_known
 
 _DEFAULTS = SmpConfig()
 
@@ -24,7 +23,7 @@ def read_config(
         ValueError: an unknown knob, something else than a config, or one and also knobs.
     """
     given = config if isinstance(config, Mapping) else {}
-    require_known({**given, **knobs}, arguments=list(arguments))
+    SmpConfig.require_known({**given, **knobs}, arguments=list(arguments))
     if isinstance(config, Mapping):
         config = SmpConfig.from_dict(config)
     # LightningCLI gives every argument, most of them at their defaults.

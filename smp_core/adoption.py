@@ -11,7 +11,7 @@ from smp_core.comm.meter import CommMeter
 from smp_core.comm.traffic import Traffic
 from smp_core.context_parallel.chunked_models import chunk_losses
 from smp_core.mesh import SmpMesh
-from smp_core.parallel_model import ModelPart, ParallelModel
+from smp_core.parallel_model import ParallelModel
 from smp_core.parallelize import change_this_process, follow_window, move_plain_tensors
 from smp_core.planning.decide import Plan
 from smp_core.planning.given_rules import GivenSharding
@@ -57,8 +57,8 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: Give
     if given.two_dimensional:
         torchs = NativeWindow(model)
         follow_window(model, torchs)
-        part = ModelPart(model, (), torchs, Calls(model, mesh.shard_ranks), replaced)
-        return ParallelModel((part,), mesh, plan, meter, traffic)
+        calls = Calls(model, mesh.shard_ranks)
+        return ParallelModel(model, (), torchs, calls, replaced, mesh, plan, meter, traffic)
     _first_replicas_weights(model, mesh)
     units = adopt_units(model, plan.units, traffic)
     explain_uncalled(units)
@@ -67,8 +67,7 @@ def adopt_sharded_model(model: nn.Module, mesh: SmpMesh, plan: Plan, given: Give
     register_forward_methods(model, units, calls, knobs.forward_methods)
     window = AccumulationWindow(model, units, traffic, plan, calls)
     follow_window(model, window)
-    part = ModelPart(model, tuple(units), window, calls, replaced)
-    return ParallelModel((part,), mesh, plan, meter, traffic)
+    return ParallelModel(model, tuple(units), window, calls, replaced, mesh, plan, meter, traffic)
 
 
 @torch.no_grad()

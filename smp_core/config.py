@@ -11,18 +11,20 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from smp_core import knob_values as read
 from smp_core.config_sources import knobs_in_environment, knobs_in_yaml
 from smp_core.fp8.recipe import Fp8Recipe
-from smp_core.knob_recipe import Knob
-from smp_core.knob_rules import READERS, SETTINGS, contradictions, require_known, settings_of
+from smp_core.knob_recipe import Knob, Recipe, setting
+from smp_core.knob_rules import contradictions, unknown_knob
 from smp_core.knob_table import DEFAULT, as_asked, effective_table, plain
 from smp_core.plan_recipes import AutoPlan, Planner
 from smp_core.recipes import (
+    RECIPES,
     Activations,
     Checkpoint,
     Collectives,
@@ -46,18 +48,25 @@ Fields = Mapping[str, Any]
 C = TypeVar("C", bound=type)
 
 
-def _default(recipe: Any) -> Any:
-    """Return the default of a :class:`Knob`, whose type no value has."""
-    return recipe
+_DEGREE = read.integer(minimum=1)
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPE = read.either(
+    read.nothing(), read.dtype_name(*_DTYPES), allowed="'auto', 'float32', 'bfloat16', 'float16', none"
+)
 
 
-def _naming_what_moved(config: C) -> C:
+def _holds(recipe: type[Recipe]) -> Any:
+    """Make the field of a knob that holds a recipe: all defaults, or None for one that may be off."""
+    return setting(None if recipe.OPTIONAL else recipe(), lambda _, value: recipe.read(value))
+
+
+def _refuses_other_names(config: C) -> C:
     """Let keywords that are no knobs be refused as they are elsewhere."""
     made: Any = config.__init__  # type: ignore[misc]
 
     @functools.wraps(made)
     def init(self: Any, *args: Any, **knobs: Any) -> None:
-        require_known(knobs)
+        self.require_known(knobs)
         made(self, *args, **knobs)
         object.__setattr__(self, "_given", frozenset(knobs))
 
@@ -65,7 +74,7 @@ def _naming_what_moved(config: C) -> C:
     return config
 
 
-@_naming_what_moved
+@_refuses_other_names
 @dataclass(frozen=True, kw_only=True)
 class SmpConfig:
     """All knobs of torch-smp. Frozen; a knob that is read as an attribute gives the value in effect.
@@ -159,32 +168,54 @@ class SmpConfig:
         ValueError: a value is not allowed, or two knobs contradict each other; the message says what to type.
     """
 
-    shard_degree: int | Literal["node", "world", "auto"] = "auto"
-    context_parallel_degree: int = 1
-    tensor_parallel_degree: int = 1
-    tensor_parallel: Knob[TensorParallel, str | Fields] = _default(TensorParallel())
-    pipeline_parallel_degree: int = 1
-    pipeline: Knob[Pipeline, str | Fields] = _default(Pipeline())
-    reshard_after_forward: bool | int | Literal["node", "auto"] = "auto"
-    keep_between_micro_batches: Literal["shards", "parameters", "gradients"] = "shards"
-    units: Knob[Units, str | Sequence[str] | WrapRule | Fields] = _default(Units())
-    forward_methods: tuple[str, ...] = ()
-    delayed_init: Knob[DelayedInit | None, bool | str | Fields] = _default(None)
-    param_dtype: DtypeName | None = "auto"
-    reduce_dtype: DtypeName | None = "auto"
-    master_dtype: Literal["auto", "float32"] | None = "auto"
-    on_nonfinite_grad_norm: Literal["ignore", "skip", "raise"] = "ignore"
-    optimizer_shard: Literal["shard", "world"] = "shard"
-    state_offload: Literal["optimizer", "all"] | None = None
-    activations: Knob[Activations, str | Fields] = _default(Activations())
-    compile: Knob[Compile | None, bool | str | Fields] = _default(None)
-    compression: Knob[Compression, str | Fields | None] = _default(Compression())
-    fp8: Knob[Fp8Recipe | None, bool | str | Fields] = _default(None)
-    chunked_cross_entropy: int | None = None
-    collectives: Knob[Collectives, str | Fields] = _default(Collectives())
-    plan: Knob[AutoPlan | None, str | Fields] = _default(None)
-    planner: Knob[Planner, str | Fields] = _default(Planner())
-    checkpoint: Knob[Checkpoint, str | Fields] = _default(Checkpoint())
+    shard_degree: int | Literal["node", "world", "auto"] = setting(
+        "auto",
+        read.either(
+            _DEGREE, read.word("node", "world", "auto"), allowed="an integer of at least 1, 'node', 'world', 'auto'"
+        ),
+    )
+    context_parallel_degree: int = setting(1, _DEGREE)
+    tensor_parallel_degree: int = setting(1, _DEGREE)
+    tensor_parallel: Knob[TensorParallel, str | Fields] = _holds(TensorParallel)
+    pipeline_parallel_degree: int = setting(1, _DEGREE)
+    pipeline: Knob[Pipeline, str | Fields] = _holds(Pipeline)
+    reshard_after_forward: bool | int | Literal["node", "auto"] = setting(
+        "auto",
+        read.either(
+            # The integer first where text could be either: "1" is refused as a degree and then read as true.
+            read.integer(minimum=2),
+            read.boolean(),
+            read.word("node", "auto"),
+            allowed="true, false, an integer of at least 2, 'node', 'auto'",
+        ),
+    )
+    keep_between_micro_batches: Literal["shards", "parameters", "gradients"] = setting(
+        "shards", read.word("shards", "parameters", "gradients")
+    )
+    units: Knob[Units, str | Sequence[str] | WrapRule | Fields] = _holds(Units)
+    forward_methods: tuple[str, ...] = setting((), read.names())
+    delayed_init: Knob[DelayedInit | None, bool | str | Fields] = _holds(DelayedInit)
+    param_dtype: DtypeName | None = setting("auto", _DTYPE)
+    reduce_dtype: DtypeName | None = setting("auto", _DTYPE)
+    master_dtype: Literal["auto", "float32"] | None = setting(
+        "auto", read.either(read.nothing(), read.word("auto", "float32"), allowed="'auto', 'float32', none")
+    )
+    on_nonfinite_grad_norm: Literal["ignore", "skip", "raise"] = setting("ignore", read.word("ignore", "skip", "raise"))
+    optimizer_shard: Literal["shard", "world"] = setting("shard", read.word("shard", "world"))
+    state_offload: Literal["optimizer", "all"] | None = setting(
+        None, read.either(read.nothing(), read.word("optimizer", "all"), allowed="none, 'optimizer', 'all'")
+    )
+    activations: Knob[Activations, str | Fields] = _holds(Activations)
+    compile: Knob[Compile | None, bool | str | Fields] = _holds(Compile)
+    compression: Knob[Compression, str | Fields | None] = _holds(Compression)
+    fp8: Knob[Fp8Recipe | None, bool | str | Fields] = _holds(Fp8Recipe)
+    chunked_cross_entropy: int | None = setting(
+        None, read.either(read.nothing(), _DEGREE, allowed="an integer of at least 1, none")
+    )
+    collectives: Knob[Collectives, str | Fields] = _holds(Collectives)
+    plan: Knob[AutoPlan | None, str | Fields] = _holds(AutoPlan)
+    planner: Knob[Planner, str | Fields] = _holds(Planner)
+    checkpoint: Knob[Checkpoint, str | Fields] = _holds(Checkpoint)
 
     # Records beside the knobs; not compared, and not carried over by dataclasses.replace: the configuration before the
     # first `with_resolved`, why settings became what they are, where they were written, and which were.
@@ -194,7 +225,7 @@ class SmpConfig:
     _given: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for knob, reader in READERS.items():
+        for knob, reader in self.readers().items():
             object.__setattr__(self, knob, reader(knob, getattr(self, knob)))
         wrong = list(contradictions(self))
         if wrong:
@@ -203,12 +234,45 @@ class SmpConfig:
     @classmethod
     def knobs(cls) -> tuple[str, ...]:
         """Return the names of all knobs, in the order of their documentation."""
-        return tuple(READERS)
+        return tuple(cls.readers())
+
+    @classmethod
+    @functools.cache
+    def readers(cls) -> dict[str, read.Reader]:
+        """Return knob -> the strict reader of its value."""
+        return {knob.name: knob.metadata["reader"] for knob in fields(cls) if "reader" in knob.metadata}
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
         """Return the dotted names of everything that can be set: the knobs, and in the place of a recipe its fields."""
-        return SETTINGS
+        return tuple(name for knob in cls.knobs() for name in cls.settings_of(knob))
+
+    @classmethod
+    def settings_of(cls, name: str) -> tuple[str, ...]:
+        """Return the settings that a knob or a setting stands for.
+
+        Raises:
+            ValueError: unknown.
+        """
+        knob, _, inner = name.partition(".")
+        if knob not in cls.readers() or (inner and name not in _fields_of(knob)):
+            raise unknown_knob(name, cls.knobs())
+        return _fields_of(knob) if knob in RECIPES and not inner else (name,)
+
+    @classmethod
+    def require_known(cls, values: Mapping[str, Any], *, arguments: Iterable[str] = ()) -> None:
+        """Refuse names that are no knobs.
+
+        Args:
+            values: name -> value.
+            arguments: what else could have been meant where the names were written: the other arguments of a class.
+
+        Raises:
+            ValueError: see :func:`smp_core.knob_rules.unknown_knob`.
+        """
+        for name in values:
+            if name not in cls.readers():
+                raise unknown_knob(str(name), cls.knobs(), arguments=arguments)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SmpConfig:
@@ -217,7 +281,7 @@ class SmpConfig:
         Raises:
             ValueError: a name is not a knob (the nearest one is named), or a value is not allowed.
         """
-        require_known(values)
+        cls.require_known(values)
         return cls(**values)
 
     @classmethod
@@ -228,7 +292,7 @@ class SmpConfig:
             ValueError: no such file, no valid YAML, neither section nor knobs in it, a knob written twice, an unknown
                 knob, or a value that is not allowed; the file is named.
         """
-        values = knobs_in_yaml(path)
+        values = knobs_in_yaml(path, cls.readers())
         try:
             config = cls.from_dict(values)
         except ValueError as error:  # knobs that contradict each other; the others already name the file
@@ -249,7 +313,7 @@ class SmpConfig:
             ValueError: a value is not allowed, or a variable looks like a misspelt knob. A variable that does not look
                 like one (another program's) is named in a warning.
         """
-        values, origins = knobs_in_environment(os.environ if environ is None else environ)
+        values, origins = knobs_in_environment(os.environ if environ is None else environ, cls.readers())
         return cls.from_dict(values)._with_origins(origins)
 
     @classmethod
@@ -262,8 +326,8 @@ class SmpConfig:
         Raises:
             ValueError: as of `from_dict` and `from_env`.
         """
-        values, origins = knobs_in_environment(os.environ if environ is None else environ)
-        require_known(written)
+        values, origins = knobs_in_environment(os.environ if environ is None else environ, cls.readers())
+        cls.require_known(written)
         config = cls.from_dict({**values, **written})
         config._name_unused(values, origins)
         return config._with_origins({knob: origin for knob, origin in origins.items() if knob not in written})
@@ -271,7 +335,7 @@ class SmpConfig:
     def name_unused_variables(self, environ: Mapping[str, str] | None = None) -> None:
         """Warn of environment variables that ask for something else than this configuration, which was made in code."""
         try:
-            self._name_unused(*knobs_in_environment(os.environ if environ is None else environ))
+            self._name_unused(*knobs_in_environment(os.environ if environ is None else environ, self.readers()))
         except ValueError as error:
             logger.warning("%s. The environment has no effect: all knobs are settled in code", error)
 
@@ -308,7 +372,7 @@ class SmpConfig:
 
         The values can be written as JSON or YAML, except a function among `units`.
         """
-        return {knob: as_asked(self.asked(knob)) for knob in READERS}
+        return {knob: as_asked(self.asked(knob)) for knob in self.knobs()}
 
     def asked(self, name: str) -> Any:
         """Return the value that was asked for; differs from the attribute once `with_resolved` was called for it.
@@ -330,7 +394,7 @@ class SmpConfig:
         Raises:
             ValueError: unknown knob.
         """
-        reasons = {**self._reasons, **dict.fromkeys(settings_of(name), why)}
+        reasons = {**self._reasons, **dict.fromkeys(self.settings_of(name), why)}
         knob, _, inner = name.partition(".")
         held = tuple(value) if isinstance(value, list) else value
         if inner:
@@ -346,9 +410,9 @@ class SmpConfig:
     def given(self) -> frozenset[str]:
         """The knobs that were written, also at their defaults. Where all are (LightningCLI gives every argument,
         dataclasses.replace every field), those that are not at their defaults."""
-        if len(self._given) < len(READERS):
+        if len(self._given) < len(self.knobs()):
             return self._given
-        return frozenset(knob for knob in READERS if self.asked(knob) != getattr(_DEFAULTS, knob))
+        return frozenset(knob for knob in self.knobs() if self.asked(knob) != getattr(_DEFAULTS, knob))
 
     def with_asked(self, by: str = "", /, **knobs: Any) -> SmpConfig:
         """Return a copy in which other values were asked for of some knobs. What the others became stays.
@@ -359,8 +423,9 @@ class SmpConfig:
         Raises:
             ValueError: unknown knob, a value that is not allowed, knobs that contradict each other.
         """
-        require_known(knobs)
-        values = {knob: READERS[knob](knob, value) for knob, value in knobs.items()}
+        self.require_known(knobs)
+        readers = self.readers()
+        values = {knob: readers[knob](knob, value) for knob, value in knobs.items()}
         asked = copy.copy(self._before or self)
         for knob, value in values.items():
             object.__setattr__(asked, knob, value)
@@ -372,7 +437,7 @@ class SmpConfig:
         if self._before is None:
             return asked
         changed = copy.copy(self)
-        anew = {name for knob in knobs for name in settings_of(knob)}
+        anew = {name for knob in knobs for name in self.settings_of(knob)}
         reasons = {name: why for name, why in self._reasons.items() if name not in anew}
         for attribute, value in {**values, "_reasons": reasons, "_origins": origins, "_before": asked}.items():
             object.__setattr__(changed, attribute, value)
@@ -385,7 +450,7 @@ class SmpConfig:
 
     def effective(self) -> dict[str, Any]:
         """Return setting -> value in effect, in plain JSON types, for experiment loggers. Fields have dotted names."""
-        return {name: plain(attrgetter(name)(self)) for name in SETTINGS}
+        return {name: plain(attrgetter(name)(self)) for name in self.settings()}
 
     def effective_table(self) -> Table:
         """Return a table for the terminal: knob, asked, in effect, and why; below it what is at its default."""
@@ -394,7 +459,7 @@ class SmpConfig:
     def why(self, name: str) -> str:
         """Return why a knob, or a field of one, has the value in effect: "default", "as asked", where it was asked, or
         what resolved it."""
-        reasons = list(dict.fromkeys(self._why(each) for each in settings_of(name)))
+        reasons = list(dict.fromkeys(self._why(each) for each in self.settings_of(name)))
         return "; ".join(why for why in reasons if why != DEFAULT) or DEFAULT
 
     def _why(self, name: str) -> str:
@@ -411,6 +476,10 @@ class SmpConfig:
         config = copy.copy(self)
         object.__setattr__(config, "_origins", dict(origins))
         return config
+
+
+def _fields_of(knob: str) -> tuple[str, ...]:
+    return tuple(f"{knob}.{name}" for name in RECIPES[knob].readers()) if knob in RECIPES else ()
 
 
 _DEFAULTS = SmpConfig()

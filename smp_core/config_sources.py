@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import yaml
 
 from smp_core.foreign_files import read_yaml
-from smp_core.knob_rules import READERS, require_known
-from smp_core.knob_values import nearest_name
-from smp_core.moved_knobs import MOVED, moved_variable
+from smp_core.knob_rules import unknown_knob
+from smp_core.knob_values import Reader, nearest_name
 
 logger = logging.getLogger("smp")
 
@@ -27,9 +26,12 @@ OTHER_VARIABLES = (CONFIG_FILE_VARIABLE, "SMP_RANKS_PER_NODE", "SMP_LINKS", "SMP
 YAML_SECTION = "smp_config"
 
 
-def knobs_in_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+def knobs_in_yaml(path: str | os.PathLike[str], readers: Mapping[str, Reader]) -> dict[str, Any]:
     """Return knob -> value in the `smp_config:` section of a YAML file, or at its top level when it has no such
     section.
+
+    Args:
+        readers: knob -> the reader of its value.
 
     Raises:
         ValueError: no such file, no valid YAML, no section and no knobs, a key written twice, an unknown knob, or a
@@ -37,14 +39,19 @@ def knobs_in_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     document = read_yaml(path, _UniqueKeyLoader)
     try:
-        return {knob: READERS[knob](knob, value) for knob, value in _section(document).items()}
+        return {knob: readers[knob](knob, value) for knob, value in _section(document, readers).items()}
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from None
 
 
-def knobs_in_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+def knobs_in_environment(
+    environ: Mapping[str, str], readers: Mapping[str, Reader]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return knob -> value, and knob -> where it was written, in SMP_<KNOB> variables and the file SMP_CONFIG_FILE
     names.
+
+    Args:
+        readers: knob -> the reader of its value.
 
     Raises:
         ValueError: a value is not allowed, or a variable looks like a misspelt knob.
@@ -53,19 +60,17 @@ def knobs_in_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], di
     origins: dict[str, str] = {}
     if CONFIG_FILE_VARIABLE in environ:
         path = environ[CONFIG_FILE_VARIABLE]
-        values = knobs_in_yaml(path)
+        values = knobs_in_yaml(path, readers)
         origins = dict.fromkeys(values, os.path.basename(path))
     for variable in sorted(name for name in environ if name.startswith(VARIABLE_PREFIX)):
         knob = variable.removeprefix(VARIABLE_PREFIX).lower()
         if variable in OTHER_VARIABLES:
             continue
-        if knob in READERS and variable.isupper():
-            values[knob] = READERS[knob](knob, environ[variable])
+        if knob in readers and variable.isupper():
+            values[knob] = readers[knob](knob, environ[variable])
             origins[knob] = variable
             continue
-        if knob in MOVED:
-            raise moved_variable(variable, knob, environ[variable])
-        near = nearest_name(knob, READERS, cutoff=0.7)
+        near = nearest_name(knob, readers, cutoff=0.7)
         if near:
             raise ValueError(
                 f"unknown environment variable {variable}; did you mean {VARIABLE_PREFIX}{near.upper()}? "
@@ -75,7 +80,7 @@ def knobs_in_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], di
     return values, origins
 
 
-def _section(document: Any) -> dict[str, Any]:
+def _section(document: Any, known: Iterable[str]) -> dict[str, Any]:
     expected = f"write the knobs under a `{YAML_SECTION}:` section, as in `{YAML_SECTION}: {{shard_degree: node}}`"
     if not isinstance(document, dict):
         raise ValueError(f"the file holds no mapping of knobs; {expected}")
@@ -85,12 +90,14 @@ def _section(document: Any) -> dict[str, Any]:
             return {}
         if not isinstance(knobs, dict):
             raise ValueError(f"{YAML_SECTION}={knobs!r} is not a mapping of knobs; {expected}")
-    elif any(key in READERS or key in MOVED for key in document):
+    elif any(key in known for key in document):
         knobs = document
     else:
         found = ", ".join(map(str, document)) or "nothing"
         raise ValueError(f"no `{YAML_SECTION}:` section and no knob at the top level (found: {found}); {expected}")
-    require_known(knobs)
+    for name in knobs:
+        if name not in known:
+            raise unknown_knob(str(name), known)
     return knobs
 
 

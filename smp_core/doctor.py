@@ -41,7 +41,6 @@ TESTED = {
     "numpy": ("2.4.6",),
     "safetensors": ("0.8.0",),
 }
-_GIB = 2**30
 _WRITTEN = 64 * 2**20  # bytes of the storage check
 _TIME_ERROR = 5  # of adjtimex(2): the clock is not synchronised
 
@@ -89,7 +88,7 @@ def devices() -> Iterator[Finding]:
         yield Finding("devices", "problem" if torch.version.cuda else "note", f"CPU only; {built}", fix)
         return
     kinds = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
-    memory = min(torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())) / _GIB
+    memory = min(torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())) / 2**30
     found = f"{torch.cuda.device_count()} x {', '.join(sorted(kinds))}, at least {memory:.0f} GiB free"
     yield Finding("devices", "ok" if len(kinds) == 1 else "note", found, "" if len(kinds) == 1 else "use one kind")
     capability = torch.cuda.get_device_capability()
@@ -172,7 +171,7 @@ def limits() -> Iterator[Finding]:
     )
     shared = Path("/dev/shm")
     if shared.is_dir():
-        free = shutil.disk_usage(shared).free / _GIB
+        free = shutil.disk_usage(shared).free / 2**30
         fix = "" if free >= 1 else "data loaders with workers need it: docker run --shm-size=8g, or --ipc=host"
         yield Finding("shared memory", "ok" if free >= 1 else "note", f"{free:.1f} GiB free in {shared}", fix)
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
@@ -218,7 +217,7 @@ def storage(folder: Path) -> Iterator[Finding]:
             "storage", "problem", f"{folder}: {error}", "choose a folder that can be written, synced and renamed in"
         )
         return
-    free = shutil.disk_usage(folder).free / _GIB
+    free = shutil.disk_usage(folder).free / 2**30
     state: Literal["ok", "problem"] = "ok" if whole else "problem"
     yield Finding("storage", state, f"{folder}: {rate:.0f} MiB/s with fsync, renames, {free:.0f} GiB free")
 

@@ -92,7 +92,7 @@ class JobFigures:
         """The mean of the losses that were counted before the last report, over batches and ranks."""
         self._by_rank: dict[int, list[float]] = {}
         self._routers = RouterLoads(
-            () if parallel is None else (part.module for part in parallel.parts),
+            () if parallel is None else (parallel.module,),
             share_models=parallel is not None and parallel.pipeline is not None,
             device=device,
         )

@@ -98,16 +98,6 @@ class Recipe:
         return cls(**fields)
 
     @classmethod
-    def shortest(cls, fields: Mapping[str, Any]) -> Any:
-        """Return the shortest value of the knob that means these fields: a word, or the fields themselves."""
-        for word, meant in cls.WORDS.items():
-            if dict(meant) == dict(fields):
-                return word
-        main = fields.get(cls.MAIN or "")
-        alone = len(fields) == 1 and main is not None and not isinstance(main, Mapping)
-        return main if alone else dict(fields)
-
-    @classmethod
     def _fields_of(cls, value: Any) -> Mapping[str, Any]:
         """Read what is neither a recipe nor a mapping."""
         text = value.strip() if isinstance(value, str) else ""

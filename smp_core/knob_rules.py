@@ -1,102 +1,14 @@
-"""What each knob of SmpConfig accepts, and which go together.
-
-A table for each: `READERS` (knob -> strict reader of its value; it also fixes the knobs' order; fields of recipes have
-theirs in smp_core.recipes) and `contradictions`.
-"""
+"""Which knobs of SmpConfig go together, and what is said about a name that is none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from smp_core import knob_values as read
-from smp_core.fp8.recipe import Fp8Recipe
-from smp_core.knob_recipe import Recipe
-from smp_core.moved_knobs import MOVED, moved
 from smp_core.other_strategies import argument_of_another
-from smp_core.plan_recipes import AutoPlan, Planner
-from smp_core.recipes import (
-    RECIPES,
-    Activations,
-    Checkpoint,
-    Collectives,
-    Compile,
-    Compression,
-    DelayedInit,
-    Pipeline,
-    TensorParallel,
-    Units,
-)
+from smp_core.recipes import RECIPES, Compression
 from smp_core.smp_parameters import SMP_OPTIONS
-
-_DEGREE = read.integer(minimum=1)
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-_DTYPE = read.either(
-    read.nothing(), read.dtype_name(*_DTYPES), allowed="'auto', 'float32', 'bfloat16', 'float16', none"
-)
-
-
-def _of(recipe: type[Recipe]) -> read.Reader:
-    return lambda knob, value: recipe.read(value)
-
-
-READERS: dict[str, read.Reader] = {
-    "shard_degree": read.either(
-        _DEGREE, read.word("node", "world", "auto"), allowed="an integer of at least 1, 'node', 'world', 'auto'"
-    ),
-    "context_parallel_degree": _DEGREE,
-    "tensor_parallel_degree": _DEGREE,
-    "tensor_parallel": _of(TensorParallel),
-    "pipeline_parallel_degree": _DEGREE,
-    "pipeline": _of(Pipeline),
-    "reshard_after_forward": read.either(
-        # The integer first where text could be either: "1" is refused as a degree and then read as true.
-        read.integer(minimum=2),
-        read.boolean(),
-        read.word("node", "auto"),
-        allowed="true, false, an integer of at least 2, 'node', 'auto'",
-    ),
-    "keep_between_micro_batches": read.word("shards", "parameters", "gradients"),
-    "units": _of(Units),
-    "forward_methods": read.names(),
-    "delayed_init": _of(DelayedInit),
-    "param_dtype": _DTYPE,
-    "reduce_dtype": _DTYPE,
-    "master_dtype": read.either(read.nothing(), read.word("auto", "float32"), allowed="'auto', 'float32', none"),
-    "on_nonfinite_grad_norm": read.word("ignore", "skip", "raise"),
-    "optimizer_shard": read.word("shard", "world"),
-    "state_offload": read.either(read.nothing(), read.word("optimizer", "all"), allowed="none, 'optimizer', 'all'"),
-    "activations": _of(Activations),
-    "compile": _of(Compile),
-    "compression": _of(Compression),
-    "fp8": _of(Fp8Recipe),
-    "chunked_cross_entropy": read.either(read.nothing(), _DEGREE, allowed="an integer of at least 1, none"),
-    "collectives": _of(Collectives),
-    "plan": _of(AutoPlan),
-    "planner": _of(Planner),
-    "checkpoint": _of(Checkpoint),
-}
-
-
-def _settings_of(knob: str) -> tuple[str, ...]:
-    return tuple(f"{knob}.{field}" for field in RECIPES[knob].readers()) if knob in RECIPES else (knob,)
-
-
-SETTINGS: tuple[str, ...] = tuple(name for knob in READERS for name in _settings_of(knob))
-"""Everything that can be set, by dotted names: knobs, and in the place of one with a recipe its fields."""
-
-
-def settings_of(name: str) -> tuple[str, ...]:
-    """Return the settings that a knob or a setting stands for.
-
-    Raises:
-        ValueError: unknown.
-    """
-    if name in SETTINGS:
-        return (name,)
-    if name not in READERS:
-        raise unknown_knob(name)
-    return _settings_of(name)
 
 
 def contradictions(asked: Any) -> Iterator[str]:
@@ -184,36 +96,24 @@ def _of_compression(asked: Compression) -> Iterator[str]:
             )
 
 
-def require_known(values: Mapping[str, Any], *, arguments: Iterable[str] = ()) -> None:
-    """Refuse names that are no knobs.
+def unknown_knob(name: str, known: Iterable[str], *, arguments: Iterable[str] = ()) -> ValueError:
+    """Return the complaint about a name that is not a knob, with what to write: the knob that it is a field of, the
+    nearest knob, the way to read an option of SMP, or what stands in the place of another strategy's argument.
 
     Args:
-        values: name -> value.
-        arguments: what else could have been meant where the names were written: the other arguments of a class.
-
-    Raises:
-        ValueError: see :func:`unknown_knob`; of former knobs, with all of them as they are written now.
-    """
-    if any(name in MOVED for name in values):
-        raise moved(values)
-    for name in values:
-        if name not in READERS:
-            raise unknown_knob(str(name), arguments=arguments)
-
-
-def unknown_knob(name: str, *, arguments: Iterable[str] = ()) -> ValueError:
-    """Return the complaint about a name that is not a knob, with the nearest knob, the way to read an option of SMP, or
-    what to write in the place of another strategy's argument.
-
-    Args:
+        known: the knobs.
         arguments: what else could have been meant where the name was written: the other arguments of a class.
     """
-    other = argument_of_another(name)
-    if other is None and name in SMP_OPTIONS:
+    if other := argument_of_another(name):
+        return other
+    if name in SMP_OPTIONS:
         return ValueError(
             f"{name!r} is an option of SageMaker SMP, not a knob; build the configuration with "
             f"SmpConfig.from_smp_parameters({{{name!r}: ...}}), or see docs/migrating-from-smp.md for the knob"
         )
+    holders = [recipe.KNOB for recipe in RECIPES.values() if name in recipe.readers()]
+    if holders:
+        spelled = " or ".join(f"{knob}={{{name!r}: ...}}" for knob in holders)
+        return ValueError(f"{name!r} is a field of a knob; write {spelled}")
     what = "argument" if arguments else "knob"
-    nearest = read.unknown_name(what, name, (*READERS, *arguments), listed_in="docs/configuration.md")
-    return other or nearest
+    return read.unknown_name(what, name, (*known, *arguments), listed_in="docs/configuration.md")

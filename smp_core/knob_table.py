@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from smp_core.knob_recipe import Recipe
-from smp_core.knob_rules import SETTINGS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,6 +18,8 @@ _LOG_WIDTH = 160
 
 class Knobs(Protocol):
     """The part of a :class:`smp_core.config.SmpConfig` that is shown; its attributes are the values in effect."""
+
+    def settings(self) -> tuple[str, ...]: ...
 
     def asked(self, knob: str) -> Any: ...
 
@@ -34,7 +35,7 @@ def effective_table(knobs: Knobs) -> Table:
     for column in ("knob", "asked", "in effect", "why"):
         table.add_column(column, overflow="fold", no_wrap=column == "knob")
     defaults = []
-    for knob in SETTINGS:
+    for knob in knobs.settings():
         value, why = shown(attrgetter(knob)(knobs)), knobs.why(knob)
         if why == DEFAULT:
             defaults.append(f"{knob}={value}")
@@ -58,7 +59,7 @@ def table_as_text(knobs: Knobs) -> str:
 def lines_about_asked(knobs: Knobs, defaults: Knobs) -> list[str]:
     """Return a line for each setting that was asked for: what takes effect, and why where that is something else."""
     lines = []
-    for knob in SETTINGS:
+    for knob in knobs.settings():
         asked, value, why = knobs.asked(knob), attrgetter(knob)(knobs), knobs.why(knob)
         if asked == attrgetter(knob)(defaults):
             continue

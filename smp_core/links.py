@@ -154,8 +154,8 @@ class Links:
         """
         try:
             values = read_json(path)
-            if "nodes" in values and values.get("version") != _VERSION:
-                raise ValueError("of another version of torch-smp, without times of gathers and reductions")
+            if values.get("version") != _VERSION:
+                raise ValueError(f"its version is not {_VERSION}")
             intra, inter, flat = (_collectives(values[place]) for place in PLACES)
             nodes, ranks_per_node = int(values["nodes"]), int(values["ranks_per_node"])
             return cls(nodes, ranks_per_node, intra, inter, flat, str(values["measured_with"]))

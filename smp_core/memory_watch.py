@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from smp_core.memory_log import KINDS, StepMemory, append_to_log, draw
 from smp_core.memory_report import MemoryReport
-from smp_core.monitoring import GIB, peak_memory_gib
+from smp_core.monitoring import peak_memory_gib
 from smp_core.parallel_model import ParallelModel
+from smp_core.planning.cluster import GIB
 from smp_core.run_log import note
 
 

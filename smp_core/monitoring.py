@@ -25,9 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
 from smp_core.checkpoint.tree import map_tensors
+from smp_core.planning.cluster import GIB
 from smp_core.planning.devices import peak_flops
-
-GIB = 2**30
 
 
 def device_peak_flops(device: torch.device) -> float | None:

@@ -50,6 +50,7 @@ ARGUMENTS: dict[str, tuple[str, str]] = {
     "mixed_precision": ("FSDP", _BOTH_DTYPES),
     "mixed_precision_policy": ("FSDP", _BOTH_DTYPES),
     "mp_policy": ("FSDP", _BOTH_DTYPES),
+    "activation_checkpointing": ("FSDP", _CHECKPOINTING),
     "activation_checkpointing_policy": ("FSDP", _CHECKPOINTING),
     "limit_all_gathers": (
         "FSDP",

@@ -45,29 +45,15 @@ REPORT_LINES = 15
 
 
 @dataclass(frozen=True, eq=False)
-class ModelPart:
-    """A module that this rank computes, with its gradients.
-
-    Attributes:
-        units: its sharded units.
-        window: the gradients between a step's first micro-batch and the step.
-        calls: who shows its parameters, inside of calls and between them.
-        replaced: the parameters of before sharding.
-    """
-
-    module: nn.Module
-    units: tuple[ShardedUnit, ...]
-    window: Window
-    calls: Calls
-    replaced: ReplacedParameters
-
-
-@dataclass(frozen=True, eq=False)
 class ParallelModel:
     """A parallelized model with what steps it.
 
     Attributes:
-        parts: what this rank computes of it: the whole model as one part, without pipeline stages.
+        module: what this rank computes of it: all, or its pipeline stage's layers.
+        units: its sharded units.
+        window: the gradients between a step's first micro-batch and the step.
+        calls: who shows its parameters, inside of calls and between them.
+        replaced: the parameters of before sharding.
         plan: what was decided about it, and why.
         fp8: scales of FP8 layers of ours; None without.
         context: splits its batches where ranks share sequences; None elsewhere.
@@ -76,7 +62,11 @@ class ParallelModel:
         fp8_region: makes the context that another library's FP8 layers want around forward.
     """
 
-    parts: tuple[ModelPart, ...]
+    module: nn.Module
+    units: tuple[ShardedUnit, ...]
+    window: Window
+    calls: Calls
+    replaced: ReplacedParameters
     mesh: SmpMesh
     plan: Plan
     meter: CommMeter
@@ -87,31 +77,6 @@ class ParallelModel:
     fp8_region: Callable[[], AbstractContextManager[Any]] = nullcontext
     tensor: SplitModel | None = None
     pipeline: Pipeline | None = None
-
-    @property
-    def _only_part(self) -> ModelPart:
-        (part,) = self.parts
-        return part
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
-        return self._only_part.module
-
-    @property
-    def units(self) -> tuple[ShardedUnit, ...]:
-        """The model's sharded units."""
-        return self._only_part.units
-
-    @property
-    def window(self) -> Window:
-        """The gradients between a step's first micro-batch and the step."""
-        return self._only_part.window
-
-    @property
-    def replaced(self) -> ReplacedParameters:
-        """The parameters that the model had before it was sharded."""
-        return self._only_part.replaced
 
     @property
     def config(self) -> SmpConfig:
@@ -126,7 +91,7 @@ class ParallelModel:
             try:
                 for unit in self.units:
                     if unit.module is self.module and unit.parameter_names:
-                        return self._only_part.calls.run_as_forward(unit, method, *args, **kwargs)
+                        return self.calls.run_as_forward(unit, method, *args, **kwargs)
                 return method(*args, **kwargs)
             except RuntimeError as error:
                 name_uncalled(error, self.units)
@@ -140,12 +105,11 @@ class ParallelModel:
         if not holding:
             return submodule(*args, **kwargs)
         unit = max(holding, key=lambda unit: len(unit.name))
-        return self._only_part.calls.run_as_forward(unit, submodule, *args, **kwargs)
+        return self.calls.run_as_forward(unit, submodule, *args, **kwargs)
 
     def reshard(self) -> None:
         """Free unsharded parameters, e.g. after an evaluation or before weights are loaded."""
-        for part in self.parts:
-            reshard(part.module.modules())
+        reshard(self.module.modules())
         self.traffic.weights_changed()
 
     @contextmanager
@@ -172,14 +136,12 @@ class ParallelModel:
                 f"saved, and with {', '.join(split)} all ranks compute it together; save without calling it, or load "
                 "what was saved into a plain model and call that"
             )
-        for part in self.parts:
-            part.calls.unsharded = True
+        self.calls.unsharded = True
         try:
             with unsharded(module, values, refusal):
                 yield
         finally:
-            for part in self.parts:
-                part.calls.unsharded = False
+            self.calls.unsharded = False
 
     def require_same_collectives(self) -> None:
         """Compare what ranks that share parameters issued, where no window closes: after an evaluation. Collective.
@@ -194,8 +156,7 @@ class ParallelModel:
     ) -> torch.Tensor:
         """Clip by the norm over all ranks (see :func:`smp_core.sharding.grad_norm.clip_grad_norm_`); closes the window
         if it is open. ``parameters``: only these, e.g. one optimizer's; default all."""
-        for part in self.parts:
-            part.window.close()
+        self.window.close()
         return clip_grad_norm_(
             self.stepped(parameters),
             max_norm,
@@ -343,7 +304,7 @@ class ParallelModel:
         saving; with pipeline stages those of the first rank of the stage on which they work. What is not saved
         (``_non_persistent_buffers_set`` is the only list of it) is not state and is left alone."""
         saved: list[torch.Tensor] = []
-        for module in (module for part in self.parts for module in part.module.modules()):
+        for module in self.module.modules():
             passing = module._non_persistent_buffers_set
             saved += [buffer for name, buffer in module.named_buffers(recurse=False) if name not in passing]
         broadcast_from_rank_0(saved, self.mesh.device, self.mesh.model_group)

@@ -52,7 +52,7 @@ from smp_core.fp8.convert import Fp8Model, convert_to_fp8
 from smp_core.fp8.recipe import Fp8Recipe
 from smp_core.layout import Layout
 from smp_core.mesh import SmpMesh
-from smp_core.parallel_model import ModelPart, ParallelModel
+from smp_core.parallel_model import ParallelModel
 from smp_core.pipeline.stage import leave_out_other_stages
 from smp_core.pipeline.stand_ins import Played, played_of
 from smp_core.pipeline.step import Pipeline
@@ -166,8 +166,8 @@ def parallelize_model(
     window = AccumulationWindow(model, units, traffic, plan, calls, veto, alike, hooked and mesh.pipeline_degree > 1)
     follow_window(model, window)
     _start_scales(fp8, mesh, meter)
-    parts = (ModelPart(model, tuple(units), window, calls, replaced),)
-    return ParallelModel(parts, mesh, whole_plan, meter, traffic, saved, fp8, context, fp8_region, tensor, pipeline)
+    parts = (mesh, whole_plan, meter, traffic, saved, fp8, context, fp8_region, tensor, pipeline)
+    return ParallelModel(model, tuple(units), window, calls, replaced, *parts)
 
 
 def _require_methods(model: nn.Module, plan: Plan) -> None:

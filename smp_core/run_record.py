@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from smp_core import run_log
-from smp_core.knob_rules import SETTINGS
 from smp_core.knob_table import DEFAULT, shown
 from smp_core.links import KINDS, Collectives, Links
 from smp_core.parallel_model import ParallelModel
@@ -91,7 +90,7 @@ def _of_plan(plan: Plan, optimizers: Sequence[torch.optim.Optimizer], micro_batc
     """Return what was asked for, what was decided and what is expected of it."""
     knobs, topology, layout = plan.knobs, plan.cluster.topology, plan.layout
     rows = []
-    for knob in SETTINGS:
+    for knob in knobs.settings():
         if (why := knobs.why(knob)) != DEFAULT:
             value = shown(attrgetter(knob)(knobs))
             rows.append({"knob": knob, "asked": shown(knobs.asked(knob)), "value": value, "why": why})

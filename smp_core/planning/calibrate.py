@@ -22,6 +22,7 @@ from typing import Any
 from smp_core.config import SmpConfig
 from smp_core.foreign_files import number, numbers
 from smp_core.knob_recipe import nested
+from smp_core.planning.cluster import GIB
 from smp_core.planning.decide import Plan, decide
 from smp_core.planning.fitted import Fitted
 from smp_core.planning.hardware import Hardware
@@ -32,7 +33,6 @@ from smp_core.planning.step_memory import peak_memory, recomputation
 from smp_core.planning.workload import Workload
 from smp_core.report.runs import Run, objects
 
-_GIB = 2**30
 # Settings of the run that planned time and memory depend on; degrees come from its layout.
 _SETTINGS = (
     *("keep_between_micro_batches", "reshard_after_forward", "optimizer_shard", "state_offload", "param_dtype"),
@@ -133,7 +133,7 @@ def calibrate(path: Path, trace: ModelTrace, hardware: Hardware, workload: Workl
     peak = peak_memory(plan, trace, micro_batch, count, measured.sequence, states_of(plan, workload.states))
     compared = [Comparison("step", "s", seconds(before), measured.seconds)]
     compared += [Comparison(each.words, "GB/s", each.planned / 1e9, each.measured / 1e9) for each in links.values()]
-    compared.append(Comparison("peak memory", "GiB", peak.total / _GIB, measured.peak_gib))
+    compared.append(Comparison("peak memory", "GiB", peak.total / GIB, measured.peak_gib))
     return Calibration(fitted, tuple(compared), _changes(before, fitted, machines.device.name))
 
 

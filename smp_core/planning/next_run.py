@@ -6,11 +6,11 @@ from __future__ import annotations
 from operator import attrgetter
 
 from smp_core.config import SmpConfig
-from smp_core.knob_rules import contradictions, settings_of
+from smp_core.knob_rules import contradictions
 from smp_core.planning.decide import Plan
 
 # Settings that do not depend on how a model was sharded.
-_OF_EACH_RUN = settings_of("checkpoint")
+_OF_EACH_RUN = SmpConfig.settings_of("checkpoint")
 
 
 def knobs_of_next_run(plan: Plan, asked: SmpConfig, model: str) -> SmpConfig:

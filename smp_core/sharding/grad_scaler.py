@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from smp_core.sharding.optimizer import mesh_of
 from smp_core.sharding.prepared_optimizer import stepped_by
 from smp_core.stepped import model_parameter
 
@@ -35,8 +34,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         found: dict[torch.device, torch.Tensor] = {}
         stepped = stepped_by(optimizer)
-        for mesh in dict.fromkeys(map(_mesh_of, stepped)):
-            on_mesh = [p for p in stepped if _mesh_of(p) == mesh]
+        for mesh in dict.fromkeys(map(mesh_of, stepped)):
+            on_mesh = [p for p in stepped if mesh_of(p) == mesh]
             part: Any = SimpleNamespace(param_groups=[{"params": on_mesh}])
             seen = super()._unscale_grads_(part, inv_scale, torch.zeros_like(found_inf), allow_fp16)
             for device, flag in seen.items():
@@ -74,8 +73,3 @@ def scale_in_stages(scaler: torch.amp.GradScaler | None) -> Callable[[torch.Tens
         )
     scaler.in_stages = True
     return scaler.scale  # type: ignore[return-value]
-
-
-def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """Return the mesh that a parameter is sharded over; None: a plain tensor."""
-    return parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -24,13 +24,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp_core import streams
 from smp_core.checkpoint.tree import iterate_tensors, map_tensors
-from smp_core.sharding.optimizer import MASTER, local_of
-from smp_core.sharding.optimizer_trial import KNOWN
+from smp_core.sharding.optimizer import MASTER, local_of, mesh_of
+from smp_core.sharding.optimizer_kinds import TORCHS_ELEMENTWISE
 from smp_core.stepped import StepsOnHost, note_host_master, take_loaded
 
 logger = logging.getLogger("smp")
@@ -117,7 +116,7 @@ class HostOptimizer:
         self._in: Any = torch.get_device_module(device).Stream(device) if behind else None
         self._hosted: dict[torch.Tensor, _HostParameter] = {}
         # Chunks of optimizers that look at several parameters together, or count steps per group, would change them.
-        self._in_chunks = kind in KNOWN
+        self._in_chunks = kind in TORCHS_ELEMENTWISE
         self._stepper = kind.__new__(kind)
         # As if unpickled, which is torch's own way to make one without parameters.
         self._stepper.__setstate__({**_attributes(optimizer), "state": defaultdict(dict), "param_groups": []})
@@ -199,8 +198,8 @@ class HostOptimizer:
         fused kernel takes one kind. SGD's takes momentum from all or from none, so those that it steps for the first
         time are apart too."""
         hosted = [chosen[parameter].stepped for parameter in group["params"] if parameter in chosen]
-        for mesh in dict.fromkeys(map(_mesh_of, hosted)):
-            members = [each for each in hosted if _mesh_of(each) == mesh]
+        for mesh in dict.fromkeys(map(mesh_of, hosted)):
+            members = [each for each in hosted if mesh_of(each) == mesh]
             kernels = host_kernels(group, members, type(self._stepper))
             begun = [bool(self._stepper.state.get(each)) or not kernels.get("fused") for each in members]
             for apart in (True, False):
@@ -237,11 +236,6 @@ def _in_order_of(parameter: torch.Tensor, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
-    """Return the mesh that a parameter is sharded over; None: a plain tensor."""
-    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -11,7 +11,7 @@ With ``state_offload="optimizer"`` the states and masters of the part live in ho
 themselves, which take no memory; their gradients have the masters' dtype all the same.
 
 An optimizer that looks at one element at a time cannot tell the difference. One that looks across a tensor (Adafactor's
-factored moments, Muon, a trust ratio) can, and is refused (:mod:`smp_core.sharding.optimizer_trial`).
+factored moments, Muon, a trust ratio) can, and is refused (:mod:`smp_core.sharding.optimizer_kinds`).
 
 Where parameters are gathered in half precision (``param_dtype``) and stored in float32, they are stored in what they
 are gathered in from then on: computing sees the same numbers, the float32 masters are the weights that are saved.
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint.tree import Path, iterate_tensors, map_tensors
@@ -368,6 +369,11 @@ def master_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
+    """Return the mesh that a parameter is sharded over; None: a plain tensor."""
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def like(parameter: torch.Tensor, local: torch.Tensor, on_host: bool = False) -> torch.Tensor:

@@ -1,13 +1,9 @@
-"""Which optimizers can step what sharding gives them, found out before training by stepping small tensors.
+"""Whether an optimizer can step sharded parameters, found out before training by stepping small ones.
 
-torch's elementwise optimizers are known. Of any other class an optimizer like the one at hand is made and stepped:
-
-- on parts of a tensor, each alone in an optimizer of its own, for ``optimizer_shard="world"``: it has to do what it
-  does to the whole tensor. What it reduces over all its parameters shows like this, too.
-- on two tensors, each alone and both together, where pipeline stages hold other parameters each
-- on likenesses of its sharded parameters, a shard of no elements included, in the place of this rank. Collectives go
-  to torch's fake process group, which does nothing, so that an optimizer that fails on some ranks only cannot leave the
-  others waiting; whether it failed anywhere is asked afterwards.
+torch's elementwise optimizers are known to. Of any other class an optimizer like the one at hand is made and stepped on
+likenesses of its sharded parameters, a shard of no elements included, in the place of this rank. Collectives go to
+torch's fake process group, which does nothing, so that an optimizer that fails on some ranks only cannot leave the
+others waiting; whether it failed anywhere is asked afterwards.
 
 The fake backend has no public name: ``torch.testing._internal.distributed.fake_pg`` registers it when it is imported.
 """
@@ -18,7 +14,7 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,117 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.absent import is_absent
 from smp_core.agreement import of_all_ranks
-from smp_core.checkpoint.tree import iterate_tensors
+from smp_core.sharding.optimizer_kinds import TORCHS_ELEMENTWISE
 
 logger = logging.getLogger("smp")
-
-KNOWN = frozenset(
-    (
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adagrad,
-        torch.optim.Adadelta,
-        torch.optim.RMSprop,
-        torch.optim.ASGD,
-    )
-)
-"""Optimizers that step elements by themselves and sharded parameters like whole ones. The classes and no others: a
-class derived from one of them, or of the same name, may do something else."""
-
-# Beginnings and ends of names, in small letters. A few steps on a small tensor do not show that all of these look
-# across tensors: some begin to only after a number of steps.
-_ACROSS = (
-    *("adafactor", "came", "dadapt", "galore", "kfac", "kron", "lamb", "lars", "lbfgs", "muon", "prodigy", "sara"),
-    *("shampoo", "soap"),
-)
-_ACROSS_TENSORS = ("dadapt", "kfac", "lbfgs", "mechanic", "prodigy")
-_TORCHAO = "torchao"
-# The lengths of the parts are multiples of every processor's vectors, which would round what is left over differently.
-_WHOLE, _PARTS = (12, 8), (32, 64)
-_EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-12, "equal_nan": True}
-_GRADIENT_SCALES = (1e-4, 1.0, 1e4)
-
-
-def refuse_unsaveable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers whose states checkpoints cannot hold.
-
-    Raises:
-        ValueError: it is one of torchao's, whose states are tensors of kinds of their own.
-    """
-    kind = type(optimizer)
-    if any(base.__module__.split(".")[0] == _TORCHAO for base in kind.__mro__):
-        raise ValueError(
-            f"{kind.__name__} is torchao's, whose states are tensors of a kind of its own that checkpoints cannot hold "
-            "yet; write torch.optim.AdamW, with optimizer_shard='world' or state_offload='optimizer' for less memory"
-        )
-
-
-def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update of an element depends on others, and warn that one that was only tried could.
-    Collective over the world for what is not known.
-
-    Raises:
-        ValueError: it does, its name says that it does, or it cannot be made to find out. On all ranks.
-    """
-    refusal = (
-        f"optimizer_shard='world' gives each rank a part of every tensor, but {type(optimizer).__name__} %s; write "
-        "optimizer_shard='shard', or use an elementwise optimizer such as AdamW"
-    )
-    warning = (
-        "optimizer_shard='world': %s is not known here. It stepped small tensors in parts as it stepped them whole; if "
-        "later steps look across a tensor, or across several, they are other ones than in one process, without an "
-        "error. In doubt write optimizer_shard='shard'"
-    )
-    _require(optimizer, _ACROSS, refusal, "looks across a tensor", _difference, warning)
-
-
-def require_tensorwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update of a tensor depends on other tensors, and warn that one that was only tried
-    could. Collective over the world for what is not known.
-
-    Raises:
-        ValueError: it does, its name says that it does, or it cannot be made to find out. On all ranks.
-    """
-    refusal = (
-        "with pipeline_parallel_degree each stage's optimizer steps the parameters of its blocks, but "
-        f"{type(optimizer).__name__} %s; use one that looks at one tensor at a time, such as AdamW"
-    )
-    warning = (
-        "pipeline_parallel_degree: %s is not known here. It stepped two small tensors together as it stepped each "
-        "alone; if later steps look across tensors, they are other ones than in one process, without an error"
-    )
-    _require(optimizer, _ACROSS_TENSORS, refusal, "looks across all its parameters", _difference_together, warning)
-
-
-def _require(
-    optimizer: torch.optim.Optimizer,
-    names: tuple[str, ...],
-    refusal: str,
-    reason: str,
-    difference: Callable[[torch.optim.Optimizer], str | None],
-    warning: str,
-) -> None:
-    """Refuse an optimizer by its name, or by a trial on small tensors; warn of one that was only tried.
-
-    Args:
-        names: beginnings and ends of the names of those that are refused for ``reason``.
-        refusal: takes the reason.
-        difference: the trial.
-        warning: takes the optimizer's name.
-    """
-    kind = type(optimizer)
-    if kind in KNOWN:
-        return
-    classes = [base.__name__.lower() for base in kind.__mro__]
-    if any(name.startswith(names) or name.endswith(names) for name in classes):
-        raise ValueError(refusal % reason)
-    _on_all_ranks(lambda: difference(optimizer), refusal)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.warning(warning, kind.__name__)
 
 
 def require_steps_shards(optimizer: torch.optim.Optimizer) -> None:
@@ -153,109 +41,21 @@ def require_steps_shards(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer)
     sharded = [p for group in optimizer.param_groups for p in held(group) if isinstance(p, DTensor)]
     meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)  # in one order on all ranks
-    if kind in KNOWN or not meshes:
+    if kind in TORCHS_ELEMENTWISE or not meshes:
         return
     refusal = (
         f"{kind.__name__} cannot step sharded parameters: a step on small ones %s; use another optimizer, such as "
         "AdamW, or shard_degree=1 without tensor ranks, where parameters are whole"
     )
-    _on_all_ranks(lambda: _failure_on_shards(optimizer, meshes), refusal)
+    for failure in of_all_ranks(_failure_on_shards(optimizer, meshes)):
+        if failure is not None:
+            raise ValueError(refusal % failure)
 
 
 def held(group: Mapping[str, Any]) -> list[torch.Tensor]:
     """List the parameters of an optimizer's group but those of other pipeline stages, which it passes over: they have
     no gradients."""
     return [parameter for parameter in group["params"] if not is_absent(parameter)]
-
-
-def _on_all_ranks(find_problem: Callable[[], str | None], refusal: str) -> None:
-    """Raise what any rank has found on all of them."""
-    for problem in of_all_ranks(find_problem()):
-        if problem is not None:
-            raise ValueError(refusal % problem)
-
-
-# Elements by themselves
-
-
-def _difference(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return what an optimizer does to a tensor and not to its parts; None: nothing was found."""
-    values = torch.linspace(-1.0, 1.0, 96, dtype=torch.float64).view(_WHOLE)
-    for group in optimizer.param_groups:
-        for scale in _GRADIENT_SCALES:
-            gradients = [scale * gradient for gradient in _gradients(values)]
-            try:
-                with _without_traces(values.device):
-                    whole = _stepped(optimizer, group, values, gradients)
-                    pieces = [tensor.view(-1).split(_PARTS) for tensor in (values, *gradients)]
-                    parts = [_stepped(optimizer, group, value, each) for value, *each in zip(*pieces, strict=True)]
-            except Exception as error:
-                return f"could not be tried on a part ({type(error).__name__}: {error})"
-            if any(each is None for each in (whole, *parts)):
-                return "keeps states that are not shaped like their parameter"
-            if not torch.allclose(whole.view(-1), torch.cat(parts), **_EXACT):
-                return "looks across a tensor, or across all its parameters"
-    return None
-
-
-def _difference_together(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return what an optimizer does to two tensors and not to each of them; None: nothing was found."""
-    values = torch.linspace(-1.0, 1.0, 96, dtype=torch.float64).view(_WHOLE)
-    two = [values, 3.0 * values.flip(0)]
-    for group in optimizer.param_groups:
-        for scale in _GRADIENT_SCALES:
-            gradients = [scale * gradient for gradient in _gradients(values)]
-            of_two = [gradients, [7.0 * gradient.flip(1) for gradient in gradients]]
-            try:
-                with _without_traces(values.device):
-                    together = [p.detach() for p, _ in _stepped_together(optimizer, group, two, of_two)]
-                    alone = [
-                        _stepped_together(optimizer, group, [value], [each])[0][0].detach()
-                        for value, each in zip(two, of_two, strict=True)
-                    ]
-            except Exception as error:
-                return f"could not be tried on two tensors ({type(error).__name__}: {error})"
-            if not all(torch.allclose(a, b, **_EXACT) for a, b in zip(together, alone, strict=True)):
-                return "looks across all its parameters"
-    return None
-
-
-def _gradients(values: torch.Tensor) -> list[torch.Tensor]:
-    """Make gradients for the trial: falling ones at right angles to the weights, which is where some optimizers begin
-    to project, then four of no pattern."""
-    waves = torch.sin(torch.arange(4 * values.numel(), dtype=values.dtype)).view(4, *values.shape)
-    across = torch.cos(torch.arange(values.numel(), dtype=values.dtype)).view_as(values)
-    across -= (across * values).sum() / (values * values).sum() * values
-    return [*(factor * across for factor in (8.0, 2.0, 0.5, 0.1, 0.02)), *waves]
-
-
-def _stepped(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], values: torch.Tensor, gradients: list[torch.Tensor]
-) -> Any:
-    """Return what becomes of a tensor, alone in an optimizer; None: that keeps states of another shape."""
-    ((parameter, state),) = _stepped_together(optimizer, group, [values], [gradients])
-    states = [tensor for _, tensor in iterate_tensors(state)]
-    fits = all(state.ndim == 0 or state.shape == values.shape for state in states)
-    return parameter.detach() if fits else None
-
-
-def _stepped_together(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    values: list[torch.Tensor],
-    gradients: list[list[torch.Tensor]],
-) -> list[tuple[nn.Parameter, dict[str, Any]]]:
-    """Return what becomes of tensors in one optimizer, each with its state."""
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    tried = _made_like(optimizer, [(group, parameters)])
-    for of_step in zip(*gradients, strict=True):
-        for parameter, gradient in zip(parameters, of_step, strict=True):
-            parameter.grad = gradient.clone()
-        tried.step()
-    return [(parameter, dict(tried.state[parameter])) for parameter in parameters]
-
-
-# Sharded parameters
 
 
 def _failure_on_shards(optimizer: torch.optim.Optimizer, meshes: Collection[DeviceMesh]) -> str | None:
@@ -270,7 +70,7 @@ def _failure_on_shards(optimizer: torch.optim.Optimizer, meshes: Collection[Devi
             groups.append((group, [_likeness(parameter, degree, fakes) for parameter in alike.values()]))
         parameters = [parameter for _, members in groups for parameter in members]
         try:
-            tried = _made_like(optimizer, groups)
+            tried = made_like(optimizer, groups)
         except Exception as error:
             logger.info("%s was not tried on shards: %s: %s", type(optimizer).__name__, type(error).__name__, error)
             return None
@@ -348,10 +148,7 @@ def _fake_meshes(meshes: Collection[DeviceMesh]) -> Iterator[dict[DeviceMesh, De
             dist.destroy_process_group(group)
 
 
-# Optimizers like the one at hand
-
-
-def _made_like(optimizer: torch.optim.Optimizer, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> Any:
+def made_like(optimizer: torch.optim.Optimizer, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> Any:
     """Return an optimizer of the same class with the same options over other parameters, ready to step."""
     kind: Any = type(optimizer)
     taken = inspect.signature(kind).parameters

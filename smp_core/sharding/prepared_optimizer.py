@@ -32,13 +32,8 @@ from smp_core.planning.decide import Plan
 from smp_core.sharding.fsdp import ShardedUnit
 from smp_core.sharding.host_optimizer import OnHost, derive, host_kernels, step_on_host
 from smp_core.sharding.optimizer import MASTER, WorldSharding, local_of, master_dtype
-from smp_core.sharding.optimizer_trial import (
-    held,
-    refuse_unsaveable,
-    require_elementwise,
-    require_steps_shards,
-    require_tensorwise,
-)
+from smp_core.sharding.optimizer_kinds import refuse_unsaveable, require_elementwise, require_tensorwise
+from smp_core.sharding.optimizer_trial import held, require_steps_shards
 from smp_core.sharding.replaced import ReplacedParameters
 from smp_core.sharding.window import Window
 from smp_core.stepped import is_outermost, model_parameter

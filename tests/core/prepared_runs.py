@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.parallel_model import ParallelModel
+from smp_core.sharding.optimizer_kinds import register_elementwise
 from tests.core.scenarios import parallel_model
 
 WORLD = 2
@@ -88,6 +89,7 @@ def own_batch(parallel: ParallelModel) -> list[int]:
     return [parallel.mesh.data_rank]
 
 
+@register_elementwise
 class Averages(torch.optim.SGD):
     """Trains at one point and is evaluated at another, as schedule-free optimizers are; steps only while training."""
 

@@ -354,7 +354,7 @@ def test_the_table_of_private_names_is_that_of_the_list() -> None:
 
 # Calls in parallelize_model() whose place does not matter to what a model becomes.
 NO_CONVERSIONS = {
-    *("CommMeter", "Traffic", "Calls", "ReplacedParameters", "ModelPart", "ParallelModel", "DelayedInit"),
+    *("CommMeter", "Traffic", "Calls", "ReplacedParameters", "ParallelModel", "DelayedInit"),
     *(
         "change_this_process",
         "_require_methods",

@@ -10,7 +10,6 @@ import pytest
 
 from smp_core.config import SmpConfig
 from smp_core.config_sources import OTHER_VARIABLES
-from smp_core.knob_rules import READERS
 from smp_core.parallel_model import REPORT_LINES
 from smp_core.recipes import DelayedInit, Units
 from tests.core.documented import as_word
@@ -90,7 +89,7 @@ def test_a_variable_that_some_part_reads_is_not_called_without_effect(caplog: py
     sources = [path.read_text() for package in PACKAGES for path in (root / package).rglob("*.py")]
     read = {name for source in sources for name in re.findall(r'"(SMP_[A-Z_]*[A-Z])"', source)}
     assert {"SMP_LINKS", "SMP_RANKS_PER_NODE"} <= read
-    others = {name: "here" for name in read if name.removeprefix("SMP_").lower() not in READERS}
+    others = {name: "here" for name in read if name.removeprefix("SMP_").lower() not in SmpConfig.knobs()}
     SmpConfig.from_env({name: value for name, value in others.items() if name != "SMP_CONFIG_FILE"})
     assert caplog.messages == []
     page = (root / "docs" / "configuration.md").read_text()

@@ -10,15 +10,11 @@ import re
 from pathlib import Path
 
 from smp_core.config import SmpConfig
-from smp_core.moved_knobs import MOVED
 from smp_core.recipes import RECIPES, Compile, DelayedInit
 from tests.core.documented import documented, documented_knobs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 BEGIN, END = "<!-- the knobs, from SmpConfig's docstring -->\n", "<!-- end of the knobs -->"
-
-
-FORMER, END_OF_FORMER = "<!-- former knobs, from smp_core.moved_knobs -->\n", "<!-- end of former knobs -->"
 
 
 def rows(of: type, defaults: object) -> list[str]:
@@ -43,32 +39,19 @@ def tables() -> str:
     return "\n".join([*lines, "", ""])
 
 
-def former_names() -> str:
-    rows = [f"| `{former}` | `{now}` |" for former, now in MOVED.items()]
-    return "\n".join(["", "| former knob | now |", "|---|---|", *rows, "", ""])
-
-
 def test_the_docstring_describes_every_knob_in_order() -> None:
     assert tuple(documented_knobs()) == SmpConfig.knobs()
 
 
-def between(begin: str, end: str) -> str:
-    return PAGE.read_text(encoding="utf-8").split(begin, 1)[1].split(end, 1)[0]
-
-
 def test_the_page_shows_the_knobs_and_their_fields_as_they_are() -> None:
-    assert between(BEGIN, END) == tables(), "run: python -m tests.core.test_configuration_page"
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written_anew(page), "run: python -m tests.core.test_configuration_page"
 
 
-def test_the_page_shows_where_former_knobs_went() -> None:
-    assert between(FORMER, END_OF_FORMER) == former_names(), "run: python -m tests.core.test_configuration_page"
-
-
-def written_anew(page: str, begin: str, end: str, content: str) -> str:
-    before, rest = page.split(begin, 1)
-    return before + begin + content + end + rest.split(end, 1)[1]
+def written_anew(page: str) -> str:
+    before, rest = page.split(BEGIN, 1)
+    return before + BEGIN + tables() + END + rest.split(END, 1)[1]
 
 
 if __name__ == "__main__":
-    anew = written_anew(PAGE.read_text(encoding="utf-8"), BEGIN, END, tables())
-    PAGE.write_text(written_anew(anew, FORMER, END_OF_FORMER, former_names()), encoding="utf-8")
+    PAGE.write_text(written_anew(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -16,6 +16,7 @@ from smp_core.checkpoint.optimizers import (
     load_named_optimizer_state,
     named_optimizer_state,
 )
+from smp_core.sharding.optimizer_kinds import register_elementwise
 from tests.core.prepared_runs import (
     LAYOUTS,
     WORLD,
@@ -58,6 +59,7 @@ def test_optimizers_that_move_weights_for_evaluation_move_the_models() -> None:
     assert run_ranks(averages, WORLD) == [[]] * WORLD
 
 
+@register_elementwise
 class Hoarder(torch.optim.SGD):
     """Momentum with every kind of value in its states and groups; each of them counts in a step."""
 

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from smp_core.checkpoint import save_checkpoint
 from smp_core.checkpoint.optimizers import load_named_optimizer_state, named_optimizer_state
 from smp_core.parallel_model import ParallelModel
-from smp_core.sharding.optimizer_trial import require_elementwise
 from smp_core.stepped import model_parameter
 from tests.core.equivalence import HELD, SAMPLES, STEPS, assert_close, full_weights
 from tests.core.metered import per_node, train_one_step, unit_bytes
@@ -226,31 +224,6 @@ def referred_to_weakly() -> str:
 def test_a_parameter_that_cannot_be_exchanged_is_named() -> None:
     for said in run_ranks(referred_to_weakly, 4, ranks_per_node=2):
         assert "blocks.0.attention_norm.weight cannot be stored in torch.bfloat16" in said and "weakref" in said
-
-
-class AcrossTensor(torch.optim.SGD):
-    """Divides by the norm of the tensor's gradient."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad /= parameter.grad.norm()
-        super().step(closure)
-
-
-class Elementwise(torch.optim.AdamW):
-    """A class of somebody else's that steps element by element."""
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, AcrossTensor])
-def test_optimizers_that_look_across_a_tensor_are_refused_by_name(kind: Any) -> None:
-    with pytest.raises(ValueError, match=rf"optimizer_shard='world'.*{kind.__name__}.*optimizer_shard='shard'"):
-        require_elementwise(kind([nn.Parameter(torch.zeros(4, 4))], lr=0.1))
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, Elementwise])
-def test_elementwise_optimizers_are_accepted(kind: Any) -> None:
-    require_elementwise(kind([nn.Parameter(torch.zeros(4, 4))], lr=0.1))
 
 
 def thaw_after_the_optimizer() -> str:

@@ -6,7 +6,6 @@ float64 is the proof: 1e-12 is a few hundred rounding errors of sums in another 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,11 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_core.sharding.optimizer_trial import require_elementwise
 from tests.core.prepared_runs import (
     LAYOUTS,
     WORLD,
-    Averages,
     batch,
     difference,
     net,
@@ -191,28 +188,6 @@ def test_states_are_on_the_host_though_a_schedule_was_made_before() -> None:
     assert all(held > 0 for held in run_ranks(with_schedule, WORLD))
 
 
-class ClipsInside(torch.optim.SGD):
-    """Clips by the norm of all its gradients."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient.mul_(torch.clamp(0.1 / (norm + 1e-6), max=1.0))
-        return super().step(closure)
-
-
-class Stacked(torch.optim.SGD):
-    """Keeps a state of two rows for each parameter."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["pair"] = torch.stack([parameter.grad, parameter.grad])
-        return super().step(closure)
-
-
 class Mine(torch.optim.SGD):
     """Of a user's own, with nothing unusual."""
 
@@ -227,30 +202,7 @@ class FailsWhereEmpty(torch.optim.SGD):
         return super().step(closure)
 
 
-AdamW = type("AdamW", (ClipsInside,), {"__module__": "torch.optim.adamw"})
-Shampoo = type("MyShampoo", (torch.optim.SGD,), {})
 AdamW8bit = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "torchao.optim.adam"})
-
-
-def test_what_reduces_over_all_parameters_cannot_be_sharded_over_the_world(caplog: Any) -> None:
-    """A name alone says nothing good, but something bad."""
-    for kind in (ClipsInside, AdamW, Shampoo, Stacked, torch.optim.Adafactor, torch.optim.LBFGS):
-        with pytest.raises(ValueError, match=rf"optimizer_shard='world'.*{kind.__name__}.*optimizer_shard='shard'"):
-            require_elementwise(kind([nn.Parameter(torch.zeros(4, 4))], lr=0.1))
-    with caplog.at_level(logging.WARNING, "smp"):
-        for kind in (Mine, Averages, torch.optim.Rprop):
-            require_elementwise(kind([nn.Parameter(torch.zeros(4, 4))], lr=0.1))
-            assert f"{kind.__name__} is not known here" in caplog.text
-
-
-def test_a_trial_leaves_random_numbers_and_schedules_alone() -> None:
-    """A rate that warms up from 0 would show nothing."""
-    optimizer = ClipsInside([nn.Parameter(torch.zeros(4, 4))], lr=0.1)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
-    before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="across"):
-        require_elementwise(optimizer)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def kinds_on_shards() -> dict[str, str]:

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from lightning_smp import SmpShardedStrategy
 from smp_core.config import SmpConfig
-from smp_core.moved_knobs import MOVED
 from tests.harness import run_ranks
 from tests.lightning.modules import LanguageModule, LateModule, PictureModule, token_rows
 from tests.lightning.running import make_trainer
@@ -47,7 +46,7 @@ def test_bad_knobs_are_refused_by_the_constructor(arguments: dict[str, Any], sai
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy])
 def test_arguments_of_another_strategy_get_a_sentence_that_says_what_to_write_here(strategy: type) -> None:
     own = inspect.signature(SmpShardedStrategy.__init__).parameters
-    known = (*own, *SmpConfig.knobs(), *MOVED, "kwargs")
+    known = (*own, *SmpConfig.knobs(), "kwargs")
     theirs = [name for name in inspect.signature(strategy.__init__).parameters if name not in known]
     assert theirs
     for name in theirs:
@@ -55,12 +54,6 @@ def test_arguments_of_another_strategy_get_a_sentence_that_says_what_to_write_he
             ValueError, match=rf"'{name}' is an argument of \w+, not a knob.*; (write|leave|tensor_par)"
         ):
             SmpShardedStrategy(**{name: None})
-
-
-def test_a_former_knob_is_answered_with_the_new_spelling() -> None:
-    for build in (lambda: SmpShardedStrategy(wrap=["Block"]), lambda: SmpShardedStrategy({"wrap": ["Block"]})):
-        with pytest.raises(ValueError, match=r"wrap=\['Block'\] is now written units=\['Block'\]"):
-            build()
 
 
 def message_of(case: Callable[..., Any], *args: Any) -> str:

@@ -18,6 +18,7 @@ from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.divergence import RanksDiverged
+from smp_core.sharding.optimizer_kinds import register_tensorwise
 from tests.core.branching import Block, batch_of
 from tests.core.pipeline.cases import Case
 from tests.core.tensor_parallel.model_cases import loss_of
@@ -30,8 +31,9 @@ class ClipsInside(torch.optim.SGD):
         return super().step(closure)
 
 
+@register_tensorwise
 class EachByItself(torch.optim.SGD):
-    """Nobody knows it, and it looks across each tensor."""
+    """Looks across each tensor."""
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
@@ -104,7 +106,7 @@ def test_misuse_is_refused_in_words() -> None:
         assert "lies on other pipeline stages" in found["whole"]
         assert "lies on other pipeline stages" in found["number"]
         assert "LBFGS looks across all its parameters" in found["optimizer"]
-        assert "ClipsInside looks across all its parameters" in found["unknown"]
+        assert "ClipsInside is not known to step each tensor by itself" in found["unknown"]
         assert found["known"] == "nothing"
         assert "ValueError: pipeline stage 1: fp8: no layer of" in found["fp8"]
         assert found["kernel"] == "True", "tensors of other stages keep no kernel from taking all others at once"
