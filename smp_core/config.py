@@ -130,8 +130,9 @@ class SmpConfig:
             "float32", None (their own dtype: most small updates are rounded away) or "auto" (default; float32 where
             optimizer_shard or state_offload make masters, otherwise None, with a warning).
         on_nonfinite_grad_norm: What a gradient norm that is inf or nan does. "ignore" (default; the step is taken, as
-            plain torch does), "skip" (the gradients are dropped, so that the optimizer step changes nothing) or
-            "raise".
+            plain torch does), "skip" (the step is skipped: its gradients are dropped, weights and optimizer states stay
+            as they are) or "raise" (the run ends on all ranks). Where a gradient scaler skips such steps it is
+            "ignore".
         optimizer_shard: Where optimizer states live. "shard" (default; sharded like the parameters, over the partition
             group) or "world" (over all ranks, for optimizers that look at one element at a time: AdamW, SGD, ...; each
             rank steps float32 masters of its part, parameters are stored in half precision where param_dtype is, and

@@ -1,7 +1,7 @@
 """The log of a run: JSON lines in one format, which all monitors write and `smp report` reads.
 
 Every line is an object with ``kind`` and ``time`` (seconds since the epoch), and ``step`` where it belongs to an
-optimizer step; docs/monitoring.md lists the kinds and their fields. A number that is not finite is null.
+optimizer step; docs/monitoring.md lists the kinds and their fields. inf and nan are null.
 
 A monitor opens the log of its run on rank 0. Whatever has something to tell meanwhile (a save, the watch over the
 ranks, warnings) calls :func:`note`, which does nothing where no log is open.

@@ -59,7 +59,7 @@ class GatherPolicy:
         self._shards: list[tuple[str, Callable[[], Iterable[torch.Tensor]]]] = []
         self._finite: list[bool] | None = None
         self.fallbacks: dict[str, int] = {}
-        """Unit -> how many of its gathers were exact because a weight was inf or nan."""
+        """Unit -> how many of its gathers were uncompressed because a weight was inf or nan."""
 
     def add_unit(self, name: str, shards: Callable[[], Iterable[torch.Tensor]]) -> int:
         """Take part in the decision; ``shards`` gives this rank's weights. Returns the unit's number."""
@@ -79,8 +79,9 @@ class GatherPolicy:
         if self._finite[number]:
             return True
         name = self._shards[number][0]
-        if name not in self.fallbacks:
-            logger.warning("unit %r has weights that are inf or nan: it is gathered exactly", name)
+        if name not in self.fallbacks and dist.get_rank(self._group) == 0:
+            unit = f"unit {name!r}" if name else "the root unit"
+            logger.warning("inf or nan in weights of %s: it is gathered uncompressed", unit)
         self.fallbacks[name] = self.fallbacks.get(name, 0) + 1
         return False
 

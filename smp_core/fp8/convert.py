@@ -99,9 +99,10 @@ class Fp8Model:
         bad = self.state.step(self.weight_amax(), self.all_reduce_max)
         if bad:
             shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-            logger.warning(
-                "fp8: inf or nan in %s; the step's gradients were dropped and these scales stay as they were", shown
-            )
+            # Weights alone skip no step: they became so in the one that was just taken.
+            weights_alone = all(name.endswith("(weight)") for name in bad)
+            skipped = "" if weights_alone else "the step is skipped and "
+            logger.warning("fp8: inf or nan in %s; %sthese scales stay as they were", shown, skipped)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Call :meth:`step` after every step of ``optimizer``."""

@@ -32,7 +32,7 @@ def _end(run: Run) -> str:
 
 def _loss(run: Run, figures: Mapping[str, list[float]]) -> list[str]:
     bad = [step for step, line in run.steps.items() if "loss" in line and number(line["loss"]) is None]
-    found = [f"The loss was not finite in {len(bad)} reports, first at step {bad[0]:,}."] if bad else []
+    found = [f"The loss was inf or nan in {len(bad)} reports, first at step {bad[0]:,}."] if bad else []
     if len(losses := figures.get("loss", [])) > 1:
         found.append(f"Loss: {losses[0]:.4g} in the first report, {losses[-1]:.4g} in the last.")
     return found

@@ -12,6 +12,7 @@ bfloat16; its ``clip_grads_with_norm_`` scales DTensors as such, which takes fif
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -22,6 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.stepped import model_parameter
 from smp_core.whereabouts import here
+
+logger = logging.getLogger("smp")
 
 OnNonfinite = Literal["ignore", "skip", "raise"]
 
@@ -177,14 +180,16 @@ def clip_grad_norm_(
 
 
 def settle_nonfinite(parameters: Iterable[torch.Tensor], total: torch.Tensor, on_nonfinite: OnNonfinite) -> bool:
-    """Apply ``on_nonfinite_grad_norm`` to a norm; ``True`` if the gradients were dropped ("skip")."""
+    """Apply ``on_nonfinite_grad_norm`` to a norm; ``True`` if the step is skipped: its gradients are dropped."""
     if on_nonfinite == "ignore" or bool(torch.isfinite(total)):
         return False
     if on_nonfinite == "raise":
         raise NonfiniteGradNormError(
             f"the gradient norm is {total.item()}; on_nonfinite_grad_norm='raise' ends the run here. Lower the "
-            "learning rate, look for bad samples, or set on_nonfinite_grad_norm='skip' to leave such steps out"
+            "learning rate, look for bad samples, or set on_nonfinite_grad_norm='skip' to skip such steps"
         )
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning("the gradient norm is %s: the step is skipped (on_nonfinite_grad_norm='skip')", total.item())
     for parameter in parameters:
         parameter.grad = None
     return True

@@ -1,11 +1,14 @@
-"""What docstrings say about knobs, for the pages that are made of them."""
+"""What docstrings say about knobs, and the texts of the code, for the pages that are made of them."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+from collections.abc import Iterator
 
 from smp_core.config import SmpConfig
+from tests.harness import ROOT
 
 
 def as_word(count: int) -> str:
@@ -28,3 +31,12 @@ def documented(of: type) -> dict[str, str]:
 
 def documented_knobs() -> dict[str, str]:
     return documented(SmpConfig)
+
+
+def texts() -> Iterator[str]:
+    """Every piece of text in the code, as it is written at run time."""
+    for package in ("smp_core", "lightning_smp", "accelerate_smp"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value

@@ -14,7 +14,7 @@ import typer
 import accelerate_smp.cli
 import smp_core.cli
 from smp_core.config import SmpConfig
-from tests.core.documented import documented_knobs
+from tests.core.documented import documented_knobs, texts
 from tests.harness import ROOT
 
 PAGE = ROOT / "smp_core" / "AGENTS.md"
@@ -91,15 +91,6 @@ def test_errors_are_those_of_the_code() -> None:
     said = "\n".join(texts())
     for error, _ in rows_of("Errors and lines, and what to do"):
         assert error.strip("`") in said, error
-
-
-def texts() -> Iterator[str]:
-    """Every piece of text in the code, as it is written at run time."""
-    for package in ("smp_core", "lightning_smp", "accelerate_smp"):
-        for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield node.value
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
-from smp_core.fp8 import Fp8Recipe
+from smp_core.fp8 import Fp8Recipe, convert_to_fp8
 from tests.core.fp8_runs import LENGTH, RECIPE, VOCABULARY, WIDTH, Run, batches, build, runs_of, train, whole
 from tests.core.gpt import SmallGpt
 from tests.harness import run_ranks
@@ -244,6 +244,16 @@ def test_an_infinity_on_one_rank_drops_the_step_on_all_and_says_where(case: dict
     for unchanged, kept, said, recovered in run_ranks(poisoned, 2, **case):
         assert unchanged and kept and recovered
         assert len(said) == 1 and said[0].startswith("fp8: inf or nan in ") and "blocks.1.up (input)" in said[0]
+        assert said[0].endswith("; the step is skipped and these scales stay as they were")
+
+
+def test_a_weight_that_became_infinite_is_named_as_one_that_skipped_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    fp8 = convert_to_fp8(model, RECIPE)
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.inf
+    fp8.step()
+    assert caplog.messages == ["fp8: inf or nan in 0 (weight); these scales stay as they were"]
 
 
 def used_by_one_rank(cases: list[dict]) -> list[dict[str, torch.Tensor]]:

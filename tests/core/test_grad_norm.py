@@ -5,6 +5,7 @@ float64 to 1e-12, relative: sums of a few hundred terms in another order.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -153,6 +154,9 @@ def test_the_norm_of_no_gradients_is_zero() -> None:
     assert run_ranks(no_gradients, 2, shard_degree=2) == [[0.0] * len(NORMS)] * 2
 
 
+SKIPPED = "skipped (on_nonfinite_grad_norm='skip')"
+
+
 def meet_nonfinite(policy: str, norm_type: float, bad: float, where: int, **knobs) -> dict[str, Any]:
     """One bad element, in row ``where`` of one parameter: only one rank of each partition group holds it."""
     torch.manual_seed(0)
@@ -173,16 +177,22 @@ def meet_nonfinite(policy: str, norm_type: float, bad: float, where: int, **knob
         return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in parallel.module.parameters()]
 
     before = weights()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
     try:
         norm, raised = parallel.clip_grad_norm_(1.0, norm_type).item(), ""
     except NonfiniteGradNormError as error:
         norm, raised = math.nan, str(error)
+    finally:
+        logging.getLogger("smp").removeHandler(handler)
     left = [name for name, parameter in parallel.module.named_parameters() if parameter.grad is not None]
     optimizer.step()
     changed = any(not torch.equal(old, new) for old, new in zip(before, weights(), strict=True))
     flags = torch.tensor(float(changed))
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return {"norm": norm, "raised": raised, "left": left, "changed": bool(flags)}
+    return {"norm": norm, "raised": raised, "left": left, "changed": bool(flags), "said": said}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -190,10 +200,11 @@ def meet_nonfinite(policy: str, norm_type: float, bad: float, where: int, **knob
 @pytest.mark.parametrize(
     "degree", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4]
 )
-def test_all_ranks_leave_a_nonfinite_step_out(degree: int, norm_type: float, bad: float) -> None:
+def test_all_ranks_skip_a_nonfinite_step_and_rank_0_says_so(degree: int, norm_type: float, bad: float) -> None:
     for where in (0, 5):
         knobs = {"ranks_per_node": 2, "shard_degree": degree}
-        for seen in run_ranks(meet_nonfinite, 4, "skip", norm_type, bad, where, **knobs):
+        for rank, seen in enumerate(run_ranks(meet_nonfinite, 4, "skip", norm_type, bad, where, **knobs)):
+            assert seen["said"] == ([] if rank else [f"the gradient norm is {bad}: the step is {SKIPPED}"])
             assert seen["left"] == []
             assert not seen["changed"]
             assert math.isnan(seen["norm"]) if math.isnan(bad) else seen["norm"] == math.inf

@@ -6,6 +6,7 @@ exact (first steps, excluded parameters, units with bad values) it is compared w
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,6 +202,7 @@ class Gathered:
     weights: dict[str, torch.Tensor]
     masters_kept: bool
     fallbacks: dict[str, int]
+    said: list[str]
 
 
 def gather_with_a_bad_weight(bad_rank: int | None, knobs: dict[str, Any]) -> Gathered:
@@ -217,11 +219,16 @@ def gather_with_a_bad_weight(bad_rank: int | None, knobs: dict[str, Any]) -> Gat
                 {f"{name}.{k}": v.detach().clone() for k, v in module.named_parameters()}
             )
         )
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("smp").addHandler(handler)
     with torch.no_grad():
         parallel.module(torch.zeros(1, 9, dtype=torch.long))
+    logging.getLogger("smp").removeHandler(handler)
     parallel.reshard()
     kept = all(torch.equal(p.to_local(), b) for p, b in zip(parallel.module.parameters(), before, strict=True))
-    return Gathered(seen, kept, parallel.traffic.fallbacks())
+    return Gathered(seen, kept, parallel.traffic.fallbacks(), said)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +245,8 @@ def test_a_bad_weight_on_one_rank_makes_its_unit_exact_on_all(knobs: dict[str, A
     torch.manual_seed(0)
     original = {name: value.detach() for name, value in SmallGpt(layers=2).blocks.named_parameters()}
     ranks = run_ranks(gather_with_a_bad_weight, 4, 2, knobs, ranks_per_node=2)
-    for seen in ranks:
+    for rank, seen in enumerate(ranks):
+        assert seen.said == ([] if rank else ["inf or nan in weights of unit 'blocks.0': it is gathered uncompressed"])
         assert seen.masters_kept
         assert seen.fallbacks == {"blocks.0": 1}
         for name, value in seen.weights.items():

@@ -186,7 +186,7 @@ def test_a_run_goes_on_in_its_log_after_it_was_killed(tmp_path: Path) -> None:
     run = Run.read(tmp_path)
     assert list(run.steps) == [1, 2] and run.starts == 2 and run.unreadable == 1 and run.end is None
     page, _ = page_of(tmp_path)
-    assert "resumed 1 times" in page.text and "not finite in 1 reports, first at step 2" in page.text
+    assert "resumed 1 times" in page.text and "inf or nan in 1 reports, first at step 2" in page.text
     assert "1 lines of the log could not be read" in page.text
     run_log.append(file, "run", step=0)
     anew = Run.read(tmp_path)
