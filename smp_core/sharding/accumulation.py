@@ -31,7 +31,9 @@ one that only other ranks reached gets their gradient. Ranks tell each other whi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -60,6 +62,9 @@ from smp_core.stepped import model_parameter
 from smp_core.whereabouts import here
 
 logger = logging.getLogger("smp")
+
+_windows: weakref.WeakKeyDictionary[AccumulationWindow, None] = weakref.WeakKeyDictionary()
+"""In the order in which they were made, which is the same on all ranks."""
 
 
 class AccumulationWindow:
@@ -114,6 +119,7 @@ class AccumulationWindow:
         )
         self._last = True
         self._running_pass: int | None = None
+        self._is_first = True  # of the models that the pass comes through
         self._reducing_held = False
         self._dropped: set[int] = set()  # ids of parameters, since the last backward pass
         self.world: WorldSharding | None = None
@@ -125,6 +131,7 @@ class AccumulationWindow:
         """Backward passes whose gradients are held and not closed yet."""
         for each in self._units:
             each.unit.module.set_all_reduce_hook(self._hook(each))  # type: ignore[operator]
+        _windows[self] = None
 
     def shard_over_world(self, on_host: bool = False) -> WorldSharding:
         """Scatter sums over replicas from now on, into gradients of masters (:mod:`smp_core.sharding.optimizer`;
@@ -388,9 +395,20 @@ class AccumulationWindow:
             each.add(reduced)
             if self._last and each.pass_is_over():
                 each.complete()
-                self._send_complete()
+                if self._is_first:
+                    self._send_complete()
 
         return hook
+
+    def _comes_after_another(self) -> bool:
+        """Return whether the backward pass that runs comes through a model of this mesh that was made earlier."""
+        earlier = itertools.takewhile(lambda window: window is not self, _windows)
+        return any(window._takes_part() for window in earlier if window._mesh is self._mesh)
+
+    def _takes_part(self) -> bool:
+        if self._running_pass is not None:
+            return True
+        return any(each.has_uses_left and each.unit.trainable() for each in self._units)
 
     def _queue_end(self) -> None:
         this_pass = backward_pass()
@@ -399,11 +417,18 @@ class AccumulationWindow:
         here.in_window()
         if self._running_pass is not None:
             raise RuntimeError(FAILED_PASS)
-        self._running_pass = this_pass
-        at_end_of_backward(self._end_of_backward)
+        self._running_pass, self._is_first = this_pass, not self._comes_after_another()
+        at_end_of_backward(lambda: at_end_of_backward(self._end_of_backward))  # behind the ends of all models' passes
+
+    def _end_of_backward(self) -> None:
+        """End the pass for every model that it came through. Ranks may have come through them in another order."""
+        this_pass = self._running_pass
+        for window in list(_windows) if this_pass is not None else []:
+            if window._running_pass == this_pass:
+                window._end_pass()
 
     @torch.no_grad()
-    def _end_of_backward(self) -> None:
+    def _end_pass(self) -> None:
         self._running_pass = None
         self._dropped.clear()
         self.micro_batches += 1

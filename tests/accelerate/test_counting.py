@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +21,43 @@ from tests.accelerate.trainers import make_dataset, make_trainer
 from tests.core.blocks import PLAN, Blocks, rows
 from tests.harness import run_ranks
 
-GLOBAL_BATCH, SAMPLES = 4, 12
-TENSOR = {"tensor_parallel_degree": 2, "tensor_parallel": PLAN}
+
+@dataclass(frozen=True)
+class Case:
+    """Ranks, and their knobs; samples of a batch of all ranks, and of all batches; what is split between ranks."""
+
+    world: int
+    knobs: dict[str, Any]
+    batch: int
+    samples: int
+    to_split: int
 
 
-def counted(knobs: dict[str, Any] | None = None) -> dict[str, Any]:
+def drawn(seed: int) -> Case:
+    draw = random.Random(seed)
+    world = draw.choice([2, 2, 4])
+    tensor = draw.choice([degree for degree in (1, 2, 2, 4) if degree <= world])
+    data = world // tensor
+    knobs: dict[str, Any] = {"shard_degree": draw.choice([degree for degree in (1, 2, 4) if data % degree == 0])}
+    if tensor > 1:
+        plan = {**PLAN, "sequence_parallel": draw.random() < 0.5}
+        knobs |= {"tensor_parallel_degree": tensor, "tensor_parallel": plan}
+    batch = data * draw.randint(1, 3)
+    return Case(world, knobs, batch, batch * draw.randint(1, 3), draw.randint(1, 9))
+
+
+def counted(case: Case, alone: bool = False) -> dict[str, Any]:
     """Train with losses that are weighted by hand, and count by every way that scripts have."""
-    if knobs is None:
+    if alone:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         accelerator: Any = Accelerator(cpu=True)
     else:
-        accelerator = fresh_accelerator(**knobs)
+        accelerator = fresh_accelerator(**case.knobs)
     ranks = accelerator.num_processes
     model: Any = Blocks().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(rows(SAMPLES, 1), batch_size=GLOBAL_BATCH // ranks)  # type: ignore[arg-type]
+    loader = DataLoader(rows(case.samples, 1), batch_size=case.batch // ranks)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     seen, metric = torchmetrics.SumMetric().set_dtype(torch.float64), torchmetrics.ConfusionMatrix("binary")
     found: dict[str, Any] = {"samples": [], "sums": [], "means": [], "gathered": [], "metrics": [], "largest": []}
@@ -56,30 +80,34 @@ def counted(knobs: dict[str, Any] | None = None) -> dict[str, Any]:
         seen.update(values.sum())
         metric.update((values > values.mean()).int(), torch.ones(len(values), dtype=torch.int))
     found["seen"], found["confusion"] = float(seen.compute()), float(metric.compute().sum())
-    with accelerator.split_between_processes(list(range(7))) as part:
+    with accelerator.split_between_processes(list(range(case.to_split))) as part:
         found["split"] = float(accelerator.reduce(torch.tensor(float(sum(part)))))
-    if knobs is not None:
+    if not alone:
         number = torch.tensor(float(len(part)))
         dist.all_reduce(number, group=accelerator.data_group)
-        assert number == 7 and accelerator.data_size == ranks and accelerator.data_rank == accelerator.process_index
+        assert number == case.to_split
+        assert accelerator.data_size == ranks and accelerator.data_rank == accelerator.process_index
     lasts = accelerator.gather(torch.tensor([int(accelerator.is_last_process)]))
-    assert knobs is None or int(lasts.sum()) <= 1
+    assert int(lasts.sum()) <= 1
     found["weights"] = {name: value.tolist() for name, value in full_weights(model).items()}
     return found
 
 
-def several(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [counted(knobs) for knobs in cases]
+def several(cases: list[Case]) -> list[dict[str, Any]]:
+    return [counted(case) for case in cases]
 
 
-def check(ranks: int, cases: list[dict[str, Any]]) -> None:
+def check(seeds: Sequence[int]) -> None:
     """float64, to rounding."""
-    expected = counted()
-    for found in run_ranks(several, ranks, cases, ranks_per_node=2):
-        for each, knobs in zip(found, cases, strict=True):
-            assert each.keys() == expected.keys()
-            for name, value in expected.items():
-                assert flat(each[name]) == pytest.approx(flat(value), rel=0, abs=1e-12), (knobs, name)
+    drawn_cases = [drawn(seed) for seed in seeds]
+    for world in (2, 4):
+        cases = [case for case in drawn_cases if case.world == world]
+        expected = [counted(case, alone=True) for case in cases]
+        for found in run_ranks(several, world, cases, ranks_per_node=2):
+            for case, ours, theirs in zip(cases, found, expected, strict=True):
+                assert ours.keys() == theirs.keys()
+                for name, value in theirs.items():
+                    assert flat(ours[name]) == pytest.approx(flat(value), rel=0, abs=1e-12), (case, name)
 
 
 def flat(value: Any) -> list[float]:
@@ -89,13 +117,13 @@ def flat(value: Any) -> list[float]:
 
 
 def test_every_batch_counts_once() -> None:
-    check(2, [TENSOR, {"shard_degree": 2}])
+    check(range(10))
 
 
 @pytest.mark.slow
-def test_every_batch_counts_once_on_four_ranks() -> None:
-    four = {"tensor_parallel_degree": 4, "tensor_parallel": PLAN}
-    check(4, [{**TENSOR, "shard_degree": 2}, {**TENSOR, "shard_degree": 1}, four, {"shard_degree": 4}])
+@pytest.mark.parametrize("first", range(10, 210, 50))
+def test_every_batch_counts_once_in_all_cases(first: int) -> None:
+    check(range(first, first + 50))
 
 
 def tokens_seen(folder: Path, ranks: int, knobs: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -242,13 +242,13 @@ def check(seed: int) -> None:
     assert sum(run.extra["predicted"] for run in runs) == copies * expected.extra["predicted"]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(10))
 def test_every_batch_and_every_sample_counts_once(seed: int) -> None:
     check(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5, 205))
+@pytest.mark.parametrize("seed", range(10, 210))
 def test_every_batch_and_every_sample_counts_once_in_all_cases(seed: int) -> None:
     check(seed)
 

@@ -28,6 +28,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "context": {"shard_degree": 4, "context_parallel_degree": 2},
     "stages": {"shard_degree": 2, "pipeline_parallel_degree": 2, "pipeline": {"microbatches": 2}},
 }
+KINDS = ("plain", "sized", "ready", "hf", "workers", "split", "text")
 DATA_RANKS = {"shards": 4, "replicas": 4, "tensor": 2, "context": 2, "stages": 2}
 
 
@@ -170,7 +171,7 @@ def draw(seed: int) -> Case:
     """The number of samples is what it may be, but for what the models of the layouts cannot take."""
     generator = random.Random(seed)
     layout = generator.choice(list(LAYOUTS))
-    kind = generator.choice(["plain", "sized", "ready", "hf", "workers", "split", "text"])
+    kind = generator.choice(KINDS)
     if layout in ("stages", "context") and kind == "text":
         kind = "plain"  # lists are not cut
     ranks, size = DATA_RANKS[layout], generator.choice([2, 3, 4])
@@ -201,9 +202,11 @@ def assert_like_one_process(cases: list[Case]) -> None:
 
 
 def test_a_stream_is_dealt_out_as_one_process_reads_it() -> None:
-    # A batch left over for two of four ranks; then at random.
+    # A batch left over for two of four ranks; then at random, every layout and every kind.
     left_over = Case("shards", "plain", 38, 36, 4, False, 0, 1)
-    assert_like_one_process([left_over, *map(draw, range(5))])
+    cases = [left_over, *map(draw, (1, 5, 16, 19, 22, 27))]
+    assert {case.layout for case in cases} == set(LAYOUTS) and {case.kind for case in cases} == set(KINDS)
+    assert_like_one_process(cases)
 
 
 class OwnStreams(Streaming):

@@ -23,7 +23,7 @@ from smp_core.planning.layout_rules import two_stages
 from smp_core.planning.units import plan_units
 from smp_core.topology import Topology
 from tests.core.fuzz.families import FAMILIES, Family
-from tests.core.fuzz.models import IN_HALF_PRECISION
+from tests.core.fuzz.models import IN_HALF_PRECISION, WITH_SHARED_LAYERS
 from tests.core.fuzz.optimizers import IN_STEP_WITH_ROUNDING, WITH_FUSED_KERNELS, WITH_TENSOR_LR
 
 # Setting -> kinds of values, the default first; `value_of` makes values of them that depend on the model.
@@ -213,11 +213,10 @@ def _limits_of_knobs(case: Case, family: Family, knobs: Mapping[str, Any]) -> It
     if config.compression.gather is not None and not exact:
         yield "quantized gathers round"
     relevant = ("units.modules", "units.min_parameters", "units.optional", "activations.checkpoint")
-    planned = _plan(case.model, case.entry, json.dumps({knob: knobs[knob] for knob in relevant if knob in knobs}))
-    if isinstance(planned, str):
-        yield f"refused: {planned}"
+    units = _units(case.model, case.entry, json.dumps({knob: knobs[knob] for knob in relevant if knob in knobs}))
+    if isinstance(units, str):
+        yield f"refused: {units}"
         return
-    units = planned.units
     selective = "selective" in str(config.activations.checkpoint)
     if selective and any(op.get("twice") for op in case.script):
         yield "torch's selective checkpointing takes one backward pass through a graph"
@@ -232,18 +231,19 @@ def _limits_of_knobs(case: Case, family: Family, knobs: Mapping[str, Any]) -> It
         yield "weights become nan"
     yield from _limits_of_paths(case, family, degree, units)
     if config.param_dtype == "bfloat16":
-        yield from _limits_of_half_precision(case, config, planned)
+        yield from _limits_of_half_precision(case, config)
     freezes_meanwhile = any(op.get("meanwhile", "nothing") != "nothing" for op in case.script)
     if config.activations.checkpoint != "none" and freezes_meanwhile:
         yield "torch's checkpointing recomputes with what is frozen then"
 
 
-def _limits_of_half_precision(case: Case, config: SmpConfig, planned: Planned) -> Iterator[str]:
+def _limits_of_half_precision(case: Case, config: SmpConfig) -> Iterator[str]:
     """What one process cannot do with the same roundings (`tests.core.fuzz.procedure.OneProcess`)."""
     if FAMILIES[case.model].build not in IN_HALF_PRECISION:
         yield "the model mixes dtypes in half precision"
-    if planned.shared:
-        yield "units that share parameters, in half precision"
+    in_one_call = case.entry == "forward" and config.activations.checkpoint == "none"
+    if FAMILIES[case.model].build in WITH_SHARED_LAYERS and not in_one_call:
+        yield "each root and each recomputed block rounds what it shares with others"
     if config.reduce_dtype is None or config.compression.gather is not None:
         yield "sums in half precision round"
     if any(op.get("calls", 1) > 1 for op in case.script):
@@ -329,27 +329,17 @@ def _trains_later(case: Case, family: Family) -> bool:
     return any(pattern in name for pattern in patterns for name in frozen)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """Names of units, and of parameters that several units share."""
-
-    units: set[str]
-    shared: set[str]
-
-
 @cache
-def _plan(model: str, entry: str, knobs: str) -> Planned | str:
-    """What is planned, or why there is no plan."""
+def _units(model: str, entry: str, knobs: str) -> set[str] | str:
+    """The names of the units that are planned, or why there is no plan."""
     built: nn.Module = FAMILIES[model].on_meta()
     config = config_of(json.loads(knobs))
     units: set[str] = set()
-    shared: set[str] = set()
     try:
         for part, module in built.named_children() if entry == "apart" else [("", built)]:
             plan = plan_units(module, config, entry="forward" if entry == "apart" else entry)  # type: ignore[arg-type]
             plan_checkpointing(module, plan.blocks, config.activations.checkpoint)
             units |= {f"{part}.{unit.name}".strip(".") for unit in plan.units}
-            shared |= {name for name in plan.replicated if module.get_parameter(name).ndim > 0}
     except ValueError as error:
         return str(error)
-    return Planned(units, shared)
+    return units

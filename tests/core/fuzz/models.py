@@ -378,4 +378,5 @@ class Adversaries(nn.Module):
 
 # Those whose inputs, parameters and buffers meet in one dtype, and whose gradients are sums of two terms at most: sums
 # of more would be rounded in the order in which autograd comes by.
-IN_HALF_PRECISION = (Mlp, Cells, Adapters, Ways)
+IN_HALF_PRECISION = (Mlp, Cells, Shared, Adapters, Ways)
+WITH_SHARED_LAYERS = (Shared, Ways)
