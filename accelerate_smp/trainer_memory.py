@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +61,7 @@ class KeepsInMemory(TrainerCallback):
 
         def write() -> None:
             text = read_rest(newest, _TRAINER_STATE)
-            with open(os.path.join(folder.path, trainer_module.TRAINER_STATE_NAME), "w") as file:
-                file.write(text)
+            folder.write("", trainer_module.TRAINER_STATE_NAME, text.encode())
 
         Ranks().together(f"{newest.address} was not loaded", write)
         return folder.path

@@ -43,7 +43,6 @@ TENSORS = "tensors"
 _DEFAULT = "/dev/shm"
 _OWNER = "owner"
 _PART = re.compile(r"rank-\d{5,}-[01]")
-_DYING_SECONDS = 60.0  # for which ranks of a job whose first one is dead are waited for: they notice it, and end
 _held: dict[str, int] = {}  # run folder -> descriptor that holds this process's lock
 
 
@@ -122,17 +121,18 @@ class NodeMemory:
         self.give_back()
         _private(self.path)
 
-    def take(self, first: bool, advice: str) -> None:
+    def take(self, first: bool, advice: str, patience: float = 0.0) -> None:
         """Lock the folder for this job: the first rank of a node alone, which it can only where no rank of another job
         has it, and after it the others together with it.
 
         Args:
             advice: what to type to train although another job has the name.
+            patience: seconds for which ranks of a job whose first one is dead are waited for: they notice it, and end.
 
         Raises:
             CheckpointError: another job that runs has it.
         """
-        deadline = time.monotonic() + _DYING_SECONDS
+        deadline = time.monotonic() + patience
         while not self._lock(fcntl.LOCK_EX if first else fcntl.LOCK_SH):
             pid, started, command = self._owner()
             if (started and started == _started(pid)) or time.monotonic() > deadline:
@@ -210,8 +210,9 @@ class NodeMemory:
     def write(self, part: str, name: str, data: bytes) -> None:
         """Write a small file, which appears as a whole."""
         _private(self.at(part))
-        _write(self.at(part, f".{name}"), data)
-        os.rename(self.at(part, f".{name}"), self.at(part, name))
+        temporary = self.at(part, f".{name}-{os.getpid()}")
+        _write(temporary, data)
+        os.rename(temporary, self.at(part, name))
 
     def allocate(self, part: str, size: int) -> torch.Tensor:
         """Make a part's file of ``size`` bytes, all of them reserved, and return it as a tensor of bytes in shared

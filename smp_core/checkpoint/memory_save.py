@@ -301,7 +301,7 @@ def exchange_copies(
     group: dist.ProcessGroup | None,
     piece_bytes: int = _PIECE_BYTES,
 ) -> None:
-    """Send one copy in pieces and receive another, and rest after each piece for as long as it took: messages of
+    """Send one copy in pieces and receive another, with a rest after each piece for as long as it took: messages of
     training find the link free half of the time.
 
     Args:
@@ -312,7 +312,9 @@ def exchange_copies(
         RuntimeError: the other side is gone, or has sent nothing within the group's timeout.
     """
     out, coming = pieces(sent, piece_bytes), pieces(taken, piece_bytes)
+    seconds = 0.0
     for step in range(max(len(out), len(coming))):
+        time.sleep(seconds)
         began = time.monotonic()
         works = []
         if step < len(out):
@@ -322,4 +324,4 @@ def exchange_copies(
         for work in works:
             assert work is not None
             work.wait()
-        time.sleep(time.monotonic() - began)
+        seconds = time.monotonic() - began

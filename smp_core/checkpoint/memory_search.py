@@ -99,7 +99,11 @@ def _manifests(folder: NodeMemory) -> dict[str, Manifest]:
     found = {}
     for name in filter(folder.is_committed, folder.parts()):
         try:
-            found[name] = open_checkpoint(folder.at(name)).manifest
+            manifest = open_checkpoint(folder.at(name)).manifest
+            layouts = manifest.metadata.get(LAYOUTS)
+            if not isinstance(layouts, list) or len(layouts) != manifest.world_size or TENSORS not in manifest.files:
+                raise CheckpointError(f"{folder.at(name)} is a checkpoint, but no part of a state in memory")
+            found[name] = manifest
         except CheckpointError as error:
             logger.warning("not used: %s", error)
     return found
@@ -117,7 +121,7 @@ def _is_whole(folder: NodeMemory, name: str) -> bool:
 def _plan(save: str, keys: list[str], held: Mapping[Place, Manifest], world: int) -> Found | None:
     """Find a place for each rank's part of a save; None where one has none."""
     of_save = {place: manifest for place, manifest in held.items() if manifest.id == save}
-    layouts = next(iter(of_save.values())).metadata.get(LAYOUTS, [])
+    layouts = next(iter(of_save.values())).metadata[LAYOUTS]
     places: list[Place] = []
     readers: list[int] = []
     for rank in range(world):

@@ -44,6 +44,7 @@ _ANOTHER = {
     "trainer": "give TrainingArguments(output_dir=...) another folder",
     "loop": "call accelerator.load_newest_state(...) with another folder",
 }
+_PATIENCE = 60.0  # seconds for which what is left of an ended job is waited for: its ranks notice the end, and go
 P = TypeVar("P")  # a path, or what is open there
 
 
@@ -84,8 +85,11 @@ class MemoryTier:
         wait_for_writers()
         self.every = every
         group: dist.ProcessGroup | None = None
+        patience = _PATIENCE
         if dist.is_initialized() and dist.get_world_size() > 1:
-            group = dist.new_group(backend="gloo", timeout=collective_timeout(), group_desc="smp memory tier")
+            limit = collective_timeout()
+            patience = _PATIENCE if limit is None else min(_PATIENCE, 0.5 * limit.total_seconds())
+            group = dist.new_group(backend="gloo", timeout=limit, group_desc="smp memory tier")
         self._ranks = Ranks(group)
         self._degrees = f"{layout}; {len(nodes)} nodes"
         self._saves_to, self._inside = saves_to, inside
@@ -100,8 +104,8 @@ class MemoryTier:
         self.folder, _ = self._ranks.together(what, lambda: NodeMemory(name))
         advice = _ANOTHER.get(by, "save to another folder") + ", or leave memory_every_n_steps out"
         try:
-            self._ranks.together(what, lambda: self.folder.take(True, advice) if self._leads else None)
-            self._ranks.together(what, lambda: None if self._leads else self.folder.take(False, advice))
+            self._ranks.together(what, lambda: self.folder.take(True, advice, patience) if self._leads else None)
+            self._ranks.together(what, lambda: None if self._leads else self.folder.take(False, advice, patience))
         except CheckpointError:
             self.folder.give_back()
             raise

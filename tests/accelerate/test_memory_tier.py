@@ -18,7 +18,9 @@ from transformers import TrainerCallback, integrations
 from transformers import trainer as trainer_module
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
+from smp_core.checkpoint import CheckpointError
 from smp_core.checkpoint.memory_slots import SharedSlots
+from smp_core.checkpoint.memory_tier import MemoryTier
 from tests.accelerate.running import SAMPLES, fresh_accelerator, full_weights, make_loader, make_optimizer, prepared
 from tests.accelerate.trainers import Run, make_model, make_trainer, whole_weights
 from tests.core.checkpoint.states import step_in
@@ -152,6 +154,28 @@ def test_a_run_goes_on_from_memory_or_from_what_is_newer_on_disk(kind: str, shar
             assert left == []
         (_, _, from_memory, _), (_, _, from_disk, _) = seen
         assert from_memory.extra["opened"] == [] and from_disk.extra["opened"]
+
+
+def begin_beside(folder: str) -> list[str]:
+    os.environ["SMP_MEMORY_FOLDER"] = f"{folder}/memory"
+    said = []
+    for train in RUNS.values():
+        try:
+            train(Path(folder, "run"), {"shard": "world", "every": 1}, resume=True)
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_run_in_the_folder_of_one_that_lives_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMP_MEMORY_FOLDER", str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    live = [MemoryTier(1, f"{tmp_path}/run", [[0]], posed=False, layout="", by=by) for by in ("trainer", "loop")]
+    for said in run_ranks(begin_beside, 2, str(tmp_path)):
+        assert [f"process {os.getpid()} on this machine" in each for each in said] == [True, True]
+        assert "output_dir=...) another folder" in said[0] and "load_newest_state(...) with another folder" in said[1]
+    for each in live:
+        each.close(ended_well=True)
 
 
 # Several trainings in one process

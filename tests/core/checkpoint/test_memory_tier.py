@@ -21,10 +21,10 @@ from smp_core import doctor, streams
 from smp_core.checkpoint import (
     CheckpointError,
     load_checkpoint,
-    memory_folder,
     memory_save,
     memory_tier,
     read_per_rank,
+    save_checkpoint,
 )
 from smp_core.checkpoint.memory_folder import NodeMemory
 from smp_core.checkpoint.memory_slots import SharedSlots
@@ -383,6 +383,17 @@ def test_memory_is_given_back_to_the_driver_and_its_refusal_is_said(
     assert driver.registered == {}
 
 
+def test_an_ordinary_checkpoint_is_not_taken_for_a_part(alone: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept_until(alone, 3)
+    (victim,) = [part for part in files(alone, "rank-*") if step_in(part / "manifest.json") == 3]
+    shutil.rmtree(victim)
+    save_checkpoint(victim, state_of(9), metadata={"step": 9})
+    for path in [victim, *victim.iterdir()]:
+        path.chmod(path.stat().st_mode & 0o700)
+    assert found_in(alone) == 2
+    assert "is a checkpoint, but no part of a state in memory" in caplog.text
+
+
 def test_states_of_other_ranks_or_degrees_are_not_used(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_until(alone, 1)
     assert found_in(alone, layout="shard 4") is None
@@ -517,9 +528,9 @@ def test_ranks_that_outlive_their_first_one_are_waited_for(alone: Path, monkeypa
     with another_process(lambda: kept.folder.take(True, "")) as first:
         with another_process(share) as second:
             kill(first)
-            monkeypatch.setattr(memory_folder, "_DYING_SECONDS", 0.5)
-            begin_refused(alone)
-            monkeypatch.setattr(memory_folder, "_DYING_SECONDS", 240.0)
+            with monkeypatch.context() as patched:
+                patched.setattr(memory_tier, "_PATIENCE", 0.5)
+                begin_refused(alone)
             threading.Timer(0.5, kill, [second]).start()
             assert found_in(alone) == 3
 
