@@ -69,7 +69,7 @@ def finding_memory(launcher: Any) -> Any:
 def _is_on_disk(trainer: Trainer) -> bool:
     savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
     return any(map(os.path.exists, exception_checkpoints(trainer))) or any(
-        is_address(each.dirpath or "") or each._find_last_checkpoints(trainer) for each in savers
+        each._find_last_checkpoints(trainer) for each in savers
     )
 
 

@@ -233,8 +233,8 @@ class MemoryCheckpoint(OpenCheckpoint):
         for name, (each, _) in parts.items():
             files[f"{name}/{TENSORS}"] = each.files[TENSORS]
         rest_pt = None if manifest.rest_pt is None else f"{own}/{manifest.rest_pt}"
-        names = {"index": f"{own}/{INDEX}", "rest": f"{own}/{manifest.rest}", "rest_pt": rest_pt}
-        merged: Any = dataclasses.replace(manifest, files=files, **names)
+        index, rest = f"{own}/{INDEX}", f"{own}/{manifest.rest}"
+        merged = dataclasses.replace(manifest, files=files, index=index, rest=rest, rest_pt=rest_pt)
         super().__init__(LocalFolder(path), merged, check_bytes=False, agreed=True)
         with only_checkpoint_errors(self.address):
             self.index = _merged({name: content for name, (_, content) in parts.items()}, self.address)
