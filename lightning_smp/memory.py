@@ -75,15 +75,15 @@ def _is_on_disk(trainer: Trainer) -> bool:
 
 def run_folder(trainer: Trainer) -> str:
     """Return the folder that names the run: ModelCheckpoint's, if it is the same one after a restart. Without one a
-    folder that does not exist, named by the launcher's job or by ``default_root_dir``."""
+    folder that does not exist, in ``default_root_dir``; where that is not given either, named by the launcher's job."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             if callback.dirpath is not None and not _is_of_a_logger(callback.dirpath, trainer):
                 return os.fspath(callback.dirpath)
             if not trainer.loggers:
                 return os.path.join(trainer.default_root_dir, "checkpoints")
-    job = launcher_job()
-    return os.path.join(os.sep, "jobs", job) if job else os.path.join(trainer.default_root_dir, "no-checkpoints")
+    root, job = os.path.abspath(trainer.default_root_dir), launcher_job()
+    return os.path.join(root, "no-checkpoints") if root != os.getcwd() or not job else os.path.join(os.sep, "jobs", job)
 
 
 def _is_of_a_logger(path: Any, trainer: Trainer) -> bool:

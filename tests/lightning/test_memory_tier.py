@@ -177,11 +177,13 @@ def restart_without_a_folder(folder: str, kinds: list[str]) -> dict[str, tuple[i
         top = Path(folder, kind)
         top.mkdir()
         os.environ["SMP_MEMORY_FOLDER"] = str(top)
-        if kind == "job":
-            os.environ["TORCHELASTIC_RUN_ID"] = "job-7"
         begun: list[int] = []
         for attempt in range(3):
-            flags: dict[str, Any] = {"default_root_dir": top / ("root" if kind != "job" else f"root-{attempt}")}
+            flags: dict[str, Any] = {"default_root_dir": top / "root"}
+            if kind == "job":
+                (top / str(attempt)).mkdir()
+                os.chdir(top / str(attempt))
+                flags = {"default_root_dir": None}
             if kind == "default":
                 flags |= {"enable_checkpointing": True, "logger": CSVLogger(top / "logs")}  # counts up its versions
             module = LosingModule(BATCHES)
@@ -190,15 +192,16 @@ def restart_without_a_folder(folder: str, kinds: list[str]) -> dict[str, tuple[i
             with contextlib.suppress(Lost):
                 trainer.fit(module, ckpt_path="last")
             begun.append(trainer.global_step - len(module.losses))
-        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+        os.chdir(folder)
         seen[kind] = (*begun[1:], [path.name for path in top.glob("torch-smp-*/*")])
     return seen
 
 
 def test_a_run_without_a_folder_of_checkpoints_is_found_after_a_restart(tmp_path: Path) -> None:
-    """By Trainer's folder, also where a logger numbers those of checkpoints; by the launcher's job otherwise."""
+    """By Trainer's folder, also where a logger numbers those of checkpoints; by the launcher's job where that is not
+    given, and the working directory is another one each time."""
     kinds = ["none", "default", "job"]
-    for seen in run_ranks(restart_without_a_folder, 1, str(tmp_path), kinds):
+    for seen in run_ranks(restart_without_a_folder, 1, str(tmp_path), kinds, env={"TORCHELASTIC_RUN_ID": "job-7"}):
         assert seen == dict.fromkeys(kinds, (5, 7, []))
 
 
