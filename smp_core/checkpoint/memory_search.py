@@ -61,11 +61,6 @@ class Found:
         return self.manifest.step or 0
 
     @property
-    def age(self) -> tuple[int, int]:
-        """The order of states in memory and on disk."""
-        return self.manifest.sequence, self.step
-
-    @property
     def sent(self) -> list[int]:
         """Ranks whose tensors come from another rank."""
         return [rank for rank, reader in enumerate(self.readers) if reader != rank]

@@ -51,12 +51,8 @@ class Slot:
         if refused:
             with contextlib.suppress(RuntimeError):  # the driver's error is told to the next kernel, whichever it is
                 torch.zeros((), device=device)
-            logger.warning(
-                "the driver did not pin %d bytes of shared memory (CUDA error %d): "
-                "copies of states take longer and hold up the device",
-                len(self.memory),
-                refused,
-            )
+            why = f"CUDA error {refused}): copies of states take longer and hold up the device"
+            logger.warning("the driver did not pin %d bytes of shared memory (%s", len(self.memory), why)
 
     def unpin(self) -> None:
         """Give the memory back, which would otherwise stay registered at an address that is used again."""

@@ -111,31 +111,20 @@ class MemoryTier:
             raise
         self._saver = MemorySaver(self.folder, self._ranks, nodes, self._on_disk)
         for path, size in left_by_ended_jobs() if self._leads else ():
-            logger.warning(
-                "%s holds %s of memory for a job that has ended: start that again to go on with it, or rm -r %s; it is "
-                "removed where its memory is needed",
-                path,
-                size,
-                path,
-            )
+            advice = f"start that again to go on with it, or rm -r {path}; it is removed where its memory is needed"
+            logger.warning("%s holds %s of memory for a job that has ended: %s", path, size, advice)
 
     # The start
 
     def find(self) -> Found | None:
         """Find the newest state that is complete over all nodes. Collective; the same on all ranks."""
         found = find(self.folder, self._ranks)
-        if found is None:
-            return None
-        saved_with = found.manifest.metadata.get(_DEGREES)
-        if saved_with == self._degrees:
+        kept_with = None if found is None else found.manifest.metadata.get(_DEGREES)
+        if found is None or kept_with == self._degrees:
             return found
         if self._ranks.rank == 0:
-            logger.warning(
-                "the state of step %d in memory is not used: it was kept with %s, here are %s",
-                found.step,
-                saved_with,
-                self._degrees,
-            )
+            what = f"the state of step {found.step} in memory"
+            logger.warning("%s is not used: it was kept with %s, here are %s", what, kept_with, self._degrees)
         return None
 
     def _on_disk(self) -> tuple[int, dict[str, Any]]:
@@ -198,12 +187,8 @@ class MemoryTier:
         checkpoint, self._saver.slots.number = bring_back(found, self.folder, self._ranks)
         if self._ranks.rank == 0:
             sent = len(found.sent)
-            logger.warning(
-                "GOING ON from step %d in memory: %d ranks have their part on their own node, %d get it from another",
-                found.step,
-                self._ranks.size - sent,
-                sent,
-            )
+            parts = f"{self._ranks.size - sent} ranks have their part on their own node, {sent} get it from another"
+            logger.warning("GOING ON from step %d in memory: %s", found.step, parts)
         return checkpoint
 
     def leave(self) -> None:
@@ -213,9 +198,7 @@ class MemoryTier:
         def free() -> None:
             parts = self.folder.parts() if self._leads else []
             if any(map(self.folder.is_committed, parts)) and self._ranks.rank == 0:
-                logger.warning(
-                    "states in memory (%s) are older than this run's beginning and are removed", self.folder.path
-                )
+                logger.warning("states in memory (%s) are older than this run's beginning: removed", self.folder.path)
             self.folder.remove(parts)
 
         self._ranks.together("states in memory were not removed", free)
@@ -279,11 +262,10 @@ class MemoryTier:
         if self._leads and ended_well:
             remove_tree(self.folder.path)
         elif self._leads:
+            path = self.folder.path
+            where = f"{path}, {size_of(path)}"
             logger.warning(
-                "the newest state stays in memory (%s, %s) for the run that goes on; to free it: rm -r %s",
-                self.folder.path,
-                size_of(self.folder.path),
-                self.folder.path,
+                "the newest state stays in memory (%s) for the run that goes on; free it: rm -r %s", where, path
             )
         if is_idle:  # otherwise the lock goes with the process, or with its next run of the name
             self.folder.give_back()
@@ -297,4 +279,5 @@ def _is_newer(found: Found, path: str | os.PathLike[str] | None, in_folder: bool
     if not is_checkpoint(path):
         return False
     manifest = open_checkpoint(path).manifest
-    return found.age >= manifest.age[:2] if in_folder else found.step > (manifest.step or 0)
+    age = found.manifest.age
+    return age[:2] >= manifest.age[:2] if in_folder else found.step > (manifest.step or 0)

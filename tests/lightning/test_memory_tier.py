@@ -270,5 +270,5 @@ def test_a_checkpoint_of_another_folder_is_compared_by_its_step(step: int, from_
     other = tmp_path / "other" / "on_exception.ckpt"
     other.parent.mkdir()
     save_checkpoint(other, {"state_dict": {"weight": torch.ones(2)}}, metadata={"step": step})
-    found: Any = SimpleNamespace(age=(9, 100), step=100)
+    found: Any = SimpleNamespace(manifest=SimpleNamespace(age=(9, 100, "")), step=100)
     assert _is_newer(found, other, in_folder=False) is from_memory
