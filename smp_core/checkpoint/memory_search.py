@@ -159,7 +159,7 @@ def bring_back(found: Found, folder: NodeMemory, ranks: Ranks) -> tuple[MemoryCh
     first = {digest: layouts.index(digest) for digest in layouts}
 
     def small() -> dict[tuple[str, str], bytes]:
-        files = {}
+        files: dict[tuple[str, str], bytes] = {}
         for digest, owner in first.items():
             if found.readers[owner] == rank:
                 opened = open_checkpoint(folder.at(found.places[owner][1]))
