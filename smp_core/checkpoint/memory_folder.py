@@ -92,9 +92,8 @@ def _private(path: str) -> str:
             os.mkdir(path, 0o700)
         status, ours = os.lstat(path), _is_ours(path, stat.S_IFDIR)
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be made: {error.strerror}; set {VARIABLE} to a folder in memory"
-        ) from None
+        why = f"{error.strerror}; set {VARIABLE} to a folder in memory"
+        raise CheckpointError(f"{path} cannot be made: {why}") from None
     if not ours:
         raise CheckpointError(
             f"{path} is of user {status.st_uid}, {stat.filemode(status.st_mode)}, and states of training are kept only "
@@ -144,7 +143,9 @@ class NodeMemory:
         if first:
             owner = f"{os.getpid()} {_started(os.getpid())} {' '.join(sys.argv)[:200]}"
             _write(os.path.join(self.path, _OWNER), owner.encode())
-            fcntl.flock(_held[self.path], fcntl.LOCK_SH)
+            fcntl.flock(_held[self.path], fcntl.LOCK_SH)  # not atomic: for an instant another job may have it alone
+            if self._owner()[0] != str(os.getpid()):
+                raise CheckpointError(f"another job has taken {self.path} at this instant: start again")
 
     def give_back(self) -> None:
         """Give the lock back, if this process has it."""
