@@ -92,6 +92,8 @@ def _private(path: str) -> str:
             os.mkdir(path, 0o700)
         status, ours = os.lstat(path), _is_ours(path, stat.S_IFDIR)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and os.path.isdir(os.path.dirname(path)):
+            return _private(path)  # a run that ended has removed it at this instant
         why = f"{error.strerror}; set {VARIABLE} to a folder in memory"
         raise CheckpointError(f"{path} cannot be made: {why}") from None
     if not ours:
@@ -155,7 +157,10 @@ class NodeMemory:
     def _lock(self, kind: int) -> bool:
         """Lock the folder that is at the path now; return False where another process's lock excludes it."""
         while True:
-            descriptor = os.open(_private(self.path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                descriptor = os.open(_private(self.path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                continue  # of a run that has just ended, and removed its folder
             try:
                 fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -167,7 +172,7 @@ class NodeMemory:
                 if os.path.samestat(os.fstat(descriptor), os.lstat(self.path)):
                     _held[self.path] = descriptor
                     return True
-            os.close(descriptor)  # of a run that has just ended, and removed its folder
+            os.close(descriptor)  # as above
 
     def _owner(self) -> list[str]:
         try:

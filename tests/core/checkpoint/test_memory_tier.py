@@ -26,10 +26,12 @@ from smp_core.checkpoint import (
     read_per_rank,
     save_checkpoint,
 )
+from smp_core.checkpoint.file_system import remove_tree
 from smp_core.checkpoint.memory_folder import NodeMemory
 from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.memory_tier import MemoryTier
 from smp_core.checkpoint.untrusted import StoreError
+from tests.core.checkpoint.kill_trials import fork
 from tests.core.checkpoint.states import differences, gathered, sharded_state, step_in
 from tests.harness import run_ranks, run_script
 
@@ -533,6 +535,26 @@ def test_ranks_that_outlive_their_first_one_are_waited_for(alone: Path, monkeypa
                 begin_refused(alone)
             threading.Timer(0.5, kill, [second]).start()
             assert found_in(alone) == 3
+
+
+def test_of_jobs_that_begin_at_the_same_instant_one_has_the_name(alone: Path) -> None:
+    """Some end well at once, and remove the folder that others are about to lock."""
+
+    def begin_often() -> None:
+        for number in range(60):
+            folder = NodeMemory("run")
+            try:
+                folder.take(True, "")
+            except CheckpointError:
+                continue
+            os.close(os.open(alone / "held", os.O_CREAT | os.O_EXCL))  # an error where another one has it
+            os.unlink(alone / "held")
+            if number % 3 == 0:
+                remove_tree(folder.path)
+            folder.give_back()
+
+    children = [fork(begin_often) for _ in range(4)]
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 4
 
 
 def test_what_ended_jobs_left_is_removed_where_its_memory_is_needed(
