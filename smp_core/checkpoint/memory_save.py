@@ -40,7 +40,7 @@ WRITER = "smp-memory-checkpoint"
 INDEX, REST, REST_PT = "index.json", "rest.json", "rest.pt"
 LAYOUTS = "layouts"  # in a manifest's metadata: the digest of each rank's index; ranks of equal ones have equal tensors
 _ALGORITHM = "xxh3"
-_PIECE_BYTES = 4 << 20  # of a copy to another node: a message of training waits for one piece at most
+_PIECE_BYTES = 1 << 20  # of a copy to another node: a message of training waits for one piece at most
 
 
 def wait_for_writers() -> None:
