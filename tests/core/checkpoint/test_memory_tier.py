@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_core import doctor, streams
+from smp_core import streams
 from smp_core.checkpoint import (
     CheckpointError,
     load_checkpoint,
@@ -26,25 +22,12 @@ from smp_core.checkpoint import (
     read_per_rank,
     save_checkpoint,
 )
-from smp_core.checkpoint.file_system import remove_tree
-from smp_core.checkpoint.memory_folder import NodeMemory
 from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.memory_tier import MemoryTier
 from smp_core.checkpoint.untrusted import StoreError
-from tests.core.checkpoint.kill_trials import fork
+from tests.core.checkpoint.memory_states import files, found_in, kept_until, state_of, tier
 from tests.core.checkpoint.states import differences, gathered, sharded_state, step_in
 from tests.harness import run_ranks, run_script
-
-
-def nodes() -> list[list[int]]:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    per_node = int(os.environ.get("SMP_RANKS_PER_NODE", world))
-    return [list(range(first, first + per_node)) for first in range(0, world, per_node)]
-
-
-def tier(folder: str, layout: str = "shard 2", by: str = "") -> MemoryTier:
-    os.environ["SMP_MEMORY_FOLDER"] = folder
-    return MemoryTier(1, f"{folder}/disk", nodes(), posed=len(nodes()) > 1, layout=layout, by=by)
 
 
 def keep(folder: str, degree: int, steps: int = 3) -> list[Any]:
@@ -136,45 +119,11 @@ def test_a_part_that_lies_on_the_node_as_another_rank_s_is_used(event: str, tmp_
 
 # One process
 
-STATE = {"weights": torch.arange(6.0), "rest": {"epoch": 1, "names": {"a"}, "sizes": torch.Size([2])}}
-
-
-def state_of(step: int) -> dict[str, Any]:
-    return {**STATE, "weights": torch.arange(6.0) + step}
-
-
-def kept_until(folder: Path, steps: int, **options: Any) -> MemoryTier:
-    kept = tier(str(folder), **options)
-    kept.leave()
-    kept.begin(0)
-    for step in range(1, steps + 1):
-        kept.save(state_of(step), step, {}, step)
-    kept._saver.wait()
-    return kept
-
-
-def found_in(folder: Path, **options: Any) -> int | None:
-    """The step of the state that a new process finds; its values are those of the step."""
-    kept = tier(str(folder), **options)
-    found = kept.find()
-    if found is None:
-        return None
-    state = {"weights": torch.zeros(6), "rest": {}}
-    opened = kept.take(found)
-    load_checkpoint(opened, state)
-    assert differences(state, state_of(found.step)) == []
-    assert read_per_rank(opened) == [found.step]
-    return found.step
-
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SMP_MEMORY_FOLDER", str(tmp_path))
     return tmp_path
-
-
-def files(folder: Path, pattern: str = "*") -> list[Path]:
-    return sorted(folder.glob(f"torch-smp-*/*/{pattern}"))
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -439,155 +388,6 @@ def test_a_kill_at_any_call_of_a_save_leaves_a_whole_state(tmp_path: Path) -> No
     assert len(seen) == 14, "half a copy; three files removed; three removed, opened and renamed; none"
     assert [outcome["found"] for outcome in seen] == [2] * (len(seen) - 1) + [3], seen
     assert all(outcome["exact"] and outcome["left"] == [] for outcome in seen), seen
-
-
-# One job at a time has a name, and what ended jobs leave is found and freed.
-
-
-@contextlib.contextmanager
-def another_process(work: Callable[[], None]) -> Iterator[int]:
-    """A child that has done some work, and lives until the end of the block or its kill; its id."""
-    ready, done = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            work()
-            os.write(done, b"x")
-            time.sleep(600)
-        finally:
-            os._exit(1)
-    os.close(done)
-    assert os.read(ready, 1) == b"x"
-    os.close(ready)
-    try:
-        yield pid
-    finally:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
-def begin_anew(folder: str) -> str:
-    try:
-        tier(folder, by="loop").leave()
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-def test_a_second_job_of_a_name_is_refused_on_all_ranks_and_the_first_one_is_left_alone(alone: Path) -> None:
-    kept = kept_until(alone, 3, by="loop")
-    before = {path: path.stat().st_mtime_ns for path in files(alone, "**/*")}
-    for said in run_ranks(begin_anew, 2, str(alone)):
-        assert f"another job keeps its states in {kept.folder.path}: process {os.getpid()} " in said
-        assert "call accelerator.load_newest_state(...) with another folder, or leave memory_every_n_steps out" in said
-    assert {path: path.stat().st_mtime_ns for path in files(alone, "**/*")} == before
-    kept.save(state_of(4), 4, {}, 4)
-    kept._saver.wait()
-    kept.close(ended_well=False)
-    assert found_in(alone, by="loop") == 4
-
-
-def test_a_job_whose_process_is_killed_is_gone_on_from(alone: Path) -> None:
-    """Also while a worker of its data loader lives on, which has its descriptors."""
-    workers: list[int] = []
-
-    def keep_and_fork() -> None:
-        kept_until(alone, 3)
-        worker = os.fork()
-        if not worker:
-            time.sleep(600)
-        (alone / "worker").write_text(str(worker))
-
-    with another_process(keep_and_fork) as pid:
-        workers.append(int((alone / "worker").read_text()))
-        assert "process" in begin_refused(alone)
-        kill(pid)
-    assert found_in(alone) == 3
-    os.kill(workers[0], signal.SIGKILL)
-
-
-def begin_refused(folder: Path) -> str:
-    with pytest.raises(CheckpointError, match="another job keeps its states") as refused:
-        tier(str(folder))
-    return str(refused.value)
-
-
-def test_ranks_that_outlive_their_first_one_are_waited_for(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have noticed its death, and end; one that hangs is named."""
-
-    def share() -> None:
-        NodeMemory(name).take(False, "")
-
-    kept = kept_until(alone, 3)
-    name = os.path.basename(kept.folder.path)
-    kept.close(ended_well=False)
-    with another_process(lambda: kept.folder.take(True, "")) as first:
-        with another_process(share) as second:
-            kill(first)
-            with monkeypatch.context() as patched:
-                patched.setattr(memory_tier, "_PATIENCE", 0.5)
-                begin_refused(alone)
-            threading.Timer(0.5, kill, [second]).start()
-            assert found_in(alone) == 3
-
-
-def test_of_jobs_that_begin_at_the_same_instant_one_has_the_name(alone: Path) -> None:
-    """Some end well at once, and remove the folder that others are about to lock."""
-
-    def begin_often() -> None:
-        for number in range(60):
-            folder = NodeMemory("run")
-            try:
-                folder.take(True, "")
-            except CheckpointError:
-                continue
-            os.close(os.open(alone / "held", os.O_CREAT | os.O_EXCL))  # an error where another one has it
-            os.unlink(alone / "held")
-            if number % 3 == 0:
-                remove_tree(folder.path)
-            folder.give_back()
-
-    children = [fork(begin_often) for _ in range(4)]
-    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 4
-
-
-def test_what_ended_jobs_left_is_removed_where_its_memory_is_needed(
-    alone: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The oldest first; never what belongs to a job that runs."""
-    for by in ("old", "older", "alive"):
-        kept = kept_until(alone, 2, by=by)
-        if by != "alive":
-            kept.close(ended_well=False)
-    (oldest,) = alone.glob("torch-smp-*/disk-older-*")
-    os.utime(oldest, (1, 1))
-    reserve = os.posix_fallocate
-
-    def full(*arguments: Any) -> None:
-        if oldest.exists():
-            raise OSError(28, "No space left on device")
-        reserve(*arguments)
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    new = kept_until(alone, 1)
-    assert f"{oldest}: its job has ended, and its 0.0 MiB of memory are needed: removed" in caplog.text
-    assert found_in(alone, by="old") == 2 and found_in(alone, by="alive") == 2
-    new.close(ended_well=True)
-
-
-def test_the_doctor_names_what_ended_jobs_left(alone: Path) -> None:
-    kept = kept_until(alone, 1)
-    assert list(doctor.states_in_memory()) == [], "it lives"
-    kept.close(ended_well=False)
-    (found,) = doctor.states_in_memory()
-    assert found.found == f"0.0 MiB of a job that has ended, in {kept.folder.path}"
-    assert f"rm -r {kept.folder.path}" in found.fix
 
 
 @pytest.mark.parametrize("steps", [20, pytest.param(2000, marks=pytest.mark.slow)])
