@@ -10,7 +10,7 @@ from accelerate_smp import checkpoints
 from accelerate_smp.handle import parallel_of
 from accelerate_smp.saved_states import SavedStatesAccelerator, load
 from smp_core.checkpoint import first_undamaged
-from smp_core.checkpoint.memory_records import MemoryCheckpoint
+from smp_core.checkpoint.memory_search import MemoryCheckpoint
 from smp_core.checkpoint.memory_tier import MemoryTier
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.root import join, readable_checkpoints
@@ -128,7 +128,6 @@ class StatesInMemoryAccelerator(SavedStatesAccelerator):
         if step == self._kept_until or any(handle is not None and handle.window.is_open for handle in handles):
             return
         self._kept_until = step
-        self.memory.after_step(step)
         if self.memory.is_due(step):
             checkpoints.keep(self, self.memory, {"step": step})
 

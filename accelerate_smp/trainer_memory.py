@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 from accelerate_smp import checkpoints
 from smp_core.checkpoint import read_rest
-from smp_core.checkpoint.memory_records import MemoryCheckpoint
+from smp_core.checkpoint.memory_search import MemoryCheckpoint
 from smp_core.checkpoint.memory_tier import MemoryTier
 from smp_core.checkpoint.ranks import Ranks
 
@@ -52,7 +51,7 @@ class KeepsInMemory(TrainerCallback):
             what to resume from: a folder with ``trainer_state.json``, or as given.
         """
         if resume is not True and resume != "last":
-            self._tier.leave(os.fspath(resume) if resume else "")
+            self._tier.leave()
             return resume
         newest = self._tier.newest(on_disk)
         if not isinstance(newest, MemoryCheckpoint):
@@ -62,7 +61,7 @@ class KeepsInMemory(TrainerCallback):
 
         def write() -> None:
             text = read_rest(newest, _TRAINER_STATE)
-            folder.write(trainer_module.TRAINER_STATE_NAME, text.encode())
+            folder.write("", trainer_module.TRAINER_STATE_NAME, text.encode())
 
         Ranks().together(f"{newest.address} was not loaded", write)
         return folder.path
@@ -75,7 +74,6 @@ class KeepsInMemory(TrainerCallback):
         evaluates after the step is in it."""
         trainer = self._trainer
         step = trainer.state.global_step
-        self._tier.after_step(step)
         if not self._tier.is_due(step):
             return
         trainer.store_flos()

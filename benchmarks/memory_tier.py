@@ -14,7 +14,7 @@ goes to the next one).
 
 cost: blocks whose forward and backward sleep as long as a device would compute; 1 s and 5 s in a step. A state is kept
 after every fourth step. It is in flight from there until the thread that writes it has ended, which may be some steps
-later, because a copy on another node is sent slowly. The cost of a state is what the steps in which it is in flight
+later, because a copy on another node is sent with rests. The cost of a state is what the steps in which it is in flight
 take longer than the steps around them with no state in flight: the median over all states. A step ends when its last
 rank does. Reported beside it: bytes that a node sends in a step without a state, those that a state adds (counters of
 the node's interface), and the seconds of the link that each takes. The copy fits beside compute where both together
@@ -223,7 +223,7 @@ def launch(
     if done.returncode:
         raise RuntimeError(f"{run} ended with status {done.returncode}:\n{done.stderr[-3000:]}")
     for line in done.stderr.splitlines():
-        if "RESUMED" in line:
+        if "GOING ON" in line:
             print(line)
     return [json.loads(Path(folder, f"{run}-{rank}.json").read_text()) for rank in range(4)]
 

@@ -15,6 +15,7 @@ host memory, and rank 0's edits count, as they do under DDP.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import zipfile
@@ -33,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from lightning_smp.background import in_lightning_words, is_held_place
 from lightning_smp.checkpoint_sources import CheckpointFile, CheckpointFolder, Place
 from lightning_smp.exception_saves import exception_checkpoints
-from lightning_smp.memory import KeepsInMemory
+from lightning_smp.memory import PLACE, KeepsInMemory
 from lightning_smp.resume import Resume
 from lightning_smp.steps import SteppingStrategy
 from smp_core.averaging import fill
@@ -44,6 +45,7 @@ from smp_core.checkpoint.random_state import resumed_random_state
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.root import open_first_undamaged
 from smp_core.checkpoint.torch_file import check_torch_file, step_of_file
+from smp_core.checkpoint.untrusted import NoSuchFolder
 from smp_core.module_names import clean_name
 from smp_core.parallel_model import ParallelModel
 from smp_core.sharding.own_parts import load_full_state
@@ -228,25 +230,32 @@ class NothingSaved(dict[str, Any]):
         return False
 
 
-def nothing_saved(strategy: SteppingStrategy, path: Any) -> bool:
-    """Return whether ``ckpt_path="last"`` stands for the place of a first save that has not committed. Collective.
+def nothing_saved(strategy: SteppingStrategy, path: Any, memory: KeepsInMemory | None) -> bool:
+    """Return whether ``ckpt_path="last"`` stands for the place of a first save that has not committed, and nothing is
+    in memory either. Collective.
 
     A run that ends while it writes its first checkpoint behind training leaves the place that was held, and the link
     ``last.ckpt`` to it. Nothing is lost when the next run begins anew.
     """
 
     def held() -> bool:
-        return _means_newest(strategy, path) and is_held_place(path) and not _others(path)
+        return _means_newest(strategy, path) and (_is_place(path) or is_held_place(path)) and not _others(path)
 
-    if not Ranks().on_first(f"{path} was not loaded", held):
+    if not Ranks().on_first(f"{path} was not loaded", held) or (memory is not None and memory.tier.find() is not None):
         return False
     if strategy.is_global_zero:
         logger.warning("%s: no save has been completed there yet: the run begins anew", path)
     return True
 
 
+def _is_place(path: Any) -> bool:
+    return os.path.basename(path) == PLACE and not os.path.lexists(path)
+
+
 def _means_newest(strategy: SteppingStrategy, path: Any) -> bool:
     """Return whether a path is the one that ``ckpt_path="last"`` stands for."""
+    if _is_place(path):
+        return True
     assert strategy.lightning_module is not None
     trainer = strategy.lightning_module.trainer
     folder, name = os.path.split(os.path.abspath(path))
@@ -275,7 +284,7 @@ def _newest_undamaged(strategy: SteppingStrategy, path: Any, verify: str) -> Ope
         # Lightning takes the one of on_exception.ckpt, last.ckpt, last-v1.ckpt, ... that clocks call the newest.
         named = [each for each in others if _is_last(each) or each in at_exceptions]
         lasts = [each for each in named if os.path.isfile(each) == os.path.isfile(path)]
-        found = dict.fromkeys([*lasts, str(path), *others])
+        found = dict.fromkeys([*lasts, *([] if _is_place(path) else [str(path)]), *others])
         return list({os.path.realpath(each): each for each in reversed(found)}.values())[::-1]
 
     ordered = Ranks().on_first(f"{path} was not loaded", candidates)
@@ -285,7 +294,10 @@ def _newest_undamaged(strategy: SteppingStrategy, path: Any, verify: str) -> Ope
 def _others(path: Any) -> list[str]:
     """List the checkpoints in the folder of ``path``, itself included, the newest first; those of its kind first."""
     folder = os.path.dirname(os.path.abspath(path))
-    folders = [os.path.join(folder, name) for name in reversed(find_checkpoints(folder))]
+    names: list[str] = []
+    with contextlib.suppress(NoSuchFolder):
+        names = find_checkpoints(folder)
+    folders = [os.path.join(folder, name) for name in reversed(names)]
     files = sorted((str(file) for file in Path(folder).glob("*.ckpt") if file.is_file()), key=step_of_file)
     return [*files[::-1], *folders] if os.path.isfile(path) else [*folders, *files[::-1]]
 

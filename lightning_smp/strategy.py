@@ -40,7 +40,7 @@ from lightning_smp.evaluation import Evaluations
 from lightning_smp.exception_saves import take_over_exception_saves
 from lightning_smp.knobs import list_knobs, read_config
 from lightning_smp.loading import FP8_STATE, Loading, NothingSaved, nothing_saved
-from lightning_smp.memory import IN_MEMORY, KeepsInMemory
+from lightning_smp.memory import IN_MEMORY, KeepsInMemory, finding_memory
 from lightning_smp.pipeline import PipelinedSteps, check_module
 from lightning_smp.preemption import LeavesWhenTold
 from lightning_smp.resume import Resume, WindowStart, describe_place, loader_state
@@ -147,6 +147,12 @@ class SmpShardedStrategy(SteppingStrategy):
         assert self.lightning_module is not None
         with keeping_what_is_sharded(self.lightning_module):
             yield
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._asked.checkpoint.memory_every_n_steps:
+            self._launcher = finding_memory(self._launcher)
 
     @override
     def setup_environment(self) -> None:
@@ -342,7 +348,7 @@ class SmpShardedStrategy(SteppingStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
-        if nothing_saved(self, path) and (self.memory is None or self.memory.tier.find() is None):
+        if nothing_saved(self, path, self.memory):
             return NothingSaved()
         self.loading = Loading(self, path, weights_only, self.memory)
         let_wait(self.loading.content, averaging_keys(self._trainer))

@@ -28,6 +28,7 @@ import typer
 from packaging.version import Version
 from rich.table import Table
 
+from smp_core.checkpoint.memory_folder import left_by_ended_jobs
 from smp_core.command_line import console
 from smp_core.compat import TESTED_TORCH
 from smp_core.floors import OLDEST, is_older
@@ -185,6 +186,13 @@ def limits() -> Iterator[Finding]:
     )
 
 
+def states_in_memory() -> Iterator[Finding]:
+    """Look for states of training that jobs which have ended left in shared memory."""
+    for path, size in left_by_ended_jobs():
+        fix = f"start that job again to go on with it, or free it: rm -r {path}"
+        yield Finding("states in memory", "note", f"{size} of a job that has ended, in {path}", fix)
+
+
 def clock() -> Iterator[Finding]:
     """Ask the kernel whether the clock is synchronised, by which logs of several nodes are compared."""
     library = ctypes.CDLL(None)
@@ -246,6 +254,7 @@ def findings(folder: Path) -> list[Finding]:
         ("kernels", kernels),
         ("network", network),
         ("limits", limits),
+        ("states in memory", states_in_memory),
         ("clock", clock),
         ("storage", lambda: storage(folder)),
         ("links", links),

@@ -44,7 +44,7 @@ from smp_core.checkpoint.layout import (
 )
 from smp_core.checkpoint.leftovers import previous_of, siblings, sweep
 from smp_core.checkpoint.storage import Folder, RangeFile, Sink, Transaction
-from smp_core.checkpoint.untrusted import FOLDER_NAMES
+from smp_core.checkpoint.untrusted import FOLDER_NAMES, MANIFEST_BYTES
 
 logger = logging.getLogger("smp")
 
@@ -240,7 +240,11 @@ class LocalTransaction(Transaction):
                 directories.add(os.path.join(self.temporary, name))
         for where in sorted(directories):
             fsync_directory(where)
-        replaced = self._move_into_place(manifest) if self.mark else self._rename_into_place()
+        if self.mark:
+            replaced = self._move_into_place(manifest)
+        else:
+            replaced = self._rename_into_place()
+            self._look_after_rename(manifest, replaced)
         self.temporary = ""  # the rename was the commit: from here on nothing is undone
         try:
             fsync_directory(os.path.dirname(os.path.abspath(self.path)))
@@ -271,6 +275,42 @@ class LocalTransaction(Transaction):
             os.rename(self.temporary, self.path)
             return previous
 
+    def _look_after_rename(self, manifest: bytes, replaced: str | None) -> None:
+        """Look once more at what was renamed, and take it back if somebody has removed a file of it meanwhile.
+
+        Raises:
+            CheckpointError: a file is gone; the path holds what it held before.
+        """
+        lost = _missing_of(self.path, manifest)
+        if not lost or self._is_another_save(manifest):
+            return
+        try:
+            self._take_back(replaced)
+        except OSError as error:
+            self.temporary = ""  # what was replaced may lie there
+            kept = f"; what it replaced is kept as {replaced}" if replaced else ""
+            raise CheckpointError(f"{_gone(self.path, lost)}, and the rename cannot be undone: {error}{kept}") from None
+        raise CheckpointError(f"{_gone(self.path, lost)}; the checkpoint of before stays")
+
+    def _is_another_save(self, manifest: bytes) -> bool:
+        try:
+            return LocalFolder(self.path).read(MANIFEST, MANIFEST_BYTES) != manifest
+        except FileNotFoundError:
+            return False
+        except CheckpointError:
+            return True  # a link, say: what lies there is not this save's
+
+    def _take_back(self, replaced: str | None) -> None:
+        """Put what was replaced back to the path; this save becomes the temporary again, which is removed."""
+        is_there = os.path.lexists(self.path)
+        if replaced == self.temporary and is_there:
+            rename_exchange(self.temporary, self.path)
+            return
+        if is_there:
+            os.rename(self.path, self.temporary)
+        if replaced is not None:
+            os.rename(replaced, self.path)
+
     def _move_into_place(self, manifest: bytes) -> str | None:
         """Move the files into the checkpoint at the path, its manifest last; return what is to be removed then."""
         if not os.path.isfile(os.path.join(self.path, MANIFEST)):
@@ -290,8 +330,15 @@ class LocalTransaction(Transaction):
             for where in (extra, self.path):
                 if os.path.isdir(where):
                     fsync_directory(where)
-            self._require_all(manifest)
+            replaced = LocalFolder(self.path).read(MANIFEST, MANIFEST_BYTES)
+            if lost := _missing_of(self.path, manifest):  # before the manifest takes the place of one whose files are
+                raise CheckpointError(f"{_gone(self.path, lost)}; the checkpoint of before stays")
             os.rename(os.path.join(self.temporary, MANIFEST), os.path.join(self.path, MANIFEST))
+            if lost := _missing_of(self.path, manifest):
+                with open(os.path.join(self.temporary, MANIFEST), "xb", buffering=0) as file:
+                    file.write(replaced)
+                os.rename(os.path.join(self.temporary, MANIFEST), os.path.join(self.path, MANIFEST))
+                raise CheckpointError(f"{_gone(self.path, lost)}; the checkpoint of before stays")
             fsync_directory(self.path)
             for name in LocalFolder(self.path).names():
                 if name not in (MANIFEST, *names) and _OWN_FILE.fullmatch(name.split("/")[0]):
@@ -299,16 +346,6 @@ class LocalTransaction(Transaction):
         finally:
             release(lock)
         return self.temporary
-
-    def _require_all(self, manifest: bytes) -> None:
-        """Look once more whether all files are there: the manifest takes the place of one whose files are.
-
-        Raises:
-            CheckpointError: somebody has removed one.
-        """
-        for name in Manifest.from_bytes(manifest, self.path).files:
-            if not os.path.lexists(os.path.join(self.path, name)):
-                raise CheckpointError(f"{self.path}/{name} is gone; the checkpoint of before stays")
 
     def abort(self) -> None:
         if self.temporary:
@@ -336,6 +373,23 @@ def _lock_against_others(path: str) -> int:
             )
         time.sleep(0.05)
     return lock
+
+
+def _missing_of(path: str, manifest: bytes) -> list[str]:
+    """List the files that a manifest names and a folder does not have; of what cannot be looked at nothing is said."""
+    lost = []
+    for name in (MANIFEST, *Manifest.from_bytes(manifest, path).files):
+        try:
+            os.lstat(os.path.join(path, name))
+        except (FileNotFoundError, NotADirectoryError):
+            lost.append(name)
+        except OSError as error:
+            logger.warning("%s/%s cannot be looked at: %s", path, name, error)
+    return lost
+
+
+def _gone(path: str, lost: list[str]) -> str:
+    return f"{path}/{lost[0]} is gone: it was removed during the commit"
 
 
 def _all_files(path: str) -> Iterator[str]:

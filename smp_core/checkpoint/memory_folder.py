@@ -1,13 +1,13 @@
-"""A node's folder of one run in shared host memory: where it lies, whose it is, and how files come into it.
+"""A node's folder of one run in shared host memory: where it lies, which job has it, and how files come into it.
 
     $SMP_MEMORY_FOLDER (default /dev/shm)
-        torch-smp-<uid>/                             mode 0700
-            <run>/                                   of one run; locked by the ranks that train
-                rank-00003-0.tensors                 the slices of one rank; two files by turns, in place
-                rank-00003-step-00000120-<digest>.record   what lies in a tensor file (memory_records.py)
-                layout-<digest>.json                 names, shapes and places of slices; the same from save to save
-                rest-<save>.json, .pt                what is no tensor, of all ranks
-                progress-00003                       how far the rank has come (progress.py)
+        torch-smp-<uid>/             mode 0700
+            <run>/                   of one run; locked by the ranks that train
+                owner                the process that took the lock, for messages
+                rank-00003-0/        a part: the slices of one rank, in the format of a checkpoint; two by turns
+                    tensors          written in place
+                    index.json, rest.json, rest.pt
+                    manifest.json    the commit: removed first, written last
 
 Anybody may write to /dev/shm, so that a folder or file there is used only if it belongs to this user and nobody else
 may touch it; links are not followed.
@@ -16,6 +16,7 @@ may touch it; links are not followed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -23,30 +24,33 @@ import mmap
 import os
 import re
 import stat
+import sys
+import time
 import warnings
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Collection, Iterator
 
 import torch
 
 from smp_core.checkpoint.addresses import is_address
-from smp_core.checkpoint.file_system import host_id, new_save_id, remove_tree
-from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.local_folder import LocalFolder, open_regular
+from smp_core.checkpoint.file_system import host_id, release, remove_tree, try_lock
+from smp_core.checkpoint.layout import MANIFEST, CheckpointError
+from smp_core.checkpoint.local_folder import open_regular
 
 logger = logging.getLogger("smp")
 
 VARIABLE = "SMP_MEMORY_FOLDER"
+TENSORS = "tensors"
 _DEFAULT = "/dev/shm"
-_TEMPORARY = ".tmp-"
-_OWN_NAME = re.compile(r"rank-\d{5,}-(\d\.tensors|step-\d{8,}-[0-9a-f]{32}\.record)|(layout|rest)-[\w-]+\.(json|pt)")
+_OWNER = "owner"
+_PART = re.compile(r"rank-\d{5,}-[01]")
+_held: dict[str, int] = {}  # run folder -> descriptor that holds this process's lock
 
 
 def run_name(root: str, by: str) -> str:
     """Return the name of the run that saves to a folder on disk: a new process goes on with the same run there.
 
     Args:
-        root: the folder.
+        root: the folder; or what else names the run.
         by: what trains.
     """
     path = root if is_address(root) else os.path.abspath(root)
@@ -54,8 +58,27 @@ def run_name(root: str, by: str) -> str:
     return "-".join(filter(None, (name, by, hashlib.sha256(path.encode()).hexdigest()[:12])))
 
 
-def _base() -> str:
-    return os.environ.get(VARIABLE) or _DEFAULT
+def launcher_job() -> str | None:
+    """Return what the launcher calls this job, the same after a restart of it; None where it has no name."""
+    for variable in ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "TORCHELASTIC_RUN_ID"):
+        name = os.environ.get(variable)
+        if name and name != "none":  # torchrun's name for a job without one
+            return f"{variable}-{name}"
+    return None
+
+
+def part_name(rank: int, number: int) -> str:
+    """Return the name of the folder of a rank's part."""
+    return f"rank-{rank:05d}-{number}"
+
+
+def _top() -> str:
+    return os.path.join(os.environ.get(VARIABLE) or _DEFAULT, f"torch-smp-{os.geteuid()}")
+
+
+def _is_ours(path: str, kind: int = stat.S_IFREG) -> bool:
+    status = os.lstat(path)
+    return stat.S_IFMT(status.st_mode) == kind and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def _private(path: str) -> str:
@@ -67,26 +90,22 @@ def _private(path: str) -> str:
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        status = os.lstat(path)
+        status, ours = os.lstat(path), _is_ours(path, stat.S_IFDIR)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and os.path.isdir(os.path.dirname(path)):
+            return _private(path)  # a run that ended has removed it at this instant
+        why = f"{error.strerror}; set {VARIABLE} to a folder in memory"
+        raise CheckpointError(f"{path} cannot be made: {why}") from None
+    if not ours:
         raise CheckpointError(
-            f"{path} cannot be made: {error.strerror}; set {VARIABLE} to a folder in memory"
-        ) from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        what = (
-            "no directory"
-            if not stat.S_ISDIR(status.st_mode)
-            else f"of user {status.st_uid}, {stat.filemode(status.st_mode)}"
-        )
-        raise CheckpointError(
-            f"{path} is {what}, and states of training are kept only where nobody else can write: remove it, or set "
-            f"{VARIABLE} to another folder in memory"
+            f"{path} is of user {status.st_uid}, {stat.filemode(status.st_mode)}, and states of training are kept only "
+            f"in folders where nobody else can write: remove it, or set {VARIABLE} to another folder in memory"
         )
     return path
 
 
 class NodeMemory:
-    """The folder of a run on this node.
+    """The folder of a run on this node. A lock that this process still has of an earlier run of the name is given back.
 
     Args:
         run: :func:`run_name`; with the node's name behind it where ranks of one machine pose as several nodes.
@@ -99,103 +118,171 @@ class NodeMemory:
     """
 
     def __init__(self, run: str) -> None:
-        top = _private(os.path.join(_base(), f"torch-smp-{os.geteuid()}"))
-        self.path = _private(os.path.join(top, run))
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        with contextlib.suppress(OSError):  # not on every file system
-            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self.path = os.path.join(_private(_top()), run)
+        self.give_back()
+        _private(self.path)
+
+    def take(self, first: bool, advice: str, patience: float = 0.0) -> None:
+        """Lock the folder for this job: the first rank of a node alone, which it can only where no rank of another job
+        has it, and after it the others together with it.
+
+        Args:
+            advice: what to type to train although another job has the name.
+            patience: seconds for which ranks of a job whose first one is dead are waited for: they notice it, and end.
+
+        Raises:
+            CheckpointError: another job that runs has it.
+        """
+        deadline = time.monotonic() + patience
+        while not self._lock(fcntl.LOCK_EX if first else fcntl.LOCK_SH):
+            pid, started, command = self._owner()
+            if (started and started == _started(pid)) or time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"another job keeps its states in {self.path}: process {pid} on this machine ({command}). One job "
+                    f"at a time can have a name: wait for its end, or {advice}"
+                )
+            time.sleep(0.2)
+        if first:
+            owner = f"{os.getpid()} {_started(os.getpid())} {' '.join(sys.argv)[:200]}"
+            _write(os.path.join(self.path, _OWNER), owner.encode())
+            fcntl.flock(_held[self.path], fcntl.LOCK_SH)  # not atomic: for an instant another job may have it alone
+            if self._owner()[0] != str(os.getpid()):
+                raise CheckpointError(f"another job has taken {self.path} at this instant: start again")
+
+    def give_back(self) -> None:
+        """Give the lock back, if this process has it."""
+        if self.path in _held:
+            release(_held.pop(self.path))
+
+    def _lock(self, kind: int) -> bool:
+        """Lock the folder that is at the path now; return False where another process's lock excludes it."""
+        while True:
+            try:
+                descriptor = os.open(_private(self.path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                continue  # of a run that has just ended, and removed its folder
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                return False
+            except OSError:
+                pass  # no locks on this file system
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.lstat(self.path)):
+                    _held[self.path] = descriptor
+                    return True
+            os.close(descriptor)  # as above
+
+    def _owner(self) -> list[str]:
+        try:
+            with open(os.path.join(self.path, _OWNER)) as file:
+                return [*file.read(4096).split(" ", 2), "", "", ""][:3]
+        except (OSError, ValueError):
+            return ["?", "", "?"]
 
     @property
     def key(self) -> str:
         """The identity of the folder: equal for the ranks of a node."""
-        status = os.fstat(self._lock)
+        status = os.lstat(self.path)
         return f"{host_id()}-{status.st_dev}-{status.st_ino}"
 
-    @property
-    def free_bytes(self) -> int:
-        """The free memory, as far as the file system tells."""
-        status = os.statvfs(self.path)
-        return status.f_bavail * status.f_frsize
+    # What is in it
 
-    def names(self) -> list[str]:
-        """List the files that are ours by name, owner and mode; others are named in a warning and not looked at."""
-        found: list[str] = []
-        foreign: list[str] = []
-        for name in sorted(os.listdir(self.path)):
-            if not _OWN_NAME.fullmatch(name):
-                continue
-            status = os.lstat(os.path.join(self.path, name))
-            ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
-            (found if ours else foreign).append(name)
-        if foreign:
-            logger.warning("%s: not used, because they are not this user's alone: %s", self.path, ", ".join(foreign))
+    def at(self, part: str, *name: str) -> str:
+        """Return the path of a part, or of a file in it."""
+        return os.path.join(self.path, part, *name)
+
+    def is_committed(self, part: str) -> bool:
+        """Return whether a part has a manifest."""
+        return os.path.lexists(self.at(part, MANIFEST))
+
+    def parts(self) -> list[str]:
+        """List the parts; those that are not this user's alone are named in a warning and left out."""
+        names = sorted(filter(_PART.fullmatch, os.listdir(self.path)))
+        found = [name for name in names if _is_ours(self.at(name), stat.S_IFDIR)]
+        found = [name for name in found if all(_is_ours(self.at(name, each)) for each in os.listdir(self.at(name)))]
+        for name in sorted(set(names) - set(found)):
+            logger.warning("not used: %s, which is not this user's alone", self.at(name))
         return found
 
-    def holds(self, name: str) -> bool:
-        """Tell whether a file is there."""
-        return os.path.lexists(os.path.join(self.path, name))
+    def uncommit(self, part: str) -> None:
+        """Remove all of a part but its tensors, the manifest first."""
+        names = os.listdir(self.at(part)) if os.path.isdir(self.at(part)) else []
+        for name in sorted(names, key=lambda name: name != MANIFEST):
+            if name != TENSORS:
+                os.unlink(self.at(part, name))
 
-    def folder(self) -> LocalFolder:
-        """Return the folder for reading; links in it are refused."""
-        return LocalFolder(self.path)
+    def write(self, part: str, name: str, data: bytes) -> None:
+        """Write a small file, which appears as a whole."""
+        _private(self.at(part))
+        temporary = self.at(part, f".{name}-{os.getpid()}")
+        _write(temporary, data)
+        os.rename(temporary, self.at(part, name))
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a small file; it appears as a whole or not at all."""
-        temporary = os.path.join(self.path, f"{_TEMPORARY}{new_save_id()}")
-        try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-                file.write(data)
-            os.rename(temporary, os.path.join(self.path, name))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
-
-    def allocate(self, name: str, size: int) -> torch.Tensor:
-        """Make a file of ``size`` bytes, all of them reserved, and return it as a tensor of bytes in shared memory.
+    def allocate(self, part: str, size: int) -> torch.Tensor:
+        """Make a part's file of ``size`` bytes, all of them reserved, and return it as a tensor of bytes in shared
+        memory. What jobs that have ended left is removed where there is too little, the oldest first.
 
         Raises:
             CheckpointError: there is not enough memory; says what to type.
         """
-        path = os.path.join(self.path, name)
-        self.remove([name])
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        try:
-            if size:  # reserved at once: to write to a page that cannot be had would end the process
-                os.posix_fallocate(descriptor, 0, size)
-            return _as_tensor(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
-        except OSError as error:
-            self.remove([name])
-            raise CheckpointError(
-                f"{self.path}: no room for {_gib(size)} of this rank's state ({_gib(self.free_bytes)} are free, "
-                f"{error.strerror}; two states of each rank are kept): give the container more shared memory (docker "
-                f"run --shm-size=..., in Kubernetes an emptyDir with medium: Memory at {_DEFAULT}), set {VARIABLE} to "
-                "a folder of a larger file system in memory, or leave checkpoint.memory_every_n_steps out"
-            ) from None
-        finally:
-            os.close(descriptor)
+        self.remove([part])
+        path = os.path.join(_private(self.at(part)), TENSORS)
+        with contextlib.suppress(OSError):
+            return _reserve(path, size)
+        with _turn():  # one rank after another: what the one before has freed may do
+            while True:
+                try:
+                    return _reserve(path, size)
+                except OSError as error:
+                    if error.errno == errno.ENOSPC and _free_the_oldest():
+                        continue
+                    status = os.statvfs(self.path)
+                    free = in_words(status.f_bavail * status.f_frsize)
+                    raise CheckpointError(
+                        f"{self.path}: no room for {in_words(size)} of this rank's state ({free} are free, "
+                        f"{error.strerror}; two states of each rank are kept): give the container more shared memory "
+                        f"(docker run --shm-size=..., in Kubernetes an emptyDir with medium: Memory at {_DEFAULT}), "
+                        f"set {VARIABLE} to a folder of a larger file system in memory, or leave "
+                        "checkpoint.memory_every_n_steps out"
+                    ) from None
 
-    def map(self, name: str) -> torch.Tensor:
-        """Return a file as a tensor of bytes, to be read only; links are refused."""
-        descriptor = open_regular(self.path, name)
+    def map(self, part: str) -> torch.Tensor:
+        """Return a part's file of tensors as a tensor of bytes, to be read only; links are refused."""
+        descriptor = open_regular(self.at(part), TENSORS)
         try:
             return _as_tensor(descriptor, os.fstat(descriptor).st_size, mmap.PROT_READ)
         finally:
             os.close(descriptor)
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files, as far as they are there."""
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(self.path, name))
+    def remove(self, parts: Collection[str]) -> None:
+        """Remove parts, as far as they are there; their manifests first."""
+        for part in parts:
+            self.uncommit(part)
+        for part in parts:
+            if os.path.lexists(self.at(part)):
+                remove_tree(self.at(part))
 
-    def remove_all(self) -> None:
-        """Remove the folder."""
-        remove_tree(self.path)
 
-    def size(self) -> int:
-        """Return the bytes that the files of the folder take."""
-        return _bytes_in(self.path)
+def _write(path: str, data: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+        file.write(data)
+
+
+def _reserve(path: str, size: int) -> torch.Tensor:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        if size:  # reserved at once: to write to a page that cannot be had would end the process
+            os.posix_fallocate(descriptor, 0, size)
+        return _as_tensor(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def _as_tensor(descriptor: int, size: int, access: int) -> torch.Tensor:
@@ -207,42 +294,82 @@ def _as_tensor(descriptor: int, size: int, access: int) -> torch.Tensor:
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _bytes_in(path: str) -> int:
-    total = 0
-    with contextlib.suppress(OSError), os.scandir(path) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                total += entry.stat(follow_symlinks=False).st_size
-    return total
+def _started(pid: int | str) -> str:
+    """Return when a process started, in ticks of the kernel's clock; "" where it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
 
 
-def _gib(size: float) -> str:
+def in_words(size: float) -> str:
+    """Return a number of bytes in MiB or GiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
 
 
-def left_by_others(own: str) -> list[tuple[str, int]]:
-    """List folders of runs that no process holds any more, with their bytes.
+def size_of(path: str) -> str:
+    """Return the bytes that a run's folder takes, in words."""
+    total = 0
+    for where, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(where, name)).st_size
+    return in_words(total)
 
-    Args:
-        own: the path of this run's folder, which is left out.
-    """
-    found = []
+
+# What jobs that have ended left
+
+
+def _of_ended_jobs() -> Iterator[str]:
+    """Yield the folders of runs that no process holds, the oldest first, each locked until the next is asked for."""
+    top = _top()
+    if not os.path.isdir(top) or not _is_ours(top, stat.S_IFDIR):
+        return
+    folders = [entry.path for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)]
+    for path in sorted(folders, key=os.path.getmtime):
+        lock = None
+        with contextlib.suppress(FileNotFoundError):
+            lock = try_lock(path)
+        if lock is not None:
+            try:
+                yield path
+            finally:
+                release(lock)
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    descriptor = os.open(_top(), os.O_RDONLY | os.O_DIRECTORY)
     try:
-        beside = sorted(Path(own).parent.iterdir())
-    except OSError:
-        return []
-    for path in beside:
-        if str(path) == own or path.is_symlink() or not path.is_dir():
-            continue
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found.append((str(path), _bytes_in(str(path))))
-        except OSError:
-            pass  # a run that lives
-        finally:
-            os.close(descriptor)
-    return found
+        with contextlib.suppress(OSError):  # no locks on this file system
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        release(descriptor)
+
+
+def left_by_ended_jobs() -> list[tuple[str, str]]:
+    """List the folders of runs that no process holds any more, with their bytes in words; the oldest first."""
+    return [(path, size_of(path)) for path in _of_ended_jobs()]
+
+
+def _free_the_oldest() -> bool:
+    """Remove the oldest folder that a job which has ended left; return False where there is none."""
+    for path in _of_ended_jobs():
+        logger.warning("%s: its job has ended, and its %s of memory are needed: removed", path, size_of(path))
+        remove_tree(path)
+        return True
+    return False
+
+
+def _forget_locks() -> None:
+    """Close the descriptors of locks in a process that was forked (a worker of a data loader), which would hold them
+    for as long as it lives."""
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)

@@ -1,13 +1,15 @@
-"""The saves into shared memory: staged beside training, committed by all ranks together, kept on two nodes.
+"""The saves into shared memory: staged alongside training, committed by all ranks together, kept on two nodes.
 
-In the thread of a save: (1) copy what was not copied at once; (2) digests, and the layout of each rank to all; (3) the
-rest and all ranks' own parts, merged by rank 0, to a file on each node; (4) where no rank of another node has the same
-layout, that is the same tensors, a copy of the tensors goes to the next node (memory_copies.py); (5) records, which are
-the commit. Only then may the state before be written over, so that at every instant one state is complete on all ranks.
+A rank's part is a checkpoint folder of its own slices (memory_folder.py). Ranks do not share the writing of replicas,
+as they do on disk: a replica on another node costs nothing and survives the node. In the thread of a save: (1) copy
+what was not copied at once; (2) the index and digests, whose records go to all ranks; (3) what is the same for all
+ranks, from rank 0; (4) where no rank of another node has the same slices, a copy to the next node; (5) manifests, which
+are the commit. Only then may the state before be written over, so that at every instant one state is complete.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -18,15 +20,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from smp_core.checkpoint.file_system import new_save_id
-from smp_core.checkpoint.layout import FORMAT, CheckpointError, digest_of
-from smp_core.checkpoint.memory_copies import NeighbourCopies
-from smp_core.checkpoint.memory_folder import NodeMemory
-from smp_core.checkpoint.memory_records import Record, digests_of_blocks, layout_name, record_name
-from smp_core.checkpoint.memory_slots import SharedSlots
+from smp_core.checkpoint.layout import FORMAT, MANIFEST, CheckpointError, FileRecord, Manifest, digest_of, new_digest
+from smp_core.checkpoint.memory_folder import TENSORS, NodeMemory, part_name
+from smp_core.checkpoint.memory_slots import SharedSlots, Slot
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.staging import Staged, stage
+from smp_core.checkpoint.storage import BLOCK_BYTES
+from smp_core.checkpoint.tensor_file import bytes_view
 from smp_core.checkpoint.tree import EncodedRest, merge_rest
 from smp_core.checkpoint.untrusted import StoreError
 
@@ -34,11 +37,15 @@ logger = logging.getLogger("smp")
 
 WRITER = "smp-memory-checkpoint"
 """The name of the thread of a save."""
+INDEX, REST, REST_PT = "index.json", "rest.json", "rest.pt"
+LAYOUTS = "layouts"  # in a manifest's metadata: the digest of each rank's index; ranks of equal ones have equal tensors
+_ALGORITHM = "xxh3"
+_PIECE_BYTES = 1 << 20  # of a copy to another node: a message of training waits for one piece at most
 
 
 def wait_for_writers() -> None:
     """Wait for saves that runs before in this process have left in flight: a run that failed does not wait for its
-    last one, and whoever goes on from it finds that one and writes to the same files. They end within the timeout of
+    last one, and a run that goes on from it finds that one and writes to the same files. They end within the timeout of
     their collectives.
     """
     for thread in threading.enumerate():
@@ -48,18 +55,11 @@ def wait_for_writers() -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The part of a save that is this rank's, in its file but without a record.
+    """The facts of a rank's part that go to all: records of its index and tensors, its own value encoded, and names of
+    tensors that changed while they were copied."""
 
-    Attributes:
-        layout, layout_digest: names and places of the slices.
-        blocks: digests of the file's blocks.
-        changed: tensors that changed while they were copied.
-    """
-
+    files: dict[str, FileRecord]
     own: EncodedRest
-    layout: bytes
-    layout_digest: str
-    blocks: str
     changed: list[str]
 
 
@@ -70,11 +70,7 @@ class MemorySaver:
         folder: the node's folder.
         ranks: all ranks, over a gloo group that only this saver and the search use.
         nodes: ranks of each node.
-        beside: returns the sequence number of a save now, and what there is on disk; asked on rank 0.
-
-    Attributes:
-        leads: whether this rank writes what its node has once.
-        stall_seconds: the time for which training has waited for saves, in all.
+        on_disk: returns the sequence number of a save now, and what there is on disk; asked on rank 0.
     """
 
     def __init__(
@@ -82,30 +78,19 @@ class MemorySaver:
         folder: NodeMemory,
         ranks: Ranks,
         nodes: Sequence[Sequence[int]],
-        beside: Callable[[], tuple[int, dict[str, Any]]],
+        on_disk: Callable[[], tuple[int, dict[str, Any]]],
     ) -> None:
-        self.folder = folder
         self.slots = SharedSlots(folder, ranks.rank)
-        self.stall_seconds = 0.0
-        self._ranks = ranks
-        self.leads = any(ranks.rank == node[0] for node in nodes)
-        self._beside = beside
-        self._of_slot: dict[int, list[str]] = {}
-        self._copies = NeighbourCopies(folder, ranks, nodes)
+        self._folder, self._ranks, self._on_disk = folder, ranks, on_disk
+        self._node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
+        mine, self._n_nodes = self._node_of[ranks.rank], len(nodes)
+        place = list(nodes[mine]).index(ranks.rank)
+        self._next, self._before = (nodes[(mine + step) % len(nodes)][place] for step in (1, -1))
+        self._copies: dict[int, Slot] = {}
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._error: BaseException | None = None
         self._is_first = True
-
-    def go_on_from(self, file: str, names: list[str]) -> None:
-        """Keep the state that a resumed run was read from until the next but one save.
-
-        Args:
-            file: this rank's file of tensors.
-            names: files to be removed when that file is written anew.
-        """
-        self.slots.keep(file)
-        self._of_slot[self.slots.number] = names
 
     def save(self, state: Mapping[str, Any], step: int, metadata: dict[str, Any], per_rank: Any) -> None:
         """Stage a state and return. Collective; parameters and optimizer states may change after
@@ -114,10 +99,10 @@ class MemorySaver:
         Raises:
             CheckpointError: on all ranks: the save before this one failed; or the first one did, which is waited for.
         """
-        begin = time.perf_counter()
         self.wait()
-        self._copies.pace.begin_save()
-        self.folder.remove(self._of_slot.pop(self.slots.turn(), []))
+        self.slots.turn()
+        for rank in {self._ranks.rank, self._before}:
+            self._folder.uncommit(part_name(rank, self.slots.number))
         staged: Staged | None = None
         problem: Exception | None = None
         try:
@@ -131,14 +116,11 @@ class MemorySaver:
         if self._is_first:
             self._is_first = False
             self.wait()
-        self.stall_seconds += time.perf_counter() - begin
 
     def before_update(self) -> None:
         """Wait until parameters and optimizer states have been copied. Call it before they change."""
-        if self._thread is not None and not self._copied.is_set():
-            begin = time.perf_counter()
+        if self._thread is not None:
             self._copied.wait()
-            self.stall_seconds += time.perf_counter() - begin
 
     def wait(self) -> None:
         """Wait for the save in flight.
@@ -147,7 +129,6 @@ class MemorySaver:
             CheckpointError: it failed; on all ranks.
         """
         if self._thread is not None:
-            self._copies.pace.hurry()
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
@@ -155,16 +136,19 @@ class MemorySaver:
             raise CheckpointError(str(error)) from error
 
     def forget(self) -> None:
-        """Remove the states that are kept, when the one in flight has ended."""
-        self.wait()
-        for names in self._of_slot.values():
-            self.folder.remove(names)
-        self._of_slot.clear()
+        """Make the states that are kept unreadable, when the one in flight has ended."""
+        try:
+            self.wait()
+        finally:
+            for rank in {self._ranks.rank, self._before}:
+                for number in range(2):
+                    self._folder.uncommit(part_name(rank, number))
 
-    def close(self) -> None:
-        """Give back pinned memory, unless a copy into it is still in flight."""
+    def close(self) -> bool:
+        """Give back pinned memory, unless a copy into it is still in flight; return whether no save is."""
         if self._thread is None or self._copied.is_set():
             self.slots.close()
+        return self._thread is None or not self._thread.is_alive()
 
     # In the thread
 
@@ -179,77 +163,115 @@ class MemorySaver:
     def _write_together(
         self, staged: Staged | None, problem: Exception | None, step: int, metadata: dict[str, Any]
     ) -> None:
-        what = f"step {step} was not kept in memory"
+        what, rank = f"step {step} was not kept in memory", self._ranks.rank
 
-        def prepare() -> Prepared:
+        # This rank's tensors and index.
+        def prepare() -> tuple[bytes, Prepared]:
             if problem is not None:
                 raise problem
             assert staged is not None
             changed = self.slots.copy_rest()
             self._copied.set()
-            layout, digest = self.slots.layout_of(staged)
-            blocks = digests_of_blocks(self.slots.slot.memory)
-            return Prepared(staged.own, layout, digest, blocks, changed)
+            index = self.slots.index_of(staged)
+            files = {INDEX: record_of(index), TENSORS: record_of(bytes_view(self.slots.memory))}
+            return index, Prepared(files, staged.own, changed)
 
-        part, shared = self._ranks.together(what, prepare, lambda it: (it.layout_digest, it.changed, it.own))
-        changed = [f"{name} on rank {rank}" for rank, (_, names, _) in enumerate(shared) for name in names]
+        (index, _), parts = self._ranks.together(what, prepare, lambda it: it[1])
+        changed = [f"{name} on rank {number}" for number, part in enumerate(parts) for name in part.changed]
         if changed:
             why = f"{len(changed)} tensors changed between two optimizer steps, e.g. {changed[0]}"
             self._give_up(step, f"{why}; change parameters before the batch's last hook, or save to disk")
             return
-
-        def rest_of_all() -> tuple[str, tuple[int, dict[str, Any]] | str, dict[str, bytes]]:
-            assert staged is not None and staged.rest is not None
-            save = new_save_id()
-            rest = _rest_files(save, merge_rest(staged.rest, [own for _, _, own in shared]))
-            try:
-                return save, self._beside(), rest
-            except StoreError as error:  # the disk's trouble: the next state may be numbered again
-                return save, str(error), rest
-
         assert staged is not None
-        save, beside, rest = self._ranks.on_first(what, rest_of_all)
-        if isinstance(beside, str):
-            self._give_up(step, f"its place among the checkpoints on disk is not known ({beside})")
-            return
-        sequence, on_disk = beside
-        slot = self.slots.slot
-        record = Record(
-            save=save,
-            step=step,
-            sequence=sequence,
-            rank=self._ranks.rank,
-            world=self._ranks.size,
-            metadata={**metadata, **on_disk},
-            meshes=staged.meshes,
-            layouts=[digest for digest, _, _ in shared],
-            file=slot.name,
-            size=len(slot.memory),
-            blocks=part.blocks,
-            rest={name: (len(content), digest_of(content, "xxh3")) for name, content in rest.items()},
-        )
-        records = [(record, part.layout)]
-        if self._copies.are_needed(record.layouts):
-            records += self._copies.exchange(what, record, part.layout, slot.memory, self.slots.number)
-        names, _ = self._ranks.together(what, lambda: self._commit(records, rest))
-        self._of_slot[self.slots.number] = names
 
-    def _commit(self, records: list[tuple[Record, bytes]], rest: dict[str, bytes]) -> list[str]:
-        """Write what belongs to the save, records last; return the names of the files to remove with it."""
-        names = []
-        if self.leads:
-            for name, content in rest.items():
-                self.folder.write(name, content)
-                names.append(name)
-        for record, layout in records:
-            name = layout_name(record.layout)
-            if not self.folder.holds(name):
-                self.folder.write(name, layout)
-        for record, _ in records:
-            content = record.to_bytes()
-            self.folder.write(record_name(record, content), content)
-            names.insert(0, record_name(record, content))
-        return names
+        # What is the same for all ranks.
+        found = self._ranks.on_first(what, lambda: self._shared(staged, parts, step, metadata))
+        if isinstance(found, str):
+            self._give_up(step, f"its place among the checkpoints on disk is not known ({found})")
+            return
+        manifest, rest = found
+
+        # The copy on the next node, and the commit.
+        indexes = {rank: index}
+        lonely = self._only_on_their_node(manifest.metadata[LAYOUTS])
+        if lonely:
+            indexes |= self._exchange(what, index, parts, lonely)
+
+        def commit() -> None:
+            for owner, content in indexes.items():
+                part = part_name(owner, self.slots.number)
+                for name, data in {INDEX: content, **rest}.items():
+                    self._folder.write(part, name, data)
+                own = dataclasses.replace(manifest, files={**manifest.files, **parts[owner].files})
+                self._folder.write(part, MANIFEST, own.to_bytes())
+
+        self._ranks.together(what, commit)
+
+    def _shared(
+        self, staged: Staged, parts: list[Prepared], step: int, metadata: dict[str, Any]
+    ) -> tuple[Manifest, dict[str, bytes]] | str:
+        """Return the manifest without what is each rank's own, and the files of the rest; why not, if the disk's
+        trouble is to blame: the next state may be numbered again. On rank 0."""
+        try:
+            sequence, on_disk = self._on_disk()
+        except StoreError as error:
+            return str(error)
+        assert staged.rest is not None
+        rest = merge_rest(staged.rest, [part.own for part in parts])
+        files = {REST: json.dumps({"format": FORMAT, "tree": rest.tree}).encode()}
+        if rest.plain:
+            buffer = io.BytesIO()
+            torch.save(rest.plain, buffer)
+            files[REST_PT] = buffer.getvalue()
+        manifest = Manifest(
+            id=new_save_id(),
+            created="",
+            step=step,
+            world_size=self._ranks.size,
+            meshes=staged.meshes,
+            versions={},
+            metadata={**metadata, **on_disk, LAYOUTS: [part.files[INDEX].digest for part in parts]},
+            algorithm=_ALGORITHM,
+            files={name: record_of(content) for name, content in files.items()},
+            index=INDEX,
+            rest=REST,
+            rest_pt=REST_PT if REST_PT in files else None,
+            sequence=sequence,
+        )
+        return manifest, files
+
+    def _only_on_their_node(self, layouts: Sequence[str]) -> set[int]:
+        """Return the ranks whose slices no rank of another node has; none where there is one node."""
+        nodes: dict[str, set[int]] = {}
+        for rank, layout in enumerate(layouts):
+            nodes.setdefault(layout, set()).add(self._node_of[rank])
+        return {rank for rank, layout in enumerate(layouts) if self._n_nodes > 1 and len(nodes[layout]) == 1}
+
+    def _exchange(self, what: str, index: bytes, parts: list[Prepared], lonely: set[int]) -> dict[int, bytes]:
+        """Send this rank's part to the next node, and take that of the node before. Collective.
+
+        Returns:
+            the rank and the index of the copy that has come, if any.
+
+        Raises:
+            CheckpointError: there is no room for a copy; on all ranks.
+        """
+        before, number = self._before, self.slots.number
+        size = parts[before].files[TENSORS].bytes
+
+        def room() -> list[torch.Tensor]:
+            if before not in lonely:
+                return []
+            slot = self._copies.get(number)
+            if slot is None or len(slot.memory) != size:
+                slot = self._copies[number] = Slot(self._folder.allocate(part_name(before, number), size))
+            return [torch.empty(parts[before].files[INDEX].bytes, dtype=torch.uint8), slot.memory]
+
+        taken, _ = self._ranks.together(what, room)
+        mine = self._ranks.rank in lonely
+        sent = [torch.frombuffer(bytearray(index), dtype=torch.uint8), self.slots.memory] if mine else []
+        exchange_copies(sent, self._next, taken, before, self._ranks.group)
+        return {before: bytes(bytes_view(taken[0]))} if taken else {}
 
     def _give_up(self, step: int, why: str) -> None:
         """Keep the state before instead, and say so. On all ranks."""
@@ -258,10 +280,48 @@ class MemorySaver:
             logger.warning("step %d is not kept in memory: %s", step, why)
 
 
-def _rest_files(save: str, rest: EncodedRest) -> dict[str, bytes]:
-    files = {f"rest-{save}.json": json.dumps({"format": FORMAT, "tree": rest.tree}).encode()}
-    if rest.plain:
-        buffer = io.BytesIO()
-        torch.save(rest.plain, buffer)
-        files[f"rest-{save}.pt"] = buffer.getvalue()
-    return files
+def record_of(content: bytes | memoryview) -> FileRecord:
+    """Return the size and the digest of a file's content, piece by piece: other threads go on in between."""
+    digest = new_digest(_ALGORITHM)
+    for begin in range(0, len(content), BLOCK_BYTES):
+        digest.update(content[begin : begin + BLOCK_BYTES])
+    return FileRecord(len(content), digest.hexdigest(), 0, digest_of(b"", _ALGORITHM))
+
+
+def pieces(tensors: Sequence[torch.Tensor], piece_bytes: int = _PIECE_BYTES) -> list[torch.Tensor]:
+    """Cut bytes into messages."""
+    return [part for tensor in tensors for part in tensor.split(piece_bytes) if len(part)]
+
+
+def exchange_copies(
+    sent: Sequence[torch.Tensor],
+    to: int,
+    taken: Sequence[torch.Tensor],
+    source: int,
+    group: dist.ProcessGroup | None,
+    piece_bytes: int = _PIECE_BYTES,
+) -> None:
+    """Send one copy in pieces and receive another, with a rest after each piece for as long as it took: messages of
+    training find the link free half of the time.
+
+    Args:
+        sent, taken: uint8, of any sizes; the other side has the same.
+        to, source: ranks of the world.
+
+    Raises:
+        RuntimeError: the other side is gone, or has sent nothing within the group's timeout.
+    """
+    out, coming = pieces(sent, piece_bytes), pieces(taken, piece_bytes)
+    seconds = 0.0
+    for step in range(max(len(out), len(coming))):
+        time.sleep(seconds)
+        began = time.monotonic()
+        works = []
+        if step < len(out):
+            works.append(dist.isend(out[step], to, group=group))
+        if step < len(coming):
+            works.append(dist.irecv(coming[step], source, group=group))
+        for work in works:
+            assert work is not None
+            work.wait()
+        seconds = time.monotonic() - began

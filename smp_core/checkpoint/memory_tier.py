@@ -1,28 +1,35 @@
 """The memory tier of checkpoints: the newest state of a run in the shared memory of its nodes.
 
+What it promises:
+
+1. The newest state outlives the processes that trained, on every node that is still there.
+2. The part of a lost node comes from a replica on another node or, where there is none, from the copy on the next node.
+3. A run that goes on has the bits of one that was never interrupted.
+4. A state that is half, damaged, of other ranks or degrees, of another job or user is never taken.
+5. Memory is bounded: two states of each rank's part and of one neighbour's; a run that ends well frees it, and a second
+   job of the same name is refused before it trains.
+
 A face makes one :class:`MemoryTier` for a run, asks it at the start for the newest state of memory and disk, gives it
-the state every so many steps, and closes it. What it is made of: memory_folder.py (files), memory_slots.py (the copy),
-memory_save.py (the commit), memory_copies.py (copies on the next node), memory_search.py (the way back), progress.py
-(what a failure has cost).
+the state every so many steps, and closes it. What it is made of: memory_folder.py (the folder and its owner),
+memory_slots.py (the copy to host memory), memory_save.py (the commit, the copy on the next node), memory_search.py (the
+way back).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from smp_core.checkpoint.file_system import remove_tree
 from smp_core.checkpoint.layout import CheckpointError
-from smp_core.checkpoint.memory_folder import NodeMemory, left_by_others, run_name
-from smp_core.checkpoint.memory_records import MemoryCheckpoint, record_name
+from smp_core.checkpoint.memory_folder import NodeMemory, left_by_ended_jobs, run_name, size_of
 from smp_core.checkpoint.memory_save import MemorySaver, wait_for_writers
-from smp_core.checkpoint.memory_search import Found, bring_back, find
+from smp_core.checkpoint.memory_search import Found, MemoryCheckpoint, bring_back, find
 from smp_core.checkpoint.opening import is_checkpoint, open_checkpoint
-from smp_core.checkpoint.progress import Progress, last_of, pasts, report_of
 from smp_core.checkpoint.ranks import Ranks
 from smp_core.checkpoint.root import find_checkpoints, join
 from smp_core.checkpoint.sequence import manifests_in, next_sequence
@@ -31,7 +38,13 @@ from smp_core.compat import collective_timeout
 
 logger = logging.getLogger("smp")
 
-_LAYOUT, _SEEN = "ranks", "on_disk"  # in a record's metadata
+_DEGREES, _SEEN = "degrees", "on_disk"  # in a manifest's metadata
+_ANOTHER = {
+    "lightning": "give ModelCheckpoint(dirpath=...), or Trainer(default_root_dir=...), another folder",
+    "trainer": "give TrainingArguments(output_dir=...) another folder",
+    "loop": "call accelerator.load_newest_state(...) with another folder",
+}
+_PATIENCE = 60.0  # seconds for which what is left of an ended job is waited for: its ranks notice the end, and go
 P = TypeVar("P")  # a path, or what is open there
 
 
@@ -55,7 +68,8 @@ class MemoryTier:
         is_begun: whether it is decided where the run begins.
 
     Raises:
-        CheckpointError: the folder in memory cannot be made, or is somebody else's; on all ranks.
+        CheckpointError: the folder in memory cannot be made, is somebody else's, or another job that runs has it; on
+            all ranks.
     """
 
     def __init__(
@@ -71,48 +85,47 @@ class MemoryTier:
         wait_for_writers()
         self.every = every
         group: dist.ProcessGroup | None = None
+        patience = _PATIENCE
         if dist.is_initialized() and dist.get_world_size() > 1:
-            group = dist.new_group(backend="gloo", timeout=collective_timeout(), group_desc="smp memory tier")
+            limit = collective_timeout()
+            patience = _PATIENCE if limit is None else min(_PATIENCE, 0.5 * limit.total_seconds())
+            group = dist.new_group(backend="gloo", timeout=limit, group_desc="smp memory tier")
         self._ranks = Ranks(group)
-        self._layout = f"{layout}; {len(nodes)} nodes"
-        node = next(number for number, ranks in enumerate(nodes) if self._ranks.rank in ranks)
-        name = self._ranks.on_first("memory tier", lambda: run_name(saves_to, by)) + (f"-node{node}" if posed else "")
-        self.folder, _ = self._ranks.together("checkpoint.memory_every_n_steps", lambda: NodeMemory(name))
+        self._degrees = f"{layout}; {len(nodes)} nodes"
         self._saves_to, self._inside = saves_to, inside
         self.is_begun = False
-        self._saver = MemorySaver(self.folder, self._ranks, nodes, self._on_disk)
-        self._progress = Progress(self.folder, self._ranks.rank)
-        self._past = last_of(past for part in self._ranks.gather(pasts(self.folder)) for past in part)
-        self._source = ""
-        self._resumed_at: int | None = None
         self._saved_step = -1
-        if self._saver.leads:
-            for path, size in left_by_others(self.folder.path):
-                logger.warning(
-                    "%s holds %.1f MiB of memory for a run that has ended: go on with it, or free it by rm -r %s",
-                    path,
-                    size / 2**20,
-                    path,
-                )
+
+        # The node's folder: the first rank takes it, the others share it.
+        what = "checkpoint.memory_every_n_steps"
+        node = next(number for number, ranks in enumerate(nodes) if self._ranks.rank in ranks)
+        self._leads = self._ranks.rank == nodes[node][0]
+        name = self._ranks.on_first(what, lambda: run_name(saves_to, by)) + (f"-node{node}" if posed else "")
+        self.folder, _ = self._ranks.together(what, lambda: NodeMemory(name))
+        advice = _ANOTHER.get(by, "save to another folder") + ", or leave memory_every_n_steps out"
+        try:
+            self._ranks.together(what, lambda: self.folder.take(True, advice, patience) if self._leads else None)
+            self._ranks.together(what, lambda: None if self._leads else self.folder.take(False, advice, patience))
+        except CheckpointError:
+            self.folder.give_back()
+            raise
+        self._saver = MemorySaver(self.folder, self._ranks, nodes, self._on_disk)
+        for path, size in left_by_ended_jobs() if self._leads else ():
+            advice = f"start that again to go on with it, or rm -r {path}; it is removed where its memory is needed"
+            logger.warning("%s holds %s of memory for a job that has ended: %s", path, size, advice)
 
     # The start
 
     def find(self) -> Found | None:
         """Find the newest state that is complete over all nodes. Collective; the same on all ranks."""
         found = find(self.folder, self._ranks)
-        if found is None:
-            return None
-        saved_with = found.sources[0].record.metadata.get(_LAYOUT)
-        if saved_with != self._layout:
-            if self._ranks.rank == 0:
-                logger.warning(
-                    "the state of step %d in memory is not used: it was kept with %s, here are %s",
-                    found.step,
-                    saved_with,
-                    self._layout,
-                )
-            return None
-        return found
+        kept_with = None if found is None else found.manifest.metadata.get(_DEGREES)
+        if found is None or kept_with == self._degrees:
+            return found
+        if self._ranks.rank == 0:
+            what = f"the state of step {found.step} in memory"
+            logger.warning("%s is not used: it was kept with %s, here are %s", what, kept_with, self._degrees)
+        return None
 
     def _on_disk(self) -> tuple[int, dict[str, Any]]:
         return next_sequence(self._at("memory")), {_SEEN: manifests_in(self._saves_to, self._inside)}
@@ -146,16 +159,15 @@ class MemoryTier:
             if found is None:
                 raise
             path = None  # all on disk are broken, which has been said
-        around = path is not None and self._inside
-        there = join(path, self._inside) if around else path
+        there = join(path, self._inside) if path is not None and self._inside else path
         if found is not None and self._ranks.on_first(what, lambda: _is_newer(found, there, in_folder)):
             return self.take(found)
-        self.leave("" if path is None else os.fspath(path))
+        self.leave()
         return cast("P | None", path)
 
     def _is_newest(self, found: Found) -> bool:
-        """Tell whether no checkpoint on disk is newer than a state; on rank 0."""
-        seen = found.sources[0].record.metadata.get(_SEEN)
+        """Return whether no checkpoint on disk is newer than a state; on rank 0."""
+        seen = found.manifest.metadata.get(_SEEN)
         there = manifests_in(self._saves_to, self._inside)
         if there is not None and isinstance(seen, dict) and all(seen.get(name) == it for name, it in there.items()):
             return True
@@ -172,31 +184,22 @@ class MemoryTier:
             CheckpointError: it cannot be brought there; on all ranks.
         """
         self.is_begun = True
-        checkpoint, part = bring_back(found, self.folder, self._ranks)
-        record = part.record
-        names = [record_name(record, record.to_bytes()), *(record.rest if self._saver.leads else ())]
-        self._saver.go_on_from(record.file, names)
-        sent = len(found.sent)
-        self._source = f"memory ({self._ranks.size - sent} ranks from their own node, {sent} from another)"
+        checkpoint, self._saver.slots.number = bring_back(found, self.folder, self._ranks)
+        if self._ranks.rank == 0:
+            sent = len(found.sent)
+            parts = f"{self._ranks.size - sent} ranks have their part on their own node, {sent} get it from another"
+            logger.warning("GOING ON from step %d in memory: %s", found.step, parts)
         return checkpoint
 
-    def leave(self, source: str) -> None:
-        """Begin without a state from memory, and free what is there. Collective.
-
-        Args:
-            source: where the run begins instead: a path, or nothing.
-        """
+    def leave(self) -> None:
+        """Begin without a state from memory, and free what is there. Collective."""
         self.is_begun = True
-        self._source = source
-        keys = self._ranks.gather(self.folder.key)
 
         def free() -> None:
-            names = self.folder.names() if keys.index(self.folder.key) == self._ranks.rank else []
-            if any(name.endswith(".record") for name in names) and self._ranks.rank == 0:
-                logger.warning(
-                    "states in memory (%s) are older than this run's beginning and are removed", self.folder.path
-                )
-            self.folder.remove(names)
+            parts = self.folder.parts() if self._leads else []
+            if any(map(self.folder.is_committed, parts)) and self._ranks.rank == 0:
+                logger.warning("states in memory (%s) are older than this run's beginning: removed", self.folder.path)
+            self.folder.remove(parts)
 
         self._ranks.together("states in memory were not removed", free)
 
@@ -205,15 +208,12 @@ class MemoryTier:
         takes the place of, is removed. On all ranks."""
         if self._saved_step > step:
             self.set_back(step)
-        past = self._past if self._source else None
-        self._past, self._resumed_at = past, step if past is not None else None
-        self._progress.begin(step, past)
         self._saved_step = step
 
     # Steps
 
     def is_due(self, step: int) -> bool:
-        """Tell whether a state is to be kept after an optimizer step."""
+        """Return whether a state is to be kept after an optimizer step."""
         return step // self.every > self._saved_step // self.every
 
     def set_back(self, step: int) -> None:
@@ -242,50 +242,42 @@ class MemoryTier:
         """
         self._saved_step = step
         self._saver.slots.later = tuple(later)
-        self._saver.save(state, step, {**metadata, _LAYOUT: self._layout}, per_rank)
+        self._saver.save(state, step, {**metadata, _DEGREES: self._degrees}, per_rank)
 
     def before_update(self) -> None:
         """Wait for the copy in progress. Call it before parameters or optimizer states change."""
         self._saver.before_update()
 
-    def after_step(self, step: int) -> None:
-        """Note the end of an optimizer step; report once what a failure has cost."""
-        self._progress.step(step)
-        if self._resumed_at is not None and self._past is not None:
-            if self._ranks.rank == 0:
-                logger.warning("%s", report_of(self._past, self._resumed_at, self._source, time.time()))
-            self._resumed_at = None
-
     # The end
 
     def close(self, ended_well: bool) -> None:
         """Remove the folder if the run ended well; otherwise say that it stays. Collective if it ended well."""
-        if not ended_well:
-            self._saver.close()
-            if self._saver.leads:
-                logger.warning(
-                    "the newest state stays in memory (%s, %.1f MiB) for the run that goes on; to free it: rm -r %s",
-                    self.folder.path,
-                    self.folder.size() / 2**20,
-                    self.folder.path,
-                )
-            return
-        try:
-            self._saver.wait()
-        except CheckpointError as error:
-            logger.warning("%s", error)
-        self._saver.close()
-        self._ranks.gather(None)
-        if self._saver.leads:
-            self.folder.remove_all()
+        if ended_well:
+            try:
+                self._saver.wait()
+            except CheckpointError as error:
+                logger.warning("%s", error)
+            self._ranks.gather(None)
+        is_idle = self._saver.close()
+        if self._leads and ended_well:
+            remove_tree(self.folder.path)
+        elif self._leads:
+            path = self.folder.path
+            where = f"{path}, {size_of(path)}"
+            logger.warning(
+                "the newest state stays in memory (%s) for the run that goes on; free it: rm -r %s", where, path
+            )
+        if is_idle:  # otherwise the lock goes with the process, or with its next run of the name
+            self.folder.give_back()
 
 
 def _is_newer(found: Found, path: str | os.PathLike[str] | None, in_folder: bool) -> bool:
-    """Tell whether a state in memory is newer than the checkpoint at a path, or the same. What is no folder of ours (a
-    single file, another program's) counts as newer: nothing is known of its save."""
+    """Return whether a state in memory is newer than the checkpoint at a path, or the same. What is no folder of ours
+    (a single file, another program's) counts as newer: nothing is known of its save."""
     if path is None:
         return True
     if not is_checkpoint(path):
         return False
     manifest = open_checkpoint(path).manifest
-    return found.age >= manifest.age[:2] if in_folder else found.step > (manifest.step or 0)
+    age = found.manifest.age
+    return age[:2] >= manifest.age[:2] if in_folder else found.step > (manifest.step or 0)

@@ -119,6 +119,7 @@ class ObjectTransaction(Transaction):
         self.fs, self.path = _open_fs(address)
         self.mark = ""
         self.sent: bytes | None = None
+        self.before: bytes | None = None  # the manifest that is replaced
         self.replaced: list[str] = []
 
     def begin(self, save_id: str, overwrite: bool) -> None:
@@ -128,7 +129,8 @@ class ObjectTransaction(Transaction):
             if not overwrite:
                 raise CheckpointError(f"{self.address} exists already; choose another path or pass overwrite=True")
             # Only what really lies in the folder: names lead nowhere else.
-            self.replaced = sorted(_listed_files(folder, self.address) & set(names))
+            self.before, listed = _manifest_of(folder, self.address)
+            self.replaced = sorted(listed & set(names))
         foreign = [name for name in names if name != MANIFEST and not name.startswith(_OWN)]
         if foreign:
             raise CheckpointError(
@@ -166,12 +168,36 @@ class ObjectTransaction(Transaction):
     def commit(self, manifest: bytes) -> None:
         self.sent = manifest
         self.fs.pipe_file(f"{self.path}/{MANIFEST}", manifest)
+        self._look_after_commit(manifest)
         self.mark = ""  # from here on it is the checkpoint, whatever happens to what it replaces
         for name in self.replaced:
             try:
                 self.fs.rm_file(f"{self.path}/{name}")
             except Exception as error:  # stores raise what they like
                 logger.warning("%s/%s of the replaced checkpoint could not be removed: %s", self.address, name, error)
+
+    def _look_after_commit(self, manifest: bytes) -> None:
+        """Look once more at what was committed, and put the manifest of before back if a file has been removed.
+
+        Raises:
+            CheckpointError: a file is gone; the address holds what it held before.
+        """
+        try:
+            listed = ObjectFolder(self.address).listing() or {}
+        except (StoreError, FileNotFoundError) as error:
+            logger.warning("%s was saved, and could not be looked at afterwards: %s", self.address, error)
+            return
+        lost = sorted(set(Manifest.from_bytes(manifest, self.address).files) - set(listed))
+        if not lost:
+            return
+        if self.before is None:
+            self.fs.rm_file(f"{self.path}/{MANIFEST}")
+        else:
+            self.fs.pipe_file(f"{self.path}/{MANIFEST}", self.before)
+        self.sent = None
+        raise CheckpointError(
+            f"{self.address}/{lost[0]} is gone: it was removed during the commit; the checkpoint of before stays"
+        )
 
     def abort(self) -> None:
         if not self.mark or self._may_be_committed():
@@ -193,13 +219,14 @@ class ObjectTransaction(Transaction):
             return True
 
 
-def _listed_files(folder: Folder, address: str) -> set[str]:
+def _manifest_of(folder: Folder, address: str) -> tuple[bytes | None, set[str]]:
+    """Return a manifest that is to be replaced, and the files that it names."""
     try:
         data = folder.read(MANIFEST, MANIFEST_BYTES)
-        return set(Manifest.from_bytes(data, f"{address}/{MANIFEST}").files)
+        return data, set(Manifest.from_bytes(data, f"{address}/{MANIFEST}").files)
     except CheckpointError as error:
         logger.warning("the checkpoint to be replaced is broken, its files stay: %s", error)
-        return set()
+        return None, set()
 
 
 def remove_objects(address: str) -> None:

@@ -212,6 +212,7 @@ class HostBuffers:
         self._known = {name: self._known_of(name, tensor) for name, tensor in tensors.items()}
         if not self.layout.holds_for(self._known):
             self.layout = Layout(self._known, _meshes(tensors))
+            self._items = {name: each for name, each in self._items.items() if name in tensors}
         sources: dict[Place, torch.Tensor] = {}
         for place, (item, is_local) in self.layout.sources.items():
             tensor = tensors[place[0]]

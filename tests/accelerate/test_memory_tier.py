@@ -18,9 +18,12 @@ from transformers import TrainerCallback, integrations
 from transformers import trainer as trainer_module
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
+from smp_core.checkpoint import CheckpointError
 from smp_core.checkpoint.memory_slots import SharedSlots
+from smp_core.checkpoint.memory_tier import MemoryTier
 from tests.accelerate.running import SAMPLES, fresh_accelerator, full_weights, make_loader, make_optimizer, prepared
 from tests.accelerate.trainers import Run, make_model, make_trainer, whole_weights
+from tests.core.checkpoint.states import step_in
 from tests.core.models import TroubledModel, loss_of
 from tests.harness import run_ranks
 from tests.lightning.losing import Lost, Watch, copy_slowly
@@ -153,6 +156,28 @@ def test_a_run_goes_on_from_memory_or_from_what_is_newer_on_disk(kind: str, shar
         assert from_memory.extra["opened"] == [] and from_disk.extra["opened"]
 
 
+def begin_beside(folder: str) -> list[str]:
+    os.environ["SMP_MEMORY_FOLDER"] = f"{folder}/memory"
+    said = []
+    for train in RUNS.values():
+        try:
+            train(Path(folder, "run"), {"shard": "world", "every": 1}, resume=True)
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_run_in_the_folder_of_one_that_lives_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMP_MEMORY_FOLDER", str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    live = [MemoryTier(1, f"{tmp_path}/run", [[0]], posed=False, layout="", by=by) for by in ("trainer", "loop")]
+    for said in run_ranks(begin_beside, 2, str(tmp_path)):
+        assert [f"process {os.getpid()} on this machine" in each for each in said] == [True, True]
+        assert "output_dir=...) another folder" in said[0] and "load_newest_state(...) with another folder" in said[1]
+    for each in live:
+        each.close(ended_well=True)
+
+
 # Several trainings in one process
 
 
@@ -175,8 +200,8 @@ def train_in_phases(folder: Path) -> list[tuple[int, list[int], list[str]]]:
             counted.append(accelerator.optimizer_steps)
         accelerator.memory._saver.wait()
         dist.barrier()
-        records = folder.glob(f"memory/torch-smp-*/phase-{phase}-*/rank-{dist.get_rank():05d}-*.record")
-        seen.append((begin, counted, sorted(path.name.split("-")[3] for path in records)))
+        manifests = folder.glob(f"memory/torch-smp-*/phase-{phase}-*/rank-{dist.get_rank():05d}-*/manifest.json")
+        seen.append((begin, counted, sorted(map(step_in, manifests))))
         if phase == 0:
             accelerator.free_memory()  # the phase after it does without
     with mock.patch.object(PartialState, "destroy_process_group"):
@@ -205,8 +230,8 @@ def search(folder: Path) -> tuple[list[str], list[str]]:
 
     def in_memory() -> list[str]:
         dist.barrier()
-        found = folder.glob(f"memory/torch-smp-*/run-*/rank-{dist.get_rank():05d}-*.record")
-        return [f"{path.parent.name.rpartition('-')[0]} {path.name.split('-')[3]}" for path in sorted(found)]
+        found = folder.glob(f"memory/torch-smp-*/run-*/rank-{dist.get_rank():05d}-*/manifest.json")
+        return sorted(f"{path.parents[1].name.rpartition('-')[0]} {step_in(path)}" for path in found)
 
     class Loses(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -243,10 +268,10 @@ def test_trainings_of_one_process_count_and_keep_their_own_steps(tmp_path: Path)
     wait for the copy (a state that changes meanwhile is given up), and the memory is freed; what they save is in it."""
     for (phases, left), (then, in_the_end) in run_ranks(train_twice, 2, str(tmp_path)):
         steps = [list(range(1, count + 1)) for count in (6, 3, 2)]
-        kept = [[f"{step:08d}" for step in counted[-2:]] for counted in steps]
+        kept = [counted[-2:] for counted in steps]
         assert phases == [(0, counted, names) for counted, names in zip(steps, kept, strict=True)]
         assert left == []
-        assert then == ["run-0-trainer 00000002", "run-0-trainer 00000003"]
+        assert then == ["run-0-trainer 2", "run-0-trainer 3"]
         assert in_the_end == then, "for a run that goes on with it"
     saved = [path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.glob("run/**/smp_state")]
     assert sorted(saved) == ["run/run-0/checkpoint-3"]

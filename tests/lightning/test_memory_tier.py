@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smp.memory import PLACE
-from smp_core.checkpoint import save_checkpoint
+from smp_core.checkpoint import CheckpointError, save_checkpoint
 from smp_core.checkpoint.memory_slots import SharedSlots
-from smp_core.checkpoint.memory_tier import _is_newer
+from smp_core.checkpoint.memory_tier import MemoryTier, _is_newer
 from tests.core.models import LENGTH, TroubledModel
 from tests.core.pipeline.cases import example_of, of_all_stages
 from tests.core.tensor_parallel.model_cases import build
@@ -107,7 +109,7 @@ def lose_and_resume(folder: str, lost: list[int], every: int, **case: Any) -> tu
     dist.barrier()
     resumed = train(top / "run", resume=True, every=every, **case)
     dist.barrier()
-    left = [*(top / "memory").glob("torch-smp-*/*"), *(top / "run").glob(PLACE)]
+    left = [*(top / "memory").glob("torch-smp-*/*"), *(top / "run").glob(f"**/{PLACE}")]
     resumed.extra["left"] = [str(path) for path in left]
     return plain, ended, resumed
 
@@ -128,7 +130,7 @@ def test_a_run_goes_on_from_memory(tmp_path: Path, lost: list[int], every: int) 
     runs = run_ranks(lose_and_resume, 2, str(tmp_path), lost, every, ranks_per_node=1)
     check(runs, resumed_at=8)
     opened = {name for _, _, resumed in runs for name in resumed.extra["opened"]}
-    assert {Path(name).name for name in opened} <= {PLACE}, "an empty folder"
+    assert opened == set()
 
 
 UNEVEN = {"shard_degree": 1, "pipeline_parallel_degree": 2, "pipeline": {"split": [3, 1], "microbatches": 1}}
@@ -156,13 +158,78 @@ def test_a_run_in_stages_goes_on_from_memory(cases: list[int], tmp_path: Path) -
     for seen in zip(*run_ranks(lose_and_resume_each, 4, str(tmp_path), cases, ranks_per_node=2), strict=True):
         check(list(seen), resumed_at=8)
         opened = {name for _, _, resumed in seen for name in resumed.extra["opened"]}
-        assert {Path(name).name for name in opened} <= {PLACE}, "an empty folder"
+        assert opened == set()
 
 
 def test_a_run_whose_memory_is_lost_goes_on_from_disk(tmp_path: Path) -> None:
     runs = run_ranks(lose_and_resume, 2, str(tmp_path), [0, 1], 3, ranks_per_node=1)
     check(runs, resumed_at=6)
     assert all(resumed.extra["opened"] for _, _, resumed in runs)
+
+
+# Names
+
+
+def restart_without_a_folder(folder: str, kinds: list[str]) -> dict[str, tuple[int, int, list[str]]]:
+    """Lose a run in step 5 and start it again, then end it: the steps at which it begins, and what is left."""
+    seen = {}
+    for kind in kinds:
+        top = Path(folder, kind)
+        top.mkdir()
+        os.environ["SMP_MEMORY_FOLDER"] = str(top)
+        begun: list[int] = []
+        for attempt in range(3):
+            flags: dict[str, Any] = {"default_root_dir": top / "root"}
+            if kind == "job":
+                (top / str(attempt)).mkdir()
+                os.chdir(top / str(attempt))
+                flags = {"default_root_dir": None}
+            if kind == "default":
+                flags |= {"enable_checkpointing": True, "logger": CSVLogger(top / "logs")}  # counts up its versions
+            module = LosingModule(BATCHES)
+            module.ends_in = (5, 7, None)[attempt]
+            trainer = make_trainer({**WORLD, "checkpoint": {"memory_every_n_steps": 1}}, **flags)
+            with contextlib.suppress(Lost):
+                trainer.fit(module, ckpt_path="last")
+            begun.append(trainer.global_step - len(module.losses))
+        os.chdir(folder)
+        seen[kind] = (*begun[1:], [path.name for path in top.glob("torch-smp-*/*")])
+    return seen
+
+
+def test_a_run_without_a_folder_of_checkpoints_is_found_after_a_restart(tmp_path: Path) -> None:
+    """By Trainer's folder, also where a logger numbers those of checkpoints; by the launcher's job where that is not
+    given, and the working directory is another one each time."""
+    kinds = ["none", "default", "job"]
+    for seen in run_ranks(restart_without_a_folder, 1, str(tmp_path), kinds, env={"TORCHELASTIC_RUN_ID": "job-7"}):
+        assert seen == dict.fromkeys(kinds, (5, 7, []))
+
+
+def begin_beside(folder: str) -> tuple[str, int]:
+    os.environ["SMP_MEMORY_FOLDER"] = f"{folder}/memory"
+    module, saver = LosingModule(BATCHES), ModelCheckpoint(f"{folder}/run")
+    knobs = {**WORLD, "checkpoint": {"memory_every_n_steps": 1}}
+    trainer = make_trainer(knobs, callbacks=[saver], enable_checkpointing=True)
+    try:
+        trainer.fit(module, ckpt_path="last")
+    except CheckpointError as error:
+        return str(error), len(module.losses)
+    return "", len(module.losses)
+
+
+def test_a_run_in_the_folder_of_one_that_lives_is_refused_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SMP_MEMORY_FOLDER", str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    lives = MemoryTier(1, f"{tmp_path}/run", [[0]], posed=False, layout="", by="lightning")
+    lives.leave()
+    lives.save({"weights": torch.ones(3)}, 1, {}, None)
+    for said, steps in run_ranks(begin_beside, 2, str(tmp_path)):
+        assert f"process {os.getpid()} on this machine" in said and "give ModelCheckpoint(dirpath=...)" in said
+        assert steps == 0
+    assert lives.find() is not None
+    lives.close(ended_well=True)
 
 
 class SavesOnce(LanguageModule):
@@ -203,5 +270,5 @@ def test_a_checkpoint_of_another_folder_is_compared_by_its_step(step: int, from_
     other = tmp_path / "other" / "on_exception.ckpt"
     other.parent.mkdir()
     save_checkpoint(other, {"state_dict": {"weight": torch.ones(2)}}, metadata={"step": step})
-    found: Any = SimpleNamespace(age=(9, 100), step=100)
+    found: Any = SimpleNamespace(manifest=SimpleNamespace(age=(9, 100, "")), step=100)
     assert _is_newer(found, other, in_folder=False) is from_memory

@@ -39,7 +39,7 @@ def tier(folder: Path) -> MemoryTier:
 
 def killed_before(number: int, folder: Path) -> None:
     kept = tier(folder)
-    kept.leave("")
+    kept.leave()
     for step in (1, 2):
         kept.save(state(step), step, {}, step)
     kept._saver.wait()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,3 +126,10 @@ def differences(found: Any, expected: Any, path: str = "") -> list[str]:
             for text in differences(*pair, f"{path}.{i}")
         ]
     return [] if found == expected else [f"{path}: {found!r} instead of {expected!r}"]
+
+
+def step_in(manifest: Path) -> int:
+    """Return the step that a manifest names."""
+    step = json.loads(manifest.read_text())["step"]
+    assert isinstance(step, int)
+    return step

@@ -23,16 +23,16 @@ from unittest import mock
 
 import fsspec
 import pytest
+import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
 import smp_core.checkpoint.local_folder as local_folder
-import smp_core.checkpoint.verify as verify
 import smp_core.checkpoint.writer as writer
-from smp_core.checkpoint import CheckpointError, newest_checkpoint, save_step, verify_checkpoint
+from smp_core.checkpoint import CheckpointError, newest_checkpoint, save_checkpoint, save_step, verify_checkpoint
 from smp_core.checkpoint.file_system import try_lock
-from smp_core.checkpoint.verify import file_problem
 from tests.core.checkpoint.injection import ERRORS, SEED, Fault, Injector, in_a_child, loads, save, state
 from tests.core.checkpoint.store_on_disk import PREFIX, StoreOnDisk
+from tests.harness import run_ranks
 
 QUICK = {"load": 10, "save": 10, "clock": 3, "store": 10, "store load": 5}
 Deed = Callable[[Path], object]
@@ -177,24 +177,15 @@ def save_meanwhile(folder: Path, case: tuple[int, str, bool]) -> str:
     deed, allowed = WHILE_SAVING[what]
     ended = "saved"
     injector = Injector(Fault(at, lambda: deed(path)))
-    looked_at: list[int] = []  # calls before each last look at the file that is lost
-
-    def look(folder: Any, manifest: Any, name: str, *arguments: Any) -> str | None:
-        if name.startswith("tensors"):
-            looked_at.append(injector.calls)
-        return file_problem(folder, manifest, name, *arguments)
-
     try:
         waits = mock.patch.object(local_folder, "_OTHERS_SECONDS", 0.0)
-        with mock.patch.object(verify, "file_problem", look), waits, injector.active(exchange):
+        with waits, injector.active(exchange):
             save(path, 2)
     except CheckpointError:
         ended = "refused"
     found = loads(path)
     whole = {None} if verify_checkpoint(path, deep=True) else {found}
     after_commit = what == "the old one loses a file" or what == "the old one is removed"
-    # Nobody can look and rename at once: what is lost in between is lost as it would be after the save.
-    after_commit |= what == "a written file is lost" and bool(looked_at) and at >= looked_at[-1]
     if ended == "saved" and not after_commit:
         assert found in (2, 5), f"the save returned, and {found} loads"
     assert found in (*allowed, None if after_commit else 2), f"{ended}, and {found} loads"
@@ -271,6 +262,96 @@ def test_others_at_every_call_of_a_save(tmp_path: Path) -> None:
     cases = save_cases(tmp_path)
     assert len(cases) >= 400
     assert judged(cases, lambda case: save_meanwhile(tmp_path, case))["saved 5"], "the other job has saved, too"
+
+
+# A file that vanishes inside the commit.
+
+FILES = ("manifest.json", "index*", "rest*", "tensors*", "extra/*")
+
+
+@contextlib.contextmanager
+def losing_in_the_commit(pattern: str, exchange: bool = True) -> Iterator[None]:
+    """Remove a file of the save in the instant before the rename that commits it."""
+    lost: list[Path] = []
+
+    def losing(call: Callable[..., Any], where: int) -> Callable[..., Any]:
+        def called(*arguments: Any, **keywords: Any) -> Any:
+            source, target = Path(arguments[0]), Path(arguments[-1])
+            folder = target.parent if where else source
+            is_commit = target.name == "manifest.json" if where else source.name.startswith(".tmp-")
+            if is_commit and not lost:
+                lost.extend(sorted(folder.glob(pattern), key=os.path.getctime)[-1:])  # a new one
+                lost[0].unlink()
+            return call(*arguments, **keywords)
+
+        return called
+
+    with contextlib.ExitStack() as stack:
+        for name in ("rename_new", "rename_exchange"):
+            call = getattr(local_folder, name)
+            stack.enter_context(mock.patch.object(local_folder, name, losing(call, 0)))
+        stack.enter_context(mock.patch.object(os, "rename", losing(os.rename, 1)))
+        stack.enter_context(mock.patch.object(local_folder, "can_exchange", lambda parent: exchange))
+        yield
+
+
+@pytest.mark.parametrize("way", ["new", "exchanged", "moved in"])
+def test_a_file_that_vanishes_inside_the_commit_is_an_error_and_the_old_one_stays(way: str, tmp_path: Path) -> None:
+    for pattern in FILES:
+        path = tmp_path / pattern.strip("/*") / "last.ckpt"
+        before = None
+        if way != "new":
+            save(path, 1)
+            before = 1
+        if way == "moved in" and pattern == "manifest.json":
+            continue  # it is what the rename moves
+        with losing_in_the_commit(pattern, exchange=way != "moved in"), pytest.raises(CheckpointError, match="is gone"):
+            save(path, 2)
+        assert loads(path) == before, pattern
+        assert path.exists() == (before is not None)
+        save(path, 3)
+        assert loads(path) == 3
+        assert os.listdir(path.parent) == ["last.ckpt"]
+
+
+def test_an_object_that_vanishes_inside_the_commit_is_an_error_and_the_old_one_stays() -> None:
+    fs = fsspec.filesystem("memory")
+    put = MemoryFileSystem.pipe_file
+
+    for before in (None, 1):
+        if before:
+            save(STORE, before)
+        old = set(fs.find(STORE)) if before else set()
+
+        def lose_new(own: Any, path: str, value: bytes, *arguments: Any, old: set[str] = old, **keywords: Any) -> Any:
+            if path.endswith("manifest.json"):
+                for name in [name for name in fs.find(STORE) if "tensors" in name and name not in old]:
+                    fs.rm_file(name)
+            return put(own, path, value, *arguments, **keywords)
+
+        with (
+            mock.patch.object(MemoryFileSystem, "pipe_file", lose_new),
+            pytest.raises(CheckpointError, match="is gone"),
+        ):
+            save(STORE, 2)
+        assert loads(STORE) == before
+        save(STORE, 3)
+        assert loads(STORE) == 3
+        fs.rm(STORE, recursive=True)
+
+
+def saved_by_ranks(path: str) -> str:
+    with losing_in_the_commit("index*") if dist.get_rank() == 0 else contextlib.nullcontext():
+        try:
+            save_checkpoint(path, state(2))
+        except CheckpointError as error:
+            return str(error)
+    return ""
+
+
+def test_all_ranks_hear_of_a_file_that_vanished(tmp_path: Path) -> None:
+    for said in run_ranks(saved_by_ranks, 2, str(tmp_path / "last.ckpt")):
+        assert "index.json is gone" in said
 
 
 # Clocks.

@@ -14,30 +14,26 @@ import torch
 import torch.distributed as dist
 
 from smp_core import streams
-from smp_core.checkpoint import CheckpointError, load_checkpoint, memory_save, memory_tier, read_per_rank
+from smp_core.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    memory_save,
+    memory_tier,
+    read_per_rank,
+    save_checkpoint,
+)
 from smp_core.checkpoint.memory_slots import SharedSlots
 from smp_core.checkpoint.memory_tier import MemoryTier
-from smp_core.checkpoint.progress import Past, last_of, report_of
 from smp_core.checkpoint.untrusted import StoreError
-from tests.core.checkpoint.states import differences, gathered, sharded_state
+from tests.core.checkpoint.memory_states import files, found_in, kept_until, state_of, tier
+from tests.core.checkpoint.states import differences, gathered, sharded_state, step_in
 from tests.harness import run_ranks, run_script
-
-
-def nodes() -> list[list[int]]:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    per_node = int(os.environ.get("SMP_RANKS_PER_NODE", world))
-    return [list(range(first, first + per_node)) for first in range(0, world, per_node)]
-
-
-def tier(folder: str, layout: str = "shard 2", by: str = "") -> MemoryTier:
-    os.environ["SMP_MEMORY_FOLDER"] = folder
-    return MemoryTier(1, f"{folder}/disk", nodes(), posed=len(nodes()) > 1, layout=layout, by=by)
 
 
 def keep(folder: str, degree: int, steps: int = 3) -> list[Any]:
     """Keep some states as training would, and end without a word; the states, whole."""
     kept, expected = tier(folder), []
-    kept.leave("")
+    kept.leave()
     kept.begin(0)
     for step in range(1, steps + 1):
         state = sharded_state(degree, seed=step)
@@ -46,7 +42,6 @@ def keep(folder: str, degree: int, steps: int = 3) -> list[Any]:
         kept.before_update()
         for name in ("state_dict", "optimizer_states", "best"):
             clear(state[name])
-        kept.after_step(step)
     kept._saver.wait()
     changes_are_seen(kept._saver.slots, sharded_state(degree))
     return expected
@@ -94,7 +89,7 @@ def folder_of(folder: Path, node: int) -> Path:
 def test_a_lost_node_is_given_its_part_by_a_replica_or_from_the_copy(tmp_path: Path, degree: int) -> None:
     """Groups of 2 fill a node, so that the other one has the same shards; of 4 they do not, and a copy is kept."""
     expected = run_ranks(keep, 4, str(tmp_path), degree, ranks_per_node=2)[0]
-    sizes = [len(list(folder_of(tmp_path, node).glob("*.tensors"))) for node in range(2)]
+    sizes = [len(list(folder_of(tmp_path, node).glob("rank-*/tensors"))) for node in range(2)]
     assert sizes == ([4, 4] if degree == 2 else [8, 8])  # two of each rank, and of each rank of the node before
     shutil.rmtree(folder_of(tmp_path, 1))
     for step, state, own, sent in run_ranks(resume, 4, str(tmp_path), degree, ranks_per_node=2):
@@ -114,8 +109,8 @@ def test_a_part_that_lies_on_the_node_as_another_rank_s_is_used(event: str, tmp_
         (tmp_path / "aside").rename(second)
     else:  # the job was killed between the records of two replicas
         (folder,) = tmp_path.glob("torch-smp-*/*")
-        (record,) = folder.glob("rank-00001-step-00000003-*.record")
-        record.unlink()
+        (manifest,) = [path for path in folder.glob("rank-00001-*/manifest.json") if step_in(path) == 3]
+        manifest.unlink()
     for step, state, own, sent in run_ranks(resume, 4, str(tmp_path), 2, ranks_per_node=per_node):
         assert (step, sent) == (3, [])
         assert differences(state, expected[-1]) == []
@@ -124,37 +119,6 @@ def test_a_part_that_lies_on_the_node_as_another_rank_s_is_used(event: str, tmp_
 
 # One process
 
-STATE = {"weights": torch.arange(6.0), "rest": {"epoch": 1, "names": {"a"}, "sizes": torch.Size([2])}}
-
-
-def state_of(step: int) -> dict[str, Any]:
-    return {**STATE, "weights": torch.arange(6.0) + step}
-
-
-def kept_until(folder: Path, steps: int, **options: Any) -> MemoryTier:
-    kept = tier(str(folder), **options)
-    kept.leave("")
-    kept.begin(0)
-    for step in range(1, steps + 1):
-        kept.save(state_of(step), step, {}, step)
-        kept.after_step(step)
-    kept._saver.wait()
-    return kept
-
-
-def found_in(folder: Path, **options: Any) -> int | None:
-    """The step of the state that a new process finds; its values are those of the step."""
-    kept = tier(str(folder), **options)
-    found = kept.find()
-    if found is None:
-        return None
-    state = {"weights": torch.zeros(6), "rest": {}}
-    opened = kept.take(found)
-    load_checkpoint(opened, state)
-    assert differences(state, state_of(found.step)) == []
-    assert read_per_rank(opened) == [found.step]
-    return found.step
-
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -162,16 +126,16 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def files(folder: Path, pattern: str = "*") -> list[Path]:
-    return sorted(folder.glob(f"torch-smp-*/*/{pattern}"))
+def steps_in(folder: Path) -> list[int]:
+    return sorted(map(step_in, files(folder, "rank-*/manifest.json")))
 
 
 def test_two_states_are_kept_and_none_after_a_good_end(alone: Path) -> None:
     kept = kept_until(alone, 5)
-    endings = [path.name.rpartition(".")[2] for path in files(alone)]
-    assert sorted(endings) == ["json"] * 3 + ["progress-00000"] + ["pt"] * 2 + ["record"] * 2 + ["tensors"] * 2
-    assert [path.name.split("-")[3] for path in files(alone, "*.record")] == ["00000004", "00000005"]
-    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(alone))
+    parts = [sorted(path.name for path in part.iterdir()) for part in files(alone, "rank-*")]
+    assert parts == [["index.json", "manifest.json", "rest.json", "rest.pt", "tensors"]] * 2
+    assert steps_in(alone) == [4, 5]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files(alone, "rank-*/*"))
     assert found_in(alone) == 5
     kept.close(ended_well=True)
     assert files(alone, "") == []
@@ -180,11 +144,14 @@ def test_two_states_are_kept_and_none_after_a_good_end(alone: Path) -> None:
 def test_what_stays_after_a_bad_end_is_named_and_so_is_what_others_left(
     alone: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept_until(alone, 1).close(ended_well=False)
-    assert "stays in memory" in caplog.text and f"rm -r {alone}" in caplog.text
-    os.environ["SMP_MEMORY_FOLDER"] = str(alone)
+    kept = kept_until(alone, 1)
     other = MemoryTier(1, f"{alone}/another", [[0]], posed=False, layout="")
-    assert "holds 0.0 MiB of memory for a run that has ended" not in caplog.text, "its process still lives"
+    assert "for a job that has ended" not in caplog.text, "it still lives"
+    kept.close(ended_well=False)
+    assert "stays in memory" in caplog.text and f"rm -r {alone}" in caplog.text
+    MemoryTier(1, f"{alone}/another", [[0]], posed=False, layout="").close(ended_well=True)
+    assert "holds 0.0 MiB of memory for a job that has ended" in caplog.text
+    assert found_in(alone) == 1, "and is not touched"
     other.close(ended_well=True)
 
 
@@ -194,16 +161,15 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("pattern", ["*.record", "*.tensors", "rest-*.json", "rest-*.pt"])
+@pytest.mark.parametrize("name", ["manifest.json", "tensors", "index.json", "rest.json", "rest.pt"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "open to others", "link"])
-def test_what_is_damaged_or_not_ours_is_as_if_it_were_not_there(alone: Path, pattern: str, damage: str) -> None:
+def test_what_is_damaged_or_not_ours_is_as_if_it_were_not_there(alone: Path, name: str, damage: str) -> None:
     kept_until(alone, 4)
-    record = files(alone, "*step-00000004-*.record")[0].read_text()
-    (victim,) = [path for path in files(alone, pattern) if "step-00000004" in path.name or f'"{path.name}"' in record]
+    (victim,) = [part / name for part in files(alone, "rank-*") if step_in(part / "manifest.json") == 4]
     if damage == "flip":
         content = victim.read_bytes()
-        # Of a record its step, which says nothing by itself of being another one.
-        flip(victim, content.index(b'"step": 4') + 8 if pattern == "*.record" else 20)
+        # Of a manifest its step, which says nothing by itself of being another one.
+        flip(victim, content.index(b'"step": 4') + 8 if name == "manifest.json" else 20)
     elif damage == "cut":
         victim.write_bytes(victim.read_bytes()[:-1])
     elif damage == "open to others":
@@ -223,11 +189,12 @@ def test_a_save_that_ends_in_the_middle_leaves_the_state_before(alone: Path, mon
     def killed(*_: Any) -> None:
         raise OSError("killed")
 
-    monkeypatch.setattr(type(kept._saver), "_commit", killed)
+    monkeypatch.setattr(type(kept.folder), "write", killed)
     kept.save(state_of(3), 3, {}, 3)
     with pytest.raises(CheckpointError, match="step 3 was not kept in memory: OSError: killed"):
         kept.save(state_of(4), 4, {}, 4)
-    assert len(files(alone, "*.record")) == 1, "the tensors of step 1 have been written over"
+    monkeypatch.undo()
+    assert steps_in(alone) == [2], "the tensors of step 1 have been written over"
     assert found_in(alone) == 2
 
 
@@ -367,6 +334,17 @@ def test_memory_is_given_back_to_the_driver_and_its_refusal_is_said(
     assert driver.registered == {}
 
 
+def test_an_ordinary_checkpoint_is_not_taken_for_a_part(alone: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept_until(alone, 3)
+    (victim,) = [part for part in files(alone, "rank-*") if step_in(part / "manifest.json") == 3]
+    shutil.rmtree(victim)
+    save_checkpoint(victim, state_of(9), metadata={"step": 9})
+    for path in [victim, *victim.iterdir()]:
+        path.chmod(path.stat().st_mode & 0o700)
+    assert found_in(alone) == 2
+    assert "is a checkpoint, but no part of a state in memory" in caplog.text
+
+
 def test_states_of_other_ranks_or_degrees_are_not_used(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_until(alone, 1)
     assert found_in(alone, layout="shard 4") is None
@@ -377,7 +355,7 @@ def test_a_loop_leaves_alone_what_a_trainer_keeps_for_the_same_folder(alone: Pat
     kept_until(alone, 1, by="trainer")
     other = tier(str(alone), by="loop")
     assert other.find() is None
-    other.leave("")
+    other.leave()
     assert found_in(alone, by="trainer") == 1
 
 
@@ -397,39 +375,7 @@ def test_too_little_memory_is_said_at_the_first_save(alone: Path, monkeypatch: p
     kept = tier(str(alone))
     with pytest.raises(CheckpointError, match=r"no room for 0\.0 MiB .*docker run --shm-size.*memory_every_n_steps"):
         kept.save(state_of(1), 1, {}, 1)
-    assert files(alone, "*.tensors") == []
-
-
-def test_what_a_failure_has_cost_is_said_once(alone: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kept_until(alone, 4)
-    kept = tier(str(alone))
-    kept.leave("step-2.ckpt")
-    kept.begin(2)
-    kept.after_step(3)
-    kept.after_step(4)
-    reports = [record.message for record in caplog.records if "RESUMED" in record.message]
-    assert len(reports) == 1
-    assert "RESUMED at step 2 from step-2.ckpt: 2 steps lost, " in reports[0] and "have trained (ETTR)" in reports[0]
-
-
-def test_the_share_that_trained_counts_no_lost_steps_and_no_restarts() -> None:
-    """100 s of training until step 10 of 10; a restart of 20 s at step 5; 50 s until step 10 again."""
-    first = Past(began=0.0, trained=0.0, started=0.0, ended=100.0, first=0, last=10)
-    assert first.trained_until(5) == 50.0
-    second = Past(began=0.0, trained=50.0, started=120.0, ended=170.0, first=5, last=10)
-    assert second.trained_until(10) == 100.0
-    assert "100 s" not in report_of(second, 8, "memory", 180.0)
-    assert "2 steps lost, 10.0 s from the last step before to the next one, 44.4% of the 180 s" in report_of(
-        second, 8, "memory", 180.0
-    )
-
-
-def test_numbers_of_ranks_that_are_no_more_say_nothing_about_the_last_run() -> None:
-    """Eight ranks came to step 90, four went on from step 50 and came to 62 and 63."""
-    eight = [Past(began=0.0, trained=0.0, started=1.0, ended=95.0, first=0, last=90)]
-    four = [Past(began=0.0, trained=50.0, started=120.0, ended=133.0, first=50, last=last) for last in (62, 63)]
-    assert last_of([*four, *eight]) == four[1]
-    assert last_of([]) is None
+    assert files(alone, "rank-*/tensors") == []
 
 
 @pytest.mark.timeout(1200)
@@ -439,9 +385,36 @@ def test_a_kill_at_any_call_of_a_save_leaves_a_whole_state(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr[-4000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [outcome["killed"] for outcome in seen] == [True] * (len(seen) - 1) + [False]
-    assert len(seen) == 8, "half a copy; two files removed, two opened and renamed; none"
+    assert len(seen) == 14, "half a copy; three files removed; three removed, opened and renamed; none"
     assert [outcome["found"] for outcome in seen] == [2] * (len(seen) - 1) + [3], seen
     assert all(outcome["exact"] and outcome["left"] == [] for outcome in seen), seen
+
+
+@pytest.mark.parametrize("steps", [20, pytest.param(2000, marks=pytest.mark.slow)])
+def test_memory_is_bounded_while_names_change(alone: Path, steps: int) -> None:
+    """As ``best_k_models`` do, which have the names of checkpoints."""
+    kept, seen = kept_until(alone, 0), set()
+    for step in range(1000, 1000 + steps):
+        best = {f"step={step - back}.ckpt": torch.tensor(float(step)) for back in range(2)}
+        kept.save({"weights": torch.ones(100), "best": best, "step": step}, step, {}, None)
+        if step >= 1002:
+            kept._saver.wait()
+            seen.add((len(files(alone, "**/*")), sum(path.stat().st_size for path in files(alone, "**/*"))))
+    assert len(seen) == 1, seen
+    assert len(kept._saver.slots._items) == 3, "names of before are forgotten"
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_kills_and_lost_nodes_of_stages_and_tensor_ranks(number: int, tmp_path: Path) -> None:
+    """What any rank knew to be kept is found, or the state after it, to the last bit."""
+    done = run_script(["-m", "tests.core.checkpoint.memory_trials", str(tmp_path), str(number), "39"], timeout=3500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(seen) == number
+    wrong = [each for each in seen if each.get("newer") not in (0, 1) or not each["exact"] or each["left"]]
+    assert wrong == [], done.stderr[-2000:]
+    assert any(each["sent"] for each in seen), "no rank got its part from another node"
 
 
 def test_a_run_that_is_set_back_forgets_what_it_kept(alone: Path) -> None:
