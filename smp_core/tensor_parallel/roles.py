@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import nn
 
+from smp_core.compat import embeddings_of
 from smp_core.tensor_parallel.operators import RowsInUse
 
 logger = logging.getLogger("smp")
@@ -198,7 +199,7 @@ def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Ite
     prefix = next(name for name, module in model.named_modules() if module is known)
     prefix = f"{prefix}." if prefix else ""
     globs = _OWN.get(known.config.model_type) or _plan_of_transformers(known, kind, instead)
-    head, words = known.get_output_embeddings(), known.get_input_embeddings()
+    words, head = embeddings_of(known)
     for name, module in model.named_modules():
         if module is head or module is words or not name.startswith(prefix):
             continue

@@ -168,11 +168,16 @@ class Trial:
         """Return the group with what has to be done for it; None: it cannot be split.
 
         Args:
-            known: what was found for alike groups of other blocks, tried first.
+            known: what was found for alike groups of other blocks: what is tried first, or None for what cannot be
+                split.
         """
         start = len(self.block.name)
-        alike = tuple(name[start:] for name in (*group.columns, *group.rows))
+        layers = tuple(name[start:] for name in (*group.columns, *group.rows))
+        kinds = tuple((name[start:], type(module)) for name, module in self.block.inside.items())
+        alike = layers, kinds, tuple(self._output(name).shape[-1] for name in (*group.columns, *group.rows))
         if alike in known:
+            if known[alike] is None:
+                return None
             pieces, divided = known[alike]
             here = tuple((f"{self.block.name}{name}", attribute) for name, attribute in divided)
             tried = replace(group, pieces=pieces, divided=here)
@@ -182,6 +187,7 @@ class Trial:
             if self._passes(tried):
                 known[alike] = tried.pieces, tuple((name[start:], attribute) for name, attribute in tried.divided)
                 return self._with_gathering(tried)
+        known.setdefault(alike, None)
         return None
 
     def _possible(self, group: Group) -> Iterator[Group]:
