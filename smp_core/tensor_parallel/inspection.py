@@ -208,7 +208,7 @@ def record(model: nn.Module) -> list[Block]:
             handle.remove()
         if cached:
             known.config.use_cache = cached  # type: ignore[union-attr]
-    taken = set().union(*(block.taken() for block in blocks.values()))
+    taken: set[int] = set().union(*(block.taken() for block in blocks.values()))
     for block in blocks.values():
         block.note_handed_on(taken)
     return [block for block in blocks.values() if block.calls == 1]
