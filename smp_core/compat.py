@@ -44,6 +44,18 @@ def caches_in(named: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def embeddings_of(model: Any) -> tuple[Any, Any]:
+    """Return the input embedding and the head of a Transformers model, None for what it has not: models of speech raise
+    where they are asked."""
+    found = []
+    for get in (model.get_input_embeddings, model.get_output_embeddings):
+        try:
+            found.append(get())
+        except (NotImplementedError, AttributeError):
+            found.append(None)
+    return found[0], found[1]
+
+
 def fsdp_has(method: str) -> bool:
     """Tell whether this torch's FSDP2 has a method of its modules."""
     return hasattr(FSDPModule, method)

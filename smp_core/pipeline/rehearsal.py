@@ -10,6 +10,7 @@ gives, so that nothing that other blocks give beside the chain's tensor is missi
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -47,12 +48,12 @@ def rehearse(model: nn.Module, stages: Stages) -> None:
     module = model.get_submodule(stages.chain.module)
     devices = {parameter.device for parameter in module.parameters() if parameter.is_cuda}
     with with_fake_values(model, refusal), buffers_restored(model), torch.no_grad():
-        with torch.random.fork_rng(devices), _Undropped():
+        with torch.random.fork_rng(devices), _Undropped(), _seeded(model, stages):
             example = example_of(model, module, refusal)
             whole = _run(module, example, refusal)
             given = _in_stages(model, module, stages, example, refusal)
             different = None if is_played(module) else _first_difference(whole, given)
-            if different is not None and _is_the_same(whole, _run(module, example, refusal, seed=1)):
+            if different is not None and _is_the_same(whole, _run(module, example, refusal)):
                 which = f" {different}" if different else ""
                 raise ValueError(
                     f"{refusal}its output{which} is another in stages: something behind the blocks, or between "
@@ -62,9 +63,33 @@ def rehearse(model: nn.Module, stages: Stages) -> None:
                 )
 
 
-def _run(module: nn.Module, example: Example, refusal: str, seed: int = 0) -> Any:
+@contextlib.contextmanager
+def _seeded(model: nn.Module, stages: Stages) -> Iterator[None]:
+    """Let what is drawn inside be the same in stages: each block begins with a seed, and what follows a module that has
+    a stand-in, which draws nothing."""
+    chain = stages.chain
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(functools.partial(_seed, number))
+        for number, name in enumerate(chain.blocks, 1)
+    ]
+    handles += [
+        model.get_submodule(each.name).register_forward_hook(functools.partial(_seed, -number))
+        for number, each in enumerate(chain.stand_ins, 1)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _seed(number: int, *_: Any) -> None:
+    torch.manual_seed(number)
+
+
+def _run(module: nn.Module, example: Example, refusal: str) -> Any:
     args, kwargs = example
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with running_the_example(module, refusal):
         return module(*args, **kwargs)
 
@@ -119,6 +144,7 @@ def _given_by(
         dtype=None,
         outside=_never,
         entered=lambda: None,
+        passed=lambda _: None,
         replaced=lambda _: None,
     )
     stage.show(chunk)

@@ -98,6 +98,7 @@ class Stage:
         dtype: torch.dtype | None,
         outside: Outside,
         entered: Callable[[], None],
+        passed: Callable[[int], None],
         replaced: Callable[[torch.Tensor], None],
         try_call: TriesCall = lambda *_: None,
     ) -> None:
@@ -107,11 +108,14 @@ class Stage:
             played: of :func:`smp_core.pipeline.stand_ins.played_of`.
             dtype: what activations are computed in; None: the parameters' own.
             outside: takes a forward of the root outside of a step through all stages.
-            entered: called where a step's call of the model begins.
+            entered: called where a step comes to the chunk's first block.
+            passed: called where a step has passed a module that has a stand-in elsewhere, with their count so far.
             replaced: called with what ``incoming`` takes the place of: the first block's argument without its values.
             try_call: called before the root's forward, with what does as much for other arguments.
         """
-        self._outside, self._entered, self._replaced, self._try_call = outside, entered, replaced, try_call
+        self._outside, self._entered, self._passed = outside, entered, passed
+        self._replaced, self._try_call = replaced, try_call
+        self._n_passed = 0
         self.incoming: torch.Tensor | None = None
         self.is_running = False
         self.calls = 0
@@ -171,10 +175,13 @@ class Stage:
         number = self._numbers[block]
         if number not in self._own:
             return self._passing_on(*args, **kwargs)
-        if number == self._own.start and not self._is_first:
-            self._is_before_own = False
-            self._replaced(argument(args, kwargs, self._chain.takes))
-            args, kwargs = with_argument(args, kwargs, self._chain.takes, self.incoming)
+        if number == self._own.start:
+            if self.is_running:
+                self._entered()
+            if not self._is_first:
+                self._is_before_own = False
+                self._replaced(argument(args, kwargs, self._chain.takes))
+                args, kwargs = with_argument(args, kwargs, self._chain.takes, self.incoming)
         output = compute(block, *args, **kwargs)
         if number == self._own.stop - 1 and not self.is_last:
             raise _Cut(given_by(output, self._chain.gives))
@@ -186,9 +193,8 @@ class Stage:
             self._require_forward_only(kwargs)
             return
         self.calls += 1
-        if self.calls == 1:
-            self._entered()
-        else:
+        self._n_passed = 0
+        if self.calls > 1:
             raise ValueError(
                 f"{self._name} was called twice in one step; with pipeline_parallel_degree a step may call it once: "
                 "the other stages have left the step after the first call"
@@ -242,8 +248,15 @@ class Stage:
 
         @functools.wraps(forward)
         def standing_in(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_before_own or (is_held and self._is_first):  # it may work behind the blocks too
+            if not self._is_before_own:  # it may work behind the blocks too
                 return forward(*args, **kwargs)
+            given = forward(*args, **kwargs) if is_held and self._is_first else stood_in(*args, **kwargs)
+            if self.is_running:
+                self._n_passed += 1
+                self._passed(self._n_passed)
+            return given
+
+        def stood_in(*args: Any, **kwargs: Any) -> Any:
             taken = next((tensor for _, tensor in iterate_tensors([args, kwargs])), weight)
             if played is not None:
                 given = played(*args, **kwargs)

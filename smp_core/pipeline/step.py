@@ -87,7 +87,8 @@ class Pipeline:
             played,
             dtype=dtype,
             outside=self._outside_of_steps,
-            entered=lambda: self._seeds.begin_model(*self._place),
+            entered=lambda: self._seeds.begin_blocks(*self._place),
+            passed=lambda count: self._seeds.begin_again(self._place[0], count),
             replaced=replaced,
             try_call=try_call,
         )

@@ -142,20 +142,25 @@ def running_the_example(module: nn.Module, refusal: str) -> Iterator[None]:
 
 
 def _alike(model: nn.Module, units: WrapPlan) -> list[list[str]]:
-    """Return the blocks of one kind that may be a chain: first those of the kind that there are most of (a Transformers
-    model names its embeddings next to them), then the other kinds', then those that lie in one list (an encoder's,
-    where a decoder's are of the same kind)."""
+    """Return the blocks that may be a chain: first those of the kind that there are most of (a Transformers model names
+    its embeddings next to them) or of several kinds in one list (state spaces and attention), then the others', then
+    those of one kind in one list (an encoder's, where a decoder's are of the same kind)."""
     kinds = {name: type(model.get_submodule(name)) for name in units.blocks}
     of_kinds = [[name for name in kinds if kinds[name] is kind] for kind in dict.fromkeys(kinds.values())]
-    in_lists: list[list[str]] = []
-    for names in of_kinds:
-        lists: dict[str, list[str]] = {}
-        for name in names:
-            lists.setdefault(name.rpartition(".")[0], []).append(name)
-        in_lists += lists.values() if len(lists) > 1 else ()
-    found = [*sorted(of_kinds, key=len, reverse=True), *sorted(in_lists, key=len, reverse=True)]
+    in_lists = [names for of_kind in of_kinds if len(lists := _in_lists(of_kind)) > 1 for names in lists]
+    numbered = [name for name in kinds if name.rpartition(".")[2].isdecimal()]
+    mixed = [names for names in _in_lists(numbered) if len({kinds[name] for name in names}) > 1]
+    found = [*sorted([*mixed, *of_kinds], key=len, reverse=True), *sorted(in_lists, key=len, reverse=True)]
     several = [names for names in found if len(names) > 1]
     return several or [found[0] if found else []]
+
+
+def _in_lists(names: list[str]) -> list[list[str]]:
+    """Return the names of modules list by list."""
+    lists: dict[str, list[str]] = {}
+    for name in names:
+        lists.setdefault(name.rpartition(".")[0], []).append(name)
+    return list(lists.values())
 
 
 def _root(model: nn.Module, units: WrapPlan, blocks: list[str], refusal: str) -> str:

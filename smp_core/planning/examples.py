@@ -90,15 +90,15 @@ def _candidates(module: Any, known: Mapping[str, Any]) -> Iterator[dict[str, Any
     takes = list(inspect.signature(inner.forward).parameters)
     main = module.main_input_name
     made = {name: list(_MAKERS[name](module)) for name in takes if name in _MAKERS}
-    if main in known:
-        made[main] = [known[main]]
+    if main in known:  # whose samples may be more or fewer than those of our other inputs
+        made[main] = [known[main], *made.get(main, ())]
     if main in known or set(known) != {"input_ids"}:  # what a class says of its own
         yield dict(known)
     others = {name: forms[0] for name, forms in made.items() if name != main and forms}
     decoder = {name: form for name, form in others.items() if name == "decoder_input_ids"}
     for form in made.get(main, ()):
         for more in _different([{}, decoder, others]):
-            if more or main not in known:
+            if more or form is not known.get(main):
                 yield {main: form, **more}
 
 

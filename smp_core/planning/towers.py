@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from smp_core.compat import embeddings_of
+
 
 def towers(model: nn.Module) -> list[str]:
     """Return the names of all towers in ``model``, outermost modules only; their projectors are no sub-models."""
@@ -37,10 +39,10 @@ def _is_composite(model: Any) -> bool:
 
 def _beside_text(model: Any, is_model: Any) -> Iterator[nn.Module]:
     """Yield the outermost sub-models without the input embeddings."""
-    try:
-        embeddings = set(model.get_input_embeddings().parameters())
-    except (NotImplementedError, AttributeError):  # a model that says of no layer that it is the one
+    words, _ = embeddings_of(model)
+    if words is None:
         return
+    embeddings = set(words.parameters())
     skipped: set[nn.Module] = set()
     for module in model.modules():
         if module is not model and module not in skipped and is_model(module):

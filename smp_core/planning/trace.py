@@ -40,6 +40,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # _subclasses: torch's documentation of fake tensors has it
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from smp_core.compat import embeddings_of
 from smp_core.config import SmpConfig
 from smp_core.planning.chain import Chain
 from smp_core.planning.chain_recording import record_chain
@@ -227,9 +228,9 @@ def _traced(
 
 def _vocabulary(source: Source, outside: list[nn.Parameter]) -> int:
     """Return the rows of the embedding; of what is not Transformers', of the largest parameter outside of blocks."""
-    model: Any = source.model
-    if source.splits:
-        return len(model.get_input_embeddings().weight)
+    words = embeddings_of(source.model)[0] if source.splits else None
+    if words is not None:
+        return len(words.weight)
     return max((p.shape for p in outside), key=lambda shape: shape.numel(), default=(1,))[0]
 
 

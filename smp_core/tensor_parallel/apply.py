@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from smp_core.compat import embeddings_of
 from smp_core.tensor_parallel.adapters import around, is_of_adapter, with_adapters
 from smp_core.tensor_parallel.blocks import BlockForward, Stack
 from smp_core.tensor_parallel.inspection import Inspected, settle_splits
@@ -103,9 +104,8 @@ def apply_tensor_parallel(
     splitting.random = settle_random(model, axis, bool(splitting.blocks))
     splitting.split_all()
     known = transformers_model(model)
-    split_head = known is not None and any(
-        split.module is known.get_output_embeddings() and split.is_column for split in splits
-    )
+    head = None if known is None else embeddings_of(known)[1]
+    split_head = head is not None and any(split.module is head and split.is_column for split in splits)
     split_loss = split_head and (chunked_loss or split_vocabulary_loss(known, axis))
     repeated = {name: p.numel() for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     logits = SplitLogits(axis) if split_head else None
@@ -247,7 +247,7 @@ class _Splitting:
         alone = parent is self.model
         inputs = ColumnInputs(self.axis) if alone else self._inputs(parent)
         known = transformers_model(self.model)
-        is_head = known is not None and layer is known.get_output_embeddings()
+        is_head = known is not None and layer is embeddings_of(known)[1]
         gathers = functools.partial(_gathers, self.axis, split.role, is_head)
         tokens, reads_others = self._tokens_in(split.name), reads_other_tokens(self.model, split.name)
         is_entered = above in self._attention or reads_others
@@ -389,9 +389,9 @@ class _Splitting:
             yield summing
 
     def _refuse_what_the_plan_misses(self, by_name: Mapping[str, Split]) -> None:
-        """Refuse parameters alongside column layers of attention, one for each head: no role says how they are
-        split."""
-        for above in self._attention_modules():
+        """Refuse parameters alongside column layers of attention, one for each head: no role says how they are split.
+        An inspection has run the module with parts of its heads."""
+        for above in self._attention_modules() if self.inspected is None else ():
             own = _own(self.model.get_submodule(above))
             if own and above not in by_name:
                 raise ValueError(

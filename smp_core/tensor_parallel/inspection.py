@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from smp_core.agreement import of_all_ranks
+from smp_core.compat import embeddings_of
 from smp_core.planning.chain_recording import as_in_training
 from smp_core.planning.examples import example_of
 from smp_core.planning.saved_buffers import buffers_restored
@@ -143,7 +144,7 @@ def _infer(model: nn.Module, degree: int, sequence_parallel: bool, whole: Contai
     plan: dict[str, str] = {}
     divided: list[tuple[str, str]] = []
     attention: list[str] = []
-    known: dict[tuple[str, ...], tuple[int, tuple[tuple[str, str], ...]]] = {}
+    known: dict[Any, tuple[int, tuple[tuple[str, str], ...]] | None] = {}
     for block in blocks:
         groups = list(_groups(block))
         trial = Trial(block, degree)
@@ -207,6 +208,9 @@ def record(model: nn.Module) -> list[Block]:
             handle.remove()
         if cached:
             known.config.use_cache = cached  # type: ignore[union-attr]
+    taken: set[int] = set().union(*(block.taken() for block in blocks.values()))
+    for block in blocks.values():
+        block.note_handed_on(taken)
     return [block for block in blocks.values() if block.calls == 1]
 
 
@@ -335,7 +339,7 @@ def _ends(model: nn.Module, blocks: list[Block]) -> tuple[nn.Module | None, nn.M
     outside of the blocks, and the linear layer with as many outputs as that has rows."""
     known = transformers_model(model)
     if known is not None:
-        return known.get_input_embeddings(), known.get_output_embeddings()
+        return embeddings_of(known)
     inside = {module for block in blocks for module in block.module.modules()}
     outside = [module for module in model.modules() if module not in inside]
     embeddings = [each for each in outside if isinstance(each, nn.Embedding) and each.max_norm is None]

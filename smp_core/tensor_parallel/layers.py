@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +76,17 @@ class Tokens:
         split: whether each rank holds 1/T of them; not before the block was tried out
             (:mod:`smp_core.tensor_parallel.token_trial`).
         why: they stay whole; "": they do not, or it is not known yet.
+        calls: layers that were called, with the sizes of what they took, while a trial looks; None: none does.
     """
 
     split: bool = False
     why: str = ""
+    calls: list[Any] | None = None
+
+    def note(self, module: nn.Module, args: Iterable[Any]) -> None:
+        """Note a call of a layer, if a trial looks."""
+        if self.calls is not None:
+            self.calls.append((module, [value.shape for value in args if isinstance(value, torch.Tensor)]))
 
 
 WHOLE_TOKENS = Tokens()
@@ -131,6 +138,7 @@ class ColumnForward:
 
     @torch.compiler.disable
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.tokens.note(self.module, [hidden])
         split = self.tokens.split
         entered = hidden if split and self.is_entered else self.inputs.enter(hidden, split, self.module)
         output = self.inputs.product(self.module, entered)
@@ -177,6 +185,7 @@ class RowForward:
 
     @torch.compiler.disable
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.tokens.note(self.module, [hidden])
         if self.splits_input:
             hidden = split_features(hidden, self.axis)
         bias: Any = self.module.bias
@@ -270,6 +279,7 @@ class SummingForward:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.tokens.note(self.module, [*args, *kwargs.values()])
         if not (self.always or self.tokens.split):
             return self.original(*args, **kwargs)
         own = {name: p for name, p in self.module._parameters.items() if p is not None and p.requires_grad}

@@ -9,6 +9,8 @@ from torch import nn
 from smp_core.module_names import compiled_of
 from smp_core.tensor_parallel.roles import Split, holds, transformers_model
 
+_COLLECTING = "transformers.utils.output_capturing"
+
 
 def refuse_wrapped(model: nn.Module) -> None:
     """Refuse what changes the names that plans speak of."""
@@ -22,9 +24,15 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 def refuse_hooks(model: nn.Module, blocks: list[str]) -> None:
     """Refuse forward hooks in blocks whose tokens are split: they would see this rank's. torch shows hooks in
-    ``_forward_hooks`` and ``_forward_pre_hooks`` only."""
+    ``_forward_hooks`` and ``_forward_pre_hooks`` only. Transformers' own collect what :func:`refuse_whole_states`
+    refuses to calls."""
     inside = {name: module for name, module in model.named_modules() if holds(blocks, name)}
-    hooked = [name for name, module in inside.items() if module._forward_hooks or module._forward_pre_hooks]
+    hooks = {
+        name: [*module._forward_hooks.values(), *module._forward_pre_hooks.values()] for name, module in inside.items()
+    }
+    hooked = [
+        name for name, found in hooks.items() if any(getattr(hook, "__module__", "") != _COLLECTING for hook in found)
+    ]
     if hooked:
         raise ValueError(
             f"tensor_parallel_degree: {', '.join(hooked[:5])} has forward hooks, which would see 1/T of the tokens; "

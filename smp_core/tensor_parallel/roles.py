@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import nn
 
+from smp_core.compat import embeddings_of
 from smp_core.tensor_parallel.operators import RowsInUse
 
 logger = logging.getLogger("smp")
@@ -188,17 +189,14 @@ def _of_known_model(model: nn.Module, degree: int, whole: Container[str]) -> Ite
     if known is None:
         raise NoPlan(f"tensor_parallel.plan='auto': {kind} is no Transformers model; {instead}")
     if getattr(known.config, "is_encoder_decoder", False) and known.config.model_type not in _OWN:
-        raise ValueError(
-            f"tensor_parallel.plan='auto': {kind} is an encoder-decoder, which is not built yet; write "
-            "tensor_parallel_degree=1"
-        )
+        raise NoPlan(f"tensor_parallel.plan='auto': {kind} is an encoder-decoder without a known plan; {instead}")
     beyond = _beyond_plan(known.config, degree)
     if beyond is not None:
-        raise ValueError(f"tensor_parallel.plan='auto': {kind} with {beyond} is not built yet; {instead}")
+        raise NoPlan(f"tensor_parallel.plan='auto': {kind} with {beyond} is not built yet; {instead}")
     prefix = next(name for name, module in model.named_modules() if module is known)
     prefix = f"{prefix}." if prefix else ""
     globs = _OWN.get(known.config.model_type) or _plan_of_transformers(known, kind, instead)
-    head, words = known.get_output_embeddings(), known.get_input_embeddings()
+    words, head = embeddings_of(known)
     for name, module in model.named_modules():
         if module is head or module is words or not name.startswith(prefix):
             continue
@@ -248,7 +246,7 @@ def _plan_of_transformers(known: Any, kind: str, instead: str) -> dict[str, str]
         raise NoPlan(f"tensor_parallel.plan='auto': {kind} carries no plan, and none is known for it; {instead}")
     unknown = sorted(set(carried.values()) - set(_OF_TRANSFORMERS))
     if unknown:
-        raise ValueError(
+        raise NoPlan(
             f"tensor_parallel.plan='auto': the plan that {kind} carries has roles that are not built yet: "
             f"{', '.join(unknown)}; {instead}"
         )

@@ -185,7 +185,7 @@ class TokenTrial:
             for each in open_sums:
                 each.always = False
             try:
-                whole = self._played(False, args, kwargs, own)
+                whole, calls = self._noting_calls(args, kwargs, own)
             finally:
                 for each in open_sums:
                     each.always = True
@@ -198,6 +198,7 @@ class TokenTrial:
                 failed = failed or "what it returns is not of the shape of what it takes"
             if whole.unknown:
                 failed = failed or "it reads something that is trained and neither its own nor an argument"
+            failed = failed or self._calls_by_content(calls, args, kwargs, own)
             if not failed:
                 require_equal_parts(whole.hidden.shape[-2], self.axis.degree)
                 failed = self._with_own_tokens(whole, args, kwargs, own)
@@ -210,6 +211,29 @@ class TokenTrial:
                 "up; leave these layers out of tensor_parallel.plan"
             )
         return failed or ("another rank computes something else with its part of the tokens" if differs else "")
+
+    def _noting_calls(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
+    ) -> tuple[_Seen, list[Any] | None]:
+        """Run the block with whole tokens; return what was seen, and which layers were called on how much."""
+        self.tokens.calls = []
+        try:
+            return self._played(False, args, kwargs, own), self.tokens.calls
+        finally:
+            self.tokens.calls = None
+
+    def _calls_by_content(
+        self, calls: list[Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]
+    ) -> str:
+        """Return why ranks with other tokens would not make the same calls, and wait for one another; "": they do."""
+
+        def other(hidden: torch.Tensor) -> torch.Tensor:
+            return self._random(hidden.shape, hidden.dtype, hidden.device, 50)
+
+        args, kwargs = with_hidden(args, kwargs, other)
+        with torch.no_grad():
+            _, others = self._noting_calls(args, kwargs, own)
+        return "" if calls == others else "which layers it calls, or on how many tokens, depends on what the tokens are"
 
     def _with_own_tokens(self, whole: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any], own: set[int]) -> str:
         """Return what is not the same with a part of the tokens."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp_core.checkpoint.tree import iterate_tensors
 from smp_core.tensor_parallel.adapters import around
 from smp_core.tensor_parallel.layers import with_hidden, with_others
 from smp_core.tensor_parallel.roles import is_conv1d
@@ -65,6 +66,7 @@ class Block:
         inside: name -> module.
         linears: linear layer -> name, in the order in which they were called.
         entered: what the block took, a leaf of the graph.
+        handed_on: numbers of the tensors alongside its hidden states that other blocks take.
         calls: of the block in one run.
     """
 
@@ -77,6 +79,8 @@ class Block:
         self._names = names
         self.linears: dict[nn.Module, str] = {}
         self.calls = 0
+        self.handed_on: list[int] = []
+        self._returned: list[torch.Tensor] = []
         self._seen: dict[nn.Module, list[Call]] = {}
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
@@ -106,6 +110,7 @@ class Block:
             self.linears.setdefault(module, self._names[module])
         if module is self.module:
             self.output = first
+            self._returned = [tensor for _, tensor in iterate_tensors(output)]
 
     def of_linears(self) -> Iterator[tuple[nn.Module, Call]]:
         """Yield the linear layers that were called once, with their calls."""
@@ -119,12 +124,19 @@ class Block:
         seen = self._seen.get(module, [])
         return seen[0] if len(seen) == 1 else None
 
-    def play(self) -> torch.Tensor:
-        """Call the block again; return the first tensor of its output."""
+    def taken(self) -> set[int]:
+        """Return where in memory the tensors are that the block took."""
+        return {tensor.data_ptr() for _, tensor in iterate_tensors(self._arguments)}
+
+    def note_handed_on(self, taken: set[int]) -> None:
+        """Note which of the tensors that it returned are among those that blocks took."""
+        self.handed_on = [n for n, tensor in enumerate(self._returned) if n and tensor.data_ptr() in taken]
+
+    def play(self) -> list[torch.Tensor]:
+        """Call the block again; return the first tensor of its output, and those that it hands on beside it."""
         args, kwargs = self._arguments
-        output = self.module(*args, **kwargs)
-        first: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
-        return first
+        returned = [tensor for _, tensor in iterate_tensors(self.module(*args, **kwargs))]
+        return [returned[number] for number in (0, *self.handed_on)]
 
 
 def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -168,11 +180,16 @@ class Trial:
         """Return the group with what has to be done for it; None: it cannot be split.
 
         Args:
-            known: what was found for alike groups of other blocks, tried first.
+            known: what was found for alike groups of other blocks: what is tried first, or None for what cannot be
+                split.
         """
         start = len(self.block.name)
-        alike = tuple(name[start:] for name in (*group.columns, *group.rows))
+        layers = tuple(name[start:] for name in (*group.columns, *group.rows))
+        kinds = tuple((name[start:], type(module)) for name, module in self.block.inside.items())
+        alike = layers, kinds, tuple(self._output(name).shape[-1] for name in (*group.columns, *group.rows))
         if alike in known:
+            if known[alike] is None:
+                return None
             pieces, divided = known[alike]
             here = tuple((f"{self.block.name}{name}", attribute) for name, attribute in divided)
             tried = replace(group, pieces=pieces, divided=here)
@@ -182,6 +199,7 @@ class Trial:
             if self._passes(tried):
                 known[alike] = tried.pieces, tuple((name[start:], attribute) for name, attribute in tried.divided)
                 return self._with_gathering(tried)
+        known.setdefault(alike, None)
         return None
 
     def _possible(self, group: Group) -> Iterator[Group]:
@@ -236,7 +254,7 @@ class Trial:
         drawn = {name: self._drawn(name) for name in (*group.columns, *group.rows)}
         expected: dict[str, torch.Tensor] = {}
         with self._playing(group, drawn.__getitem__, expected.__setitem__):
-            output = self.block.play()
+            outputs = self.block.play()
 
         def part(name: str) -> torch.Tensor:
             if name in group.rows:
@@ -248,7 +266,8 @@ class Trial:
             _require_close(hidden, expected[name].chunk(self.degree, -1)[rank])
 
         with self._divided(group.divided), self._playing(group, part, arrive):
-            _require_close(self.block.play(), output)
+            for seen, output in zip(self.block.play(), outputs, strict=True):
+                _require_close(seen, output)
 
     @contextlib.contextmanager
     def _playing(

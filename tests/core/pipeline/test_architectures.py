@@ -118,6 +118,7 @@ class OneAfterTheOther:
                 dtype=None,
                 outside=_never,
                 entered=lambda: None,
+                passed=lambda _: None,
                 replaced=lambda _: None,
             )
             for stage, each in enumerate(self.models)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
 from smp_core.parallel_model import ParallelModel
+from smp_core.tensor_parallel.inspection import infer_plan
+from smp_core.tensor_parallel.trial import Trial
 from tests.harness import run_ranks
 
 SAMPLES, TOKENS, WIDTH, INNER, WORDS = 2, 128, 128, 352, 1024
@@ -154,3 +157,18 @@ def test_no_rank_makes_the_logits_of_the_whole_vocabulary_and_one_rank_alone_wra
     assert whole == SAMPLES * TOKENS * WORDS and wrapped == []
     for elements, wrapped in run_ranks(largest_logits, 2, 2):
         assert elements == whole // 2 and len(wrapped) > 5
+
+
+def trials(layers: int) -> int:
+    """Of an inspection that finds nothing to split: norms over all features stand before the rows."""
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "bos_token_id": 1, "eos_token_id": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.BitNetForCausalLM(transformers.BitNetConfig(**sizes, num_hidden_layers=layers))
+    with mock.patch.object(Trial, "_passes", autospec=True, side_effect=Trial._passes) as passes:
+        with pytest.raises(ValueError, match="no layer of BitNetForCausalLM"):
+            infer_plan(model, 2, True)
+    return passes.call_count
+
+
+def test_what_cannot_be_split_is_tried_in_one_of_the_blocks_that_are_alike() -> None:
+    assert trials(3) == trials(1) > 0
