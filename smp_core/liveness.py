@@ -1,9 +1,9 @@
 """Which rank was lost: signs of life beside the collectives.
 
 A collective that fails says that a connection closed, not whose. So every rank writes a counter on two boards
-(:mod:`smp_core.signs`: rank 0's and the last rank's, apart from the process groups' store) every ``interval`` seconds
-from a daemon thread. When a rank meets an exception it looks who stopped counting, who reported an error of its own,
-and who is behind, and one of the survivors says so on stderr. No look waits for a rank that is stopped or cut off.
+(:mod:`smp_core.signs`: rank 0's and the last rank's) every ``interval`` seconds from a daemon thread. When a rank meets
+an exception it looks who stopped counting, who reported an error of its own, and who is behind, and one of the
+survivors says so on stderr. No look waits for a rank that is stopped or cut off.
 
 Collectives with a lost rank may take their whole timeout, and NCCL's raise nothing: the host waits for a device that
 waits for the peer. So the keepers of the boards look by themselves too, and the survivors end when the time that
@@ -13,7 +13,6 @@ collectives have is over; so does a rank that has met the loss and does not come
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from smp_core import run_log
 from smp_core.meeting import Meetings
-from smp_core.signs import GONE, Board, BoardSilent, open_boards
+from smp_core.signs import Board, BoardSilent, open_boards
 from smp_core.stalls import StallWatch
 from smp_core.whereabouts import here, innermost_user_line
 
@@ -73,6 +72,7 @@ class RankWatch:
         self._failure: str | None = None
         self._left = False  # in good order
         self._reported = False
+        self._stumbled = False
         self._seen: _Signs | None = None  # at the last look by itself
         self._ends_at: float | None = None
         self._stopped = threading.Event()
@@ -136,14 +136,13 @@ class RankWatch:
         _last_boards = kept
 
     def _await_goodbyes(self, board: Board) -> None:
-        """Keep the board, which is in this process, until the others are done with it: torch writes a page to stderr
-        when it goes away under them. They have ended too, or have noticed that this rank has. One that says nothing is
-        not waited for long."""
+        """Keep the board, which is in this process, until the others are done with it: they have ended too, or have
+        noticed that this rank has. One that says nothing is not waited for long."""
         others = set(range(self.world_size)) - {self.rank}
         deadline = time.monotonic() + _GOODBYES * self.interval
         while others and time.monotonic() < deadline:
             signs = self._read(board)
-            others -= {n for n in others if "left" in signs[n] or "failed" in signs[n] or board.check([f"done/{n}"])}
+            others -= {n for n in others if "left" in signs[n] or "failed" in signs[n] or board.get(f"done/{n}")}
             time.sleep(0.01 if others else 0.0)
 
     def report(self, error: BaseException) -> str | None:
@@ -234,8 +233,17 @@ class RankWatch:
         return "; ".join(parts)
 
     def _run(self) -> None:
-        while self.boards and not self._stopped.wait(self.interval):
-            self._beats += 1
+        while not self._stopped.wait(self.interval):
+            try:
+                self._watch_once()
+            except Exception:
+                if not self._stumbled:
+                    logger.exception("the watch over the ranks stumbles, and goes on")
+                self._stumbled = True
+
+    def _watch_once(self) -> None:
+        self._beats += 1
+        if self.boards:
             self._beat(waits=False)
             self._leave_boards_of_ended_keepers()
             for board in self.boards:
@@ -243,23 +251,20 @@ class RankWatch:
                     _attempt(self._stalls.look, board, self._read)
             if self._beats % _LOOK_EVERY == 0:
                 self._look_by_itself()
-            self._end_in_time()
-        # All keepers have ended, or are out of reach.
-        if not self.meetings.rank_0_ended and not self._stopped.is_set():
+        elif not self.meetings.rank_0_ended:  # all keepers have ended, or are out of reach
             self._rank_is_lost()
-            while not self._stopped.wait(self.interval):
-                self._end_in_time()
+        self._end_in_time()
 
     def _leave_boards_of_ended_keepers(self) -> None:
         """Tell keepers that end not to wait for this rank."""
         for board in [board for board in self.boards if board.keeper != self.rank]:
-            answer = board.post_again("get", f"beat/{board.keeper}")
-            if answer is None or answer.error is not None or "left" not in json.loads(answer.result):
+            answer = board.post("get", [f"beat/{board.keeper}"])
+            if answer is None or answer.exception() is not None or "left" not in (answer.result()[0] or {}):
                 continue
             if board.keeper == 0:
                 self.meetings.rank_0_ended = True
             if not self._reported:  # else this rank still looks what the board has
-                _attempt(board.set, f"done/{self.rank}", "1")
+                _attempt(board.set, f"done/{self.rank}", True)
                 self._give_up(board)
 
     def _look_by_itself(self) -> None:
@@ -268,7 +273,7 @@ class RankWatch:
         for board in self.boards:
             if board.keeper == self.rank:
                 _attempt(self._look_for_all, board)
-        if not any(_attempt(board.check, ["lost"]) for board in self.boards):
+        if not any(_attempt(board.get, "lost") for board in self.boards):
             if not self._reported:
                 self._ends_at = None  # whoever was silent is back
         else:
@@ -281,8 +286,8 @@ class RankWatch:
         found = self._describe(before, self._seen)
         speaks = self.rank == 0 or 0 in _silent(before, self._seen) or "left" in self._seen[0]
         if not found:
-            board.delete_key("lost")
-        elif speaks and self._ends_at is None and not board.check(["lost"]):
+            board.delete("lost")
+        elif speaks and self._ends_at is None and not board.get("lost"):
             self._say(found)
             board.set("lost", found)
 
@@ -315,15 +320,14 @@ class RankWatch:
         elif (at := self._stalls.shown(self.boards)) is not None:
             state["at"] = at
         for board in list(self.boards):
-            key, value = f"beat/{self.rank}", json.dumps(state)
             try:
                 if waits:
-                    board.set(key, value)
-                elif (answer := board.post_again("set", key, value)) is not None and answer.error is not None:
-                    raise answer.error
+                    board.set(f"beat/{self.rank}", state)
+                elif (answer := board.post("set", f"beat/{self.rank}", state)) is not None:
+                    answer.result()  # raises what it met
             except BoardSilent:
                 pass  # its keeper may answer later
-            except GONE:
+            except ConnectionError:
                 self._give_up(board)
 
     def _give_up(self, board: Board) -> None:
@@ -335,8 +339,7 @@ class RankWatch:
         return next((signs for board in self.boards if (signs := _attempt(self._read, board)) is not None), None)
 
     def _read(self, board: Board) -> _Signs:
-        states = board.multi_get([f"beat/{rank}" for rank in range(self.world_size)])
-        return {rank: json.loads(state) for rank, state in enumerate(states)}
+        return dict(enumerate(board.signs_of(range(self.world_size))))
 
 
 _Signs = dict[int, dict[str, Any]]
@@ -354,7 +357,7 @@ def _attempt(action: Callable[..., T], *arguments: Any) -> T | None:
     """Ask a board, which may be out of reach; that is an answer, not an error."""
     try:
         return action(*arguments)
-    except GONE:
+    except ConnectionError:
         return None
 
 

@@ -55,7 +55,7 @@ class StallWatch:
         waits = at is not None and at["waits"] and at["for"] >= at["after"] / 2
         if waits:  # again each time: one that is lost is made up for by the next
             for board in boards:
-                board.post_again("add", _MARK, 1)
+                board.post("add", _MARK, 1)
         return at
 
     def look(self, board: Board, read: Callable[[Board], Signs]) -> None:

@@ -7,6 +7,7 @@ in the tests of the faces."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
@@ -49,7 +50,7 @@ def take_board_away(watching: RankWatch) -> None:
     for board in watching.boards:
         if board.keeper == watching.rank:
             board.close()
-            board._thread.join()
+            signs._await(asyncio.sleep(INTERVAL))  # until the board's thread has done it
 
 
 def rank_2_is_silent() -> Report:
