@@ -56,7 +56,7 @@ class BoardSilent(ConnectionError):
 
 
 class Invitation(NamedTuple):
-    """What a rank has to know to reach a board."""
+    """The address and the secret that a rank needs to reach a board."""
 
     address: str
     port: int

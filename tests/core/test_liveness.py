@@ -20,9 +20,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import smp_core.liveness as liveness
+import smp_core.rank_watch as rank_watch
 import smp_core.signs as signs
-from smp_core.liveness import RankWatch
+from smp_core.rank_watch import RankWatch
 from tests.core.liveness_runs import (
     INTERVAL,
     LONG,
@@ -245,7 +245,7 @@ def test_a_look_takes_four_intervals_and_longer_while_the_looking_rank_has_no_tu
     watching.interval, watching._beats = 1.0, 0
     watching._thread = SimpleNamespace(is_alive=lambda: signs)  # type: ignore[assignment]  # it ends with the store
     clock = Clock(watching, busy_until)
-    monkeypatch.setattr(liveness, "time", clock)
+    monkeypatch.setattr(rank_watch, "time", clock)
     watching._await_signs()
     assert clock.now == takes
 
@@ -269,7 +269,7 @@ def nobody_meets_an_exception(lost: int) -> tuple[str, list[int]]:
         ended.append(status)
         watching._stopped.set()
 
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, mock.patch.object(liveness.os, "_exit", end):
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, mock.patch.object(rank_watch.os, "_exit", end):
         watching._thread.join(LONG.total_seconds())
     dist.monitored_barrier(timeout=LONG)
     return stderr.getvalue(), ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import psutil
 import torch.distributed as dist
 
 import smp_core.signs as signs
-from smp_core.liveness import RankWatch
+from smp_core.rank_watch import RankWatch
 from tests.core.liveness_runs import INTERVAL, LONG, watch
 from tests.core.outsider import listening
 from tests.harness import ROOT, run_ranks
@@ -43,7 +44,7 @@ def besieged(folder: str) -> dict[str, Any]:
 
     async def connect_last(invitation: signs.Invitation) -> Any:
         while rank == 1 and not (place / "met").exists():
-            await signs.asyncio.sleep(0.02)
+            await asyncio.sleep(0.02)
         return await connect(invitation)
 
     with mock.patch.object(signs, "_connect", connect_last):

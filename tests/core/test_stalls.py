@@ -21,10 +21,9 @@ import torch.distributed as dist
 import smp_core.signs as signs
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
-from smp_core.liveness import RankWatch
+from smp_core.rank_watch import RankWatch
 from smp_core.signs import open_boards
-from smp_core.stalls import HINT, StallWatch, line_about
-from smp_core.whereabouts import Whereabouts, here, ranks_in_words
+from smp_core.whereabouts import HINT, StallWatch, Whereabouts, here, line_about, ranks_in_words
 from tests.core.branching import Branching, batch_of, loss_of
 from tests.core.pipeline.cases import Case
 from tests.harness import run_ranks

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import smp_core.rank_watch as rank_watch
-from smp_core.liveness import RankWatch
+from smp_core.rank_watch import RankWatch
 from tests.core.liveness_runs import (
     INTERVAL,
     Report,
