@@ -37,7 +37,7 @@ from smp_core import run_log
 from smp_core.compat import collective_timeout
 from smp_core.meeting import Meetings
 from smp_core.preemption import Preempted, ignoring_sigterm
-from smp_core.signs import Board, BoardSilent, Sign, open_boards
+from smp_core.signs import NO_SIGN, Board, BoardSilent, Sign, open_boards
 from smp_core.whereabouts import StallWatch, here, innermost_user_line
 
 logger = logging.getLogger("smp")
@@ -80,6 +80,7 @@ class RankWatch:
         self._left = False  # in good order
         self._reported = False
         self._stumbled = False
+        self._heard: dict[int, str] = {}  # by run: what another rank has found out
         self._seen: _Signs | None = None  # at the last look by itself
         self._ends_at: float | None = None
         self._stopped = threading.Event()
@@ -172,23 +173,42 @@ class RankWatch:
             return self._find_out()
 
     def _find_out(self) -> str | None:
+        if told := self._told():
+            return told
         found = self._compare()
-        if found is None and self.meetings.rank_0_ended:
-            found = f"rank 0 ended the run, and rank {self.rank} is in optimizer step {self.step}: {_UNEVEN}"
-        elif found is None:
-            found = (
-                f"rank 0 and rank {self.world_size - 1}, which keep the signs of life, were lost, or this rank is cut "
-                "off from them (if another rank wrote such a line before, that one has the cause)"
-            )
-        elif not found or not self._may_speak():
-            return found or None
+        if found is not None:
+            return self._tell(found) if found else None
+        # No board answers any more.
+        if told := self._heard.get(self._runs):
+            return told
+        found = self._without_boards()
         self._say(found)
         return found
 
-    def _may_speak(self) -> bool:
-        """Tell whether this rank is the first that found something."""
-        claims = (_attempt(board.add, f"claimed/{self._runs}", 1) for board in self.boards)
-        return next((claim == 1 for claim in claims if claim is not None), True)
+    def _without_boards(self) -> str:
+        if self.meetings.rank_0_ended:
+            return f"rank 0 ended the run, and rank {self.rank} is in optimizer step {self.step}: {_UNEVEN}"
+        return (
+            f"rank 0 and rank {self.world_size - 1}, which keep the signs of life, were lost, or this rank is cut "
+            "off from them (if another rank wrote such a line before, that one has the cause)"
+        )
+
+    def _told(self) -> str | None:
+        """Return what another rank has found out in this run: ranks that meet the loss because that one has ended need
+        not look again."""
+        for board in self.boards:
+            if told := _attempt(board.get, f"told/{self._runs}"):
+                return str(told["text"])
+        return self._heard.get(self._runs)
+
+    def _tell(self, found: str) -> str:
+        """Write what was found to stderr and on the boards, unless another rank has. Returns what holds."""
+        own = {"run": self._runs, "rank": self.rank, "text": found}
+        claims = [_attempt(board.claim, f"told/{self._runs}", own) for board in self.boards]
+        told = next((claim for claim in claims if claim is not None), own)
+        if told["rank"] == self.rank:
+            self._say(found)
+        return str(told["text"])
 
     def _say(self, what: str) -> None:
         sys.stderr.write(f"torch-smp, rank {self.rank}: {what}\n")
@@ -252,7 +272,6 @@ class RankWatch:
         self._beats += 1
         if self.boards:
             self._beat(waits=False)
-            self._leave_boards_of_ended_keepers()
             for board in self.boards:
                 if board.keeper == self.rank:
                     _attempt(self._stalls.look, board, self._read)
@@ -262,17 +281,22 @@ class RankWatch:
             self._rank_is_lost()
         self._end_in_time()
 
-    def _leave_boards_of_ended_keepers(self) -> None:
-        """Tell keepers that end not to wait for this rank."""
-        for board in [board for board in self.boards if board.keeper != self.rank]:
-            answer = board.post("get", [f"beat/{board.keeper}"])
-            if answer is None or answer.exception() is not None or "left" not in (answer.result()[0] or {}):
-                continue
-            if board.keeper == 0:
-                self.meetings.rank_0_ended = True
-            if not self._reported:  # else this rank still looks what the board has
-                _attempt(board.set, f"done/{self.rank}", True)
-                self._give_up(board)
+    def _hear(self, board: Board, sign: Sign | None, told: dict[str, Any] | None) -> None:
+        """Note what was found out about this run, while there is a board, and tell a keeper that ends not to wait for
+        this rank.
+
+        Args:
+            sign: the keeper's last.
+        """
+        if told:
+            self._heard[told["run"]] = told["text"]
+        if board.keeper == self.rank or "left" not in (sign or NO_SIGN):
+            return
+        if board.keeper == 0:
+            self.meetings.rank_0_ended = True
+        if not self._reported:  # else this rank still looks what the board has
+            _attempt(board.set, f"done/{self.rank}", True)
+            self._give_up(board)
 
     def _look_by_itself(self) -> None:
         """Compare, on a keeper, what all say with what they said the last time, and write down who is lost; elsewhere
@@ -327,11 +351,12 @@ class RankWatch:
         elif (at := self._stalls.shown(self.boards)) is not None:
             state["at"] = at
         for board in list(self.boards):
+            key, wanted = f"beat/{self.rank}", [f"beat/{board.keeper}", f"told/{self._runs}"]
             try:
                 if waits:
-                    board.set(f"beat/{self.rank}", state)
-                elif (answer := board.post("set", f"beat/{self.rank}", state)) is not None:
-                    answer.result()  # raises what it met
+                    board.set(key, state)
+                elif (answer := board.post("set", key, state, wanted)) is not None:
+                    self._hear(board, *answer)
             except BoardSilent:
                 pass  # its keeper may answer later
             except ConnectionError:

@@ -72,8 +72,10 @@ class Table:
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: Any, wanted: list[str]) -> list[Any]:
+        """Set a value. Returns those of the keys that are ``wanted`` in return."""
         self._values[key] = value
+        return self.get(wanted)
 
     def get(self, keys: list[str]) -> list[Any]:
         """Return the values of ``keys``; None where there is none."""
@@ -115,7 +117,8 @@ class Keeper:
         Raises:
             OSError: there is no such interface here.
         """
-        self._server = await asyncio.start_server(self._serve, address, 0, limit=_LONGEST, backlog=1024)
+        options: dict[str, Any] = {"limit": _LONGEST, "backlog": self._most_waiting}
+        self._server = await asyncio.start_server(self._serve, address, 0, **options)
         port = self._server.sockets[0].getsockname()[1]
         self.invitation = Invitation(address, port, secrets.token_hex(32))
 
@@ -149,12 +152,14 @@ class Keeper:
 
     async def _admit(self, reader: StreamReader, writer: StreamWriter) -> bool:
         """Return whether the other end has the secret. One that says nothing is not waited for by anybody else."""
+        assert self.invitation is not None and self._server is not None
+        if not self._server.is_serving():
+            return False
         self._waiting.append(writer)
         if len(self._waiting) > self._most_waiting:
             self._waiting.popleft().transport.abort()
         challenge = secrets.token_hex(32).encode()
         writer.write(challenge + b"\n")
-        assert self.invitation is not None
         expected = self.invitation.answer_to(challenge)
         try:
             answer = await reader.readexactly(len(expected))
@@ -222,20 +227,20 @@ class Board:
             self._unanswered = asked
             raise BoardSilent(f"rank {self.keeper} does not answer") from None
 
-    def post(self, method: str, *arguments: Any) -> Future[Any] | None:
+    def post(self, method: str, *arguments: Any) -> Any:
         """Ask without waiting, if the last such request was answered: to a silent keeper they would pile up.
 
         Returns:
-            the last one, with its answer; None if there is none.
+            the answer to the last one; None if there is none.
         """
         last = self._posted.get(method)
         if last is not None and not last.done():
             return None
         self._posted[method] = _start(self._request(method, arguments))
-        return last
+        return None if last is None else last.result()
 
     def set(self, key: str, value: Any) -> None:
-        self._ask("set", key, value)
+        self._ask("set", key, value, [])
 
     def get(self, key: str) -> Any:
         """Return a value; None where there is none."""
@@ -281,13 +286,14 @@ def open_boards(host: str) -> list[Board]:
         elsewhere = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
         with contextlib.suppress(OSError):
             _await(kept.listen(_own_address(elsewhere[0]) if elsewhere else own))
-    invitations = _gathered(kept and kept.invitation)
+    invitations = _gathered(kept.invitation if kept is not None else None)
     boards: list[Board] = []
     for keeper in keepers:
-        connection = None
-        if invitations[keeper] is not None:
+        invitation = invitations[keeper]
+        connection: tuple[StreamReader, StreamWriter] | None = None
+        if invitation is not None:
             with contextlib.suppress(OSError):
-                connection = _await(_connect(invitations[keeper]))
+                connection = _await(_connect(invitation))
         if connection is not None:
             boards.append(Board(keeper, *connection, kept if keeper == rank else None))
     reached = _gathered([board.keeper for board in boards])

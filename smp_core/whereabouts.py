@@ -232,7 +232,8 @@ class StallWatch:
         waits = at is not None and at["waits"] and at["for"] >= at["after"] / 2
         if waits:  # again each time: one that is lost is made up for by the next
             for board in boards:
-                board.post("add", _MARK, 1)
+                with contextlib.suppress(ConnectionError):  # met again, and handled, by the next sign of life
+                    board.post("add", _MARK, 1)
         return at
 
     def look(self, board: Board, read: Callable[[Board], Signs]) -> None:

@@ -64,6 +64,32 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_with_its_step() -> None:
     assert "rank 2 was lost" in written(reports)
 
 
+def one_looks_after_the_other() -> Report:
+    """Rank 0 has ended when rank 1 meets its loss, as in another pipeline stage."""
+    watching, rank = watch(), dist.get_rank()
+    silence_rank_2(watching, rank)
+    result = report(watching, [0, 1, 3]) if rank == 0 else (None, "")
+    if rank == 1:
+        while not watching._heard:
+            time.sleep(INTERVAL / 4)
+    dist.monitored_barrier(timeout=LONG)
+    if rank in (0, 3):
+        take_board_away(watching)
+    dist.monitored_barrier(timeout=LONG)
+    if rank == 1:
+        with mock.patch.object(watching, "_compare", side_effect=AssertionError("looked again")):
+            result = report(watching, [])
+    dist.monitored_barrier(timeout=LONG)
+    leave(watching)
+    return result
+
+
+def test_who_meets_a_loss_that_another_rank_has_found_out_does_not_look_again() -> None:
+    reports = run_ranks(one_looks_after_the_other, 4)
+    assert reports[1][0] == reports[0][0] == "rank 2 was lost: no sign of life any more; it was in optimizer step 7"
+    written(reports)
+
+
 def fail_on_rank_1(watching: RankWatch, rank: int) -> None:
     if rank == 1:
         assert report(watching, [], ValueError("the sample is broken")) == (None, "")
