@@ -68,11 +68,10 @@ from smp_core.context_parallel.batch import BatchLayout
 from smp_core.counting import synchronize_metrics
 from smp_core.engine import build_mesh
 from smp_core.layout import DATA
-from smp_core.liveness import RankWatch
 from smp_core.mesh import SmpMesh
 from smp_core.parallel_model import ParallelModel
 from smp_core.planning.auto_degree import missed, smallest_layout
-from smp_core.rank_watch import count_forwards, stop_watching, watch_ranks
+from smp_core.rank_watch import RankWatch, count_forwards, stop_watching, watch_ranks
 from smp_core.sharding.grad_norm import settle_nonfinite
 from smp_core.sharding.grad_scaler import ShardedGradScaler
 from smp_core.stepped import after_each_step

@@ -24,8 +24,7 @@ from typing_extensions import override
 
 from lightning_smp.environment import PlatformEnvironment
 from smp_core.explanations import explain
-from smp_core.liveness import RankWatch
-from smp_core.rank_watch import report, watch_ranks
+from smp_core.rank_watch import RankWatch, report, watch_ranks
 from smp_core.topology import Topology
 
 

@@ -1,7 +1,7 @@
 """Whether all ranks came to the same call, before a collective that scripts make on one rank by mistake.
 
 `if rank == 0: model.save_pretrained(...)` is right with whole models and a hang with sharded ones. So calls like this
-one meet first, in the store that keeps the signs of life (smp_core/liveness.py): the first rank writes where it is, the
+one meet first, on the board that has the signs of life (smp_core/signs.py): the first rank writes where it is, the
 last one says that all are there, and one that is somewhere else (at another such call, at the end of its process) says
 so to all. A rank that waits also looks at the next one: whether that one lives, and whether it has begun a forward pass
 that it cannot end alone. Calls that only a partition group makes together meet among its ranks.
@@ -9,13 +9,10 @@ that it cannot end alone. Calls that only a partition group makes together meet 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
-from smp_core.signs import GONE, Board
+from smp_core.signs import Board
 
 _END = "the end of its process"
 # Signs of life of a rank's own without one of the next rank's: far more than a busy machine makes of it.
@@ -29,16 +26,16 @@ class Meetings:
         forwards: forward passes begun that need all of ``peers``; counted by whoever makes them collective.
         peers: the ranks that make forward passes together with this one.
         limit: seconds that a rank waits for others that live and do not come; None: forever.
-        rank_0_ended: whether the process that has the store has ended, or is about to.
+        rank_0_ended: whether the process that keeps the board has ended, or is about to.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Board, interval: float) -> None:
+    def __init__(self, rank: int, world_size: int, board: Board, interval: float) -> None:
         self.rank, self.world_size, self.interval = rank, world_size, interval
         self.forwards = 0
         self.peers: Sequence[int] = ()
         self.limit: float | None = None
         self.rank_0_ended = False
-        self._store = store
+        self._board = board
         self._held: dict[tuple[int, ...], int] = {}
         self._over = False
         self.add_group(range(world_size))
@@ -69,8 +66,8 @@ class Meetings:
         try:
             said = "" if self.rank_0_ended else self._arrive(group, place)
             said = said or self._wait(group, place, self.limit if limit is None else limit)
-        except (dist.DistError, ConnectionError):
-            return  # the store went away with rank 0; the collective that comes next says so
+        except ConnectionError:
+            return  # the board went away with rank 0; the collective that comes next says so
         if said != "all":
             raise RuntimeError(said)
 
@@ -89,7 +86,7 @@ class Meetings:
             for group in self._held if not self.rank_0_ended else ():
                 self._held[group] += 1
                 self._arrive(group, _END)
-        except GONE:
+        except ConnectionError:
             return  # nobody is left to tell
 
     def _key(self, group: tuple[int, ...], number: int) -> str:
@@ -98,20 +95,19 @@ class Meetings:
     def _arrive(self, group: tuple[int, ...], place: str) -> str:
         """Write where this rank is. Returns the verdict, if that decides the meeting."""
         key = self._key(group, self._held[group])
-        first, rank = json.loads(self._store.compare_set(f"{key}/first", "", json.dumps([place, self.rank])))
+        first, rank = self._board.claim(f"{key}/first", [place, self.rank])
         if first != place:
             ours, theirs = (self.rank, place), (rank, first)
             return self._settle(key, _apart(*ours, *theirs) if first == _END else _apart(*theirs, *ours))
-        if self._store.add(f"{key}/arrived", 1) < len(group):
+        if self._board.add(f"{key}/arrived", 1) < len(group):
             return ""
         before = self._key(group, self._held[group] - 1)  # which everybody has left
-        for entry in ("first", "arrived", "verdict"):
-            self._store.delete_key(f"{before}/{entry}")
+        self._board.delete(f"{before}/first", f"{before}/arrived", f"{before}/verdict")
         return self._settle(key, "all")
 
     def _settle(self, key: str, verdict: str) -> str:
         """Note the verdict: the first one holds, for everybody."""
-        return self._store.compare_set(f"{key}/verdict", "", verdict).decode()
+        return str(self._board.claim(f"{key}/verdict", verdict))
 
     def _wait(self, group: tuple[int, ...], place: str, limit: float | None) -> str:
         key = self._key(group, self._held[group])
@@ -119,11 +115,11 @@ class Meetings:
         pause, before, since = 0.001, -1, 0
         begun = time.monotonic()
         while not self.rank_0_ended:
-            if self._store.check([f"{key}/verdict"]):
-                return self._store.get(f"{key}/verdict").decode()
+            if verdict := self._board.get(f"{key}/verdict"):
+                return str(verdict)
             time.sleep(pause)
             pause = min(2 * pause, self.interval / 4)
-            ours, theirs = (json.loads(self._store.get(f"beat/{rank}")) for rank in (self.rank, neighbour))
+            ours, theirs = self._board.signs_of([self.rank, neighbour])
             if neighbour in self.peers and theirs["forwards"] > self.forwards:
                 self._settle(key, _apart(self.rank, place, neighbour, "the model's next forward pass"))
             elif theirs["beats"] != before:
@@ -135,7 +131,7 @@ class Meetings:
                 others = ", ".join(str(rank) for rank in group if rank != self.rank)
                 missing = f"not all others ({others}) have come there in {limit:g} s"
                 self._settle(key, f"rank {self.rank} is at {place} and {missing}: {_ALL_OF_THEM}")
-        # Nobody but rank 0 has the store; where it is one of the group, it has just said so to those that wait.
+        # Nobody but rank 0 has the board; where it is one of the group, it has just said so to those that wait.
         return _apart(self.rank, place, 0, _END) if 0 in group else "all"
 
 

@@ -6,10 +6,13 @@ collective of all. Where training can stop, after each step, every rank asks :me
 so often that is an all-reduce of three numbers over a gloo group of its own, after which all ranks know who was told,
 and stop at the same place. How often is agreed in the same all-reduce: at each step that takes 0.25 s or longer, at
 each eighth step at least.
+
+What else is done with SIGTERM stands here too (:func:`ignoring_sigterm`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -17,7 +20,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -155,6 +158,21 @@ class Preemption:
             if requeue and self.signal not in (0, signal.SIGTERM):
                 _requeue()
         raise Preempted(128 + (self.signal or signal.SIGTERM) if status is None else status)
+
+
+@contextlib.contextmanager
+def ignoring_sigterm() -> Iterator[None]:
+    """Ignore SIGTERM while this process looks which rank was lost: a launcher that notices the loss (torchrun within
+    0.1 s) tells the survivors to end, with SIGTERM and later SIGKILL. This process is ending; a handler such as
+    Lightning's, which starts a collective, must not cut it short. In the main thread; elsewhere nothing is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _requeue() -> None:

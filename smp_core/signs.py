@@ -1,135 +1,270 @@
 """Boards with the signs of life of all ranks, which nobody waits for.
 
-A board is a small store in the process of one rank, its keeper, apart from the stores of process groups. Rank 0 keeps
-one and the last rank, which is on another node where there are several, keeps the other: where one of them is stopped,
-killed or cut off, the other board still says so. A store answers when its keeper's process has a turn, and a call to
-one that has none never returns; so every board has a thread of its own here, and whoever asks waits for that thread
-with a limit.
+A board is a table of values in the process of one rank, its keeper, apart from the stores of process groups. Rank 0
+keeps one and the last rank, which is on another node where there are several, keeps the other: where one of them is
+stopped, killed or cut off, the other board still answers.
+
+Every rank has one connection to each keeper, made at the start: the keeper listens on the interface that leads to the
+other ranks, hands its address and a secret to them through the process group, admits who answers its challenge with
+the secret, and stops listening once all are there. From then on there is no port that a stranger could reach.
+
+Requests are lines of JSON, ``[method, argument, ...]``, answered in their order by a line each. Both ends run in the
+event loop of one thread; whoever asks waits for that thread with a limit.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import queue
+import functools
+import hmac
+import ipaddress
+import json
+import logging
+import os
+import secrets
 import socket
 import threading
-from datetime import timedelta
-from typing import Any
+from asyncio import StreamReader, StreamWriter
+from collections import deque
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+logger = logging.getLogger("smp")
+T = TypeVar("T")
+Sign = dict[str, Any]
+
 # Seconds that a keeper has to answer: far more than a busy machine takes.
 PATIENCE = 10.0
-GONE = (dist.DistError, RuntimeError, ConnectionError)
-"""What a board raises when it is out of reach: its keeper has ended, or is silent."""
+# Seconds for all ranks to reach a board.
+_START = 60.0
+# Bytes of the longest line: the signs of all ranks.
+_LONGEST = 2**28
+# Connections beyond one for each rank that may wait to be admitted; the oldest goes where there are more.
+_STRANGERS = 64
+_WELCOME = b"welcome\n"
+NO_SIGN: Sign = {"beats": 0, "step": 0, "forwards": 0, "between": False}
+"""Of a rank that has given none yet."""
 
 
 class BoardSilent(ConnectionError):
     """The keeper of a board does not answer; it may answer later."""
 
 
-class Call:
-    """A question to a board.
+class Invitation(NamedTuple):
+    """The address and the secret that a rank needs to reach a board."""
 
-    Attributes:
-        ended: set when there is an answer.
-        result, error: the answer; one of them.
+    address: str
+    port: int
+    secret: str
+
+    def answer_to(self, challenge: bytes) -> bytes:
+        return hmac.digest(self.secret.encode(), challenge, "sha256").hex().encode() + b"\n"
+
+
+class Table:
+    """The values of a board, as JSON. Its methods are the requests."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def set(self, key: str, value: Any, wanted: list[str]) -> list[Any]:
+        """Set a value. Returns those of the keys that are ``wanted`` in return."""
+        self._values[key] = value
+        return self.get(wanted)
+
+    def get(self, keys: list[str]) -> list[Any]:
+        """Return the values of ``keys``; None where there is none."""
+        return [self._values.get(key) for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a count, which begins at 0, and return it."""
+        self._values[key] = self._values.get(key, 0) + amount
+        return int(self._values[key])
+
+    def claim(self, key: str, value: Any) -> Any:
+        """Set the value of ``key`` if it has none. Returns the one it has."""
+        return self._values.setdefault(key, value)
+
+    def delete(self, keys: list[str]) -> None:
+        for key in keys:
+            self._values.pop(key, None)
+
+
+class Keeper:
+    """The keeper's end of a board: admits ranks, and answers them.
+
+    Args:
+        world_size: the ranks that will come, the keeper itself among them.
     """
 
-    def __init__(self, name: str, arguments: tuple[Any, ...], is_awaited: bool) -> None:
-        self.name, self.arguments, self.is_awaited = name, arguments, is_awaited
-        self.ended = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
+    def __init__(self, world_size: int) -> None:
+        self.invitation: Invitation | None = None
+        self._table = Table()
+        self._most_waiting = world_size + _STRANGERS
+        self._waiting: deque[StreamWriter] = deque()
+        self._admitted: list[StreamWriter] = []
+        self._turned_away = False
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, address: str) -> None:
+        """Begin to admit ranks.
+
+        Raises:
+            OSError: there is no such interface here.
+        """
+        options: dict[str, Any] = {"limit": _LONGEST, "backlog": self._most_waiting}
+        self._server = await asyncio.start_server(self._serve, address, 0, **options)
+        port = self._server.sockets[0].getsockname()[1]
+        self.invitation = Invitation(address, port, secrets.token_hex(32))
+
+    async def stop_listening(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for stranger in self._waiting:
+            stranger.transport.abort()
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """End all connections."""
+        for writer in self._admitted:
+            writer.close()
+
+    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+        try:
+            if not await self._admit(reader, writer):
+                return
+            while line := await reader.readline():
+                method, *arguments = json.loads(line)
+                answer = getattr(self._table, method)(*arguments)
+                writer.write(json.dumps(answer).encode() + b"\n")
+                await writer.drain()
+        except OSError:
+            pass  # that rank has ended
+        except Exception:
+            logger.exception("a board of signs of life cannot read a request, and closes the connection")
+        finally:
+            writer.close()
+
+    async def _admit(self, reader: StreamReader, writer: StreamWriter) -> bool:
+        """Return whether the other end has the secret. One that says nothing is not waited for by anybody else."""
+        assert self.invitation is not None and self._server is not None
+        if not self._server.is_serving():
+            return False
+        self._waiting.append(writer)
+        if len(self._waiting) > self._most_waiting:
+            self._waiting.popleft().transport.abort()
+        challenge = secrets.token_hex(32).encode()
+        writer.write(challenge + b"\n")
+        expected = self.invitation.answer_to(challenge)
+        try:
+            answer = await reader.readexactly(len(expected))
+        except asyncio.IncompleteReadError:
+            answer = b""
+        if writer not in self._waiting:
+            return False
+        self._waiting.remove(writer)
+        if not hmac.compare_digest(answer, expected):
+            self._name_once(writer)
+            return False
+        self._admitted.append(writer)
+        writer.write(_WELCOME)
+        return True
+
+    def _name_once(self, stranger: StreamWriter) -> None:
+        if not self._turned_away:
+            self._turned_away = True
+            logger.warning("turned away at the port for signs of life: %s", stranger.get_extra_info("peername"))
 
 
 class Board:
-    """One store, asked with a limit; the methods are those of ``dist.Store``.
+    """A rank's end of a board, asked with a limit.
+
+    Args:
+        keeper: the rank in whose process the table is.
+        reader, writer: the connection to it.
+        kept: in the keeper's process, the other end.
 
     Attributes:
-        keeper: the rank in whose process the store is.
         closed: whether this rank is done with it.
 
-    Every method raises BoardSilent where the keeper does not answer within :data:`PATIENCE` seconds, at once where it
-    has not answered a call before this one; and what torch raises where the connection is closed.
+    Every request raises ConnectionError where the keeper has ended or cannot be reached any more, and BoardSilent where
+    it does not answer within :data:`PATIENCE` seconds; at once where it has not answered a request before this one.
     """
 
-    def __init__(self, keeper: int, store: dist.Store) -> None:
+    def __init__(self, keeper: int, reader: StreamReader, writer: StreamWriter, kept: Keeper | None = None) -> None:
         self.keeper = keeper
         self.closed = False
-        self._turn = threading.Lock()  # held by the caller, and given back by the thread
-        self._silent = False
-        self._posted: dict[str, Call] = {}
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._answer, args=(store,), name="smp-board", daemon=True)
-        self._thread.start()
+        self._reader, self._writer, self._kept = reader, writer, kept
+        self._turn = asyncio.Lock()
+        self._unanswered: Future[Any] | None = None
+        self._posted: dict[str, Future[Any]] = {}
 
-    def _answer(self, store: dist.Store) -> None:
-        """Run calls, in their order. The store lives as long as this does."""
-        while (call := self._calls.get()) is not None:
+    async def _request(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        async with self._turn:
             try:
-                call.result = getattr(store, call.name)(*call.arguments)
-            except BaseException as error:
-                call.error = error
-            self._silent = False
-            call.ended.set()
-            if call.is_awaited:
-                self._turn.release()
-            del call
+                self._writer.write(json.dumps([method, *arguments]).encode() + b"\n")
+                answer = await self._reader.readline()
+            except OSError as error:
+                raise ConnectionError(f"the board of rank {self.keeper}: {error}") from error
+        if not answer.endswith(b"\n"):
+            raise ConnectionError(f"rank {self.keeper} has closed its board")
+        return json.loads(answer)
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any) -> Any:
         if self.closed:
             raise ConnectionError(f"this rank is done with the board of rank {self.keeper}")
-        if not self._turn.acquire(timeout=0 if self._silent else PATIENCE):
+        if self._unanswered is not None and not self._unanswered.done():
             raise BoardSilent(f"rank {self.keeper} does not answer")
-        call = Call(name, arguments, is_awaited=True)
-        self._calls.put(call)
-        if not call.ended.wait(PATIENCE):
-            self._silent = not call.ended.is_set()
-            raise BoardSilent(f"rank {self.keeper} does not answer")
-        if call.error is not None:
-            raise call.error
-        return call.result
+        asked = _start(self._request(method, arguments))
+        try:
+            return asked.result(PATIENCE)
+        except NoAnswer:
+            self._unanswered = asked
+            raise BoardSilent(f"rank {self.keeper} does not answer") from None
 
-    def post_again(self, name: str, *arguments: Any) -> Call | None:
-        """Ask without waiting, if the last such question has been answered: to a silent keeper they would pile up.
+    def post(self, method: str, *arguments: Any) -> Any:
+        """Ask without waiting, if the last such request was answered: to a silent keeper they would pile up.
 
         Returns:
-            the last one, with its answer; None if there is none.
+            the answer to the last one; None if there is none.
         """
-        last = self._posted.get(name)
-        if last is not None and not last.ended.is_set():
+        last = self._posted.get(method)
+        if last is not None and not last.done():
             return None
-        self._posted[name] = Call(name, arguments, is_awaited=False)
-        self._calls.put(self._posted[name])
-        return last
+        self._posted[method] = _start(self._request(method, arguments))
+        return None if last is None else last.result()
 
-    def set(self, key: str, value: str) -> None:
-        self._ask("set", key, value)
+    def set(self, key: str, value: Any) -> None:
+        self._ask("set", key, value, [])
 
-    def get(self, key: str) -> bytes:
-        return self._ask("get", key)
+    def get(self, key: str) -> Any:
+        """Return a value; None where there is none."""
+        return self._ask("get", [key])[0]
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._ask("multi_get", keys)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._ask("check", keys)
+    def signs_of(self, ranks: Iterable[int]) -> list[Sign]:
+        """Return the last sign of life of each of ``ranks``, as it was set for the key ``beat/RANK``."""
+        return [sign or NO_SIGN for sign in self._ask("get", [f"beat/{rank}" for rank in ranks])]
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask("add", key, amount)
+        return int(self._ask("add", key, amount))
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._ask("compare_set", key, expected, desired)
+    def claim(self, key: str, value: Any) -> Any:
+        """Set the value of ``key`` if it has none. Returns the one it has."""
+        return self._ask("claim", key, value)
 
-    def delete_key(self, key: str) -> bool:
-        return self._ask("delete_key", key)
+    def delete(self, *keys: str) -> None:
+        self._ask("delete", keys)
 
     def close(self) -> None:
-        """Make no further calls, and let go of the store when the call under way has returned. Does not wait."""
+        """Make no further requests; on the keeper, end the board. Does not wait."""
         if not self.closed:
             self.closed = True
-            self._calls.put(None)
+            _loop().call_soon_threadsafe((self._kept or self._writer).close)
 
 
 def open_boards(host: str) -> list[Board]:
@@ -142,26 +277,51 @@ def open_boards(host: str) -> list[Board]:
         rank 0's and the last rank's, without those that some rank cannot reach.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    options: dict[str, Any] = {"timeout": timedelta(seconds=60), "wait_for_workers": False}
+    keepers = sorted({0, world - 1})
+    own = _own_address(host)
+    addresses = _gathered(own)
+    kept = Keeper(world) if rank in keepers else None
+    if kept is not None:
+        # Seen from its own machine, a host may have the name of the loopback interface.
+        elsewhere = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+        with contextlib.suppress(OSError):
+            _await(kept.listen(_own_address(elsewhere[0]) if elsewhere else own))
+    invitations = _gathered(kept.invitation if kept is not None else None)
     boards: list[Board] = []
-    for keeper in sorted({0, world - 1}):
-        store: dist.Store | None = None
-        where: list[Any] = [None]
-        if rank == keeper:
-            address = host if keeper == 0 else _own_address(host)
-            with contextlib.suppress(*GONE):
-                store = dist.TCPStore(address, 0, world, True, **options)
-                where = [(address, store.port)]
-        dist.broadcast_object_list(where, src=keeper)
-        if store is None and where[0] is not None:
-            address, port = where[0]
-            with contextlib.suppress(*GONE):
-                store = dist.TCPStore(address, port, world, False, **options)
-        reached: list[Any] = [None] * world
-        dist.all_gather_object(reached, store is not None)
-        if store is not None and all(reached):
-            boards.append(Board(keeper, store))
-    return boards
+    for keeper in keepers:
+        invitation = invitations[keeper]
+        connection: tuple[StreamReader, StreamWriter] | None = None
+        if invitation is not None:
+            with contextlib.suppress(OSError):
+                connection = _await(_connect(invitation))
+        if connection is not None:
+            boards.append(Board(keeper, *connection, kept if keeper == rank else None))
+    reached = _gathered([board.keeper for board in boards])
+    if kept is not None:
+        _await(kept.stop_listening())
+    for board in boards:
+        if not all(board.keeper in each for each in reached):
+            board.close()
+    return [board for board in boards if not board.closed]
+
+
+async def _connect(invitation: Invitation) -> tuple[StreamReader, StreamWriter]:
+    """Connect to a keeper, and again where it turns this rank away: strangers may crowd its port."""
+    while True:
+        reader, writer = await asyncio.open_connection(invitation.address, invitation.port, limit=_LONGEST)
+        with contextlib.suppress(OSError):
+            challenge = await reader.readline()
+            writer.write(invitation.answer_to(challenge.strip()))
+            if await reader.readline() == _WELCOME:
+                return reader, writer
+        writer.close()
+        await asyncio.sleep(0.05)
+
+
+def _gathered(own: T) -> list[T]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
 
 
 def _own_address(host: str) -> str:
@@ -171,4 +331,30 @@ def _own_address(host: str) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(there)  # sends nothing
             return str(probe.getsockname()[0])
-    return socket.gethostname()
+    return "127.0.0.1"
+
+
+def _start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    return asyncio.run_coroutine_threadsafe(coroutine, _loop())
+
+
+def _await(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Raises TimeoutError, an OSError, after :data:`_START` seconds."""
+    started = _start(coroutine)
+    try:
+        return started.result(_START)
+    except NoAnswer:
+        started.cancel()
+        raise TimeoutError(f"nothing came in {_START:g} s") from None
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    return _loop_of(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _loop_of(process: int) -> asyncio.AbstractEventLoop:
+    """Return the event loop of all boards in this process; a fork begins with one of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="smp-boards", daemon=True).start()
+    return loop

@@ -10,7 +10,7 @@ from typing import Any
 
 import smp_core.checkpoint.local_folder as local_folder
 import smp_core.checkpoint.storage as storage
-from smp_core.liveness import RankWatch
+from smp_core.rank_watch import RankWatch
 
 # Where a rank is in a save, a load and a report: while a file is closed, while tensors are read, and before it looks.
 PLACES: dict[str, tuple[Any, str]] = {

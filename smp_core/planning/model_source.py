@@ -105,7 +105,7 @@ def _of_fields(fields: dict[str, Any], sequence: int) -> Source:
         for name in ("n_positions", "max_position_embeddings"):
             if getattr(config, name, sequence) < sequence:
                 setattr(config, name, sequence)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=_attention())
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=_attention(), trust_remote_code=False)
     except Exception as error:
         raise ValueError(
             f"the configuration ({kind}) makes no causal language model: {error}. Write package.module:function, a "

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from smp_core.liveness import RankWatch
+from smp_core.rank_watch import RankWatch
 from smp_core.whereabouts import here
 
 INTERVAL = 0.1

@@ -7,6 +7,7 @@ in the tests of the faces."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
@@ -19,9 +20,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-import smp_core.liveness as liveness
+import smp_core.rank_watch as rank_watch
 import smp_core.signs as signs
-from smp_core.liveness import RankWatch
+from smp_core.rank_watch import RankWatch
 from tests.core.liveness_runs import (
     INTERVAL,
     LONG,
@@ -49,7 +50,7 @@ def take_board_away(watching: RankWatch) -> None:
     for board in watching.boards:
         if board.keeper == watching.rank:
             board.close()
-            board._thread.join()
+            signs._await(asyncio.sleep(INTERVAL))  # until the board's thread has done it
 
 
 def rank_2_is_silent() -> Report:
@@ -61,6 +62,32 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_with_its_step() -> None:
     for found, _ in reports[:2]:
         assert found == "rank 2 was lost: no sign of life any more; it was in optimizer step 7"
     assert "rank 2 was lost" in written(reports)
+
+
+def one_looks_after_the_other() -> Report:
+    """Rank 0 has ended when rank 1 meets its loss, as in another pipeline stage."""
+    watching, rank = watch(), dist.get_rank()
+    silence_rank_2(watching, rank)
+    result = report(watching, [0, 1, 3]) if rank == 0 else (None, "")
+    if rank == 1:
+        while not watching._heard:
+            time.sleep(INTERVAL / 4)
+    dist.monitored_barrier(timeout=LONG)
+    if rank in (0, 3):
+        take_board_away(watching)
+    dist.monitored_barrier(timeout=LONG)
+    if rank == 1:
+        with mock.patch.object(watching, "_compare", side_effect=AssertionError("looked again")):
+            result = report(watching, [])
+    dist.monitored_barrier(timeout=LONG)
+    leave(watching)
+    return result
+
+
+def test_who_meets_a_loss_that_another_rank_has_found_out_does_not_look_again() -> None:
+    reports = run_ranks(one_looks_after_the_other, 4)
+    assert reports[1][0] == reports[0][0] == "rank 2 was lost: no sign of life any more; it was in optimizer step 7"
+    written(reports)
 
 
 def fail_on_rank_1(watching: RankWatch, rank: int) -> None:
@@ -244,7 +271,7 @@ def test_a_look_takes_four_intervals_and_longer_while_the_looking_rank_has_no_tu
     watching.interval, watching._beats = 1.0, 0
     watching._thread = SimpleNamespace(is_alive=lambda: signs)  # type: ignore[assignment]  # it ends with the store
     clock = Clock(watching, busy_until)
-    monkeypatch.setattr(liveness, "time", clock)
+    monkeypatch.setattr(rank_watch, "time", clock)
     watching._await_signs()
     assert clock.now == takes
 
@@ -268,7 +295,7 @@ def nobody_meets_an_exception(lost: int) -> tuple[str, list[int]]:
         ended.append(status)
         watching._stopped.set()
 
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, mock.patch.object(liveness.os, "_exit", end):
+    with contextlib.redirect_stderr(io.StringIO()) as stderr, mock.patch.object(rank_watch.os, "_exit", end):
         watching._thread.join(LONG.total_seconds())
     dist.monitored_barrier(timeout=LONG)
     return stderr.getvalue(), ended

@@ -18,12 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import smp_core.signs as signs
 from smp_core.config import SmpConfig
 from smp_core.engine import parallelize
-from smp_core.liveness import RankWatch
-from smp_core.signs import Board
-from smp_core.stalls import HINT, StallWatch, line_about
-from smp_core.whereabouts import Whereabouts, here, ranks_in_words
+from smp_core.rank_watch import RankWatch
+from smp_core.signs import open_boards
+from smp_core.whereabouts import HINT, StallWatch, Whereabouts, here, line_about, ranks_in_words
 from tests.core.branching import Branching, batch_of, loss_of
 from tests.core.pipeline.cases import Case
 from tests.harness import run_ranks
@@ -157,13 +157,13 @@ def test_a_line_groups_ranks_and_says_where_they_went_apart() -> None:
     def shown(*recent: int) -> dict[str, Any]:
         return {"recent": list(recent), "peers": [0, 1, 2, 3]}
 
-    signs: dict[int, dict[str, Any]] = {rank: {"beats": 9, "step": 2} for rank in range(8)}
+    given: dict[int, dict[str, Any]] = {rank: {"beats": 9, "step": 2} for rank in range(8)}
     for rank in (0, 1, 2):
-        signs[rank]["at"] = at("all_gather of 'b'", **shown(1, 0, 5))
-    signs[3]["at"] = at("all_gather of 'c'", **shown(1, 0, 7, 9))
-    signs[4]["at"] = at("train.py:3 in f", waits=False)
-    signs[6]["left"] = True
-    assert line_about(signs, {5}, lambda number: f"number {number}") == (
+        given[rank]["at"] = at("all_gather of 'b'", **shown(1, 0, 5))
+    given[3]["at"] = at("all_gather of 'c'", **shown(1, 0, 7, 9))
+    given[4]["at"] = at("train.py:3 in f", waits=False)
+    given[6]["left"] = True
+    assert line_about(given, {5}, lambda number: f"number {number}") == (
         "waiting: ranks 0-2 42 s in all_gather of 'b', step 3, micro-batch 1; "
         "rank 3 42 s in all_gather of 'c', step 3, micro-batch 1"
         " | elsewhere: rank 4: train.py:3 in f, step 3, micro-batch 1; "
@@ -171,8 +171,8 @@ def test_a_line_groups_ranks_and_says_where_they_went_apart() -> None:
         f" | went apart: in micro-batch 2, ranks 0-2: number 5; rank 3: number 7 ({HINT})"
     )
     # One that is only behind has not gone apart.
-    signs[3]["at"] = at("train.py:3 in f", waits=False, **shown(1, 0))
-    assert "went apart" not in line_about(signs, set(), str)
+    given[3]["at"] = at("train.py:3 in f", waits=False, **shown(1, 0))
+    assert "went apart" not in line_about(given, set(), str)
 
 
 class OfMemory:
@@ -181,7 +181,7 @@ class OfMemory:
     def __init__(self, signs: dict[int, dict[str, Any]]) -> None:
         self.signs, self.marks, self.lost = signs, 0, 0
 
-    def post_again(self, name: str, *arguments: Any) -> None:
+    def post(self, name: str, *arguments: Any) -> None:
         self.lost -= 1
         if self.lost < 0:
             getattr(self, name)(*arguments)
@@ -189,11 +189,6 @@ class OfMemory:
     def add(self, key: str, amount: int) -> int:
         self.marks += amount
         return self.marks
-
-    def set(self, key: str, value: str) -> None:
-        pass
-
-    delete_key = check = set
 
     def read(self, _: Any) -> dict[int, dict[str, Any]]:
         return self.signs
@@ -244,23 +239,30 @@ def test_ranks_in_words() -> None:
     assert ranks_in_words([9, 0, 1, 2, 4, 5]) == "ranks 0-2, 4-5, 9"
 
 
+def posts_to_a_stopped_keeper() -> tuple[list[bool], list[Any], Any]:
+    """What rank 1 is given when it posts to rank 0, which does not answer; what rank 0 then has; the last answer."""
+    first, _ = open_boards("127.0.0.1")
+    event_loop, answers = signs._loop(), threading.Event()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        event_loop.call_soon_threadsafe(answers.wait, LONG)
+    dist.barrier()
+    at_once: list[bool] = []
+    if dist.get_rank() == 1:
+        at_once = [first.post("set", "beat", beat, ["beat"]) is None for beat in (1, 2)]
+        at_once.append(first.post("add", "mark", 1) is None)  # of another kind
+    dist.barrier()
+    answers.set()
+    dist.barrier()
+    values: list[Any] = []
+    answer: Any = None
+    if dist.get_rank() == 1:
+        values = [first.get("beat"), first.get("mark")]  # wait for all before them
+        answer = first.post("set", "beat", 4, [])
+    dist.barrier()
+    first.close()
+    return at_once, values, answer
+
+
 def test_a_keeper_that_does_not_answer_is_waited_for_by_nobody_who_posts() -> None:
-    class Slow:
-        answers, seen = threading.Event(), list[tuple[str, str]]()
-
-        def set(self, key: str, value: str) -> None:
-            assert self.answers.wait(LONG)
-            self.seen.append((key, value))
-
-        def add(self, key: str, amount: int) -> None:
-            self.seen.append((key, str(amount)))
-
-    board = Board(1, Slow())  # type: ignore[arg-type]
-    assert board.post_again("set", "beat", "1") is None and board.post_again("set", "beat", "2") is None
-    assert board.post_again("add", "mark", 1) is None  # of another kind
-    Slow.answers.set()
-    board.set("beat", "3")  # waits for all before it
-    assert Slow.seen == [("beat", "1"), ("mark", "1"), ("beat", "3")]
-    answered = board.post_again("set", "beat", "4")
-    assert answered is not None and answered.ended.is_set() and answered.arguments == ("beat", "1")
-    board.close()
+    assert run_ranks(posts_to_a_stopped_keeper, 2)[1] == ([True] * 3, [1, 1], [1])
