@@ -16,10 +16,9 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, cast
+from typing import cast
 
 import torch.distributed as dist
-from torch import nn
 
 from smp_core.compat import collective_timeout
 from smp_core.liveness import ENDING, RankWatch, end_within, looks_like_a_lost_peer
@@ -70,14 +69,17 @@ def report(error: BaseException) -> None:
         _watch.report(error)
 
 
-def meet(place: str) -> None:
+def meet(place: str, ranks: Sequence[int] | None = None) -> None:
     """Wait until every rank has come to ``place``, a call as a user types it. Collective.
+
+    Args:
+        ranks: those who make the call together; by default all.
 
     Raises:
         RuntimeError: one is elsewhere, e.g. because only the main process makes the call.
     """
-    if _watch is not None:
-        _watch.meetings.meet(place)
+    if _watch is not None and _is_current():
+        _watch.meetings.meet(place, ranks)
 
 
 def meet_between_runs(place: str, ranks: Sequence[int] | None = None) -> None:
@@ -94,16 +96,12 @@ def meet_between_runs(place: str, ranks: Sequence[int] | None = None) -> None:
         _watch.meetings.meet(place, ranks)
 
 
-def count_forwards(model: nn.Module, peers: Sequence[int]) -> None:
-    """Count forward passes: a rank that waits for ``peers`` sees by one of them that they do not come."""
-
-    def begun(*_: Any) -> None:
-        if _watch is not None:
-            _watch.meetings.forwards += 1
-
-    if _watch is not None and len(peers) > 1:
+def count_call(peers: Sequence[int]) -> None:
+    """Count a call into a model that ``peers`` make together: a rank that waits for them elsewhere sees by one of them
+    that they do not come."""
+    if _watch is not None:
         _watch.meetings.peers = peers
-        model.register_forward_pre_hook(begun, prepend=True)
+        _watch.meetings.forwards += 1
 
 
 def _is_current() -> bool:
