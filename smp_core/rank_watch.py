@@ -28,6 +28,7 @@ logger = logging.getLogger("smp")
 
 _watch: RankWatch | None = None
 _watched: weakref.ref[dist.ProcessGroup] | None = None
+_met_behind: tuple[int, int] | None = None  # a watch, and a number of calls into models
 _REPORTED = "_smp_reported"
 
 
@@ -80,6 +81,15 @@ def meet(place: str, ranks: Sequence[int] | None = None) -> None:
     """
     if _watch is not None and _is_current():
         _watch.meetings.meet(place, ranks)
+
+
+def meet_between_calls(place: str, ranks: Sequence[int]) -> None:
+    """Meet at ``place``, as :func:`meet` does, if it is the first such place since the last call into a model
+    (:func:`count_call`)."""
+    global _met_behind
+    if _watch is not None and _met_behind != (behind := (id(_watch), _watch.meetings.forwards)):
+        meet(place, ranks)
+        _met_behind = behind
 
 
 def meet_between_runs(place: str, ranks: Sequence[int] | None = None) -> None:

@@ -34,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from smp_core.absent import ABSENT, is_absent
 from smp_core.checkpoint.tree import map_tensors
 from smp_core.mesh import SmpMesh
+from smp_core.rank_watch import meet_between_calls
 from smp_core.sharding.fsdp import backward_pass, in_a_call
 from smp_core.sharding.optimizer import local_of
 from smp_core.sharding.parameter_hooks import hooks_of, unsharded_value
@@ -106,6 +107,9 @@ def _compute(kind: type, function: Any, types: Any, args: tuple[Any, ...], kwarg
     if isinstance(written, DTensor):
         with implicit_replication():
             return function(*args, **(kwargs or {}))
+    if backward_pass() == -1:
+        ranks = sharded[0].device_mesh.mesh.flatten().tolist()
+        meet_between_calls(f"{name} of a sharded parameter and an unsharded tensor", ranks)
     if mesh.rank == 0 and any(each.ndim for each in sharded):
         _say_once()
     for operand in sharded:
@@ -157,7 +161,7 @@ def _bring_back_gradient(operand: DTensor) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """How a DTensor lies on its mesh, without its values.
+    """The mesh and the placements of a DTensor, without its values.
 
     Attributes:
         device_mesh: its ranks.

@@ -348,3 +348,22 @@ def test_drawn_copies_of_before_prepare_have_one_processs_numbers(numbers: Seque
     for number, *runs in zip(numbers, *of_ranks, strict=True):
         expected = Drawn(number).run()
         assert all(same(run, expected) for run in runs), f"case {number}, {vars(Drawn(number))}"
+
+
+def updated_by_rank_0() -> str:
+    accelerator = fresh_accelerator(smp_config={"shard_degree": 2})
+    model: Any = TroubledModel()
+    teacher, words = copy.deepcopy(model), ""
+    model = accelerator.prepare(model)
+    if accelerator.is_main_process:
+        with torch.no_grad(), pytest.raises(RuntimeError) as caught:
+            teacher.head.weight.lerp_(model.head.weight, 0.1)
+        words = str(caught.value)
+    model(torch.zeros(2, 5, dtype=torch.long))
+    return words
+
+
+def test_an_update_of_one_rank_alone_is_an_error_and_leaves_the_others_going_on() -> None:
+    words, of_others = run_ranks(updated_by_rank_0, 2)
+    assert "rank 0 is at lerp_ of a sharded parameter and an unsharded tensor and rank 1 at the model's next" in words
+    assert "take it out of `if rank == 0:`" in words and of_others == ""
