@@ -86,10 +86,11 @@ def _compute_outside_of_forward(
 
 def _compute(kind: type, function: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
     """Return the result of an operation with sharded and plain operands; NotImplemented: torch computes it."""
-    operands = list(_tensors((*args, *(kwargs or {}).values())))
-    sharded = [each for each in operands if isinstance(each, DTensor)]
-    if len(sharded) == len(operands) or DTensor._op_dispatcher._allow_implicit_replication:
+    values = (*args, *(kwargs or {}).values())
+    if not _has_plain(values) or DTensor._op_dispatcher._allow_implicit_replication:
         return NotImplemented
+    operands = list(_tensors(values))
+    sharded = [each for each in operands if isinstance(each, DTensor)]
     plain = [each for each in operands if not isinstance(each, DTensor)]
     if not any(_counts(each) for each in plain) and any(each.ndim for each in sharded):
         return NotImplemented  # a number that all ranks have
@@ -118,6 +119,16 @@ def _compute(kind: type, function: Any, types: Any, args: tuple[Any, ...], kwarg
     gathered = functools.partial(_gathered, mesh=mesh, name=name)
     with torch.no_grad():
         return function(*map_tensors(args, gathered), **map_tensors(kwargs or {}, gathered))
+
+
+def _has_plain(values: Any) -> bool:
+    """Return whether any of the tensors is a plain one. Asked for every operation of optimizers on lists of shards."""
+    for value in values:
+        if type(value) is DTensor:
+            continue
+        if isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and _has_plain(value)):
+            return True
+    return False
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
