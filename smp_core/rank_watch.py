@@ -106,11 +106,15 @@ def meet_between_runs(place: str, ranks: Sequence[int] | None = None) -> None:
         _watch.meetings.meet(place, ranks)
 
 
-def count_call(peers: Sequence[int]) -> None:
-    """Count a call into a model that ``peers`` make together: a rank that waits for them elsewhere sees by one of them
-    that they do not come."""
+def expect_calls(peers: Sequence[int]) -> None:
+    """Take note of the ranks that make calls into a model together with this one."""
     if _watch is not None:
         _watch.meetings.peers = peers
+
+
+def count_call() -> None:
+    """Count a call into a model: a rank that waits for its peers elsewhere sees by one of them that they stay away."""
+    if _watch is not None:
         _watch.meetings.forwards += 1
 
 

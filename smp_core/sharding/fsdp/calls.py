@@ -33,7 +33,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import _disable_current_modes
 
 from smp_core.module_names import clean_name
-from smp_core.rank_watch import count_call, meet_between_runs
+from smp_core.rank_watch import count_call, expect_calls, meet_between_runs
 from smp_core.sharding.fsdp.generation import group_of
 from smp_core.sharding.fsdp.param_group import ParamGroup
 from smp_core.sharding.fsdp.passes import backward_pass, reshard
@@ -87,6 +87,7 @@ class Calls:
         weakref.finalize(self, register_module_parameter_registration_hook(_note_parametrization).remove)
         self._keeps_behind_forward = False
         _all.add(self)
+        expect_calls(ranks)
         self._shown: dict[int, _ShownUnit] = {}
         self._of_module: dict[int, _ShownUnit] = {}
         for unit in self._units[:1]:  # they share one
@@ -233,7 +234,7 @@ class Calls:
     def _meet(self, module: nn.Module, method: str | None = None) -> None:
         parts = (self._name, self._names[id(module)], method)
         meet_between_runs(".".join(filter(None, parts)) + "(...)", self._ranks)
-        count_call(self._ranks)
+        count_call()
 
 
 def _roots(module: nn.Module, root: nn.Module | None = None) -> Iterator[tuple[nn.Module, nn.Module]]:
