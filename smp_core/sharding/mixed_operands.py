@@ -19,6 +19,7 @@ torch has no public name for whether its ``implicit_replication()`` is on (``_al
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ _PRODUCTS = (
     "native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm "
     "native_batch_norm_backward _fused_rms_norm _fused_rms_norm_backward _prelu_kernel _prelu_kernel_backward"
 )
+_LOOKED_AT = 64
+_looks = itertools.count()  # unsharded tensors of a parameter's shape
 _followed = WeakIdKeyDictionary()  # sharded operands whose gradients are brought into their layout
 
 
@@ -101,16 +104,22 @@ def _compute(kind: type, function: Any, types: Any, args: tuple[Any, ...], kwarg
     if mesh is None:
         return NotImplemented
 
+    # Phase 1: lists are taken place by place; ranks make sure that they are all here, with equal tensors.
     name = function.overloadpacket.__name__
     written = next(_tensors(args)) if name.endswith("_") else None
     if name.startswith("_foreach_") and len(args[0]) > 1:
         return _each_alone(function, args, kwargs or {})
-    if isinstance(written, DTensor):
-        with implicit_replication():
-            return function(*args, **(kwargs or {}))
     if backward_pass() == -1:
         ranks = sharded[0].device_mesh.mesh.flatten().tolist()
         meet_between_calls(f"{name} of a sharded parameter and an unsharded tensor", ranks)
+        for each in plain:
+            if each.shape == sharded[0].shape and each.ndim:
+                _look_for_differences(each, mesh)
+
+    # Phase 2: this rank's part is written, or what is sharded is gathered.
+    if isinstance(written, DTensor):
+        with implicit_replication():
+            return function(*args, **(kwargs or {}))
     if mesh.rank == 0 and any(each.ndim for each in sharded):
         _say_once()
     for operand in sharded:
@@ -203,6 +212,27 @@ def sharded_mean(gradient: torch.Tensor, layout: Placed) -> torch.Tensor | None:
     everywhere = [Replicate()] * layout.device_mesh.ndim
     replicated = DTensor.from_local(mean, layout.device_mesh, everywhere, run_check=False)
     return replicated.redistribute(placements=layout.placements)
+
+
+def _look_for_differences(plain: torch.Tensor, mesh: SmpMesh) -> None:
+    """Warn once if an unsharded tensor of a parameter's shape differs between ranks, among the first of them."""
+    if next(_looks) >= _LOOKED_AT:
+        return
+    total = plain.detach().double().sum().to(mesh.device)
+    extremes = torch.stack([total, -total])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=mesh.model_group)
+    if mesh.rank == 0 and bool(extremes.sum() > 0):
+        _warn_once()
+
+
+@functools.cache
+def _warn_once() -> None:
+    logger.warning(
+        "an unsharded tensor of a parameter's shape, which is an operand beside the sharded parameter, differs between "
+        "ranks. If it is a copy of weights from before sharding, each rank made its own first weights, of which the "
+        "model kept rank 0's: seed all ranks alike before the model is made (torch.manual_seed, seed_everything, "
+        "set_seed), or make the copy when the model is sharded"
+    )
 
 
 @functools.cache

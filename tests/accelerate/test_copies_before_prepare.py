@@ -4,9 +4,11 @@ and terms of the loss are made of both: one process's numbers, in float64."""
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from smp_core.sharding import mixed_operands
 from tests.accelerate.running import SAMPLES, fresh_accelerator, full_weights, make_loader
 from tests.core.models import WIDTH, TroubledModel, loss_of
 from tests.harness import run_ranks
@@ -350,20 +353,34 @@ def test_drawn_copies_of_before_prepare_have_one_processs_numbers(numbers: Seque
         assert all(same(run, expected) for run in runs), f"case {number}, {vars(Drawn(number))}"
 
 
-def updated_by_rank_0() -> str:
+def updated_by_rank_0() -> tuple[str, list[str]]:
+    """What the rank that is alone is told, and what is said of copies that differ between ranks."""
     accelerator = fresh_accelerator(smp_config={"shard_degree": 2})
+    torch.manual_seed(accelerator.process_index)
     model: Any = TroubledModel()
     teacher, words = copy.deepcopy(model), ""
     model = accelerator.prepare(model)
-    if accelerator.is_main_process:
-        with torch.no_grad(), pytest.raises(RuntimeError) as caught:
-            teacher.head.weight.lerp_(model.head.weight, 0.1)
-        words = str(caught.value)
-    model(torch.zeros(2, 5, dtype=torch.long))
-    return words
+    with torch.no_grad():
+        if accelerator.is_main_process:
+            with pytest.raises(RuntimeError) as caught:
+                teacher.head.weight.lerp_(model.head.weight, 0.1)
+            words = str(caught.value)
+        model(torch.zeros(2, 5, dtype=torch.long))
+
+    mixed_operands._warn_once.cache_clear()
+    looks = mock.patch.object(mixed_operands, "_looks", itertools.count())
+    with (
+        looks,
+        mock.patch.object(mixed_operands.logger, "warning") as warning,
+        mock.patch.object(mixed_operands, "meet_between_calls"),
+    ):
+        for mine, its in zip(teacher.parameters(), model.parameters(), strict=True):
+            mine.detach().lerp_(its.detach(), 0.1)
+    return words, [call.args[0] for call in warning.call_args_list]
 
 
-def test_an_update_of_one_rank_alone_is_an_error_and_leaves_the_others_going_on() -> None:
-    words, of_others = run_ranks(updated_by_rank_0, 2)
+def test_an_update_of_one_rank_alone_is_an_error_and_different_copies_are_warned_of() -> None:
+    (words, warnings), (of_others, _) = run_ranks(updated_by_rank_0, 2)
     assert "rank 0 is at lerp_ of a sharded parameter and an unsharded tensor and rank 1 at the model's next" in words
     assert "take it out of `if rank == 0:`" in words and of_others == ""
+    assert len(warnings) == 1 and "differs between ranks" in warnings[0] and "seed all ranks alike" in warnings[0]

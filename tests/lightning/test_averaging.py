@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lightning.pytorch.callbacks import (
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from tests.harness import run_ranks
+from tests.lightning import modules
 from tests.lightning.modules import LanguageModule, PictureModule
 from tests.lightning.running import Run, assert_same, make_trainer, read_checkpoint, report, together
 
@@ -152,7 +154,8 @@ class OwnAverages(Callback):
 
 
 def fit_with_own_averages(knobs: dict[str, Any] | None = None) -> Run:
-    module = Language(batches=2)
+    with mock.patch.object(modules, "rank", return_value=0):  # as after seed_everything: all ranks' copies are equal
+        module = Language(batches=2)
     own = OwnAverages(module)
     trainer = make_trainer(knobs, callbacks=[own], precision="64-true")
     trainer.fit(module)
