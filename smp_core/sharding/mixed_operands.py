@@ -33,6 +33,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.weak import WeakIdKeyDictionary
 
 from smp_core.absent import ABSENT, is_absent
+from smp_core.checkpoint.optimizers import shard_like
 from smp_core.checkpoint.tree import map_tensors
 from smp_core.mesh import SmpMesh
 from smp_core.rank_watch import meet_between_calls
@@ -233,6 +234,13 @@ def _warn_once() -> None:
         "model kept rank 0's: seed all ranks alike before the model is made (torch.manual_seed, seed_everything, "
         "set_seed), or make the copy when the model is sharded"
     )
+
+
+def take_part_of_gradient(parameter: torch.Tensor) -> None:
+    """Let a sharded parameter's ``.grad`` that was assigned whole (``p.grad = p.grad * mask``) be this rank's part of
+    it. Local."""
+    if isinstance(parameter, DTensor) and parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+        parameter.grad = shard_like(parameter, parameter.grad)
 
 
 @functools.cache

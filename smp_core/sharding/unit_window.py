@@ -26,7 +26,7 @@ from smp_core.comm.background import Pending
 from smp_core.comm.traffic import Route
 from smp_core.mesh import SmpMesh
 from smp_core.sharding.fsdp import ShardedUnit, Slot
-from smp_core.sharding.mixed_operands import Placed, sharded_mean
+from smp_core.sharding.mixed_operands import Placed, sharded_mean, take_part_of_gradient
 from smp_core.sharding.optimizer import FlatShard
 from smp_core.sharding.parameter_hooks import ParameterHooks, hooks_of
 from smp_core.whereabouts import here
@@ -373,6 +373,7 @@ def _add_by_slot(target: torch.Tensor, target_slots: list[Slot], source: torch.T
 
 
 def _accumulate(parameter: nn.Parameter, gradient: DTensor) -> None:
+    take_part_of_gradient(parameter)
     if parameter.grad is None:
         parameter.grad = gradient
     else:
